@@ -1,0 +1,50 @@
+# Two commands matter: `make demo` and `make test`. Each does its own set-up, and is quick the second time.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint types unit bench clean help
+
+help:
+	@echo "make demo    upload real videos to a server, hand them to an engine process, show the answers"
+	@echo "make test    lint, types, and the whole test suite with coverage"
+	@echo "make bench   time the queue link beside a bare torch.multiprocessing.Queue"
+	@echo "make clean   remove what the other targets made"
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# The torch pin comes first and by itself: everything that asks for a range then finds it satisfied.
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(PIP) --editable '.[test]'
+	@touch $@
+
+demo: $(VENV)/.demo
+	@$(BIN)/aiotensor demo $(ARGS)
+
+test: lint types unit
+
+lint: $(VENV)/.test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/.test
+	$(BIN)/mypy
+
+unit: $(VENV)/.test
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest $(ARGS)
+	@$(BIN)/coverage combine --quiet
+	@$(BIN)/coverage report
+
+bench: $(VENV)/.test
+	@$(BIN)/python -m bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,44 @@
+"""Hand torch tensors from one process to another, with asyncio and with backpressure."""
+
+from aiotensor.errors import (
+    AccessDeniedError,
+    AioTensorError,
+    AlreadyTakenError,
+    ClosedError,
+    DiscardedError,
+    PeerLostError,
+    ProtocolError,
+    RemoteError,
+    TooLargeError,
+    UnsupportedTensorError,
+    UsageError,
+    WouldBlockError,
+)
+from aiotensor.links.queue import TensorQueue
+from aiotensor.receiver import TensorReceiver
+from aiotensor.sender import OpenMessage, TensorSender
+from aiotensor.types import Delivery, ReceiverStatistics, SenderStatistics, TensorHandle, Usage
+
+__all__ = [
+    "AccessDeniedError",
+    "AioTensorError",
+    "AlreadyTakenError",
+    "ClosedError",
+    "Delivery",
+    "DiscardedError",
+    "OpenMessage",
+    "PeerLostError",
+    "ProtocolError",
+    "ReceiverStatistics",
+    "RemoteError",
+    "SenderStatistics",
+    "TensorHandle",
+    "TensorQueue",
+    "TensorReceiver",
+    "TensorSender",
+    "TooLargeError",
+    "UnsupportedTensorError",
+    "Usage",
+    "UsageError",
+    "WouldBlockError",
+]

@@ -1,0 +1,123 @@
+"""Every error that aiotensor raises on purpose.
+
+    AioTensorError
+    |-- ClosedError             you closed this object
+    |-- PeerLostError           the other side died or broke the link
+    |-- DiscardedError          the message of this tensor was discarded
+    |-- AlreadyTakenError       this handle was received before
+    |-- WouldBlockError         a call that must not wait would have to
+    |-- TooLargeError           could never fit
+    |-- UnsupportedTensorError  this tensor cannot travel faithfully (also a TypeError)
+    |-- ProtocolError           the peer sent what the protocol forbids
+    |-- AccessDeniedError       the peer is another user
+    |-- RemoteError             the handler on the other side raised
+    `-- UsageError              this object cannot be used from here (also a RuntimeError)
+
+Arguments that are wrong in themselves (a limit of zero, a path where a tensor belongs) raise the
+built-in ``ValueError`` and ``TypeError``.
+"""
+
+from aiotensor.types import Usage
+
+__all__ = [
+    "AccessDeniedError",
+    "AioTensorError",
+    "AlreadyTakenError",
+    "ClosedError",
+    "DiscardedError",
+    "PeerLostError",
+    "ProtocolError",
+    "RemoteError",
+    "TooLargeError",
+    "UnsupportedTensorError",
+    "UsageError",
+    "WouldBlockError",
+]
+
+
+# The keyword arguments below all have defaults, so that errors survive pickle: it rebuilds them
+# from the text alone and then restores the attributes.
+
+
+class AioTensorError(Exception):
+    """The root of every error that aiotensor raises on purpose."""
+
+
+class ClosedError(AioTensorError):
+    """You closed this object; open a new one."""
+
+
+class PeerLostError(AioTensorError):
+    """The other side died or broke the link.
+
+    Attributes:
+        pid: the process id of the other side, or None if it never introduced itself.
+    """
+
+    def __init__(self, text: str, *, pid: int | None = None) -> None:
+        super().__init__(text)
+        self.pid = pid
+
+
+class DiscardedError(AioTensorError):
+    """The tensor's message was discarded by either side, or its sender closed without sending it."""
+
+
+class AlreadyTakenError(AioTensorError):
+    """This handle was received before; a tensor can be taken once."""
+
+
+class WouldBlockError(AioTensorError):
+    """A call that must not wait would have to wait.
+
+    Attributes:
+        messages: limit, in use and requested, counted in messages.
+        bytes: the same, in bytes of shared memory.
+    """
+
+    def __init__(self, text: str, *, messages: Usage = Usage(), bytes: Usage = Usage()) -> None:  # noqa: A002
+        super().__init__(text)
+        self.messages = messages
+        self.bytes = bytes
+
+
+class TooLargeError(AioTensorError):
+    """What was asked for could never fit.
+
+    Attributes:
+        limit: the most bytes that could ever be had.
+        requested: the bytes that were asked for.
+    """
+
+    def __init__(self, text: str, *, limit: int = 0, requested: int = 0) -> None:
+        super().__init__(text)
+        self.limit = limit
+        self.requested = requested
+
+
+class UnsupportedTensorError(AioTensorError, TypeError):
+    """This tensor cannot travel faithfully; the text says which property and what to do."""
+
+
+class ProtocolError(AioTensorError):
+    """The peer sent what the protocol forbids; its link is closed and nothing more is read from it."""
+
+
+class AccessDeniedError(AioTensorError):
+    """The peer runs as another user."""
+
+
+class RemoteError(AioTensorError):
+    """The handler on the other side raised.
+
+    Attributes:
+        type_name: the name of the error's type over there.
+    """
+
+    def __init__(self, text: str, *, type_name: str = "") -> None:
+        super().__init__(text)
+        self.type_name = type_name
+
+
+class UsageError(AioTensorError, RuntimeError):
+    """This object cannot be used from here: after a fork, from another thread or event loop, or unopened."""

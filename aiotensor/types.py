@@ -1,0 +1,114 @@
+"""The small values that users hold: handles, deliveries and statistics. No behaviour."""
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:  # these records hold tensors and make none: the pure rooms import this module
+    import torch
+
+__all__ = ["Delivery", "ReceiverStatistics", "SenderStatistics", "TensorHandle", "Usage"]
+
+
+class TensorHandle(msgspec.Struct, frozen=True):
+    """Name one tensor on its way.
+
+    A handle is a few dozen bytes and survives msgpack, JSON and pickle unchanged, so it travels over
+    any channel that you already have. It may reach the receiver before its tensor does.
+
+    Attributes:
+        sender: the sender's id, unique for each opened sender.
+        message: counts up per sender, from 0.
+        tensor: counts up per message, from 0.
+        dtype: the name of the torch dtype, for example ``"uint8"``.
+        shape: the sizes of the tensor's dimensions, in elements.
+        device: the torch device that the tensor was sent from, for example ``"cpu"``.
+    """
+
+    sender: str
+    message: int
+    tensor: int
+    dtype: str
+    shape: tuple[int, ...]
+    device: str
+
+
+class Delivery(msgspec.Struct, frozen=True):
+    """One tensor as the receiver's iterator gives it, with the handle that names it."""
+
+    handle: TensorHandle
+    tensor: "torch.Tensor"
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """How much of a limit is used, and how much more was asked for.
+
+    Attributes:
+        limit: the most that can be in use at once; None if there is no limit.
+        in_use: what is in use now.
+        requested: what the refused call asked for.
+    """
+
+    limit: int | None = None
+    in_use: int = 0
+    requested: int = 0
+
+
+class SenderStatistics(msgspec.Struct, frozen=True):
+    """What one sender holds now, and what it has done since it was opened.
+
+    Attributes:
+        max_concurrent_videos: the limit on messages in flight.
+        in_flight: messages that hold a permit: begun, and neither wholly taken nor discarded.
+        peak_in_flight: the most that were in flight at once.
+        waiting: calls that wait now, for a permit or for bytes.
+        arena_bytes: the limit on bytes of shared memory.
+        bytes_in_use: bytes of shared memory in use, taken by the receiver or not.
+        peak_bytes_in_use: the most bytes that were in use at once.
+        messages_sent: messages announced in full to the receiver.
+        messages_discarded: messages discarded by either side.
+        tensors_sent: tensors announced to the receiver.
+        bytes_sent: bytes of those tensors.
+    """
+
+    max_concurrent_videos: int
+    in_flight: int
+    peak_in_flight: int
+    waiting: int
+    arena_bytes: int
+    bytes_in_use: int
+    peak_bytes_in_use: int
+    messages_sent: int
+    messages_discarded: int
+    tensors_sent: int
+    bytes_sent: int
+
+
+class ReceiverStatistics(msgspec.Struct, frozen=True):
+    """What the receiver holds now, and what it has done since it was opened.
+
+    Attributes:
+        senders: senders that are connected now.
+        senders_lost: senders that died or broke the link.
+        waiting: `receive` calls and iterations that wait now.
+        unclaimed_tensors: tensors that arrived and that nobody has taken.
+        unclaimed_bytes: bytes of those tensors.
+        peak_unclaimed_bytes: the most bytes that were unclaimed at once.
+        leases: blocks of shared memory pinned by tensors that were received and are still alive.
+        leased_bytes: bytes of those blocks.
+        tensors_taken: tensors that were received.
+        bytes_taken: bytes of those tensors.
+        messages_discarded: messages discarded by either side.
+    """
+
+    senders: int
+    senders_lost: int
+    waiting: int
+    unclaimed_tensors: int
+    unclaimed_bytes: int
+    peak_unclaimed_bytes: int
+    leases: int
+    leased_bytes: int
+    tensors_taken: int
+    bytes_taken: int
+    messages_discarded: int
