@@ -39,6 +39,9 @@ __all__ = [
 # from the text alone and then restores the attributes.
 
 
+_NONE = Usage()
+
+
 class AioTensorError(Exception):
     """The root of every error that aiotensor raises on purpose."""
 
@@ -75,7 +78,7 @@ class WouldBlockError(AioTensorError):
         bytes: the same, in bytes of shared memory.
     """
 
-    def __init__(self, text: str, *, messages: Usage = Usage(), bytes: Usage = Usage()) -> None:  # noqa: A002
+    def __init__(self, text: str, *, messages: Usage = _NONE, bytes: Usage = _NONE) -> None:  # noqa: A002
         super().__init__(text)
         self.messages = messages
         self.bytes = bytes

@@ -93,9 +93,9 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
         waiting: `receive` calls and iterations that wait now.
         unclaimed_tensors: tensors that arrived and that nobody has taken.
         unclaimed_bytes: bytes of those tensors.
-        peak_unclaimed_bytes: the most bytes that were unclaimed at once.
         leases: blocks of shared memory pinned by tensors that were received and are still alive.
-        leased_bytes: bytes of those blocks.
+        leased_bytes: bytes of the tensors that pin them.
+        peak_leased_bytes: the most bytes that were leased at once.
         tensors_taken: tensors that were received.
         bytes_taken: bytes of those tensors.
         messages_discarded: messages discarded by either side.
@@ -106,9 +106,9 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
     waiting: int
     unclaimed_tensors: int
     unclaimed_bytes: int
-    peak_unclaimed_bytes: int
     leases: int
     leased_bytes: int
+    peak_leased_bytes: int
     tensors_taken: int
     bytes_taken: int
     messages_discarded: int

@@ -1,0 +1,81 @@
+"""Waiting for a budget: the futures around `protocol.credits`."""
+
+import asyncio
+from collections.abc import Callable, Hashable
+
+from aiotensor.errors import AioTensorError
+from aiotensor.protocol.credits import Budget, Ticket
+
+__all__ = ["Gate", "StuckError"]
+
+
+class StuckError(AioTensorError):
+    """Waiting would never end; the sender turns it into what users see."""
+
+
+class Gate:
+    """Let callers wait for a budget, in order, and give back what a cancelled one had.
+
+    Args:
+        limit: the most that can be in use at once.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.budget = Budget(limit)
+        self._futures: dict[Ticket, asyncio.Future[None]] = {}
+        self._failure: Callable[[], AioTensorError] | None = None
+
+    async def acquire(self, amount: int, holder: Hashable = None) -> None:
+        """Wait until the amount is granted.
+
+        Cancelling leaves the line, or gives back what was granted in the same moment.
+
+        Raises:
+            StuckError: everything in use is held by holders that wait, this one among them.
+            AioTensorError: what `fail` was given makes.
+        """
+        if self._failure is not None:
+            raise self._failure()
+        ticket = self.budget.request(amount, holder)
+        if ticket.granted:
+            return
+        future = asyncio.get_running_loop().create_future()
+        self._futures[ticket] = future
+        self.refuse_if_stuck()
+        try:
+            await future
+        except BaseException:
+            # Cancelled, refused or failed. The grant may have come in the very same turn of the loop.
+            self._wake(self.budget.withdraw(ticket))
+            raise
+        finally:
+            self._futures.pop(ticket, None)
+
+    def try_acquire(self, amount: int, holder: Hashable = None) -> bool:
+        """Take the amount if it is free and nobody waits in line."""
+        return self.budget.try_request(amount, holder)
+
+    def release(self, amount: int, holder: Hashable = None) -> None:
+        """Give an amount back and wake whoever that lets through."""
+        self._wake(self.budget.release(amount, holder))
+
+    def fail(self, make_error: Callable[[], AioTensorError]) -> None:
+        """End every wait with an error of its own, those that begin later too."""
+        self._failure = make_error
+        for future in self._futures.values():
+            if not future.done():
+                future.set_exception(make_error())
+
+    def refuse_if_stuck(self) -> None:
+        """End the latest wait if nothing else could ever end one."""
+        ticket = self.budget.stuck()
+        future = self._futures.get(ticket) if ticket is not None else None
+        if future is not None and not future.done():
+            future.set_exception(StuckError("everything in use is held by those who wait"))
+
+    def _wake(self, granted: list[Ticket]) -> None:
+        for ticket in granted:
+            future = self._futures.get(ticket)
+            if future is not None and not future.done():
+                future.set_result(None)
+        self.refuse_if_stuck()

@@ -1,0 +1,123 @@
+"""Where an object lives: the process, thread and event loop that opened it, and whether it is open."""
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from aiotensor.errors import ClosedError, UsageError
+
+__all__ = ["FreedItems", "Home"]
+
+T = TypeVar("T")
+
+
+class Home:
+    """Know whether an object may be used from here; say so at once if not.
+
+    Args:
+        name: what the object is called in messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pid = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
+        self.is_closed = False
+
+    @property
+    def is_open(self) -> bool:
+        """Say whether the object was opened and not closed."""
+        return self._loop is not None and not self.is_closed
+
+    def enter(self) -> asyncio.AbstractEventLoop:
+        """Move into the running loop, once.
+
+        Raises:
+            UsageError: the object is open already, or came here by a fork.
+            ClosedError: the object was closed.
+        """
+        self._check_process()
+        if self.is_closed:
+            raise ClosedError(f"this {self._name} was closed: make a new one")
+        if self._loop is not None:
+            raise UsageError(f"this {self._name} is open already: enter it once and share it between tasks")
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        return self._loop
+
+    def check(self) -> None:
+        """Refuse use from elsewhere, or of an object that is not open.
+
+        Raises:
+            UsageError: the object came here by a fork, lives in another thread or loop, or was not opened.
+            ClosedError: the object was closed.
+        """
+        self.check_place()
+        if self.is_closed:
+            raise ClosedError(f"this {self._name} was closed: make a new one")
+        if self._loop is None:
+            raise UsageError(f"this {self._name} is not open yet: enter it with `async with` first")
+
+    def check_place(self) -> None:
+        """Refuse use from elsewhere, open or not.
+
+        Raises:
+            UsageError: the object came here by a fork, or lives in another thread or loop.
+        """
+        self._check_process()
+        if self._loop is None:
+            return
+        if threading.get_ident() != self._thread:
+            raise UsageError(
+                f"this {self._name} lives in another thread: hand the work over with "
+                "asyncio.run_coroutine_threadsafe or loop.call_soon_threadsafe"
+            )
+        running = asyncio._get_running_loop()
+        if running is not None and running is not self._loop:
+            raise UsageError(f"this {self._name} lives in another event loop: open one in each loop")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"this {self._name} came here by a fork, where its sockets and threads cannot work: "
+                "start processes with multiprocessing.get_context('spawn') and open one in each"
+            )
+
+
+class FreedItems(Generic[T]):
+    """Carry word of freed memory from finalizers to the event loop.
+
+    A finalizer runs in any thread, also in the middle of a garbage collection, so it may do no more than
+    this: append, and wake the loop.
+
+    Args:
+        loop: the loop to wake.
+        handle: called in the loop with all that was freed meanwhile.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, handle: Callable[[list[T]], None]) -> None:
+        self._loop = loop
+        self._handle = handle
+        self._items: deque[T] = deque()
+        self._is_scheduled = False
+
+    def __call__(self, item: T) -> None:
+        """Note that something was freed; from any thread."""
+        self._items.append(item)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+                self._loop.call_soon_threadsafe(self._collect)
+
+    def _collect(self) -> None:
+        self._is_scheduled = False  # before looking, so that a later item schedules again
+        items: list[T] = []
+        while self._items:
+            items.append(self._items.popleft())
+        if items:
+            self._handle(items)

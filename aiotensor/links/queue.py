@@ -1,0 +1,314 @@
+"""The multiprocessing queue link: many senders put on one queue, one receiver drains it.
+
+The queue is inherited by spawned children, as queues of multiprocessing are, and what it carries may be
+pickled: it is for trusted parent and child processes only. Under it lies a record socket rather than a
+pipe with locks, because the lock of a stock queue dies with a process that is killed while it holds it,
+half a record blocks its reader for ever, and a descriptor could only be fetched from the sender by name,
+which fails once the sender has exited.
+
+The way back is a pipe (a pair of record sockets) per sender. The sender's first record carries its far
+end, so the two sides need no name to find each other, and each hears at once when the other dies.
+"""
+
+import asyncio
+import fcntl
+import os
+import socket
+from collections.abc import Sequence
+from multiprocessing import connection, context
+
+from aiotensor.errors import UsageError
+from aiotensor.links.base import ReceiverEvents, SenderEvents
+from aiotensor.links.records import RecordReader, RecordSocket, record_pair
+
+__all__ = ["QueueListener", "QueueSenderLink", "TensorQueue"]
+
+# A record: its kind, who sent it, then the frame.
+_HELLO = b"H"
+_FRAME = b"F"
+_SENDER_CHARS = 32
+
+_RECORDS_A_TURN = 32
+# A dead sender is reported when the queue was empty once, or after so many more records: the queue's
+# buffer (208 KiB by default) holds fewer, so its last words have been read by then.
+_LAST_WORDS = 1024
+
+
+class TensorQueue:
+    """Join processes of one family: hand it to spawned children, open a receiver and senders on it.
+
+    Make it in the parent, pass it as an argument of `multiprocessing` processes started by ``spawn``
+    (or ``forkserver``), and give it to one `TensorReceiver` and to any number of `TensorSender`s, in any
+    of the processes. It holds two descriptors and nothing in the file system.
+
+    What travels over it is pickled, so whoever holds it must be trusted like your own code.
+    """
+
+    def __init__(self) -> None:
+        reader, writer = record_pair()
+        self._pid = os.getpid()
+        # Connections: they know how to travel to a spawned child, and close when nobody needs them.
+        self._reader = connection.Connection(reader.detach())
+        self._writer = connection.Connection(writer.detach())
+
+    def __getstate__(self) -> tuple[object, ...]:
+        if context.get_spawning_popen() is None:
+            raise UsageError(
+                "a TensorQueue can only be handed to a child process while it is spawned: pass it in "
+                "multiprocessing.get_context('spawn').Process(target=..., args=(queue,))"
+            )
+        return self._reader, self._writer
+
+    def __setstate__(self, state: tuple[object, ...]) -> None:
+        reader, writer = state
+        if not isinstance(reader, connection.Connection) or not isinstance(writer, connection.Connection):
+            raise TypeError("this is not the state of a TensorQueue")
+        self._reader, self._writer = reader, writer
+        self._pid = os.getpid()
+
+    def __repr__(self) -> str:
+        return f"<TensorQueue {'closed' if self._reader.closed else 'open'}>"
+
+    def close(self) -> None:
+        """Close this process's ends; senders and receivers that are open keep theirs."""
+        self._reader.close()
+        self._writer.close()
+
+    def _duplicate(self, end: connection.Connection) -> socket.socket:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                "this TensorQueue came here by a fork: start processes with "
+                "multiprocessing.get_context('spawn') and pass the queue as an argument"
+            )
+        if end.closed:
+            raise UsageError("this TensorQueue was closed: make a new one before starting the processes")
+        return socket.socket(fileno=os.dup(end.fileno()))
+
+    def _duplicate_writer(self) -> socket.socket:
+        return self._duplicate(self._writer)
+
+    def _duplicate_reader(self) -> socket.socket:
+        return self._duplicate(self._reader)
+
+
+class QueueSenderLink:
+    """A sender's end: the queue for the way there, its own pipe for the way back.
+
+    Args:
+        queue: where the receiver drains.
+        sender: the sender's id, 32 characters of ASCII.
+    """
+
+    def __init__(self, queue: TensorQueue, sender: str) -> None:
+        self._tensor_queue = queue
+        self._address = sender.encode("ascii")
+        if len(self._address) != _SENDER_CHARS:
+            raise ValueError(f"a sender's id has {_SENDER_CHARS} characters, got {sender!r}")
+        self._queue: RecordSocket | None = None
+        self._pipe: RecordSocket | None = None
+        self._events: SenderEvents | None = None
+
+    async def open(self, hello: bytes, events: SenderEvents) -> None:
+        """Put the introduction, and the far end of the pipe, on the queue."""
+        self._events = events
+        writer = self._tensor_queue._duplicate_writer()
+        self._queue = RecordSocket(writer, on_record=None, on_closed=self._lost)
+        near, far = record_pair()
+        self._pipe = RecordSocket(near, on_record=self._frame_arrived, on_closed=self._lost)
+        try:
+            self._queue.write(_HELLO + self._address + hello, [far.detach()])
+            await self._queue.flush()
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Put a frame on the queue."""
+        if self._queue is None:
+            raise UsageError("this link is not open")
+        self._queue.write(_FRAME + self._address + data, descriptors)
+
+    @property
+    def is_flushed(self) -> bool:
+        """Say whether the queue has everything that was written."""
+        return self._queue is None or self._queue.is_flushed
+
+    async def flush(self) -> None:
+        """Wait until the queue has everything that was written."""
+        if self._queue is not None:
+            await self._queue.flush()
+
+    def close(self) -> None:
+        """Close both ways."""
+        for end in (self._queue, self._pipe):
+            if end is not None:
+                end.close()
+
+    def _frame_arrived(self, data: bytes, descriptors: list[int]) -> None:
+        for descriptor in descriptors:
+            os.close(descriptor)  # nothing on the way back has any
+        if self._events is not None:
+            self._events.frame_arrived(data)
+
+    def _lost(self, reason: str) -> None:
+        self.close()
+        if self._events is not None:
+            self._events.link_lost(reason)
+
+
+class _QueueReceiverLink:
+    """A receiver's end of one sender's pipe."""
+
+    def __init__(self, listener: "QueueListener", sender: str, sock: socket.socket) -> None:
+        self.sender = sender
+        self._listener = listener
+        self._pipe = RecordSocket(sock, on_record=self._unexpected, on_closed=self._closed)
+
+    def write(self, data: bytes) -> None:
+        """Send a frame back."""
+        self._pipe.write(data)
+
+    def close(self) -> None:
+        """Close the pipe, and read nothing more of this sender from the queue."""
+        self._pipe.close()
+        self._listener._forget(self)
+
+    def _closed(self, reason: str) -> None:
+        self._listener._gone(self, reason)
+
+    def _unexpected(self, data: bytes, descriptors: list[int]) -> None:
+        # Senders speak on the queue, where their words keep their order; here only their end is heard.
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+# The queues that receivers of this process drain, by the inode of the reading end.
+_drained_here: set[int] = set()
+
+
+def _inode(sock: socket.socket) -> int:
+    return os.fstat(sock.fileno()).st_ino
+
+
+class QueueListener:
+    """Drain a queue, and tell the senders on it apart.
+
+    Args:
+        queue: what the senders put on.
+    """
+
+    def __init__(self, queue: TensorQueue) -> None:
+        self._tensor_queue = queue
+        self._links: dict[str, _QueueReceiverLink] = {}
+        self._gone_links: dict[_QueueReceiverLink, str] = {}
+        self._records_since_gone = 0
+        self._sock: socket.socket | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._wake: asyncio.Future[None] | None = None
+        self._events: ReceiverEvents | None = None
+
+    def open(self, events: ReceiverEvents) -> None:
+        """Become the queue's one receiver, and begin to drain it."""
+        sock = self._tensor_queue._duplicate_reader()
+        try:
+            # The kernel frees this lock when the process dies, however it dies. It is the process's, so
+            # a second receiver in this one has to be noticed apart.
+            if _inode(sock) in _drained_here:
+                raise BlockingIOError
+            fcntl.lockf(sock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sock.close()
+            raise UsageError(
+                "this TensorQueue has a receiver already: close that one, or make a queue for each receiver"
+            ) from None
+        self._events = events
+        self._sock = sock
+        _drained_here.add(_inode(sock))
+        loop = asyncio.get_running_loop()
+        loop.add_reader(sock.fileno(), self._wake_up)
+        self._reading = loop.create_task(self._drain(sock), name="aiotensor-drain")
+
+    async def close(self) -> None:
+        """Stop draining; what is on the queue stays there for the next receiver."""
+        sock, task = self._sock, self._reading
+        if sock is None or task is None:
+            return
+        self._sock = self._reading = None
+        asyncio.get_running_loop().remove_reader(sock.fileno())
+        _drained_here.discard(_inode(sock))
+        sock.close()
+        for link in list(self._links.values()):
+            link.close()
+        task.cancel()
+        await asyncio.wait([task])
+
+    async def _drain(self, sock: socket.socket) -> None:
+        """Read the queue for as long as the listener is open."""
+        loop = asyncio.get_running_loop()
+        reader = RecordReader(sock)
+        try:
+            while True:
+                is_empty = self._read_some(reader)
+                if self._gone_links and (is_empty or self._records_since_gone >= _LAST_WORDS):
+                    self._report_gone()
+                if is_empty:
+                    self._wake = loop.create_future()
+                    await self._wake
+                    self._wake = None
+                else:
+                    await asyncio.sleep(0)
+        except EOFError:
+            # Every writer is gone, ours too: nothing can arrive, and the end would stay readable for ever.
+            loop.remove_reader(sock.fileno())
+            self._report_gone()
+        except Exception as error:  # noqa: BLE001 - whoever waits must hear of a bug rather than hang
+            loop.remove_reader(sock.fileno())
+            if self._events is not None:
+                self._events.listener_failed(error)
+
+    def _read_some(self, reader: RecordReader) -> bool:
+        """Read as many records as one turn of the loop allows; say whether the queue was empty."""
+        for _ in range(_RECORDS_A_TURN):
+            if self._sock is None:
+                return True
+            record = reader.read()
+            if record is None:
+                return True
+            self._records_since_gone += bool(self._gone_links)
+            self._dispatch(*record)
+        return False
+
+    def _dispatch(self, data: bytes, descriptors: list[int]) -> None:
+        kind, address, frame = data[:1], data[1 : 1 + _SENDER_CHARS], data[1 + _SENDER_CHARS :]
+        sender = address.decode("ascii", "replace")
+        if kind == _HELLO and descriptors and sender not in self._links:
+            sock = socket.socket(fileno=descriptors.pop(0))
+            sock.setblocking(False)
+            self._links[sender] = _QueueReceiverLink(self, sender, sock)
+        link = self._links.get(sender)
+        if link is None or self._events is None:
+            for descriptor in descriptors:
+                os.close(descriptor)  # of a sender whose link was closed
+            return
+        self._events.frame_arrived(link, frame, descriptors)
+
+    def _wake_up(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    def _gone(self, link: _QueueReceiverLink, reason: str) -> None:
+        """Note that a sender's pipe ended; its last words may still be on the queue."""
+        self._gone_links[link] = reason
+        self._records_since_gone = 0
+        self._wake_up()
+
+    def _report_gone(self) -> None:
+        gone, self._gone_links = self._gone_links, {}
+        for link, reason in gone.items():
+            self._links.pop(link.sender, None)
+            if self._events is not None:
+                self._events.link_lost(link, reason)
+
+    def _forget(self, link: _QueueReceiverLink) -> None:
+        self._links.pop(link.sender, None)
+        self._gone_links.pop(link, None)

@@ -1,0 +1,214 @@
+"""Sockets that keep records apart (`SOCK_SEQPACKET`), on the event loop.
+
+One `send` is one record: it is written whole or not at all, also when its writer is killed, and it may
+carry file descriptors, which the kernel keeps while they travel. So several processes can write to one
+such socket without a lock.
+"""
+
+import array
+import asyncio
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+__all__ = ["MAX_RECORD_BYTES", "RecordReader", "RecordSocket", "record_pair"]
+
+MAX_RECORD_BYTES = 72 * 1024  # a frame and its address
+_MAX_DESCRIPTORS = 8
+_RECORDS_A_TURN = 32  # then other callbacks of the loop have their turn
+
+
+def record_pair() -> tuple[socket.socket, socket.socket]:
+    """Make two connected sockets that do not block and that no child inherits unasked."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    theirs.setblocking(False)
+    return ours, theirs
+
+
+class RecordReader:
+    """Read records and their descriptors from a socket that does not block."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._buffer = bytearray(MAX_RECORD_BYTES)
+        self._ancillary_bytes = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
+
+    def read(self) -> tuple[bytes, list[int]] | None:
+        """Return the next record and its descriptors, or None if there is none yet.
+
+        A record longer than any may be comes cut off, and descriptors for which this process has no room
+        are missing (EMFILE): the reader of the frame finds out, and knows whose it is.
+
+        Raises:
+            EOFError: nobody can write to the socket any more.
+        """
+        try:
+            size, ancillary, _, _ = self._sock.recvmsg_into(
+                [self._buffer], self._ancillary_bytes, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+            )
+        except (BlockingIOError, InterruptedError):
+            return None
+        except ConnectionResetError:
+            size, ancillary = 0, []
+        descriptors = array.array("i")
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+        if size == 0:
+            raise EOFError
+        return bytes(memoryview(self._buffer)[:size]), descriptors.tolist()
+
+
+class RecordSocket:
+    """Write records without ever blocking, and read them as they come.
+
+    A record goes out at once if the socket takes it; else it queues, and the loop sends it when there is
+    room. `write` is safe from any thread, everything else belongs to the loop's thread.
+
+    Args:
+        sock: a connected `SOCK_SEQPACKET` socket that does not block; belongs to this object.
+        on_record: called with each record and its descriptors; None to never read.
+        on_closed: called once when the other side is gone, with a reason; not after `close`.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        on_record: Callable[[bytes, list[int]], None] | None,
+        on_closed: Callable[[str], None],
+    ) -> None:
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+        self._on_record = on_record
+        self._on_closed = on_closed
+        self._lock = threading.Lock()
+        self._outbox: deque[tuple[bytes, Sequence[int]]] = deque()
+        self._flushed: list[asyncio.Future[None]] = []
+        self._is_closed = False
+        if on_record is not None:
+            self._reader = RecordReader(sock)
+            self._loop.add_reader(sock.fileno(), self._readable)
+
+    @property
+    def is_flushed(self) -> bool:
+        """Say whether the kernel has everything that was written."""
+        return not self._outbox
+
+    def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send a record; takes the descriptors over. After the end of the socket it does nothing.
+
+        Raises:
+            OSError: the kernel refused the record (no memory, too many descriptors on their way).
+        """
+        with self._lock:
+            if self._is_closed:
+                _close_all(descriptors)
+                return
+            if not self._outbox:
+                try:
+                    if self._send(data, descriptors):
+                        return
+                except (BrokenPipeError, ConnectionResetError, ConnectionRefusedError):
+                    _close_all(descriptors)
+                    self._loop.call_soon_threadsafe(self._end, "nobody reads it any more")
+                    return
+                except BaseException:
+                    _close_all(descriptors)
+                    raise
+                self._loop.call_soon_threadsafe(self._watch_for_room)
+            self._outbox.append((data, descriptors))
+
+    async def flush(self) -> None:
+        """Wait until the kernel has everything that was written, or the socket is at its end.
+
+        Cancelling changes nothing: what was written is still sent.
+        """
+        if self._outbox and not self._is_closed:
+            future = self._loop.create_future()
+            self._flushed.append(future)
+            try:
+                await future
+            finally:
+                if future in self._flushed:
+                    self._flushed.remove(future)
+
+    def close(self) -> None:
+        """Close at once; what waits to be sent is dropped."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._loop.remove_writer(self._sock.fileno())
+            if self._on_record is not None:
+                self._loop.remove_reader(self._sock.fileno())
+            self._sock.close()
+            for _, descriptors in self._outbox:
+                _close_all(descriptors)
+            self._outbox.clear()
+        self._wake_flushers()
+
+    def _send(self, data: bytes, descriptors: Sequence[int]) -> bool:
+        """Hand one record to the kernel; False if it has no room now."""
+        try:
+            if descriptors:
+                socket.send_fds(self._sock, [data], list(descriptors), socket.MSG_NOSIGNAL)
+            else:
+                self._sock.send(data, socket.MSG_NOSIGNAL)
+        except (BlockingIOError, InterruptedError):
+            return False
+        _close_all(descriptors)
+        return True
+
+    def _watch_for_room(self) -> None:
+        with self._lock:
+            if not self._is_closed and self._outbox:
+                self._loop.add_writer(self._sock.fileno(), self._writable)
+
+    def _writable(self) -> None:
+        try:
+            with self._lock:
+                while self._outbox:
+                    if not self._send(*self._outbox[0]):
+                        return
+                    self._outbox.popleft()
+                self._loop.remove_writer(self._sock.fileno())
+        except OSError as error:
+            self._end(f"writing failed: {error}")
+            return
+        self._wake_flushers()
+
+    def _readable(self) -> None:
+        for _ in range(_RECORDS_A_TURN):
+            if self._is_closed or self._on_record is None:  # a record's handler may close the socket
+                return
+            try:
+                record = self._reader.read()
+            except EOFError:
+                self._end("the other side closed the connection")
+                return
+            except OSError as error:
+                self._end(f"reading failed: {error}")
+                return
+            if record is None:
+                return
+            self._on_record(*record)
+
+    def _end(self, reason: str) -> None:
+        if not self._is_closed:
+            self.close()
+            self._on_closed(reason)
+
+    def _wake_flushers(self) -> None:
+        for future in self._flushed:
+            if not future.done():
+                future.set_result(None)
+        self._flushed.clear()
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

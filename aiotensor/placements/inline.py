@@ -1,0 +1,37 @@
+"""Small tensors ride in the frame itself: no shared memory, no descriptor, nothing to give back."""
+
+import math
+
+import torch
+
+from aiotensor.errors import ProtocolError
+from aiotensor.placements.copying import copy_exactly, new_tensor
+
+__all__ = ["MAX_INLINE_BYTES", "open_inline", "place_inline"]
+
+# Above this a copy into shared memory is cheaper than two copies through the socket.
+MAX_INLINE_BYTES = 8 * 1024
+
+
+def place_inline(source: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor, in row-major order."""
+    target = new_tensor(tuple(source.shape), source.dtype)
+    copy_exactly(source, target)
+    return target.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def open_inline(payload: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor with memory of its own from the bytes of a frame.
+
+    Raises:
+        ProtocolError: the bytes are not as many as dtype and shape need.
+    """
+    needed = math.prod(shape) * dtype.itemsize
+    if len(payload) != needed:
+        raise ProtocolError(
+            f"the peer sent {len(payload)} bytes for a tensor of {dtype} and shape {shape}, "
+            f"which needs {needed}"
+        )
+    if not payload:
+        return new_tensor(shape, dtype)
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(dtype).reshape(shape)

@@ -1,0 +1,125 @@
+"""What callers hand in: made a torch tensor, and refused if it could not arrive as it is."""
+
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from aiotensor.errors import UnsupportedTensorError
+from aiotensor.placements.dtypes import name_of_dtype
+
+__all__ = ["Sendable", "SupportsDLPack", "as_tensor", "check_dtype"]
+
+
+@runtime_checkable
+class SupportsDLPack(Protocol):
+    """Anything that shares its memory by the DLPack protocol."""
+
+    def __dlpack__(self, *, stream: object = ...) -> object: ...
+
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+
+Sendable: TypeAlias = torch.Tensor | npt.NDArray[np.generic] | SupportsDLPack
+
+
+def as_tensor(value: Sendable) -> torch.Tensor:
+    """Return a tensor over the memory of `value`, without a copy, or refuse it.
+
+    Raises:
+        TypeError: it is no tensor, no array, and has no ``__dlpack__``.
+        UnsupportedTensorError: it would not arrive as it is; the text says why and what to do.
+    """
+    if isinstance(value, torch.Tensor):
+        tensor = value
+    elif isinstance(value, np.ndarray):
+        tensor = _from_numpy(value)
+    elif isinstance(value, SupportsDLPack):
+        tensor = _from_dlpack(value)
+    else:
+        raise TypeError(
+            f"cannot send {type(value).__name__!r}: pass a torch tensor, a numpy array, or an object with "
+            "__dlpack__; a message of several tensors is sent with `async with sender.message()`"
+        )
+    reason = _refusal(tensor)
+    if reason is not None:
+        raise UnsupportedTensorError(reason)
+    return tensor
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Refuse what is no dtype, and a dtype that cannot travel.
+
+    Raises:
+        TypeError: it is no torch dtype.
+        UnsupportedTensorError: no tensor of this dtype can travel.
+    """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is a torch dtype, for example torch.uint8, got {dtype!r}")
+    if name_of_dtype(dtype) is None:
+        raise UnsupportedTensorError(f"a tensor of {dtype} cannot travel: allocate torch.uint8 and view it")
+
+
+def _refusal(tensor: torch.Tensor) -> str | None:
+    """Say why this tensor cannot arrive as it is, or return None if it can."""
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        return (
+            f"a tensor of the subclass {type(tensor).__name__!r} could not be rebuilt on the other side: "
+            "send tensor.as_subclass(torch.Tensor) and wrap it again there"
+        )
+    if tensor.is_nested:
+        return "a nested tensor cannot travel as one block: send its parts as one message, tensor.unbind()"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout} cannot travel: send tensor.to_dense(), or its parts"
+    if tensor.is_quantized:
+        return "a quantized tensor would lose its scale: send tensor.int_repr() and its scale and zero point"
+    if tensor.device.type != "cpu":
+        return f"a tensor on device {tensor.device} cannot travel on this link: send tensor.cpu()"
+    if name_of_dtype(tensor.dtype) is None:
+        return f"a tensor of {tensor.dtype} cannot travel: send tensor.view(torch.uint8)"
+    if tensor.requires_grad and not tensor.is_leaf:
+        return "a tensor with a gradient history would lose it on the way: send tensor.detach()"
+    if any(name is not None for name in getattr(tensor, "names", ())):  # gone from recent releases
+        return "a tensor with named dimensions would lose the names: send tensor.rename(None)"
+    return None
+
+
+class _WritableAlias:
+    """Show a read-only array's memory as writable, so that torch takes it without a warning.
+
+    Nothing writes to it: the sender only ever reads what it was given. Copying a read-only array first
+    would cost a second pass over a whole video.
+    """
+
+    def __init__(self, array: npt.NDArray[np.generic]) -> None:
+        self._array = array  # keeps the memory alive for as long as the alias is
+        interface = dict(array.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        self.__array_interface__ = interface
+
+
+def _from_numpy(array: npt.NDArray[np.generic]) -> torch.Tensor:
+    if not array.dtype.isnative:
+        raise UnsupportedTensorError(
+            f"an array of dtype {array.dtype} is in the byte order of another machine: "
+            "send array.astype(array.dtype.newbyteorder('='))"
+        )
+    if any(stride < 0 or stride % max(array.itemsize, 1) for stride in array.strides):
+        array = np.ascontiguousarray(array)  # torch knows no such strides
+    try:
+        return torch.from_numpy(array if array.flags.writeable else np.asarray(_WritableAlias(array)))
+    except TypeError as error:
+        raise UnsupportedTensorError(
+            f"torch has no dtype for an array of dtype {array.dtype}: send array.view(numpy.uint8)"
+        ) from error
+
+
+def _from_dlpack(value: SupportsDLPack) -> torch.Tensor:
+    try:
+        tensor: torch.Tensor = torch.from_dlpack(value)  # type: ignore[attr-defined]
+    except (RuntimeError, BufferError, TypeError, ValueError) as error:
+        raise UnsupportedTensorError(
+            f"torch cannot take this {type(value).__name__!r} by DLPack ({error}): send a CPU copy of it"
+        ) from error
+    return tensor

@@ -1,0 +1,327 @@
+"""What arrived, who asked for it, and what became of it: the receiver's memory, without futures.
+
+A message, as the receiver sees it:
+
+    (unknown) --put--> open --end--> whole --every tensor taken--> taken
+        |               |              |
+        '---------------+--------------'--discard, by either side--> discarded
+
+A tensor can be taken only from a whole message, so a message arrives whole or not at all. A sender:
+
+    (unknown) --join--> joined --leave--> left      what is whole stays until it is taken
+                           |
+                           '----lose----> lost      nothing of it can be taken any more
+
+Taking has two steps, so that a taker can change its mind: `hold` reserves the tensor, then `finish`
+takes it or `put_back` leaves it claimable. A *claim* says that somebody waits for one tensor by its
+handle; `next_unclaimed`, which serves those who take whatever comes, passes it by.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Generic, NamedTuple, TypeVar
+
+from aiotensor.errors import (
+    AioTensorError,
+    AlreadyTakenError,
+    DiscardedError,
+    PeerLostError,
+    ProtocolError,
+)
+from aiotensor.protocol.numbers import NumberSet
+
+__all__ = ["Key", "Mailbox"]
+
+T = TypeVar("T")
+
+# How many discarded messages of a sender, and how many departed senders, are remembered by name. An
+# older one gets a less exact error (taken or discarded), and a handle of an older sender waits like one
+# of a sender that has not come yet.
+_REMEMBERED_DISCARDS = 1024
+_REMEMBERED_SENDERS = 4096
+
+
+class Key(NamedTuple):
+    """Name one tensor: the first three fields of its handle."""
+
+    sender: str
+    message: int
+    tensor: int
+
+
+class _Message(Generic[T]):
+    """The tensors of one message that has not ended."""
+
+    __slots__ = ("count", "held", "taken", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, T] = {}
+        self.count: int | None = None  # known when the message is whole
+        self.held: set[int] = set()
+        self.taken: set[int] = set()
+
+
+class _Sender(Generic[T]):
+    """One sender and its messages."""
+
+    __slots__ = ("discarded", "ended", "joined", "left", "limit", "loss", "messages", "pid")
+
+    def __init__(self) -> None:
+        self.joined = False
+        self.left = False
+        self.loss: AioTensorError | None = None
+        self.pid: int | None = None
+        self.limit = 0
+        self.messages: dict[int, _Message[T]] = {}
+        self.ended = NumberSet()
+        self.discarded: OrderedDict[int, None] = OrderedDict()
+
+    def end(self, number: int, *, discarded: bool) -> None:
+        self.ended.add(number)
+        if discarded:
+            self.discarded[number] = None
+            if len(self.discarded) > _REMEMBERED_DISCARDS:
+                self.discarded.popitem(last=False)
+
+
+class Mailbox(Generic[T]):
+    """File tensors as they arrive, and hand each out once.
+
+    Methods that change what a waiter would find return the keys concerned, for the caller to wake
+    whoever waits for them.
+    """
+
+    def __init__(self) -> None:
+        self._senders: dict[str, _Sender[T]] = {}
+        self._departed: OrderedDict[str, None] = OrderedDict()
+        self._arrivals: OrderedDict[Key, None] = OrderedDict()  # whole, neither taken nor held
+        self._claims: dict[Key, int] = {}
+
+    # What senders do
+
+    def join(self, sender: str, pid: int, limit: int) -> None:
+        """Note that a sender introduced itself, and how many messages it may have open.
+
+        Raises:
+            ProtocolError: a sender of this name was here before.
+        """
+        record = self._senders.setdefault(sender, _Sender())
+        if record.joined:
+            raise ProtocolError(f"sender {sender} introduced itself twice")
+        record.joined = True
+        record.pid = pid
+        record.limit = limit
+
+    def expects(self, sender: str, message: int) -> bool:
+        """Say whether a tensor of this message would be filed, or dropped because it was discarded.
+
+        Raises:
+            ProtocolError: the message was already taken, or is one more than the sender may have.
+        """
+        record = self._joined(sender)
+        if message in record.ended:
+            if message in record.discarded:
+                return False
+            raise ProtocolError(f"sender {sender} sent a tensor of message {message}, which has ended")
+        found = record.messages.get(message)
+        if found is not None and found.count is not None:
+            raise ProtocolError(f"sender {sender} sent a tensor of message {message}, which was whole")
+        if found is None and len(record.messages) >= record.limit:
+            raise ProtocolError(
+                f"sender {sender} has more than the {record.limit} messages in flight that it announced"
+            )
+        return True
+
+    def put(self, key: Key, item: T) -> None:
+        """File a tensor of an open message; see `expects`.
+
+        Raises:
+            ProtocolError: the message does not expect it, or has it already.
+        """
+        if not self.expects(key.sender, key.message):
+            raise ProtocolError(f"message {key.message} of sender {key.sender} was discarded")
+        message = self._senders[key.sender].messages.setdefault(key.message, _Message())
+        if key.tensor in message.tensors:
+            raise ProtocolError(
+                f"sender {key.sender} sent tensor {key.tensor} of message {key.message} twice"
+            )
+        message.tensors[key.tensor] = item
+
+    def end(self, sender: str, number: int, count: int) -> list[Key]:
+        """Make a message whole, and return the keys that can now be taken or never will be.
+
+        Raises:
+            ProtocolError: the message does not have exactly the tensors 0 to `count` - 1.
+        """
+        record = self._joined(sender)
+        if number in record.ended:
+            if number in record.discarded:
+                return []
+            raise ProtocolError(f"sender {sender} ended message {number} twice")
+        message = record.messages.get(number)
+        if message is None or message.count is not None or set(message.tensors) != set(range(count)):
+            raise ProtocolError(f"sender {sender} ended message {number} with a wrong count of tensors")
+        message.count = count
+        keys = [Key(sender, number, tensor) for tensor in range(count)]
+        self._arrivals.update(dict.fromkeys(keys))
+        return list(dict.fromkeys([*keys, *self._waiting(sender, number)]))
+
+    def leave(self, sender: str) -> list[Key]:
+        """Note that a sender closed: what is whole stays, what is not is discarded."""
+        record = self._joined(sender)
+        record.left = True
+        for number in [number for number, message in record.messages.items() if message.count is None]:
+            del record.messages[number]
+            record.end(number, discarded=True)
+        self._depart(sender, record)
+        return self._waiting(sender)
+
+    def lose(self, sender: str, error: AioTensorError) -> list[Key]:
+        """Note that a sender died or broke the link: nothing of it can be taken any more."""
+        record = self._senders.setdefault(sender, _Sender())
+        if record.left:
+            return []
+        record.joined = True
+        record.loss = error
+        for number in list(record.messages):
+            self._drop(sender, record, number)
+        self._depart(sender, record)
+        return self._waiting(sender)
+
+    # What either side does
+
+    def discard(self, sender: str, number: int) -> tuple[bool, list[Key]]:
+        """Drop a message, also one that has not arrived; one that has ended stays as it is.
+
+        Of one that has not arrived, tensors that arrive later are not expected; see `expects`.
+
+        Returns:
+            whether something of the message had arrived, and the keys whose waiters are to be woken.
+        """
+        record = self._senders.setdefault(sender, _Sender())
+        if (
+            number in record.ended
+            or record.loss is not None
+            or (record.left and number not in record.messages)
+        ):
+            return False, []
+        had_arrived = number in record.messages
+        self._drop(sender, record, number)
+        return had_arrived, self._waiting(sender, number)
+
+    # What takers do
+
+    def claim(self, key: Key) -> None:
+        """Keep a tensor from `next_unclaimed` while somebody waits for it by its handle."""
+        self._claims[key] = self._claims.get(key, 0) + 1
+
+    def unclaim(self, key: Key) -> None:
+        """Take one claim back."""
+        left = self._claims[key] - 1
+        if left:
+            self._claims[key] = left
+        else:
+            del self._claims[key]
+
+    def hold(self, key: Key) -> T | None:
+        """Reserve a tensor and return it, or None if it has not arrived.
+
+        Raises:
+            AlreadyTakenError: it was taken before, or somebody holds it.
+            DiscardedError: its message was discarded or ended without it, or its sender closed without it.
+            PeerLostError: its sender died or broke the link.
+        """
+        record = self._senders.get(key.sender)
+        if record is None:
+            return None
+        if record.loss is not None:
+            raise _lost(key.sender, record)
+        name = f"tensor {key.tensor} of message {key.message} of sender {key.sender}"
+        if key.message in record.ended:
+            if key.message in record.discarded:
+                raise DiscardedError(f"{name} was discarded")
+            raise AlreadyTakenError(f"{name} was received before; keep the tensor, or send it again")
+        message = record.messages.get(key.message)
+        if message is None or message.count is None:
+            if record.left:
+                raise DiscardedError(f"{name} was never sent: its sender (pid {record.pid}) closed")
+            return None
+        if key.tensor in message.taken or key.tensor in message.held:
+            raise AlreadyTakenError(f"{name} was received before; keep the tensor, or send it again")
+        if key.tensor >= message.count:
+            raise DiscardedError(f"{name} was never sent: the message ended after {message.count} tensors")
+        message.held.add(key.tensor)
+        self._arrivals.pop(key, None)
+        return message.tensors[key.tensor]
+
+    def finish(self, key: Key) -> bool:
+        """Take a held tensor, and say whether that was the last of its message."""
+        record = self._senders[key.sender]
+        message = record.messages.get(key.message)
+        if message is None:  # discarded or lost while it was held: the taker has it all the same
+            return False
+        message.held.discard(key.tensor)
+        message.taken.add(key.tensor)
+        del message.tensors[key.tensor]
+        if message.tensors:
+            return False
+        del record.messages[key.message]
+        record.end(key.message, discarded=False)
+        return True
+
+    def put_back(self, key: Key) -> list[Key]:
+        """Leave a held tensor claimable, as the first of the arrivals."""
+        message = self._senders[key.sender].messages.get(key.message)
+        if message is None:
+            return []
+        message.held.discard(key.tensor)
+        self._arrivals[key] = None
+        self._arrivals.move_to_end(key, last=False)
+        return [key]
+
+    def next_unclaimed(self) -> Key | None:
+        """Return the earliest arrival that nobody waits for by its handle, or None."""
+        return next((key for key in self._arrivals if key not in self._claims), None)
+
+    # What is there
+
+    def unclaimed(self) -> Iterable[T]:
+        """Go through the tensors that arrived and that nobody has taken."""
+        for sender in self._senders.values():
+            for message in sender.messages.values():
+                yield from message.tensors.values()
+
+    def _joined(self, sender: str) -> _Sender[T]:
+        record = self._senders.get(sender)
+        if record is None or not record.joined or record.left or record.loss is not None:
+            raise ProtocolError(f"sender {sender} sent a frame before it introduced itself or after it left")
+        return record
+
+    def _drop(self, sender: str, record: _Sender[T], number: int) -> None:
+        message = record.messages.pop(number, None)
+        if message is not None:
+            for tensor in message.tensors:
+                self._arrivals.pop(Key(sender, number, tensor), None)
+        record.end(number, discarded=True)
+
+    def _depart(self, sender: str, record: _Sender[T]) -> None:
+        self._departed[sender] = None
+        if len(self._departed) > _REMEMBERED_SENDERS:
+            # One that left tensors behind which can still be taken stays.
+            oldest = next((name for name in self._departed if not self._senders[name].messages), None)
+            if oldest is not None:
+                del self._departed[oldest], self._senders[oldest]
+
+    def _waiting(self, sender: str, number: int | None = None) -> list[Key]:
+        return [
+            key for key in self._claims if key.sender == sender and (number is None or key.message == number)
+        ]
+
+
+def _lost(sender: str, record: _Sender[T]) -> PeerLostError:
+    error = PeerLostError(
+        f"sender {sender} (pid {record.pid}) is gone before its tensors were taken: {record.loss}",
+        pid=record.pid,
+    )
+    error.__cause__ = record.loss
+    return error

@@ -1,0 +1,297 @@
+"""The sending side, as callers see it; `outgoing` does the work."""
+
+import math
+import operator
+import secrets
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from aiotensor import links, placements
+from aiotensor.errors import DiscardedError, TooLargeError, UsageError
+from aiotensor.home import FreedItems, Home
+from aiotensor.outgoing import Message, Outgoing
+from aiotensor.placements import Plan, Sendable
+from aiotensor.types import SenderStatistics, TensorHandle
+
+__all__ = ["OpenMessage", "TensorSender"]
+
+
+class TensorSender:
+    """Send tensors to the receiver at the other end of an endpoint.
+
+    Open it with ``async with``, once, and share it between the tasks of that event loop. Opening does not
+    wait for the receiver: what is sent before it starts waits on the link.
+
+    Args:
+        endpoint: where the receiver is: a `TensorQueue`.
+        max_concurrent_videos: the most messages in flight: begun here, and neither wholly taken by the
+            receiver nor discarded. Further sends wait their turn.
+        arena_bytes: the most bytes of shared memory that this sender has in use at once, taken by the
+            receiver or not; a block is in use until no tensor over it is left.
+
+    Raises:
+        TypeError: the endpoint or a limit is of a wrong type.
+        ValueError: a limit is not positive.
+    """
+
+    def __init__(
+        self, endpoint: links.Endpoint, max_concurrent_videos: int = 8, arena_bytes: int = 1 << 30
+    ) -> None:
+        self._id = secrets.token_hex(16)
+        self._home = Home("TensorSender")
+        self._outgoing = Outgoing(
+            self._id,
+            links.connect(endpoint, self._id),
+            _positive("max_concurrent_videos", max_concurrent_videos),
+            _positive("arena_bytes", arena_bytes),
+        )
+
+    @property
+    def id(self) -> str:
+        """The id that the handles of this sender carry."""
+        return self._id
+
+    async def __aenter__(self) -> Self:
+        loop = self._home.enter()
+        self._allocations = placements.Allocations(FreedItems(loop, self._outgoing.disown_blocks))
+        try:
+            await self._outgoing.open()
+        except BaseException:
+            self._home.is_closed = True
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def send(self, tensor: Sendable) -> TensorHandle:
+        """Send a message of one tensor, and return the handle that names it for the receiver.
+
+        When it returns, the tensor may be changed or freed: it was copied, unless it came from `allocate`.
+        The tensor itself is never changed.
+
+        Args:
+            tensor: a dense tensor on the CPU of any shape and dtype, a numpy array, or anything with
+                ``__dlpack__``. A slice ships its own bytes, not those of the storage under it.
+
+        Waits for a permit, then for bytes of shared memory, each in the order of the calls, then for the
+        copy, which runs in a worker thread. Cancelling gives all of it back, also in the middle of the
+        copy; the receiver then never sees the message.
+
+        Raises:
+            UnsupportedTensorError: the tensor would not arrive as it is; nothing was taken for it.
+            TooLargeError: it is larger than `arena_bytes`; nothing was taken for it.
+            PeerLostError: the receiver died or closed.
+            DiscardedError: the receiver discarded the message before it was sent.
+            ClosedError: this sender was closed, perhaps while waiting.
+            OSError: the machine has no shared memory or no descriptors left.
+        """
+        source, plan = self._prepare(tensor)
+        message = await self._outgoing.begin()
+        try:
+            return await self._outgoing.put(message, source, plan, last=True)
+        except BaseException:
+            self._outgoing.abandon(message)
+            raise
+
+    def send_nowait(self, tensor: Sendable) -> TensorHandle:
+        """Send a message of one tensor without waiting; the copy runs on this thread.
+
+        For small tensors, and for callers who would rather refuse than wait. Arguments and errors are
+        those of `send`.
+
+        Raises:
+            WouldBlockError: no permit or not enough bytes are free, others wait for them already, or the
+                receiver is behind in reading the link.
+        """
+        source, plan = self._prepare(tensor)
+        message = self._outgoing.begin_nowait(plan.new_bytes)
+        try:
+            return self._outgoing.put_nowait(message, source, plan)
+        except BaseException:
+            self._outgoing.abandon(message)
+            raise
+
+    def message(self) -> "OpenMessage":
+        """Begin a message of several tensors, which share one permit and arrive whole or not at all.
+
+        Use as ``async with sender.message() as message:`` and send with ``await message.send(tensor)``.
+        Entering waits for a permit; leaving makes the message whole. An exception in the block, or
+        cancelling it, discards the message.
+        """
+        self._home.check()
+        return OpenMessage(self)
+
+    async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialized tensor in shared memory; sending it copies nothing.
+
+        Nor does sending a contiguous view of it. Write it before it is sent: afterwards the receiver reads
+        the same memory. Its bytes count as in use until it, its views and what was received are gone.
+
+        Args:
+            shape: the sizes of its dimensions, in elements.
+            dtype: the type of its elements.
+
+        Waits for bytes of shared memory, in the order of the calls; cancelling gives them back.
+
+        Raises:
+            TypeError: the dtype is no torch dtype.
+            UnsupportedTensorError: a tensor of this dtype cannot travel.
+            ValueError: a size is negative.
+            TooLargeError: it would be larger than `arena_bytes`.
+            PeerLostError: the receiver died or closed.
+            ClosedError: this sender was closed, perhaps while waiting.
+            OSError: the machine has no shared memory or no descriptors left.
+        """
+        self._check()
+        sizes = tuple(map(operator.index, shape))
+        if any(size < 0 for size in sizes):
+            raise ValueError(f"the sizes of a shape are not negative, got {sizes}")
+        placements.check_dtype(dtype)
+        nbytes = math.prod(sizes) * dtype.itemsize
+        self._check_fits(nbytes)
+        if nbytes == 0:
+            return placements.new_tensor(sizes, dtype)
+        storage, block = await self._outgoing.own_block(nbytes)
+        return self._allocations.add(storage, block, dtype, sizes)
+
+    def discard(self, handle: TensorHandle) -> None:
+        """Take back the whole message of a handle, because nobody wants it any more.
+
+        Its permit is free at once, and its memory as soon as the receiver has let go of it. A message
+        that was taken or discarded before stays as it is.
+
+        Raises:
+            ValueError: the handle is of another sender.
+        """
+        self._home.check()
+        if handle.sender != self._id:
+            raise ValueError(f"this handle is of sender {handle.sender}, not of this one ({self._id})")
+        self._outgoing.abandon_number(handle.message)
+
+    async def drain(self) -> None:
+        """Wait until every message sent before this call was taken or discarded.
+
+        Cancelling changes nothing.
+
+        Raises:
+            PeerLostError: the receiver died or closed before it took them.
+            ClosedError: this sender was closed meanwhile.
+        """
+        self._check()
+        await self._outgoing.drain()
+
+    def statistics(self) -> SenderStatistics:
+        """Return what is in use and what was done; also after closing."""
+        self._home.check_place()
+        out = self._outgoing
+        permits, memory = out.permits.budget, out.bytes.budget
+        return SenderStatistics(
+            max_concurrent_videos=permits.limit,
+            in_flight=permits.in_use,
+            peak_in_flight=permits.peak,
+            waiting=permits.waiting + memory.waiting,
+            arena_bytes=memory.limit,
+            bytes_in_use=memory.in_use,
+            peak_bytes_in_use=memory.peak,
+            messages_sent=out.messages_sent,
+            messages_discarded=out.messages_discarded,
+            tensors_sent=out.tensors_sent,
+            bytes_sent=out.bytes_sent,
+        )
+
+    async def aclose(self) -> None:
+        """Close: what was sent whole can still be received; what waits gets `ClosedError`.
+
+        Waits for a copy in the worker thread to stop, and until the link has taken what was sent. It
+        does not wait for the receiver to take it: that is `drain`. Cancelling closes at once, and the
+        receiver may lose what the link had not taken. Closing again does nothing.
+        """
+        self._home.check_place()
+        was_open = self._home.is_open
+        self._home.is_closed = True
+        if was_open:
+            await self._outgoing.close()
+
+    def _prepare(self, value: Sendable) -> tuple[torch.Tensor, Plan]:
+        """Refuse what could never be sent, before anything is taken for it."""
+        self._check()
+        source = placements.as_tensor(value)
+        plan = placements.plan(source, self._allocations)
+        self._check_fits(plan.new_bytes)
+        return source, plan
+
+    def _check(self) -> None:
+        self._home.check()
+        if self._outgoing.failure is not None:
+            raise self._outgoing.why_not()
+
+    def _check_fits(self, nbytes: int) -> None:
+        limit = self._outgoing.bytes.budget.limit
+        if nbytes > limit:
+            raise TooLargeError(
+                f"{nbytes} bytes can never fit into arena_bytes={limit}: "
+                "send smaller parts, or raise arena_bytes",
+                limit=limit,
+                requested=nbytes,
+            )
+
+
+class OpenMessage:
+    """A message that is being sent, made by `TensorSender.message`."""
+
+    def __init__(self, sender: TensorSender) -> None:
+        self._sender = sender
+        self._message: Message | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._message is not None:
+            raise UsageError("this message was begun before: begin another with sender.message()")
+        self._sender._check()
+        self._message = await self._sender._outgoing.begin()
+        return self
+
+    async def send(self, tensor: Sendable) -> TensorHandle:
+        """Send one tensor of the message, and return its handle.
+
+        The receiver can take it when the message is whole, after the block. An error in `send` takes
+        nothing for this tensor and leaves the message as it was: it may be caught, and the block go on.
+        Arguments, waiting, cancelling and errors are otherwise those of `TensorSender.send`.
+
+        Raises:
+            WouldBlockError: all of `arena_bytes` is held by messages that wait for more of it, so that
+                waiting would never end.
+            DiscardedError: the message was discarded, by either side, or its block has ended.
+        """
+        message = self._message
+        if message is None:
+            raise UsageError("this message is not begun yet: use `async with sender.message() as message`")
+        source, plan = self._sender._prepare(tensor)
+        if message.is_whole or message.has_ended:
+            raise DiscardedError("this message has ended: begin a new one")
+        return await self._sender._outgoing.put(message, source, plan, last=False)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        message, outgoing = self._message, self._sender._outgoing
+        if message is None or message.has_ended:
+            return
+        if kind is not None:
+            outgoing.abandon(message)
+        elif message.sending:
+            outgoing.abandon(message)
+            raise UsageError("a send of this message was not awaited: await every message.send in its block")
+        else:
+            outgoing.complete(message)
+
+
+def _positive(name: str, value: int) -> int:
+    if operator.index(value) < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return value
