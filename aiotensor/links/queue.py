@@ -19,7 +19,7 @@ from multiprocessing import connection, context
 
 from aiotensor.errors import UsageError
 from aiotensor.links.base import ReceiverEvents, SenderEvents
-from aiotensor.links.records import RecordReader, RecordSocket, record_pair
+from aiotensor.links.records import RecordReader, RecordSocket, close_after_fork, record_pair
 
 __all__ = ["QueueListener", "QueueSenderLink", "TensorQueue"]
 
@@ -221,6 +221,7 @@ class QueueListener:
             raise UsageError(
                 "this TensorQueue has a receiver already: close that one, or make a queue for each receiver"
             ) from None
+        close_after_fork(sock)
         self._events = events
         self._sock = sock
         _drained_here.add(_inode(sock))

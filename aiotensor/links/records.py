@@ -10,12 +10,15 @@ import asyncio
 import os
 import socket
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
-__all__ = ["MAX_RECORD_BYTES", "RecordReader", "RecordSocket", "record_pair"]
+__all__ = ["MAX_RECORD_BYTES", "RecordReader", "RecordSocket", "close_after_fork", "record_pair"]
 
-MAX_RECORD_BYTES = 72 * 1024  # a frame and its address
+# The largest frame carries an inline tensor of 8 KiB. A record must fit the send buffer of a local socket,
+# 208 KiB by default on Linux.
+MAX_RECORD_BYTES = 64 * 1024
 _MAX_DESCRIPTORS = 8
 _RECORDS_A_TURN = 32  # then other callbacks of the loop have their turn
 
@@ -26,6 +29,23 @@ def record_pair() -> tuple[socket.socket, socket.socket]:
     ours.setblocking(False)
     theirs.setblocking(False)
     return ours, theirs
+
+
+# A forked child would hold our ends open, and the other side would not hear of our death.
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def close_after_fork(sock: socket.socket) -> None:
+    """Have a socket closed in every child that is forked from now on."""
+    _sockets.add(sock)
+
+
+def _close_in_child() -> None:
+    for sock in list(_sockets):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class RecordReader:
@@ -81,6 +101,7 @@ class RecordSocket:
         on_record: Callable[[bytes, list[int]], None] | None,
         on_closed: Callable[[str], None],
     ) -> None:
+        close_after_fork(sock)
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._on_record = on_record

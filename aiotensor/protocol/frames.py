@@ -28,7 +28,6 @@ import msgspec
 from aiotensor.errors import ProtocolError
 
 __all__ = [
-    "MAX_FRAME_BYTES",
     "VERSION",
     "Bye",
     "Discard",
@@ -47,9 +46,6 @@ __all__ = [
 ]
 
 VERSION = 1
-
-# A frame must fit one record of a local socket, whose default send buffer is 208 KiB on Linux.
-MAX_FRAME_BYTES = 64 * 1024
 
 # More dimensions than this no torch operator accepts.
 _MAX_DIMENSIONS = 64

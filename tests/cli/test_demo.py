@@ -1,0 +1,184 @@
+"""The real command, as a user runs it."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RED, BLUE = (220, 20, 20), (20, 20, 220)
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which the command keeps its temporary files."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+@contextmanager
+def demo(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
+    """Start the command in a session of its own, as a terminal does."""
+    command = [sys.executable, "-m", "aiotensor.cli", "demo", *map(str, arguments)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:  # a test failed half-way
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def run(*arguments: str | Path) -> tuple[int, dict[str, Any], str, str]:
+    """Run the command to its end: status, last line, standard output, standard error."""
+    with demo(*arguments) as process:
+        output, errors = process.communicate()
+    return process.returncode, json.loads(output.splitlines()[-1]), output, errors
+
+
+def pids_of_children(process: subprocess.Popen[str]) -> tuple[int, int]:
+    """Read the line in which the command names the engine's process and the server's."""
+    assert process.stderr
+    words = process.stderr.readline().replace(",", "").split()
+    assert words[0] == "engine:"
+    return int(words[2]), int(words[-1])
+
+
+def wait_for_uploads(process: subprocess.Popen[str]) -> None:
+    assert process.stderr
+    assert process.stderr.readline().startswith("uploading")
+
+
+def processes_in_group(group: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, _, its_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(its_group) == group and state != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def assert_all_ended(pids: list[int]) -> None:
+    """Wait for processes that are ending, as multiprocessing's tracker does once its parent has gone."""
+    for pid in pids:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        with open(descriptor, "rb") as end:
+            assert select.select([end], [], [], 30)[0], f"process {pid} lives on"
+
+
+def test_the_demo_hands_over_every_video_and_fills_its_permits(temporary: Path) -> None:
+    status, last, output, errors = run(
+        "--requests", "6", "--concurrency", "5", "--max-concurrent-videos", "2"
+    )
+
+    assert status == 0
+    assert last["videos"] == 6
+    assert last["frames"] == 2 * (132 + 250 + 120)
+    pixels = 132 * 1280 * 720 + 250 * 640 * 272 + 120 * 176 * 144
+    assert last["bytes"] == 2 * (3 * pixels + 8 * (132 + 250 + 120))
+    assert (last["refused"], last["failed"], last["lost"], last["mismatched"]) == (0, 0, 0, 0)
+    assert last["peak_in_flight"] == last["max_concurrent_videos"] == 2
+    assert "bikes.mp4" in output
+    assert "30 (1.20 s), 76 (3.04 s), 137 (5.48 s), 187 (7.48 s), 242 (9.68 s)" in output
+    assert [line.split()[0] for line in errors.splitlines()] == ["engine:", "uploading"]
+    assert list(temporary.iterdir()) == []
+
+
+def test_files_that_are_no_video_are_refused_by_name_and_the_others_go_on(
+    temporary: Path, tmp_path: Path, make_video: Callable[..., bytes]
+) -> None:
+    good, empty, letter = (tmp_path / name for name in ("good.mp4", "empty.mp4", "letter.mp4"))
+    good.write_bytes(make_video([RED] * 10 + [BLUE] * 8))
+    empty.touch()
+    letter.write_text("dear friend\n" * 99)
+
+    status, last, output, _ = run(letter, good, empty, "--requests", "6")
+
+    assert status == 0
+    assert (last["videos"], last["refused"], last["lost"], last["mismatched"]) == (2, 4, 0, 0)
+    lines = output.splitlines()
+    assert any("refused" in line and "empty.mp4" in line and "the file is empty" in line for line in lines)
+    assert any("refused" in line and "letter.mp4" in line and "no video" in line for line in lines)
+    assert any("good.mp4 at frame 10 (0.40 s)" in line for line in lines)
+
+
+def test_the_demo_fails_if_no_video_was_answered(temporary: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.mp4"
+    empty.touch()
+
+    status, last, _, _ = run(empty, "--requests", "1")
+
+    assert status == 1
+    assert (last["videos"], last["refused"]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("moment", "number", "status"),
+    [
+        ("at the start", signal.SIGINT, 130),
+        ("while uploading", signal.SIGINT, 130),
+        ("while uploading", signal.SIGTERM, 143),
+    ],
+)
+def test_ctrl_c_ends_every_process_and_leaves_nothing_behind(
+    temporary: Path, moment: str, number: signal.Signals, status: int
+) -> None:
+    with demo("--requests", "100000") as process:
+        pids_of_children(process)
+        if moment == "while uploading":
+            wait_for_uploads(process)
+        os.killpg(process.pid, number)
+        output, errors = process.communicate()
+
+    assert process.returncode == status
+    assert output == ""
+    assert errors == "stopped\n"
+    assert_all_ended(processes_in_group(process.pid))
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize(("victim", "name"), [(0, "engine"), (1, "API server")])
+@pytest.mark.parametrize("moment", ["at the start", "while uploading"])
+def test_a_child_that_dies_ends_the_run_with_its_name(
+    temporary: Path, victim: int, name: str, moment: str
+) -> None:
+    with demo("--requests", "100000") as process:
+        children = pids_of_children(process)
+        if moment == "while uploading":
+            wait_for_uploads(process)
+        os.kill(children[victim], signal.SIGKILL)
+        output, errors = process.communicate()
+
+    assert process.returncode == 1
+    assert output == ""
+    assert errors == f"error: the {name} process was killed by SIGKILL before the work was done\n"
+    assert_all_ended(processes_in_group(process.pid))
+    assert list(temporary.iterdir()) == []
+
+
+def test_no_child_outlives_a_command_that_was_killed(temporary: Path) -> None:
+    with demo("--requests", "100000") as process:
+        children = pids_of_children(process)
+        wait_for_uploads(process)
+        process.kill()
+        process.wait()
+        assert_all_ended(list(children))
+
+    assert list(temporary.glob("**/engine.sock")) == []

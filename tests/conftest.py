@@ -1,0 +1,49 @@
+"""What every test shares: both event loops, and nothing left behind."""
+
+import asyncio
+import gc
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import uvloop
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run every async test on asyncio's own loop and on uvloop."""
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+def our_descriptors() -> dict[int, str]:
+    """Say what each descriptor is that may be the library's: record sockets and shared memory."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            what = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue  # the one that listed the folder
+        if "shm" in what or "memfd" in what or ("socket" in what and _keeps_records(int(name))):
+            found[int(name)] = what
+    return found
+
+
+def _keeps_records(descriptor: int) -> bool:
+    with socket.socket(fileno=os.dup(descriptor)) as sock:
+        return sock.type == socket.SOCK_SEQPACKET
+
+
+@pytest.fixture
+async def nothing_left_behind() -> AsyncIterator[None]:
+    """Fail an async test that leaves a descriptor or a thread of the library behind."""
+    gc.collect()
+    before = our_descriptors()
+    yield
+    gc.collect()  # frees tensors, whose finalizers ask the loop for a turn
+    await asyncio.sleep(0)
+    gc.collect()
+    left = {number: what for number, what in our_descriptors().items() if before.get(number) != what}
+    assert not left, f"descriptors left behind: {left}"
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("aiotensor")]
+    assert not threads, f"threads left behind: {threads}"

@@ -1,0 +1,142 @@
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiotensor import placements
+from aiotensor.errors import ProtocolError
+from aiotensor.placements.dtypes import DTYPES
+from aiotensor.placements.inline import MAX_INLINE_BYTES, open_inline, place_inline
+
+dtypes = st.sampled_from(list(DTYPES.values()))
+shapes = st.lists(st.integers(0, 6), max_size=5).map(tuple)
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    raw = np.random.default_rng(seed).integers(0, 256, int(np.prod(shape)) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(raw).view(dtype).reshape(shape)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def descriptors(count: int) -> list[int]:
+    return [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
+
+
+def are_closed(numbers: Sequence[int]) -> bool:
+    for number in numbers:
+        try:
+            os.fstat(number)
+        except OSError:
+            continue
+        return False
+    return True
+
+
+@settings(max_examples=300, deadline=None)
+@given(shape=shapes, dtype=dtypes, seed=st.integers(0, 9))
+def test_a_tensor_is_the_same_after_its_way_in_a_frame(
+    shape: tuple[int, ...], dtype: torch.dtype, seed: int
+) -> None:
+    source = random_tensor(shape, dtype, seed)
+    opened = open_inline(place_inline(source), dtype, shape)
+
+    assert (tuple(opened.shape), opened.dtype) == (shape, dtype)
+    assert bytes_of(opened) == bytes_of(source)
+
+
+def test_a_slice_ships_its_own_bytes_in_row_major_order() -> None:
+    source = torch.arange(100, dtype=torch.uint8).reshape(10, 10)[2:4, 5:7].t()
+
+    assert place_inline(source) == bytes([25, 35, 26, 36])
+
+
+def test_an_opened_tensor_has_memory_of_its_own() -> None:
+    payload = place_inline(torch.zeros(4, dtype=torch.uint8))
+    opened = open_inline(payload, torch.uint8, (4,))
+    opened.fill_(7)
+
+    assert payload == bytes(4)
+
+
+def test_a_tensor_of_as_many_dimensions_as_a_frame_may_name_is_opened() -> None:
+    opened = open_inline(b"\x07", torch.uint8, (1,) * 64)
+
+    assert opened.dim() == 64
+    assert opened.sum() == 7
+
+
+@pytest.mark.parametrize("extra", [-1, 1, -12, 12])
+def test_more_or_fewer_bytes_than_dtype_and_shape_need_are_refused(extra: int) -> None:
+    with pytest.raises(ProtocolError, match=f"sent {12 + extra} bytes .* which needs 12"):
+        open_inline(bytes(12 + extra), torch.float32, (3,))
+
+
+def test_an_empty_tensor_has_no_bytes() -> None:
+    with pytest.raises(ProtocolError, match="needs 0"):
+        open_inline(b"x", torch.uint8, (0, 3))
+
+
+# The table of openers
+
+
+def test_an_inline_tensor_has_no_owner_and_uses_the_descriptors_up() -> None:
+    numbers = descriptors(2)
+    opened = placements.open_tensor("inline", b"\x01\x02", numbers, "uint8", (2,))
+
+    assert opened.tensor.tolist() == [1, 2]
+    assert opened.owner is None
+    assert are_closed(numbers)
+
+
+@pytest.mark.parametrize(
+    ("placement", "payload", "dtype", "shape", "reason"),
+    [
+        ("telepathy", b"", "uint8", (0,), "'telepathy', which is unknown here"),
+        ("__class__", b"", "uint8", (0,), "unknown here"),
+        ("inline", b"", "Tensor", (0,), "dtype 'Tensor', which is unknown here"),
+        ("inline", b"x", "uint8", (2,), "sent 1 bytes"),
+        ("inline", b"", "uint8", (2**63 - 1, 2), "more than can be addressed"),
+        ("inline", b"", "float64", (2**60,), "more than can be addressed"),
+        ("inline", b"", "uint8", (0, 2**62, 2), "more than can be addressed"),
+        ("shared", b"", "uint8", (2**63 - 1,) * 64, "more than can be addressed"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_its_descriptors_are_closed(
+    placement: str, payload: bytes, dtype: str, shape: tuple[int, ...], reason: str
+) -> None:
+    numbers = descriptors(2)
+    with pytest.raises(ProtocolError, match=reason):
+        placements.open_tensor(placement, payload, numbers, dtype, shape)
+
+    assert are_closed(numbers)
+
+
+def test_an_empty_tensor_as_large_as_can_be_addressed_is_opened() -> None:
+    opened = placements.open_tensor("inline", b"", [], "uint8", (0, 2**62))
+
+    assert opened.tensor.shape == (0, 2**62)
+
+
+# The choice of a placement
+
+
+@pytest.mark.parametrize("shape", [(MAX_INLINE_BYTES,), (0, 1 << 30), ()], ids=str)
+def test_a_small_or_empty_tensor_travels_in_the_frame(shape: tuple[int, ...]) -> None:
+    source = torch.empty(shape, dtype=torch.uint8)
+    plan = placements.plan(source, placements.Allocations(print))
+
+    assert (plan.new_bytes, plan.block, plan.is_quick) == (0, None, True)
+
+
+def test_an_expanded_tensor_is_as_large_as_what_it_shows() -> None:
+    source = torch.zeros(1, dtype=torch.uint8).expand(MAX_INLINE_BYTES + 1)
+    plan = placements.plan(source, placements.Allocations(print))
+
+    assert (plan.new_bytes, plan.block, plan.is_quick) == (MAX_INLINE_BYTES + 1, None, False)

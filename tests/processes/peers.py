@@ -1,0 +1,234 @@
+"""Real processes that tests drive: a peer runs coroutine functions of the tests, and answers."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+import uvloop
+
+from aiotensor import TensorHandle, TensorQueue, TensorReceiver, TensorSender
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_spawn = multiprocessing.get_context("spawn")
+
+
+@dataclass
+class State:
+    """What a peer process has between calls."""
+
+    queue: TensorQueue
+    senders: list[TensorSender] = field(default_factory=list)
+    receivers: list[TensorReceiver] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    handles: list[TensorHandle] = field(default_factory=list)
+
+    @property
+    def sender(self) -> TensorSender:
+        return self.senders[-1]
+
+    @property
+    def receiver(self) -> TensorReceiver:
+        return self.receivers[-1]
+
+
+class Peer:
+    """A child process, as the test sees it."""
+
+    def __init__(self, queue: TensorQueue, *, uvloop: bool = True) -> None:
+        self._connection, theirs = _spawn.Pipe()
+        self.process = _spawn.Process(target=_main, args=(queue, theirs, uvloop), daemon=True)
+        self.process.start()
+        theirs.close()
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._next = 0
+        asyncio.get_running_loop().add_reader(self._connection.fileno(), self._answered)
+
+    @property
+    def pid(self) -> int:
+        pid = self.process.pid
+        assert pid is not None
+        return pid
+
+    def start(
+        self, work: Callable[Concatenate[State, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs
+    ) -> "asyncio.Future[R]":
+        """Begin a coroutine function in the child."""
+        number, self._next = self._next, self._next + 1
+        future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        self._answers[number] = future
+        self._connection.send((number, work, args, kwargs))
+        return future
+
+    async def call(
+        self, work: Callable[Concatenate[State, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Run a coroutine function in the child, and return what it returns or raise what it raises."""
+        return await self.start(work, *args, **kwargs)
+
+    def kill(self) -> None:
+        """End the child as the kernel would when memory runs out."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    async def ended(self) -> int | None:
+        """Wait for the end of the child, and return its exit status."""
+        await asyncio.to_thread(self.process.join)
+        return self.process.exitcode
+
+    async def finish(self) -> int | None:
+        """Let the child end as programs do, and return its exit status."""
+        self._connection.send(None)
+        return await self.ended()
+
+    async def close(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._connection.fileno())
+        if self.process.is_alive():
+            self.kill()
+        await self.ended()
+        self._connection.close()
+        self.process.close()
+        for future in self._answers.values():
+            future.cancel()
+
+    def _answered(self) -> None:
+        try:
+            number, result, error = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            asyncio.get_running_loop().remove_reader(self._connection.fileno())
+            for future in self._answers.values():
+                if not future.done():
+                    future.set_exception(ConnectionError("the peer process ended"))
+                    future.exception()  # a test that killed it need not look
+            return
+        future = self._answers.pop(number)
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+
+@asynccontextmanager
+async def peers(queue: TensorQueue, count: int) -> AsyncIterator[list[Peer]]:
+    """Start children, and end them with the block."""
+    started: list[Peer] = []
+    try:
+        for _ in range(count):
+            started.append(Peer(queue))
+        yield started
+    finally:
+        for peer in started:
+            await peer.close()
+
+
+def _main(queue: TensorQueue, connection: Connection, use_uvloop: bool) -> None:
+    torch.set_num_threads(1)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if use_uvloop else None) as runner:
+        runner.run(_serve(queue, connection))
+
+
+async def _serve(queue: TensorQueue, connection: Connection) -> None:
+    loop = asyncio.get_running_loop()
+    state = State(queue)
+    finished = loop.create_future()
+    running: set[asyncio.Task[None]] = set()
+
+    def receive() -> None:
+        try:
+            request = connection.recv()
+        except EOFError:
+            request = None
+        if request is None:
+            loop.remove_reader(connection.fileno())
+            finished.set_result(None)
+            return
+        task = loop.create_task(_answer(state, connection, *request))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+    loop.add_reader(connection.fileno(), receive)
+    await finished
+    state.tensors.clear()
+    for sender in state.senders:
+        await sender.aclose()
+    for receiver in state.receivers:
+        await receiver.aclose()
+
+
+async def _answer(
+    state: State,
+    connection: Connection,
+    number: int,
+    work: Callable[..., Awaitable[object]],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> None:
+    try:
+        result = await work(state, *args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - it is the test's
+        connection.send((number, None, error))
+    else:
+        connection.send((number, result, None))
+
+
+# What most tests ask of a peer.
+
+
+async def open_sender(state: State, max_concurrent_videos: int = 8, arena_bytes: int = 1 << 30) -> str:
+    sender = TensorSender(state.queue, max_concurrent_videos, arena_bytes)
+    await sender.__aenter__()
+    state.senders.append(sender)
+    return sender.id
+
+
+async def open_receiver(state: State) -> None:
+    receiver = TensorReceiver(state.queue)
+    await receiver.__aenter__()
+    state.receivers.append(receiver)
+
+
+def pattern(seed: int, count: int) -> torch.Tensor:
+    """Make a tensor whose every element tells where it belongs."""
+    return torch.arange(count, dtype=torch.int64) * 31 + seed
+
+
+async def send_pattern(state: State, seed: int, count: int) -> TensorHandle:
+    return await state.sender.send(pattern(seed, count))
+
+
+async def send_message(state: State, seed: int, counts: list[int]) -> list[TensorHandle]:
+    async with state.sender.message() as message:
+        return [await message.send(pattern(seed + index, count)) for index, count in enumerate(counts)]
+
+
+async def receive_pattern(state: State, handle: TensorHandle, seed: int, *, keep: bool = False) -> bool:
+    tensor = await state.receiver.receive(handle)
+    if keep:
+        state.tensors.append(tensor)
+    return torch.equal(tensor, pattern(seed, tensor.numel()))
+
+
+async def forget_tensors(state: State) -> None:
+    state.tensors.clear()
+
+
+async def close_sender(state: State) -> None:
+    await state.sender.aclose()
+
+
+async def close_receiver(state: State) -> None:
+    await state.receiver.aclose()
+
+
+async def drain(state: State) -> None:
+    await state.sender.drain()

@@ -1,0 +1,273 @@
+"""What becomes of the survivor when the other side dies or closes."""
+
+import asyncio
+import os
+import time
+
+import pytest
+import torch
+
+from aiotensor import (
+    DiscardedError,
+    PeerLostError,
+    TensorHandle,
+    TensorQueue,
+    TensorReceiver,
+    TensorSender,
+)
+from tests.processes import peers
+from tests.processes.peers import Peer, pattern
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+BIG = 100_000  # elements of int64: well above what rides in a frame
+
+
+async def until(condition: asyncio.Event | None = None) -> None:
+    """Let the loop turn once."""
+    await asyncio.sleep(0)
+
+
+async def test_a_killed_sender_ends_every_wait_for_its_tensors_within_a_second() -> None:
+    queue = TensorQueue()
+    async with peers.peers(queue, 1) as [child], TensorReceiver(queue) as receiver:
+        name = await child.call(peers.open_sender)
+        taken = await receiver.receive(await child.call(peers.send_pattern, 1, BIG))
+        waits = [
+            asyncio.create_task(receiver.receive(TensorHandle(name, number, 0, "int64", (BIG,), "cpu")))
+            for number in (1, 2, 77)
+        ]
+        await asyncio.sleep(0)
+        assert receiver.statistics().waiting == 3
+        killed = time.monotonic()
+        child.kill()
+        for wait in waits:
+            with pytest.raises(PeerLostError) as caught:
+                await wait
+            assert caught.value.pid == child.pid
+        assert time.monotonic() - killed < 1
+        # What was taken before stays valid, and the receiver goes on.
+        assert torch.equal(taken, pattern(1, BIG))
+        assert receiver.statistics().senders_lost == 1
+        assert receiver.statistics().senders == 0
+        async with TensorSender(queue) as other:
+            assert torch.equal(await receiver.receive(await other.send(pattern(5, 9))), pattern(5, 9))
+
+
+async def test_tensors_that_a_killed_sender_left_untaken_are_dropped_and_their_handles_say_why() -> None:
+    queue = TensorQueue()
+    async with peers.peers(queue, 1) as [child], TensorReceiver(queue) as receiver:
+        await child.call(peers.open_sender)
+        handle = await child.call(peers.send_pattern, 1, BIG)
+        child.kill()
+        await child.ended()
+        with pytest.raises(PeerLostError):
+            while True:  # it may be here already: look again until the loss was noticed
+                await asyncio.wait_for(receiver.receive(_beyond(handle)), None)
+        with pytest.raises(PeerLostError):
+            await receiver.receive(handle)
+        assert receiver.statistics().unclaimed_tensors == 0
+        await leases_are(receiver, 0)
+
+
+def _beyond(handle: TensorHandle) -> TensorHandle:
+    return TensorHandle(handle.sender, handle.message + 1000, 0, handle.dtype, handle.shape, handle.device)
+
+
+async def leases_are(receiver: TensorReceiver, count: int) -> None:
+    while receiver.statistics().leases != count:
+        await asyncio.sleep(0)
+
+
+async def bytes_in_use_are(sender: TensorSender, count: int) -> None:
+    while sender.statistics().bytes_in_use != count:
+        await asyncio.sleep(0)
+
+
+async def test_a_sender_killed_before_the_receiver_started_is_noticed_by_it() -> None:
+    queue = TensorQueue()
+    async with peers.peers(queue, 1) as [child]:
+        await child.call(peers.open_sender)
+        handle = await child.call(peers.send_pattern, 1, BIG)
+        child.kill()
+        await child.ended()
+        async with TensorReceiver(queue) as receiver:
+            with pytest.raises(PeerLostError) as caught:
+                await receiver.receive(_beyond(handle))
+            assert caught.value.pid == child.pid
+
+
+async def test_a_sender_killed_in_the_middle_of_a_message_loses_it_whole() -> None:
+    queue = TensorQueue()
+    async with peers.peers(queue, 1) as [child], TensorReceiver(queue) as receiver:
+        await child.call(peers.open_sender)
+        handles = await child.call(_begin_message_and_stay)
+        waits = [asyncio.create_task(receiver.receive(handle)) for handle in handles]
+        await asyncio.sleep(0)
+        child.kill()
+        for wait in waits:
+            with pytest.raises(PeerLostError):
+                await wait
+
+
+async def _begin_message_and_stay(state: peers.State) -> list[TensorHandle]:
+    message = await state.sender.message().__aenter__()
+    return [await message.send(pattern(0, BIG)), await message.send(pattern(1, 3))]
+
+
+async def test_a_killed_receiver_ends_every_waiting_send_within_a_second() -> None:
+    queue = TensorQueue()
+    async with (
+        peers.peers(queue, 1) as [child],
+        TensorSender(queue, max_concurrent_videos=1) as sender,
+    ):
+        await child.call(peers.open_receiver)
+        handle = await sender.send(pattern(0, BIG))
+        assert await child.call(peers.receive_pattern, handle, 0)
+        await sender.send(pattern(1, BIG))
+        waits = [asyncio.create_task(sender.send(pattern(2, count))) for count in (5, BIG)]
+        draining = asyncio.create_task(sender.drain())
+        await asyncio.sleep(0)
+        assert sender.statistics().waiting == 2
+        killed = time.monotonic()
+        child.kill()
+        for wait in [*waits, draining]:
+            with pytest.raises(PeerLostError) as caught:
+                await wait
+            assert caught.value.pid == child.pid
+        assert time.monotonic() - killed < 1
+        with pytest.raises(PeerLostError):
+            await sender.send(pattern(3, 5))
+        with pytest.raises(PeerLostError):
+            sender.send_nowait(pattern(3, 5))
+        assert sender.statistics().in_flight == 0
+        await bytes_in_use_are(sender, 0)
+
+
+async def test_a_receiver_killed_during_a_copy_ends_the_send() -> None:
+    queue = TensorQueue()
+    async with peers.peers(queue, 1) as [child], TensorSender(queue) as sender:
+        await child.call(peers.open_receiver)
+        assert await child.call(peers.receive_pattern, await sender.send(pattern(0, 3)), 0)
+        sending = asyncio.create_task(sender.send(torch.ones(1 << 26, dtype=torch.uint8)))
+        await asyncio.sleep(0)
+        child.kill()
+        with pytest.raises(PeerLostError):
+            # It may just have been sent: then the next one tells.
+            await sending
+            while True:
+                await sender.send(pattern(0, 3))
+        await bytes_in_use_are(sender, 0)
+
+
+async def test_what_was_sent_before_a_clean_end_of_the_process_can_still_be_received() -> None:
+    queue = TensorQueue()
+    async with peers.peers(queue, 1) as [child]:
+        await child.call(peers.open_sender)
+        handles = [await child.call(peers.send_pattern, seed, count) for seed, count in ((1, 5), (2, BIG))]
+        assert await child.finish() == 0
+        async with TensorReceiver(queue) as receiver:
+            for seed, handle in zip((1, 2), handles, strict=True):
+                assert torch.equal(await receiver.receive(handle), pattern(seed, handle.shape[0]))
+            with pytest.raises(DiscardedError, match="closed"):
+                await receiver.receive(_beyond(handles[0]))
+
+
+async def test_a_receiver_that_closes_ends_the_waits_of_its_senders() -> None:
+    queue = TensorQueue()
+    async with (
+        peers.peers(queue, 1) as [child],
+        TensorSender(queue, max_concurrent_videos=1) as sender,
+    ):
+        await child.call(peers.open_receiver)
+        assert await child.call(peers.receive_pattern, await sender.send(pattern(0, 3)), 0)
+        await sender.send(pattern(1, 3))
+        wait = asyncio.create_task(sender.send(pattern(2, 3)))
+        await asyncio.sleep(0)
+        await child.call(peers.close_receiver)
+        with pytest.raises(PeerLostError, match="closed"):
+            await wait
+
+
+async def test_a_received_tensor_outlives_its_sender_and_its_receiver() -> None:
+    queue = TensorQueue()
+    async with peers.peers(queue, 1) as [child]:
+        async with TensorReceiver(queue) as receiver:
+            await child.call(peers.open_sender)
+            tensor = await receiver.receive(await child.call(peers.send_pattern, 4, BIG))
+            view = tensor[100:200]
+            child.kill()
+            await child.ended()
+            del tensor
+        assert torch.equal(view, pattern(4, BIG)[100:200])
+
+
+async def test_one_killed_sender_harms_no_other() -> None:
+    queue = TensorQueue()
+    async with peers.peers(queue, 3) as children, TensorReceiver(queue) as receiver:
+        for child in children:
+            await child.call(peers.open_sender)
+        victim, *others = children
+        streams = [child.start(_send_many, 50) for child in others]
+        victim.start(_send_many, 10_000)
+        received = 0
+        async for delivery in receiver:
+            assert torch.equal(delivery.tensor, pattern(received_seed(delivery.tensor), delivery.tensor.numel()))
+            received += 1
+            if received == 10:
+                victim.kill()
+            if all(stream.done() for stream in streams) and receiver.statistics().unclaimed_tensors == 0:
+                break
+        assert [await stream for stream in streams] == [50, 50]
+
+
+def received_seed(tensor: torch.Tensor) -> int:
+    return int(tensor[0])
+
+
+async def _send_many(state: peers.State, count: int) -> int:
+    for seed in range(count):
+        await state.sender.send(pattern(seed, BIG if seed % 2 else 10))
+    await state.sender.drain()
+    return count
+
+
+async def test_kill_at_any_moment_leaves_no_waiter_and_no_memory() -> None:
+    queue = TensorQueue()
+    async with TensorReceiver(queue) as receiver:
+        for moment in range(6):
+            async with peers.peers(queue, 1) as [child]:
+                await child.call(peers.open_sender)
+                child.start(_send_many, 10_000)
+                for _ in range(moment * 7):
+                    await anext(receiver)
+                child.kill()
+                await child.ended()
+                while receiver.statistics().senders:
+                    await asyncio.sleep(0)
+                assert receiver.statistics().unclaimed_tensors == 0
+                await leases_are(receiver, 0)
+        assert receiver.statistics().senders_lost == 6
+
+
+async def test_processes_end_silently_with_status_0_also_when_nothing_was_closed() -> None:
+    queue = TensorQueue()
+    child = Peer(queue)
+    try:
+        await child.call(peers.open_sender)
+        await child.call(peers.open_receiver)
+        handle = await child.call(peers.send_pattern, 1, BIG)
+        assert await child.call(peers.receive_pattern, handle, 1, keep=True)
+        await child.call(_forget_to_close)
+        assert await child.finish() == 0
+    finally:
+        await child.close()
+
+
+async def _forget_to_close(state: peers.State) -> None:
+    state.senders.clear()
+    state.receivers.clear()
+
+
+def test_nothing_of_ours_has_a_name_in_the_file_system() -> None:
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("torch_")]

@@ -1,0 +1,242 @@
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from aiotensor.errors import (
+    AioTensorError,
+    AlreadyTakenError,
+    DiscardedError,
+    PeerLostError,
+    ProtocolError,
+)
+from aiotensor.protocol.mailbox import Key, Mailbox
+
+LIMIT = 2
+senders = st.sampled_from(["a", "b"])
+messages = st.integers(0, 3)
+tensors = st.integers(0, 2)
+keys = st.builds(Key, senders, messages, tensors)
+
+
+def item_of(key: Key) -> str:
+    return f"{key.sender}/{key.message}/{key.tensor}"
+
+
+class Known:
+    """One message, as the model sees it."""
+
+    def __init__(self) -> None:
+        self.arrived: set[int] = set()
+        self.taken: set[int] = set()
+        self.is_whole = False
+
+
+class MailboxMachine(RuleBasedStateMachine):
+    """Keep plain sets and lists beside a `Mailbox`."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.mailbox: Mailbox[str] = Mailbox()
+        self.state = {"a": "unknown", "b": "unknown"}
+        self.messages: dict[tuple[str, int], Known] = {}
+        self.ended: dict[tuple[str, int], str] = {}
+        self.arrivals: list[Key] = []
+        self.held: dict[Key, bool] = {}  # and whether the message is still there
+        self.claims: Counter[Key] = Counter()
+        self.taken: set[Key] = set()
+
+    # What the model says
+
+    def claimed(self, sender: str, number: int | None = None) -> set[Key]:
+        return {key for key in +self.claims if key.sender == sender and number in (None, key.message)}
+
+    def drop(self, sender: str, number: int) -> None:
+        self.messages.pop((sender, number), None)
+        self.ended[sender, number] = "discarded"
+        self.arrivals = [key for key in self.arrivals if key[:2] != (sender, number)]
+        self.held.update({key: False for key in self.held if key[:2] == (sender, number)})
+
+    def of(self, sender: str) -> list[int]:
+        return [number for owner, number in self.messages if owner == sender]
+
+    def expected(self, sender: str, number: int) -> bool | None:
+        """Whether a tensor is filed or dropped, or None if it is an offence."""
+        ended, known = self.ended.get((sender, number)), self.messages.get((sender, number))
+        if self.state[sender] != "joined" or ended == "taken" or (known is not None and known.is_whole):
+            return None
+        if ended == "discarded":
+            return False
+        return None if known is None and len(self.of(sender)) >= LIMIT else True
+
+    def what_hold_finds(self, key: Key) -> type[AioTensorError] | str | None:
+        known = self.messages.get(key[:2])
+        match self.state[key.sender], self.ended.get(key[:2]):
+            case "lost", _:
+                return PeerLostError
+            case _, "discarded":
+                return DiscardedError
+            case _, "taken":
+                return AlreadyTakenError
+        if known is None or not known.is_whole:
+            return DiscardedError if self.state[key.sender] == "left" else None
+        if key.tensor in known.taken or key in self.held:
+            return AlreadyTakenError
+        return item_of(key) if key.tensor in known.arrived else DiscardedError
+
+    # What senders do
+
+    @rule(sender=senders)
+    def join(self, sender: str) -> None:
+        if self.state[sender] == "unknown":
+            self.mailbox.join(sender, 7, LIMIT)
+            self.state[sender] = "joined"
+            return
+        with pytest.raises(ProtocolError, match="introduced itself twice"):
+            self.mailbox.join(sender, 7, LIMIT)
+
+    @rule(key=keys)
+    def put(self, key: Key) -> None:
+        expected = self.expected(key.sender, key.message)
+        if expected is None:
+            with pytest.raises(ProtocolError):
+                self.mailbox.expects(key.sender, key.message)
+        else:
+            assert self.mailbox.expects(key.sender, key.message) == expected
+        known = self.messages.get(key[:2], Known())
+        if not expected or key.tensor in known.arrived:
+            with pytest.raises(ProtocolError):
+                self.mailbox.put(key, "never filed")
+            return
+        self.mailbox.put(key, item_of(key))
+        self.messages[key[:2]] = known
+        known.arrived.add(key.tensor)
+
+    @rule(sender=senders, number=messages, count=st.integers(0, 3))
+    def end(self, sender: str, number: int, count: int) -> None:
+        known = self.messages.get((sender, number))
+        if self.state[sender] == "joined" and self.ended.get((sender, number)) == "discarded":
+            assert self.mailbox.end(sender, number, count) == []
+        elif (
+            self.state[sender] != "joined"
+            or known is None
+            or known.is_whole
+            or known.arrived != set(range(count))
+        ):
+            with pytest.raises(ProtocolError):
+                self.mailbox.end(sender, number, count)
+        else:
+            known.is_whole = True
+            new = [Key(sender, number, tensor) for tensor in range(count)]
+            self.arrivals += new
+            self.same_keys(self.mailbox.end(sender, number, count), {*new, *self.claimed(sender, number)})
+
+    @rule(sender=senders)
+    def leave(self, sender: str) -> None:
+        if self.state[sender] != "joined":
+            with pytest.raises(ProtocolError):
+                self.mailbox.leave(sender)
+            return
+        for number in self.of(sender):
+            if not self.messages[sender, number].is_whole:
+                self.drop(sender, number)
+        self.state[sender] = "left"
+        self.same_keys(self.mailbox.leave(sender), self.claimed(sender))
+
+    @rule(sender=senders)
+    def lose(self, sender: str) -> None:
+        woken = self.mailbox.lose(sender, PeerLostError("killed"))
+        if self.state[sender] == "left":
+            assert woken == []
+            return
+        for number in self.of(sender):
+            self.drop(sender, number)
+        self.state[sender] = "lost"
+        self.same_keys(woken, self.claimed(sender))
+
+    @rule(sender=senders, number=messages)
+    def discard(self, sender: str, number: int) -> None:
+        had_arrived, woken = self.mailbox.discard(sender, number)
+        is_there = (sender, number) in self.messages
+        assert had_arrived == is_there
+        if is_there or (self.state[sender] in ("unknown", "joined") and (sender, number) not in self.ended):
+            self.drop(sender, number)
+            self.same_keys(woken, self.claimed(sender, number))
+        else:
+            assert woken == []
+
+    # What takers do
+
+    @rule(key=keys)
+    def claim(self, key: Key) -> None:
+        self.mailbox.claim(key)
+        self.claims[key] += 1
+
+    @precondition(lambda self: +self.claims)
+    @rule(data=st.data())
+    def unclaim(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(+self.claims)))
+        self.mailbox.unclaim(key)
+        self.claims[key] -= 1
+
+    @rule(key=keys)
+    def hold(self, key: Key) -> None:
+        finds = self.what_hold_finds(key)
+        if isinstance(finds, type):
+            with pytest.raises(finds):
+                self.mailbox.hold(key)
+            return
+        assert self.mailbox.hold(key) == finds
+        if finds is not None:
+            self.arrivals.remove(key)
+            self.held[key] = True
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.held)))
+        is_last = False
+        if self.held.pop(key):
+            known = self.messages[key[:2]]
+            known.taken.add(key.tensor)
+            if is_last := known.taken == known.arrived:
+                del self.messages[key[:2]]
+                self.ended[key[:2]] = "taken"
+        assert self.mailbox.finish(key) == is_last
+        assert key not in self.taken, "a tensor was taken twice"
+        self.taken.add(key)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def put_back(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.held)))
+        is_there = self.held.pop(key)
+        assert self.mailbox.put_back(key) == ([key] if is_there else [])
+        if is_there:
+            self.arrivals.insert(0, key)
+
+    # What must always be so
+
+    def same_keys(self, woken: list[Key], expected: Iterable[Key]) -> None:
+        assert sorted(woken) == sorted(expected)
+
+    @invariant()
+    def the_next_one_is_the_earliest_that_nobody_claims(self) -> None:
+        unclaimed = [key for key in self.arrivals if not self.claims[key]]
+        assert self.mailbox.next_unclaimed() == (unclaimed[0] if unclaimed else None)
+
+    @invariant()
+    def what_nobody_took_is_there_once(self) -> None:
+        there = [
+            item_of(Key(*message, tensor))
+            for message, known in self.messages.items()
+            for tensor in known.arrived - known.taken
+        ]
+        assert sorted(self.mailbox.unclaimed()) == sorted(there)
+
+
+TestAnyOrderOfEvents = MailboxMachine.TestCase
+TestAnyOrderOfEvents.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
