@@ -20,6 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from aiotensor import placements
+from aiotensor.descriptors import close_all
 from aiotensor.errors import (
     AioTensorError,
     ClosedError,
@@ -302,7 +303,7 @@ class Outgoing:
         message, source = job.message, job.source
         with self._announcing:
             if job.abandoned.is_set():
-                placements.close(placed.descriptors)
+                close_all(placed.descriptors)
                 raise placements.CopyAbandonedError
             number = self._next_number if message.number is None else message.number
             handle = TensorHandle(

@@ -13,6 +13,7 @@ import anyio.to_thread
 import torch
 
 from aiotensor import links, placements
+from aiotensor.descriptors import close_all
 from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, ProtocolError, WouldBlockError
 from aiotensor.home import FreedItems, Home
 from aiotensor.links.base import ReceiverLink
@@ -294,7 +295,7 @@ class TensorReceiver:
             if isinstance(frame, Put):
                 self._file(link, frame, descriptors)
                 return
-            placements.close(descriptors)
+            close_all(descriptors)
             match frame:
                 case Hello():
                     if frame.version != VERSION:
@@ -335,10 +336,10 @@ class TensorReceiver:
         try:
             is_expected = self._mailbox.expects(link.sender, put.message)
         except ProtocolError:
-            placements.close(descriptors)
+            close_all(descriptors)
             raise
         if not is_expected:
-            placements.close(descriptors)
+            close_all(descriptors)
             self._refuse(link, put)
             return
         try:

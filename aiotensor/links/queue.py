@@ -1,7 +1,7 @@
 """The multiprocessing queue link: many senders put on one queue, one receiver drains it.
 
-The queue is inherited by spawned children, as queues of multiprocessing are, and what it carries may be
-pickled: it is for trusted parent and child processes only. Under it lies a record socket rather than a
+The queue is inherited by spawned children, as queues of multiprocessing are, and whoever has it may put
+on it: it is for trusted parent and child processes only. Under it lies a record socket rather than a
 pipe with locks, because the lock of a stock queue dies with a process that is killed while it holds it,
 half a record blocks its reader for ever, and a descriptor could only be fetched from the sender by name,
 which fails once the sender has exited.
@@ -17,6 +17,7 @@ import socket
 from collections.abc import Sequence
 from multiprocessing import connection, context
 
+from aiotensor.descriptors import close_all
 from aiotensor.errors import UsageError
 from aiotensor.links.base import ReceiverEvents, SenderEvents
 from aiotensor.links.records import RecordReader, RecordSocket, close_after_fork, record_pair
@@ -41,7 +42,8 @@ class TensorQueue:
     (or ``forkserver``), and give it to one `TensorReceiver` and to any number of `TensorSender`s, in any
     of the processes. It holds two descriptors and nothing in the file system.
 
-    What travels over it is pickled, so whoever holds it must be trusted like your own code.
+    Whoever holds it can speak for any sender, so hand it to your own code only. What travels over it is
+    not pickled.
     """
 
     def __init__(self) -> None:
@@ -145,8 +147,7 @@ class QueueSenderLink:
                 end.close()
 
     def _frame_arrived(self, data: bytes, descriptors: list[int]) -> None:
-        for descriptor in descriptors:
-            os.close(descriptor)  # nothing on the way back has any
+        close_all(descriptors)  # nothing on the way back has any
         if self._events is not None:
             self._events.frame_arrived(data)
 
@@ -178,8 +179,7 @@ class _QueueReceiverLink:
 
     def _unexpected(self, data: bytes, descriptors: list[int]) -> None:
         # Senders speak on the queue, where their words keep their order; here only their end is heard.
-        for descriptor in descriptors:
-            os.close(descriptor)
+        close_all(descriptors)
 
 
 # The queues that receivers of this process drain, by the inode of the reading end.
@@ -288,8 +288,7 @@ class QueueListener:
             self._links[sender] = _QueueReceiverLink(self, sender, sock)
         link = self._links.get(sender)
         if link is None or self._events is None:
-            for descriptor in descriptors:
-                os.close(descriptor)  # of a sender whose link was closed
+            close_all(descriptors)  # of a sender whose link was closed
             return
         self._events.frame_arrived(link, frame, descriptors)
 

@@ -14,6 +14,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from aiotensor.descriptors import close_all
+
 __all__ = ["MAX_RECORD_BYTES", "RecordReader", "RecordSocket", "close_after_fork", "record_pair"]
 
 # The largest frame carries an inline tensor of 8 KiB. A record must fit the send buffer of a local socket,
@@ -127,18 +129,18 @@ class RecordSocket:
         """
         with self._lock:
             if self._is_closed:
-                _close_all(descriptors)
+                close_all(descriptors)
                 return
             if not self._outbox:
                 try:
                     if self._send(data, descriptors):
                         return
                 except (BrokenPipeError, ConnectionResetError, ConnectionRefusedError):
-                    _close_all(descriptors)
+                    close_all(descriptors)
                     self._loop.call_soon_threadsafe(self._end, "nobody reads it any more")
                     return
                 except BaseException:
-                    _close_all(descriptors)
+                    close_all(descriptors)
                     raise
                 self._loop.call_soon_threadsafe(self._watch_for_room)
             self._outbox.append((data, descriptors))
@@ -168,7 +170,7 @@ class RecordSocket:
                 self._loop.remove_reader(self._sock.fileno())
             self._sock.close()
             for _, descriptors in self._outbox:
-                _close_all(descriptors)
+                close_all(descriptors)
             self._outbox.clear()
         self._wake_flushers()
 
@@ -181,7 +183,7 @@ class RecordSocket:
                 self._sock.send(data, socket.MSG_NOSIGNAL)
         except (BlockingIOError, InterruptedError):
             return False
-        _close_all(descriptors)
+        close_all(descriptors)
         return True
 
     def _watch_for_room(self) -> None:
@@ -228,8 +230,3 @@ class RecordSocket:
             if not future.done():
                 future.set_result(None)
         self._flushed.clear()
-
-
-def _close_all(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)

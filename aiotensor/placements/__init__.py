@@ -12,19 +12,20 @@ from typing import NamedTuple
 
 import torch
 
+from aiotensor.descriptors import close_all
 from aiotensor.errors import ProtocolError
-from aiotensor.placements.copying import CopyAbandonedError, new_tensor
-from aiotensor.placements.descriptors import close
 from aiotensor.placements.dtypes import dtype_from_name, name_of_dtype
-from aiotensor.placements.inline import MAX_INLINE_BYTES, open_inline, place_inline
-from aiotensor.placements.source import Sendable, as_tensor, check_dtype
-from aiotensor.placements.torch_shared import (
+from aiotensor.placements.inline import MAX_INLINE_BYTES, bytes_of, open_inline
+from aiotensor.placements.memfd import (
     Allocations,
-    copy_to_shared,
-    name_shared,
+    CopyAbandonedError,
+    Shared,
+    copy_to_memfd,
     new_shared,
-    open_shared,
+    open_memfd,
 )
+from aiotensor.placements.raw import new_tensor
+from aiotensor.placements.source import Sendable, as_tensor, check_dtype
 
 __all__ = [
     "Allocations",
@@ -35,7 +36,6 @@ __all__ = [
     "Sendable",
     "as_tensor",
     "check_dtype",
-    "close",
     "dtype_from_name",
     "name_of_dtype",
     "new_shared",
@@ -73,16 +73,14 @@ def plan(source: torch.Tensor, allocations: Allocations) -> Plan:
     """Choose how a tensor travels: in the frame if small, where it lies if allocated, else by a copy."""
     block = allocations.find(source)
     if source.nbytes == 0 or (source.nbytes <= MAX_INLINE_BYTES and block is None):
-        return Plan(0, None, True, lambda _: Placed("inline", place_inline(source), []))
+        return Plan(0, None, True, lambda _: Placed("inline", bytes_of(source), []))
     if block is not None:
-        return Plan(0, block, False, lambda _: Placed("shared", *name_shared(source)))
+        return Plan(0, block, True, lambda _: _placed(allocations.share(source)))
+    return Plan(source.nbytes, None, False, lambda abandoned: _placed(copy_to_memfd(source, abandoned)))
 
-    def copy(abandoned: threading.Event) -> Placed:
-        # The storage may go when this returns: the descriptor keeps the memory alive on its way.
-        _storage, target = copy_to_shared(source, abandoned)
-        return Placed("shared", *name_shared(target))
 
-    return Plan(source.nbytes, None, False, copy)
+def _placed(shared: Shared) -> Placed:
+    return Placed("memfd", shared.payload, [shared.descriptor])
 
 
 class Opened(NamedTuple):
@@ -95,19 +93,19 @@ class Opened(NamedTuple):
 def _open_inline(
     payload: bytes, descriptors: Sequence[int], dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Opened:
-    close(descriptors)
+    close_all(descriptors)
     return Opened(open_inline(payload, dtype, shape), None)
 
 
-def _open_shared(
+def _open_memfd(
     payload: bytes, descriptors: Sequence[int], dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Opened:
-    return Opened(*open_shared(payload, descriptors, dtype, shape))
+    return Opened(*open_memfd(payload, descriptors, dtype, shape))
 
 
 _OPENERS: dict[str, Callable[[bytes, Sequence[int], torch.dtype, tuple[int, ...]], Opened]] = {
     "inline": _open_inline,
-    "shared": _open_shared,
+    "memfd": _open_memfd,
 }
 
 
@@ -130,6 +128,6 @@ def open_tensor(
                 f"the peer sent a tensor of shape {shape}, which is more than can be addressed"
             )
     except ProtocolError:
-        close(descriptors)
+        close_all(descriptors)
         raise
     return opener(payload, descriptors, dtype, shape)

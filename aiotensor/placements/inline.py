@@ -5,19 +5,17 @@ import math
 import torch
 
 from aiotensor.errors import ProtocolError
-from aiotensor.placements.copying import copy_exactly, new_tensor
+from aiotensor.placements.raw import new_tensor, pieces
 
-__all__ = ["MAX_INLINE_BYTES", "open_inline", "place_inline"]
+__all__ = ["MAX_INLINE_BYTES", "bytes_of", "open_inline"]
 
 # Above this a copy into shared memory is cheaper than two copies through the socket.
 MAX_INLINE_BYTES = 8 * 1024
 
 
-def place_inline(source: torch.Tensor) -> bytes:
-    """Return the bytes of a tensor, in row-major order."""
-    target = new_tensor(tuple(source.shape), source.dtype)
-    copy_exactly(source, target)
-    return target.reshape(-1).view(torch.uint8).numpy().tobytes()
+def bytes_of(source: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor's values, in row-major order."""
+    return b"".join(piece.tobytes() for piece in pieces(source))
 
 
 def open_inline(payload: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

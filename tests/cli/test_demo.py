@@ -182,3 +182,19 @@ def test_no_child_outlives_a_command_that_was_killed(temporary: Path) -> None:
         assert_all_ended(list(children))
 
     assert list(temporary.glob("**/engine.sock")) == []
+
+
+def test_a_temporary_folder_too_deep_for_a_socket_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("TMPDIR", str(deep))
+
+    with demo() as process:
+        output, errors = process.communicate()
+
+    assert process.returncode == 1
+    assert output == ""
+    assert errors.startswith(f"error: the path {deep}")
+    assert errors.count("\n") == 1

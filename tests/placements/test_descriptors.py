@@ -4,6 +4,7 @@ import pickle
 import socket
 from collections.abc import Iterator
 from multiprocessing import context, reduction
+from typing import Protocol
 
 import pytest
 import torch
@@ -23,6 +24,12 @@ def no_descriptor_is_left_open() -> Iterator[None]:
     assert count_open() == before
 
 
+class Detachable(Protocol):
+    """What `reduction.DupFd` returns."""
+
+    def detach(self) -> int: ...
+
+
 class Holder:
     """Holds a descriptor, and travels as what holds its duplicate."""
 
@@ -33,7 +40,7 @@ class Holder:
         return Holder._rebuild, (reduction.DupFd(self.number),)
 
     @staticmethod
-    def _rebuild(duplicate: reduction.DupFd) -> "Holder":
+    def _rebuild(duplicate: Detachable) -> "Holder":
         return Holder(duplicate.detach())
 
 
@@ -44,7 +51,7 @@ class Twice(Holder):
         return Twice._rebuild_twice, (reduction.DupFd(self.number),)
 
     @staticmethod
-    def _rebuild_twice(duplicate: reduction.DupFd) -> "Twice":
+    def _rebuild_twice(duplicate: Detachable) -> "Twice":
         first = duplicate.detach()
         try:
             return Twice(duplicate.detach())

@@ -1,4 +1,5 @@
 import os
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,19 +11,29 @@ from hypothesis import strategies as st
 from aiotensor import placements
 from aiotensor.errors import ProtocolError
 from aiotensor.placements.dtypes import DTYPES
-from aiotensor.placements.inline import MAX_INLINE_BYTES, open_inline, place_inline
+from aiotensor.placements.inline import MAX_INLINE_BYTES, open_inline
 
 dtypes = st.sampled_from(list(DTYPES.values()))
 shapes = st.lists(st.integers(0, 6), max_size=5).map(tuple)
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    raw = np.random.default_rng(seed).integers(0, 256, int(np.prod(shape)) * dtype.itemsize, np.uint8)
-    return torch.from_numpy(raw).view(dtype).reshape(shape)
+    tensor = placements.new_tensor(shape, dtype)
+    raw = np.random.default_rng(seed).integers(0, 256, tensor.nbytes, np.uint8)
+    tensor.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(raw))
+    return tensor
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def place(source: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor that travels in the frame."""
+    placed = placements.plan(source, placements.Allocations(print)).place(threading.Event())
+    assert placed.placement == "inline"
+    assert placed.descriptors == []
+    return placed.payload
 
 
 def descriptors(count: int) -> list[int]:
@@ -45,7 +56,7 @@ def test_a_tensor_is_the_same_after_its_way_in_a_frame(
     shape: tuple[int, ...], dtype: torch.dtype, seed: int
 ) -> None:
     source = random_tensor(shape, dtype, seed)
-    opened = open_inline(place_inline(source), dtype, shape)
+    opened = open_inline(place(source), dtype, shape)
 
     assert (tuple(opened.shape), opened.dtype) == (shape, dtype)
     assert bytes_of(opened) == bytes_of(source)
@@ -54,11 +65,47 @@ def test_a_tensor_is_the_same_after_its_way_in_a_frame(
 def test_a_slice_ships_its_own_bytes_in_row_major_order() -> None:
     source = torch.arange(100, dtype=torch.uint8).reshape(10, 10)[2:4, 5:7].t()
 
-    assert place_inline(source) == bytes([25, 35, 26, 36])
+    assert place(source) == bytes([25, 35, 26, 36])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        torch.tensor([1.0, 2.0, 3.0])[1::2],
+        torch.tensor([[1.0, 2.0], [3.0, 4.0]])[:1, 1:],
+        torch.tensor([2.0]).expand(1),
+        torch.tensor(2.0).expand(1, 1),
+        torch.tensor([2.0]).as_strided((1,), (7,)),
+        torch.tensor([1.0, 2.0])[1],
+    ],
+    ids=lambda source: f"shape {tuple(source.shape)} strides {source.stride()}",
+)
+def test_one_element_is_the_same_whatever_its_strides(source: torch.Tensor) -> None:
+    assert place(source) == place(torch.tensor(2.0))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        torch.from_numpy(np.zeros(0, np.float32)),
+        torch.from_numpy(np.zeros((0, 3), np.float32)),
+        torch.zeros(1).expand(0),
+        torch.zeros(3)[:0],
+        torch.zeros(3, 4)[:, 4:],
+    ],
+    ids=lambda source: f"shape {tuple(source.shape)} strides {source.stride()}",
+)
+def test_no_element_is_no_byte_whatever_its_strides(source: torch.Tensor) -> None:
+    assert place(source) == b""
+
+
+def test_a_conjugate_view_ships_the_values_that_it_shows() -> None:
+    assert place(torch.tensor([1 + 2j]).conj()) == place(torch.tensor([1 - 2j]))
+    assert place(torch.tensor([1 + 2j]).conj().imag) == place(torch.tensor([-2.0]))
 
 
 def test_an_opened_tensor_has_memory_of_its_own() -> None:
-    payload = place_inline(torch.zeros(4, dtype=torch.uint8))
+    payload = place(torch.zeros(4, dtype=torch.uint8))
     opened = open_inline(payload, torch.uint8, (4,))
     opened.fill_(7)
 

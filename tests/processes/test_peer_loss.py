@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -21,11 +22,6 @@ from tests.processes.peers import Peer, pattern
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 BIG = 100_000  # elements of int64: well above what rides in a frame
-
-
-async def until(condition: asyncio.Event | None = None) -> None:
-    """Let the loop turn once."""
-    await asyncio.sleep(0)
 
 
 async def test_a_killed_sender_ends_every_wait_for_its_tensors_within_a_second() -> None:
@@ -62,8 +58,7 @@ async def test_tensors_that_a_killed_sender_left_untaken_are_dropped_and_their_h
         child.kill()
         await child.ended()
         with pytest.raises(PeerLostError):
-            while True:  # it may be here already: look again until the loss was noticed
-                await asyncio.wait_for(receiver.receive(_beyond(handle)), None)
+            await receiver.receive(_beyond(handle))
         with pytest.raises(PeerLostError):
             await receiver.receive(handle)
         assert receiver.statistics().unclaimed_tensors == 0
@@ -205,24 +200,19 @@ async def test_a_received_tensor_outlives_its_sender_and_its_receiver() -> None:
 async def test_one_killed_sender_harms_no_other() -> None:
     queue = TensorQueue()
     async with peers.peers(queue, 3) as children, TensorReceiver(queue) as receiver:
-        for child in children:
-            await child.call(peers.open_sender)
+        names = [await child.call(peers.open_sender) for child in children]
         victim, *others = children
-        streams = [child.start(_send_many, 50) for child in others]
         victim.start(_send_many, 10_000)
-        received = 0
+        streams = [child.start(_send_many, 50) for child in others]
+        received = Counter[str]()
         async for delivery in receiver:
-            assert torch.equal(delivery.tensor, pattern(received_seed(delivery.tensor), delivery.tensor.numel()))
-            received += 1
-            if received == 10:
+            assert torch.equal(delivery.tensor, pattern(int(delivery.tensor[0]), delivery.tensor.numel()))
+            received[delivery.handle.sender] += 1
+            if received[names[0]] == 10:
                 victim.kill()
-            if all(stream.done() for stream in streams) and receiver.statistics().unclaimed_tensors == 0:
+            if received[names[1]] == received[names[2]] == 50 and received[names[0]] >= 10:
                 break
         assert [await stream for stream in streams] == [50, 50]
-
-
-def received_seed(tensor: torch.Tensor) -> int:
-    return int(tensor[0])
 
 
 async def _send_many(state: peers.State, count: int) -> int:

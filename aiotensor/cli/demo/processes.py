@@ -91,9 +91,9 @@ class Child:
         if self._process.pid is None:
             return  # never started
         if self._is_ready:  # else it has nothing yet that it should end in order
-            with anyio.move_on_after(GRACE):
+            with anyio.move_on_after(GRACE) as grace:
                 await _readable(self._process.sentinel)
-            if self._process.is_alive():
+            if grace.cancelled_caught:
                 logger.warning("the %s process did not stop within %g s and is killed", self.name, GRACE)
         self.kill()
         self._process.join()

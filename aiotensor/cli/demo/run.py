@@ -59,20 +59,23 @@ async def _main(options: Options) -> int:
     ):
         engine_socket = Path(folder, "engine.sock")
         if len(bytes(engine_socket)) > zmq.IPC_PATH_MAX_LEN:
-            errors.print(f"[bold red]error[/]: no socket fits into {folder}: set TMPDIR to a shorter path")
-            return 1
+            return _fail(errors, f"the path {folder} is too long for a socket: set TMPDIR to a shorter one")
         engine = Child("engine", run_engine, queue, engine_socket)
         server = Child("API server", run_server, queue, engine_socket, options.max_concurrent_videos)
         with anyio.CancelScope() as scope, _cancelled_by_signals(scope, [server, engine]) as signals:
             try:
                 run = await _run(options, server, engine, errors)
             except ProcessDiedError as error:
-                errors.print(f"[bold red]error[/]: {error}", highlight=False)
-                return 1
+                return _fail(errors, str(error))
     if signals:
         errors.print("stopped", style="yellow")
         return 128 + signals[0]
     return _show(options, *run)
+
+
+def _fail(errors: Console, reason: str) -> int:
+    errors.print(Text.assemble(("error", "bold red"), f": {reason}"), soft_wrap=True)
+    return 1
 
 
 async def _run(

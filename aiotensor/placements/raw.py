@@ -1,0 +1,52 @@
+"""The bytes of a tensor's values, exactly, in row-major order, and in pieces."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["RawBytes", "new_tensor", "pieces"]
+
+RawBytes = npt.NDArray[np.uint8]
+
+# Small enough that whoever stops between two pieces stops soon (writing one takes some milliseconds),
+# large enough that the steps between them cost nothing.
+_PIECE_BYTES = 8 << 20
+
+_RAW_DTYPE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def pieces(source: torch.Tensor) -> Iterator[RawBytes]:
+    """Go through the bytes of a dense tensor, bit for bit; it is only read.
+
+    A contiguous tensor is not copied. Of any other, conjugate and negative views included, one piece at a
+    time is.
+    """
+    source = source.detach()
+    if not source.is_conj() and not source.is_neg():
+        # As whole numbers, since torch has no copy for its narrowest dtypes and warns of some others.
+        source = source.view(_RAW_DTYPE[source.element_size()])
+    for part in _cut(source):
+        plain = part.resolve_conj().resolve_neg().contiguous()
+        yield plain.reshape(-1).view(torch.uint8).numpy()
+
+
+def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Make an uninitialized tensor, also of the dtypes that torch makes only with a warning."""
+    return torch.empty(shape, dtype=_RAW_DTYPE[dtype.itemsize]).view(dtype)
+
+
+def _cut(source: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Cut along the outermost dimension, and further in where one row is more than a piece."""
+    rows = source.shape[0] if source.dim() else 0
+    if source.nbytes <= _PIECE_BYTES or rows == 0:
+        yield source
+        return
+    step = _PIECE_BYTES * rows // source.nbytes
+    if step == 0:
+        for row in source:
+            yield from _cut(row)
+        return
+    for row in range(0, rows, step):
+        yield source[row : row + step]

@@ -1,0 +1,260 @@
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from aiotensor.links.records import MAX_RECORD_BYTES, RecordReader, record_pair
+from tests.links.ends import End, fill, is_open, open_sockets, read_all, turns
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_open() -> Iterator[None]:
+    before = open_sockets()  # the loop comes and goes in between
+    yield
+    assert open_sockets() == before
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[tuple[End, socket.socket]]:
+    """One end on the loop, and the bare socket at the other end."""
+    near, far = record_pair()
+    end = End(near)
+    with far:
+        yield end, far
+        end.socket.close()
+
+
+async def test_records_stay_whole_and_in_order_both_ways() -> None:
+    one, other = map(End, record_pair())
+    for number in range(200):
+        one.socket.write(bytes([number]) * (number + 1))
+        other.socket.write(bytes([number]))
+
+    assert [await other.read() for _ in range(200)] == [bytes([n]) * (n + 1) for n in range(200)]
+    assert [await one.read() for _ in range(200)] == [bytes([n]) for n in range(200)]
+    one.socket.close()
+    await other.was_closed.wait()
+    assert one.closed == []
+
+
+async def test_the_largest_record_arrives_whole(pair: tuple[End, socket.socket]) -> None:
+    end, far = pair
+    record = os.urandom(MAX_RECORD_BYTES)
+    far.send(record)
+    assert await end.read() == record
+
+    end.socket.write(record)
+    assert far.recv(2 * MAX_RECORD_BYTES) == record
+
+
+async def test_a_record_that_is_too_long_arrives_cut_off_and_the_next_one_whole(
+    pair: tuple[End, socket.socket],
+) -> None:
+    end, far = pair
+    far.send(b"x" * (MAX_RECORD_BYTES + 1))
+    far.send(b"next")
+
+    assert len(await end.read()) == MAX_RECORD_BYTES
+    assert await end.read() == b"next"
+
+
+async def test_what_arrives_in_many_records_leaves_the_loop_to_others_in_between(
+    pair: tuple[End, socket.socket],
+) -> None:
+    end, far = pair
+    for number in range(100):
+        far.send(bytes([number]))
+    first = await end.read()
+
+    assert end.arrived.qsize() < 99
+    assert [first, *[await end.read() for _ in range(99)]] == [bytes([number]) for number in range(100)]
+
+
+async def test_descriptors_travel_with_their_record_and_ours_are_closed(
+    pair: tuple[End, socket.socket],
+) -> None:
+    end, far = pair
+    reading_end, writing_end = os.pipe()
+    end.socket.write(b"a pipe", [writing_end])
+    assert not is_open(writing_end)
+
+    data, [arrived], _, _ = socket.recv_fds(far, 100, 8)
+    os.write(arrived, b"through the pipe")
+    assert (data, os.read(reading_end, 100)) == (b"a pipe", b"through the pipe")
+    os.close(reading_end)
+    os.close(arrived)
+
+
+async def test_descriptors_that_arrive_are_given_with_their_record_and_to_no_child(
+    pair: tuple[End, socket.socket],
+) -> None:
+    end, far = pair
+    reading_end, writing_end = os.pipe()
+    socket.send_fds(far, [b"two"], [reading_end, writing_end])
+    far.send(b"none")
+
+    data, descriptors = await end.arrived.get()
+    assert (data, len(descriptors)) == (b"two", 2)
+    assert not any(map(os.get_inheritable, descriptors))
+    assert await end.read() == b"none"
+    for descriptor in (reading_end, writing_end, *descriptors):
+        os.close(descriptor)
+
+
+async def test_descriptors_for_which_there_is_no_room_are_missing_and_the_record_is_not(
+    pair: tuple[End, socket.socket],
+) -> None:
+    end, far = pair
+    socket.send_fds(far, [b"two"], [0, 0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))  # no number is free below it
+    try:
+        record = RecordReader(end.socket._sock).read()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert record == (b"two", [])
+
+
+async def test_a_reader_says_that_there_is_nothing_yet(pair: tuple[End, socket.socket]) -> None:
+    end, _ = pair
+
+    assert RecordReader(end.socket._sock).read() is None
+
+
+async def test_an_empty_record_leaves_none_of_its_descriptors_open(pair: tuple[End, socket.socket]) -> None:
+    end, far = pair
+    before = open_sockets()
+    socket.send_fds(far, [b""], [far.fileno()] * 2)
+    with contextlib.suppress(EOFError):
+        RecordReader(end.socket._sock).read()
+    left = open_sockets() - before
+    for name in left:
+        os.close(int(name.split()[0]))
+
+    assert not left
+
+
+# A full socket
+
+
+async def test_what_a_full_socket_does_not_take_is_sent_in_order_when_there_is_room(
+    pair: tuple[End, socket.socket],
+) -> None:
+    end, far = pair
+    count = fill(end)
+    for number in range(count, count + 50):
+        end.socket.write(number.to_bytes(4))
+    flushing = asyncio.create_task(end.socket.flush())
+    await turns()
+    assert not flushing.done()
+
+    numbers = read_all(far)
+    while not flushing.done():
+        await asyncio.sleep(0)
+        numbers += read_all(far)
+    assert end.socket.is_flushed
+    assert [*numbers, *read_all(far)] == list(range(count + 50))
+
+
+async def test_a_queued_record_takes_its_descriptors_along(pair: tuple[End, socket.socket]) -> None:
+    end, far = pair
+    fill(end)
+    reading_end, writing_end = os.pipe()
+    end.socket.write(b"a pipe", [writing_end])
+    assert is_open(writing_end)
+
+    read_all(far)
+    await end.socket.flush()
+    assert not is_open(writing_end)
+    descriptors: list[int] = []
+    while not descriptors:
+        _, descriptors, _, _ = socket.recv_fds(far, 2000, 8)
+    for descriptor in (reading_end, *descriptors):
+        os.close(descriptor)
+
+
+async def test_flushing_what_is_flushed_does_not_wait(pair: tuple[End, socket.socket]) -> None:
+    end, _ = pair
+    others_ran: list[bool] = []
+    asyncio.get_running_loop().call_soon(others_ran.append, True)
+    await end.socket.flush()
+
+    assert not others_ran
+
+
+async def test_cancelling_a_flush_loses_nothing_and_leaves_the_other_flushers(
+    pair: tuple[End, socket.socket],
+) -> None:
+    end, far = pair
+    count = fill(end)
+    cancelled, patient = (asyncio.create_task(end.socket.flush()) for _ in range(2))
+    await turns()
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    assert not patient.done()
+
+    numbers = read_all(far)
+    await patient
+    assert numbers + read_all(far) == list(range(count))
+
+
+async def test_a_flusher_cancelled_in_the_turn_in_which_it_ends_is_cancelled(
+    pair: tuple[End, socket.socket],
+) -> None:
+    end, _ = pair
+    fill(end)
+    flushing = asyncio.create_task(end.socket.flush())
+    await turns()
+    end.socket.close()
+    flushing.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await flushing
+
+
+async def test_an_idle_socket_is_not_watched_for_room(pair: tuple[End, socket.socket]) -> None:
+    end, far = pair
+    fill(end)
+    read_all(far)
+    await end.socket.flush()
+
+    assert not asyncio.get_running_loop().remove_writer(end.socket._sock.fileno())
+
+
+async def test_another_thread_may_write(pair: tuple[End, socket.socket]) -> None:
+    end, far = pair
+    thread = threading.Thread(target=lambda: end.socket.write(b"from a thread"))
+    thread.start()
+    thread.join()
+
+    assert far.recv(100) == b"from a thread"
+
+
+async def test_threads_may_fill_a_socket_while_the_loop_flushes_it(pair: tuple[End, socket.socket]) -> None:
+    end, far = pair
+    each = 300
+
+    def write(first: int) -> None:
+        for number in range(first, first + each):
+            end.socket.write(number.to_bytes(4) + bytes(1000))
+
+    writing = asyncio.gather(*(asyncio.to_thread(write, index * each) for index in range(3)))
+    numbers: list[int] = []
+    while len(numbers) < 3 * each:
+        await asyncio.sleep(0)
+        numbers += read_all(far)
+    await writing
+
+    assert sorted(numbers) == list(range(3 * each))
+    for index in range(3):
+        own = [number for number in numbers if number // each == index]
+        assert own == sorted(own)

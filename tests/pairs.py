@@ -1,0 +1,43 @@
+"""A sender and a receiver in one process, and what tests wait for."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import torch
+
+from aiotensor import TensorQueue, TensorReceiver, TensorSender
+
+BIG = 100_000  # elements of int64: well above what rides in a frame
+
+
+class Pair(NamedTuple):
+    sender: TensorSender
+    receiver: TensorReceiver
+
+
+@asynccontextmanager
+async def pair(max_concurrent_videos: int = 8, arena_bytes: int = 1 << 30) -> AsyncIterator[Pair]:
+    queue = TensorQueue()
+    async with (
+        TensorReceiver(queue) as receiver,
+        TensorSender(queue, max_concurrent_videos, arena_bytes) as sender,
+    ):
+        yield Pair(sender, receiver)
+
+
+def pattern(seed: int, count: int) -> torch.Tensor:
+    """Make a tensor whose every element tells where it belongs."""
+    return torch.arange(count, dtype=torch.int64) * 31 + seed
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the loop turn until something is so; the test's own limit of time ends a wait in vain."""
+    while not condition():
+        await asyncio.sleep(0)
+
+
+async def settled(sender: TensorSender) -> None:
+    """Wait until everything that a sender held has come back."""
+    await until(lambda: sender.statistics().in_flight == 0 and sender.statistics().bytes_in_use == 0)

@@ -1,0 +1,66 @@
+"""How the house is built: who may import whom, and what an import of the library brings along."""
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
+
+import aiotensor
+
+ROOT = Path(__file__).parent.parent
+APPLICATIONS = ["uvloop", "fastapi", "starlette", "uvicorn", "rich", "click", "av", "skvideo"]
+
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(aiotensor.__path__, "aiotensor.")
+    if not module.name.startswith(("aiotensor.cli", "aiotensor.integrations"))
+]
+
+
+def test_imports_point_down_only_and_the_protocol_is_pure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    status = lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True)
+
+    assert status == EXIT_STATUS_SUCCESS, capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def imported() -> set[str]:
+    """The modules of a process that has imported aiotensor and nothing else."""
+    code = "import sys, aiotensor; print(*sys.modules)"
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stderr == ""
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("name", [*APPLICATIONS, "zmq", "aiotensor.cli"])
+def test_importing_the_library_does_not_import(name: str, imported: set[str]) -> None:
+    assert "aiotensor" in imported
+    assert name not in imported
+
+
+def test_the_library_has_the_names_that_it_promises() -> None:
+    assert aiotensor.__all__ == sorted(aiotensor.__all__)
+    for name in aiotensor.__all__:
+        assert getattr(aiotensor, name).__doc__
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_says_what_it_is_for_and_what_others_may_use_of_it(name: str) -> None:
+    module = importlib.import_module(name)
+
+    assert module.__doc__
+    if not hasattr(module, "__path__") or module.__file__ != str(ROOT / "aiotensor/protocol/__init__.py"):
+        assert all(hasattr(module, public) for public in module.__all__)
+        assert len(set(module.__all__)) == len(module.__all__)
+
+
+def test_the_types_of_the_library_are_there_for_type_checkers() -> None:
+    assert (Path(aiotensor.__file__).parent / "py.typed").exists()

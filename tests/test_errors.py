@@ -1,0 +1,80 @@
+import copy
+import inspect
+import pickle
+
+import pytest
+
+import aiotensor
+from aiotensor import errors
+from aiotensor.errors import AioTensorError
+from aiotensor.types import Usage
+
+KINDS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, BaseException) and kind.__module__ == errors.__name__
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_error_is_an_aiotensor_error_that_users_can_import_and_find_in_the_tree(
+    kind: type[Exception],
+) -> None:
+    assert issubclass(kind, AioTensorError)
+    assert kind.__name__ in errors.__all__
+    assert getattr(aiotensor, kind.__name__) is kind
+    assert kind.__name__ in str(errors.__doc__)
+    assert inspect.getdoc(kind)
+
+
+def test_there_is_nothing_else_among_the_errors() -> None:
+    assert sorted(errors.__all__) == sorted(kind.__name__ for kind in KINDS)
+
+
+CARRYING = [
+    errors.PeerLostError("gone", pid=42),
+    errors.WouldBlockError("full", messages=Usage(8, 8, 1), bytes=Usage(100, 90, 20)),
+    errors.TooLargeError("large", limit=10, requested=20),
+    errors.RemoteError("it raised", type_name="ValueError"),
+]
+
+
+@pytest.mark.parametrize("error", CARRYING, ids=lambda error: type(error).__name__)
+def test_an_error_keeps_its_text_and_its_numbers_through_pickle_and_copy(error: AioTensorError) -> None:
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert type(again) is type(error)
+        assert str(again) == str(error)
+        assert vars(again) == vars(error)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_an_error_of_a_text_alone_survives_pickle(kind: type[Exception]) -> None:
+    again = pickle.loads(pickle.dumps(kind("a text")))
+
+    assert type(again) is kind
+    assert again.args == ("a text",)
+
+
+def test_limits_carry_their_numbers() -> None:
+    error = errors.WouldBlockError("full", messages=Usage(8, 8, 1), bytes=Usage(100, 90, 20))
+
+    assert (error.messages.limit, error.messages.in_use, error.messages.requested) == (8, 8, 1)
+    assert (error.bytes.limit, error.bytes.in_use, error.bytes.requested) == (100, 90, 20)
+    assert errors.TooLargeError("large", limit=10, requested=20).requested == 20
+
+
+def test_what_is_not_known_has_a_default() -> None:
+    assert errors.PeerLostError("gone").pid is None
+    assert errors.WouldBlockError("full").bytes == Usage(None, 0, 0)
+    assert errors.TooLargeError("large").limit == 0
+    assert errors.RemoteError("it raised").type_name == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtin"), [(errors.UnsupportedTensorError, TypeError), (errors.UsageError, RuntimeError)]
+)
+def test_a_mistake_of_the_caller_is_caught_by_its_built_in_name_too(
+    kind: type[Exception], builtin: type[Exception]
+) -> None:
+    with pytest.raises(builtin, match="a text"):
+        raise kind("a text")

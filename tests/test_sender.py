@@ -1,0 +1,515 @@
+"""The sending side: backpressure, cancelling, and giving everything back."""
+
+import asyncio
+import gc
+import os
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from aiotensor import (
+    ClosedError,
+    DiscardedError,
+    TensorHandle,
+    TensorQueue,
+    TensorSender,
+    TooLargeError,
+    UnsupportedTensorError,
+    UsageError,
+    WouldBlockError,
+)
+from tests.pairs import BIG, pair, pattern, settled, until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+async def test_the_third_of_two_permits_waits_until_a_message_is_taken() -> None:
+    async with pair(max_concurrent_videos=2) as (sender, receiver):
+        first = await sender.send(pattern(1, BIG))
+        await sender.send(pattern(2, 5))
+        third = asyncio.create_task(sender.send(pattern(3, 5)))
+        await until(lambda: sender.statistics().waiting == 1)
+        # The receiver has both by now: that they arrived returns no permit.
+        await until(lambda: receiver.statistics().unclaimed_tensors == 2)
+        assert not third.done()
+        await receiver.receive(first)
+        assert torch.equal(await receiver.receive(await third), pattern(3, 5))
+        assert sender.statistics().peak_in_flight == 2
+
+
+@pytest.mark.parametrize("by", ["sender", "receiver"])
+async def test_a_discarded_message_lets_the_next_one_through(by: str) -> None:
+    async with pair(max_concurrent_videos=1) as (sender, receiver):
+        first = await sender.send(pattern(1, BIG))
+        second = asyncio.create_task(sender.send(pattern(2, BIG)))
+        await until(lambda: sender.statistics().waiting == 1)
+        (sender if by == "sender" else receiver).discard(first)
+        assert torch.equal(await receiver.receive(await second), pattern(2, BIG))
+        with pytest.raises(DiscardedError):
+            await receiver.receive(first)
+        assert sender.statistics().messages_discarded == 1
+        await settled(sender)
+
+
+async def test_bytes_of_shared_memory_are_waited_for_and_come_back_when_the_tensor_is_freed() -> None:
+    async with pair(arena_bytes=BIG * 8) as (sender, receiver):
+        tensor = await receiver.receive(await sender.send(pattern(1, BIG)))
+        view = tensor[10:20]
+        waiting = asyncio.create_task(sender.send(pattern(2, BIG)))
+        await until(lambda: sender.statistics().waiting == 1)
+        await sender.send(pattern(0, 3))  # what rides in the frame needs none
+        del tensor
+        gc.collect()
+        assert sender.statistics().waiting == 1  # the view pins it
+        assert torch.equal(view, pattern(1, BIG)[10:20])
+        del view
+        assert torch.equal(await receiver.receive(await waiting), pattern(2, BIG))
+        assert sender.statistics().peak_bytes_in_use == BIG * 8
+
+
+async def test_waiters_are_served_in_order_and_a_big_one_is_not_starved() -> None:
+    async with pair(arena_bytes=BIG * 8) as (sender, receiver):
+        held = await receiver.receive(await sender.send(pattern(0, BIG // 2)))
+        big = asyncio.create_task(sender.send(pattern(1, BIG)))
+        await until(lambda: sender.statistics().waiting == 1)
+        small = asyncio.create_task(sender.send(pattern(2, BIG // 4)))  # would fit at once
+        await until(lambda: sender.statistics().waiting == 2)
+        assert not small.done()
+        del held
+        tensor = await receiver.receive(await big)
+        assert not small.done()
+        del tensor
+        await receiver.receive(await small)
+
+
+@pytest.mark.parametrize("count", [5, BIG])
+async def test_the_callers_tensor_is_neither_moved_nor_read_after_send(count: int) -> None:
+    async with pair() as (sender, receiver):
+        array = np.arange(count)
+        tensor = torch.from_numpy(array)
+        address = tensor.data_ptr()
+        handle = await sender.send(tensor)
+        assert tensor.data_ptr() == address
+        assert not tensor.is_shared()  # type: ignore[no-untyped-call]
+        array[:] = -1
+        assert tensor[0] == -1
+        assert torch.equal(await receiver.receive(handle), torch.arange(count))
+
+
+async def test_a_slice_ships_its_own_bytes() -> None:
+    async with pair() as (sender, receiver):
+        whole = pattern(0, BIG * 10)
+        received = await receiver.receive(await sender.send(whole[BIG : 2 * BIG]))
+        assert torch.equal(received, whole[BIG : 2 * BIG])
+        assert received.untyped_storage().nbytes() == BIG * 8
+        assert sender.statistics().bytes_in_use == BIG * 8
+
+
+async def test_handles_name_sender_message_and_tensor() -> None:
+    async with pair() as (sender, receiver):
+        first = await sender.send(torch.zeros(2, 3, dtype=torch.bfloat16))
+        async with sender.message() as message:
+            handles = [await message.send(torch.zeros(())), await message.send(np.zeros(2, np.uint16))]
+        assert first == TensorHandle(sender.id, 0, 0, "bfloat16", (2, 3), "cpu")
+        assert handles == [
+            TensorHandle(sender.id, 1, 0, "float32", (), "cpu"),
+            TensorHandle(sender.id, 1, 1, "uint16", (2,), "cpu"),
+        ]
+        for handle in [first, *handles]:
+            await receiver.receive(handle)
+
+
+async def test_a_message_holds_one_permit_until_all_its_tensors_are_taken() -> None:
+    async with pair(max_concurrent_videos=1) as (sender, receiver):
+        async with sender.message() as message:
+            frames = await message.send(pattern(1, BIG))
+            times = await message.send(pattern(2, 7))
+        await receiver.receive(times)
+        following = asyncio.create_task(sender.send(pattern(3, 1)))
+        await until(lambda: sender.statistics().waiting == 1)
+        await asyncio.sleep(0)
+        assert not following.done()
+        await receiver.receive(frames)
+        await receiver.receive(await following)
+
+
+async def test_an_exception_in_the_block_discards_the_message() -> None:
+    async with pair(max_concurrent_videos=1) as (sender, receiver):
+        with pytest.raises(ZeroDivisionError):
+            async with sender.message() as message:
+                handle = await message.send(pattern(1, BIG))
+                raise ZeroDivisionError
+        with pytest.raises(DiscardedError):
+            await receiver.receive(handle)
+        await settled(sender)
+        with pytest.raises(DiscardedError, match="has ended"):
+            await message.send(pattern(1, 1))
+
+
+async def test_an_error_in_one_send_of_a_message_leaves_the_message_as_it_was() -> None:
+    async with pair(arena_bytes=BIG * 8) as (sender, receiver):
+        async with sender.message() as message:
+            with pytest.raises(UnsupportedTensorError):
+                await message.send(torch.zeros(3).to_sparse())
+            with pytest.raises(TooLargeError):
+                await message.send(pattern(0, BIG + 1))
+            handle = await message.send(pattern(1, BIG))
+        assert handle.tensor == 0
+        assert torch.equal(await receiver.receive(handle), pattern(1, BIG))
+
+
+async def test_an_empty_message_gives_its_permit_back_and_sends_nothing() -> None:
+    async with pair(max_concurrent_videos=1) as (sender, receiver):
+        async with sender.message():
+            assert sender.statistics().in_flight == 1
+        assert sender.statistics().in_flight == 0
+        assert (await sender.send(pattern(0, 1))).message == 0
+        assert receiver.statistics().messages_discarded == 0
+
+
+async def test_a_send_that_was_not_awaited_before_its_block_ended_is_an_error() -> None:
+    async with pair() as (sender, _):
+        with pytest.raises(UsageError, match="not awaited"):
+            async with sender.message() as message:
+                sending = asyncio.create_task(message.send(pattern(0, BIG)))
+                await asyncio.sleep(0)
+        with pytest.raises(DiscardedError):
+            await sending
+        await settled(sender)
+
+
+async def test_messages_that_would_wait_for_each_others_bytes_for_ever_are_told_so() -> None:
+    async with pair(arena_bytes=BIG * 8) as (sender, receiver):
+        both_hold = asyncio.Barrier(2)
+
+        async def send_two(seed: int) -> bool:
+            try:
+                async with sender.message() as message:
+                    await message.send(pattern(seed, BIG // 2))
+                    await both_hold.wait()
+                    await message.send(pattern(seed, BIG // 2))
+            except WouldBlockError as error:
+                assert error.bytes.limit == error.bytes.in_use == BIG * 8  # noqa: PT017
+                return False
+            return True
+
+        assert sorted(await asyncio.gather(send_two(1), send_two(2))) == [False, True]
+        deliveries = [await anext(receiver), await anext(receiver)]
+        assert {delivery.handle.message for delivery in deliveries} in ({0}, {1})
+
+
+async def test_cancelling_a_wait_for_a_permit_leaves_the_line() -> None:
+    async with pair(max_concurrent_videos=1) as (sender, receiver):
+        first = await sender.send(pattern(0, 1))
+        waits = [asyncio.create_task(sender.send(pattern(seed, 1))) for seed in (1, 2)]
+        await until(lambda: sender.statistics().waiting == 2)
+        waits[0].cancel()
+        await receiver.receive(first)
+        assert torch.equal(await receiver.receive(await waits[1]), pattern(2, 1))
+        assert waits[0].cancelled()
+        await settled(sender)
+
+
+async def test_cancelling_at_the_moment_of_the_grant_gives_the_permit_back() -> None:
+    async with pair(max_concurrent_videos=1) as (sender, _):
+        first = await sender.send(pattern(0, 1))
+        waiting = asyncio.create_task(sender.send(pattern(1, 1)))
+        await until(lambda: sender.statistics().waiting == 1)
+        sender.discard(first)  # grants the permit; the task has not run yet
+        assert sender.statistics().waiting == 0
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert sender.statistics().in_flight == 0
+
+
+async def test_cancelling_a_wait_for_bytes_gives_the_permit_back() -> None:
+    async with pair(arena_bytes=BIG * 8) as (sender, receiver):
+        tensor = await receiver.receive(await sender.send(pattern(0, BIG)))
+        waiting = asyncio.create_task(sender.send(pattern(1, BIG)))
+        await until(lambda: sender.statistics().waiting == 1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert sender.statistics().in_flight == 0
+        assert sender.statistics().waiting == 0
+        del tensor
+        await settled(sender)
+
+
+def _held_up() -> tuple[threading.Event, threading.Event, Callable[[int, bytes, int], int]]:
+    """Make a write that stops half way until it is let go, and the events of both."""
+    copying, go_on = threading.Event(), threading.Event()
+    pwrite = os.pwrite
+
+    def slow_write(descriptor: int, data: bytes, offset: int) -> int:
+        copying.set()
+        go_on.wait()
+        return pwrite(descriptor, data[: 1 << 20], offset)
+
+    return copying, go_on, slow_write
+
+
+async def test_cancelling_in_the_middle_of_a_copy_gives_everything_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copying, go_on, slow_write = _held_up()
+    monkeypatch.setattr(os, "pwrite", slow_write)
+    async with pair(max_concurrent_videos=1) as (sender, receiver):
+        sending = asyncio.create_task(sender.send(torch.zeros(1 << 25, dtype=torch.uint8)))
+        await asyncio.to_thread(copying.wait)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        assert sender.statistics().in_flight == 0
+        go_on.set()
+        await settled(sender)
+        monkeypatch.undo()
+        handle = await sender.send(pattern(1, BIG))
+        assert handle.message == 0  # the receiver never heard of the other one
+        assert torch.equal(await receiver.receive(handle), pattern(1, BIG))
+
+
+async def test_discarding_in_the_middle_of_a_copy_ends_the_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    copying, go_on, slow_write = _held_up()
+    async with pair() as (sender, _):
+        message = sender.message()
+        await message.__aenter__()
+        first = await message.send(pattern(0, 1))
+        monkeypatch.setattr(os, "pwrite", slow_write)
+        sending = asyncio.create_task(message.send(torch.zeros(1 << 25, dtype=torch.uint8)))
+        await asyncio.to_thread(copying.wait)
+        sender.discard(first)
+        go_on.set()
+        with pytest.raises(DiscardedError):
+            await sending
+        await message.__aexit__(None, None, None)
+        await settled(sender)
+
+
+@pytest.mark.parametrize("count", [5, BIG])
+async def test_cancelling_at_any_step_of_the_loop_leaves_nothing_held(count: int) -> None:
+    async with pair(max_concurrent_videos=1, arena_bytes=BIG * 8) as (sender, receiver):
+        for turns in range(8):
+            sending = asyncio.create_task(sender.send(pattern(turns, count)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            sending.cancel()
+            try:
+                handle = await sending
+            except asyncio.CancelledError:
+                pass
+            else:
+                sender.discard(handle)
+            await settled(sender)
+        assert torch.equal(await receiver.receive(await sender.send(pattern(9, count))), pattern(9, count))
+
+
+@pytest.mark.parametrize("count", [5, BIG])
+async def test_send_nowait_sends_or_says_what_is_in_use(count: int) -> None:
+    async with pair(max_concurrent_videos=2, arena_bytes=BIG * 16) as (sender, receiver):
+        first, second = sender.send_nowait(pattern(1, count)), sender.send_nowait(pattern(2, count))
+        with pytest.raises(WouldBlockError, match="no permit") as caught:
+            sender.send_nowait(pattern(3, count))
+        assert (caught.value.messages.limit, caught.value.messages.in_use) == (2, 2)
+        assert caught.value.messages.requested == 1
+        for seed, handle in ((1, first), (2, second)):
+            assert torch.equal(await receiver.receive(handle), pattern(seed, count))
+        await settled(sender)
+
+
+async def test_send_nowait_refuses_when_bytes_are_missing_and_gives_its_permit_back() -> None:
+    async with pair(arena_bytes=BIG * 8) as (sender, receiver):
+        held = await receiver.receive(await sender.send(pattern(1, BIG)))
+        await until(lambda: sender.statistics().in_flight == 0)
+        with pytest.raises(WouldBlockError, match="not enough shared memory") as caught:
+            sender.send_nowait(pattern(2, BIG))
+        assert (caught.value.bytes.limit, caught.value.bytes.requested) == (BIG * 8, BIG * 8)
+        assert sender.statistics().in_flight == 0
+        del held
+
+
+async def test_send_nowait_refuses_while_the_link_is_behind() -> None:
+    queue = TensorQueue()
+    async with TensorSender(queue, max_concurrent_videos=10_000) as sender:
+        sent = 0
+        with pytest.raises(WouldBlockError, match="slow to read"):
+            while True:
+                sender.send_nowait(pattern(sent, 1000))
+                sent += 1
+        assert 1 < sent < 1000
+        waiting = asyncio.create_task(sender.send(pattern(0, 1)))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        waiting.cancel()
+        closing = asyncio.create_task(sender.aclose())  # waits for the link, and can be cancelled
+        await asyncio.sleep(0)
+        assert not closing.done()
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+
+
+async def test_allocated_memory_is_sent_without_a_copy_and_counts_until_all_have_let_go() -> None:
+    async with pair(arena_bytes=BIG * 8) as (sender, receiver):
+        tensor = await sender.allocate((BIG // 100, 100), torch.int64)
+        assert tensor.is_shared()  # type: ignore[no-untyped-call]
+        tensor.copy_(pattern(3, BIG).reshape(-1, 100))
+        handle = await sender.send(tensor)
+        part = await sender.send(tensor[10:20])  # a contiguous view, from the same block
+        assert sender.statistics().bytes_in_use == BIG * 8
+        received, received_part = await receiver.receive(handle), await receiver.receive(part)
+        tensor[15, 5] = -1
+        assert received[15, 5] == received_part[5, 5] == -1
+        waiting = asyncio.create_task(sender.allocate((BIG,), torch.int64))
+        await until(lambda: sender.statistics().waiting == 1)
+        del tensor, received
+        gc.collect()
+        assert not waiting.done()
+        del received_part
+        await waiting
+
+
+async def test_an_allocated_tensor_in_another_order_is_copied() -> None:
+    async with pair() as (sender, receiver):
+        tensor = await sender.allocate((300, 400), torch.float32)
+        tensor.copy_(torch.randn(300, 400))
+        received = await receiver.receive(await sender.send(tensor.t()))
+        assert torch.equal(received, tensor.t())
+        assert sender.statistics().bytes_in_use == 2 * tensor.nbytes
+
+
+async def test_allocated_tensors_may_be_empty_small_or_dropped_unsent() -> None:
+    async with pair() as (sender, receiver):
+        assert (await sender.allocate((0, 3), torch.bool)).shape == (0, 3)
+        small = await sender.allocate((), torch.float8_e5m2)
+        small.fill_(2.0)
+        received = await receiver.receive(await sender.send(small))
+        assert received.float() == 2.0
+        await sender.allocate((BIG,), torch.int64)
+        del small, received
+        await settled(sender)
+
+
+async def test_cancelling_allocate_gives_the_bytes_back() -> None:
+    async with pair(arena_bytes=BIG) as (sender, _):
+        for turns in range(4):
+            allocating = asyncio.create_task(sender.allocate((BIG,), torch.uint8))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            allocating.cancel()
+            await asyncio.wait([allocating])
+            del allocating
+            await settled(sender)
+
+
+async def test_bad_arguments_say_what_to_do() -> None:
+    queue = TensorQueue()
+    for limits in ({"max_concurrent_videos": 0}, {"max_concurrent_videos": -1}, {"arena_bytes": 0}):
+        with pytest.raises(ValueError, match="at least 1"):
+            TensorSender(queue, **limits)
+    with pytest.raises(TypeError):
+        TensorSender(queue, max_concurrent_videos=2.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="TensorQueue"):
+        TensorSender(5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="TensorQueue"):
+        TensorSender("unix:///nowhere")  # type: ignore[arg-type]
+    async with pair(arena_bytes=100) as (sender, _):
+        with pytest.raises(TypeError, match="numpy array"):
+            await sender.send([1, 2, 3])  # type: ignore[arg-type]
+        with pytest.raises(TooLargeError, match="arena_bytes") as caught:
+            await sender.allocate((101,), torch.uint8)
+        assert (caught.value.limit, caught.value.requested) == (100, 101)
+        with pytest.raises(ValueError, match="not negative"):
+            await sender.allocate((-1,), torch.uint8)
+        with pytest.raises(TypeError, match="torch dtype"):
+            await sender.allocate((1,), int)  # type: ignore[arg-type]
+        with pytest.raises(UnsupportedTensorError):
+            await sender.allocate((1,), torch.quint8)
+        with pytest.raises(ValueError, match="of sender"):
+            sender.discard(TensorHandle("0" * 32, 0, 0, "uint8", (), "cpu"))
+        sender.discard(TensorHandle(sender.id, 99, 0, "uint8", (), "cpu"))  # never sent: nothing to drop
+        assert sender.statistics().in_flight == 0
+
+
+async def test_a_closed_sender_says_so_and_wakes_who_waits() -> None:
+    async with pair(max_concurrent_videos=1) as (sender, receiver):
+        handle = await sender.send(pattern(0, BIG))
+        waiting = asyncio.create_task(sender.send(pattern(1, 1)))
+        draining = asyncio.create_task(sender.drain())
+        await until(lambda: sender.statistics().waiting == 1)
+        await sender.aclose()
+        await sender.aclose()
+        for task in (waiting, draining):
+            with pytest.raises(ClosedError):
+                await task
+        with pytest.raises(ClosedError):
+            await sender.send(pattern(1, 1))
+        with pytest.raises(ClosedError):
+            sender.message()
+        with pytest.raises(ClosedError):
+            await sender.__aenter__()
+        assert torch.equal(await receiver.receive(handle), pattern(0, BIG))
+        assert sender.statistics().messages_sent == 1
+
+
+async def test_closing_in_the_middle_of_a_copy_ends_the_send() -> None:
+    async with pair() as (sender, receiver):
+        sending = asyncio.create_task(sender.send(torch.zeros(1 << 26, dtype=torch.uint8)))
+        await until(lambda: sender.statistics().bytes_in_use > 0)
+        await sender.aclose()
+        with pytest.raises(ClosedError):
+            await sending
+        assert sender.statistics().bytes_in_use == 0
+        assert receiver.statistics().unclaimed_tensors == 0
+
+
+async def test_drain_waits_for_what_was_sent_before_it_and_for_nothing_later() -> None:
+    async with pair() as (sender, receiver):
+        await sender.drain()
+        first, second = await sender.send(pattern(0, 1)), await sender.send(pattern(1, BIG))
+        draining = asyncio.create_task(sender.drain())
+        await asyncio.sleep(0)
+        await sender.send(pattern(2, 1))
+        await receiver.receive(first)
+        receiver.discard(second)
+        await draining
+        assert sender.statistics().in_flight == 1
+
+
+async def test_a_sender_is_opened_in_one_task_and_closed_in_another() -> None:
+    async with pair() as (_, receiver):
+        sender = TensorSender(receiver._listener._tensor_queue)  # type: ignore[attr-defined]
+        await asyncio.create_task(sender.__aenter__())
+        handle = await asyncio.create_task(sender.send(pattern(0, BIG)))
+        await asyncio.create_task(sender.aclose())
+        assert torch.equal(await asyncio.create_task(receiver.receive(handle)), pattern(0, BIG))
+
+
+async def test_a_sender_that_is_not_open_or_open_already_says_so() -> None:
+    sender = TensorSender(TensorQueue())
+    with pytest.raises(UsageError, match="not open yet"):
+        await sender.send(pattern(0, 1))
+    async with sender:
+        with pytest.raises(UsageError, match="open already"):
+            await sender.__aenter__()
+        with pytest.raises(UsageError, match="not begun yet"):
+            await sender.message().send(pattern(0, 1))
+        async with sender.message() as message:
+            with pytest.raises(UsageError, match="begun before"):
+                await message.__aenter__()
+
+
+async def test_statistics_count_what_was_done() -> None:
+    async with pair() as (sender, receiver):
+        await receiver.receive(await sender.send(pattern(0, BIG)))
+        async with sender.message() as message:
+            await message.send(pattern(0, 2))
+            await message.send(pattern(0, 3))
+        sender.discard(await sender.send(pattern(0, 4)))
+        found = sender.statistics()
+        assert (found.messages_sent, found.tensors_sent, found.messages_discarded) == (3, 4, 1)
+        assert found.bytes_sent == (BIG + 2 + 3 + 4) * 8

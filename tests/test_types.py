@@ -1,0 +1,75 @@
+import copy
+import json
+import pickle
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiotensor.types import Delivery, ReceiverStatistics, SenderStatistics, TensorHandle, Usage
+
+HANDLE = TensorHandle("0123456789abcdef" * 2, 3, 1, "uint8", (120, 720, 1280, 3), "cpu")
+
+handles = st.builds(
+    TensorHandle,
+    sender=st.text(max_size=40),
+    message=st.integers(0, 2**63 - 1),
+    tensor=st.integers(0, 2**63 - 1),
+    dtype=st.sampled_from(["uint8", "bfloat16", "float8_e4m3fn"]),
+    shape=st.lists(st.integers(0, 2**40), max_size=6).map(tuple),
+    device=st.sampled_from(["cpu", "cuda:0"]),
+)
+
+
+@settings(deadline=None)
+@given(handle=handles)
+def test_a_handle_comes_back_unchanged_from_msgpack_json_and_pickle(handle: TensorHandle) -> None:
+    again = [
+        msgspec.msgpack.decode(msgspec.msgpack.encode(handle), type=TensorHandle),
+        msgspec.json.decode(msgspec.json.encode(handle), type=TensorHandle),
+        msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(handle))), TensorHandle),
+        pickle.loads(pickle.dumps(handle)),
+        copy.deepcopy(handle),
+    ]
+
+    assert again == [handle] * 5
+    assert all(type(one.shape) is tuple for one in again)
+
+
+def test_a_handle_is_a_few_dozen_bytes() -> None:
+    assert len(msgspec.msgpack.encode(HANDLE)) < 128
+
+
+def test_a_handle_can_be_a_key() -> None:
+    same = msgspec.msgpack.decode(msgspec.msgpack.encode(HANDLE), type=TensorHandle)
+
+    assert {HANDLE: "found"}[same] == "found"
+
+
+RECORDS = [HANDLE, Usage(1, 2, 3), SenderStatistics(*range(11)), ReceiverStatistics(*range(11))]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_a_record_cannot_be_changed(record: msgspec.Struct) -> None:
+    field = record.__struct_fields__[0]
+
+    with pytest.raises(AttributeError):
+        setattr(record, field, "changed")
+
+
+def test_a_delivery_is_a_handle_and_its_tensor_and_cannot_be_changed() -> None:
+    tensor = torch.zeros(3)
+    delivery = Delivery(HANDLE, tensor)
+
+    assert delivery.handle is HANDLE
+    assert delivery.tensor is tensor
+    with pytest.raises(AttributeError):
+        delivery.tensor = torch.ones(3)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("record", RECORDS[1:], ids=lambda record: type(record).__name__)
+def test_every_field_of_a_record_is_explained(record: msgspec.Struct) -> None:
+    for field in record.__struct_fields__:
+        assert f"\n        {field}: " in str(type(record).__doc__)
