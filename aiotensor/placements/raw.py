@@ -29,7 +29,8 @@ def pieces(source: torch.Tensor) -> Iterator[RawBytes]:
         source = source.view(_RAW_DTYPE[source.element_size()])
     for part in _cut(source):
         plain = part.resolve_conj().resolve_neg().contiguous()
-        yield plain.reshape(-1).view(torch.uint8).numpy()
+        # Not reshape: where there is one element, or none, it keeps strides that cannot be seen as bytes.
+        yield plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

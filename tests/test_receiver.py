@@ -1,0 +1,365 @@
+"""The receiving side: any order, any number of waiters, and nothing lost when one gives up."""
+
+import asyncio
+import gc
+import threading
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from aiotensor import (
+    AlreadyTakenError,
+    ClosedError,
+    Delivery,
+    DiscardedError,
+    PeerLostError,
+    TensorHandle,
+    TensorQueue,
+    TensorReceiver,
+    TensorSender,
+    UsageError,
+    WouldBlockError,
+)
+from aiotensor import receiver as receiver_module
+from tests.pairs import BIG, pair, pattern, settled, until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+async def test_handles_are_received_in_any_order() -> None:
+    async with pair() as (sender, receiver):
+        handles = [await sender.send(pattern(seed, BIG if seed % 2 else 3)) for seed in range(8)]
+        for seed in (5, 0, 7, 2, 1, 6, 3, 4):
+            tensor = await receiver.receive(handles[seed])
+            assert torch.equal(tensor, pattern(seed, tensor.numel()))
+
+
+async def test_a_handle_may_come_before_its_tensor_and_before_its_sender() -> None:
+    queue = TensorQueue()
+    async with TensorReceiver(queue) as receiver:
+        sender = TensorSender(queue)
+        handles = [TensorHandle(sender.id, number, 0, "int64", (3,), "cpu") for number in range(3)]
+        waits = [asyncio.create_task(receiver.receive(handle)) for handle in reversed(handles)]
+        await until(lambda: receiver.statistics().waiting == 3)
+        async with sender:
+            for seed in range(3):
+                await sender.send(pattern(seed, 3))
+            for seed, wait in zip((2, 1, 0), waits, strict=True):
+                assert torch.equal(await wait, pattern(seed, 3))
+
+
+async def test_a_handle_survives_msgpack_json_and_pickle() -> None:
+    import pickle
+
+    handle = TensorHandle("a" * 32, 3, 1, "float8_e4m3fn", (2, 0, 5), "cpu")
+    for codec in (msgspec.msgpack, msgspec.json):
+        assert codec.decode(codec.encode(handle), type=TensorHandle) == handle
+    assert pickle.loads(pickle.dumps(handle)) == handle
+    assert hash(handle) == hash(TensorHandle("a" * 32, 3, 1, "float8_e4m3fn", (2, 0, 5), "cpu"))
+
+
+async def test_receiving_twice_is_an_error_and_not_a_hang() -> None:
+    async with pair() as (sender, receiver):
+        handle = await sender.send(pattern(0, 3))
+        first, second = (asyncio.create_task(receiver.receive(handle)) for _ in range(2))
+        assert torch.equal(await first, pattern(0, 3))
+        with pytest.raises(AlreadyTakenError):
+            await second
+        with pytest.raises(AlreadyTakenError):
+            receiver.receive_nowait(handle)
+
+
+async def test_cancelling_a_receive_leaves_the_tensor_claimable() -> None:
+    async with pair() as (sender, receiver):
+        handle = TensorHandle(sender.id, 0, 0, "int64", (BIG,), "cpu")
+        waiting = asyncio.create_task(receiver.receive(handle))
+        await until(lambda: receiver.statistics().waiting == 1)
+        await sender.send(pattern(4, BIG))
+        # Cancelled in the very turn of the loop in which the tensor was filed and the waiter woken.
+        while not receiver.statistics().unclaimed_tensors:
+            await asyncio.sleep(0)
+        waiting.cancel()
+        result = await asyncio.gather(waiting, return_exceptions=True)
+        if isinstance(result[0], asyncio.CancelledError):
+            assert torch.equal(await receiver.receive(handle), pattern(4, BIG))
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_receive_cancelled_at_any_turn_loses_nothing(turns: int) -> None:
+    async with pair() as (sender, receiver):
+        handle = TensorHandle(sender.id, 0, 0, "int64", (3,), "cpu")
+        waiting = asyncio.create_task(receiver.receive(handle))
+        sender.send_nowait(pattern(4, 3))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if waiting.cancel():
+            (result,) = await asyncio.gather(waiting, return_exceptions=True)
+            tensor = await receiver.receive(handle) if isinstance(result, BaseException) else result
+        else:
+            tensor = waiting.result()
+        assert torch.equal(tensor, pattern(4, 3))
+        assert receiver.statistics().waiting == 0
+
+
+async def test_cancelling_a_copy_leaves_the_tensor_claimable(monkeypatch: pytest.MonkeyPatch) -> None:
+    copying, go_on = threading.Event(), threading.Event()
+    original = receiver_module._copy
+
+    def slow_copy(tensor: torch.Tensor) -> torch.Tensor:
+        copying.set()
+        go_on.wait()
+        return original(tensor)
+
+    monkeypatch.setattr(receiver_module, "_copy", slow_copy)
+    async with pair(max_concurrent_videos=1) as (sender, receiver):
+        handle = await sender.send(pattern(1, BIG))
+        receiving = asyncio.create_task(receiver.receive(handle, copy=True))
+        await asyncio.to_thread(copying.wait)
+        with pytest.raises(AlreadyTakenError):
+            receiver.receive_nowait(handle)
+        receiving.cancel()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await receiving
+        assert sender.statistics().in_flight == 1
+        assert torch.equal(await receiver.receive(handle, copy=True), pattern(1, BIG))
+        await settled(sender)
+
+
+async def test_a_copy_has_memory_of_its_own_and_returns_the_lease_at_once() -> None:
+    async with pair() as (sender, receiver):
+        source = torch.randn(1000, 50, requires_grad=True)
+        received = await receiver.receive(await sender.send(source), copy=True)
+        await settled(sender)  # while the copy lives
+        assert torch.equal(received, source)
+        assert received.requires_grad
+        parameter = torch.nn.Parameter(torch.randn(1000, 50))
+        assert isinstance(await receiver.receive(await sender.send(parameter), copy=True), torch.nn.Parameter)
+
+
+async def test_receive_nowait_returns_what_is_here_or_says_that_it_is_not() -> None:
+    async with pair() as (sender, receiver):
+        with pytest.raises(WouldBlockError, match="has not arrived"):
+            receiver.receive_nowait(TensorHandle(sender.id, 0, 0, "int64", (3,), "cpu"))
+        handle = await sender.send(pattern(1, BIG))
+        await until(lambda: receiver.statistics().unclaimed_tensors == 1)
+        assert torch.equal(receiver.receive_nowait(handle), pattern(1, BIG))
+
+
+async def test_iteration_gives_whole_messages_in_order_of_arrival_and_passes_by_what_is_awaited() -> None:
+    async with pair() as (sender, receiver):
+        awaited = TensorHandle(sender.id, 1, 0, "int64", (2,), "cpu")
+        waiting = asyncio.create_task(receiver.receive(awaited))
+        await until(lambda: receiver.statistics().waiting == 1)
+        async with sender.message() as message:
+            await message.send(pattern(0, 1))
+            await message.send(pattern(1, BIG))
+            assert await sender.send(pattern(2, 2)) == awaited  # whole before the first one
+        last = await sender.send(pattern(3, 3))
+        seen = []
+        async for delivery in receiver:
+            assert isinstance(delivery, Delivery)
+            assert torch.equal(delivery.tensor, pattern(int(delivery.tensor[0]), delivery.tensor.numel()))
+            seen.append(delivery.handle)
+            if delivery.handle == last:
+                break
+        assert [(handle.message, handle.tensor) for handle in seen] == [(0, 0), (0, 1), (2, 0)]
+        assert torch.equal(await waiting, pattern(2, 2))
+
+
+async def test_a_tensor_whose_waiter_gave_up_goes_to_the_iteration() -> None:
+    async with pair() as (sender, receiver):
+        waiting = asyncio.create_task(receiver.receive(TensorHandle(sender.id, 0, 0, "int64", (1,), "cpu")))
+        following = asyncio.create_task(anext(receiver))
+        await until(lambda: receiver.statistics().waiting == 2)
+        waiting.cancel()
+        await sender.send(pattern(6, 1))
+        assert torch.equal((await following).tensor, pattern(6, 1))
+
+
+async def test_a_cancelled_iteration_loses_nothing_and_closing_ends_it() -> None:
+    async with pair() as (sender, receiver):
+        cancelled, following = (asyncio.create_task(anext(receiver)) for _ in range(2))
+        await until(lambda: receiver.statistics().waiting == 2)
+        sender.send_nowait(pattern(1, 3))
+        cancelled.cancel()
+        assert torch.equal((await following).tensor, pattern(1, 3))
+        ending = asyncio.create_task(_count(receiver))
+        await until(lambda: receiver.statistics().waiting == 1)
+        await receiver.aclose()
+        assert await ending == 0
+        assert [delivery async for delivery in receiver] == []
+
+
+async def _count(receiver: TensorReceiver) -> int:
+    return len([delivery async for delivery in receiver])
+
+
+async def test_a_message_that_is_not_whole_cannot_be_taken() -> None:
+    async with pair() as (sender, receiver):
+        async with sender.message() as message:
+            handle = await message.send(pattern(0, 3))
+            await until(lambda: receiver.statistics().unclaimed_tensors == 1)
+            with pytest.raises(WouldBlockError):
+                receiver.receive_nowait(handle)
+        assert torch.equal(await receiver.receive(handle), pattern(0, 3))
+
+
+async def test_a_message_discarded_before_it_arrives_is_dropped_when_it_does() -> None:
+    queue = TensorQueue()
+    async with TensorReceiver(queue) as receiver:
+        sender = TensorSender(queue, max_concurrent_videos=1)
+        handle = TensorHandle(sender.id, 0, 0, "int64", (BIG,), "cpu")
+        receiver.discard(handle)
+        async with sender:
+            assert await sender.send(pattern(0, BIG)) == handle
+            await settled(sender)
+            assert sender.statistics().messages_discarded == 1
+            with pytest.raises(DiscardedError):
+                await receiver.receive(handle)
+            assert torch.equal(await receiver.receive(await sender.send(pattern(1, 1))), pattern(1, 1))
+
+
+async def test_discarding_wakes_the_waiters_of_the_message() -> None:
+    async with pair() as (sender, receiver):
+        handle = TensorHandle(sender.id, 0, 1, "int64", (3,), "cpu")
+        waits = [asyncio.create_task(receiver.receive(handle)) for _ in range(2)]
+        await until(lambda: receiver.statistics().waiting == 2)
+        async with sender.message() as message:
+            first = await message.send(pattern(0, 3))
+            await until(lambda: receiver.statistics().unclaimed_tensors == 1)
+            receiver.discard(first)
+            for wait in waits:
+                with pytest.raises(DiscardedError):
+                    await wait
+            await until(lambda: sender.statistics().in_flight == 0)
+            with pytest.raises(DiscardedError):
+                await message.send(pattern(0, 3))
+
+
+async def test_discarding_what_was_taken_changes_nothing() -> None:
+    async with pair() as (sender, receiver):
+        handle = await sender.send(pattern(0, BIG))
+        tensor = await receiver.receive(handle)
+        receiver.discard(handle)
+        sender.discard(handle)
+        assert torch.equal(tensor, pattern(0, BIG))
+        assert receiver.statistics().messages_discarded == 0
+
+
+async def test_a_tensor_beyond_the_end_of_its_message_was_never_sent() -> None:
+    async with pair() as (sender, receiver):
+        beyond = TensorHandle(sender.id, 0, 1, "int64", (3,), "cpu")
+        waiting = asyncio.create_task(receiver.receive(beyond))
+        await until(lambda: receiver.statistics().waiting == 1)
+        handle = await sender.send(pattern(0, 3))
+        with pytest.raises(DiscardedError, match="ended after 1"):
+            await waiting
+        await receiver.receive(handle)
+
+
+async def test_a_sender_that_closed_leaves_what_it_sent_and_nothing_else() -> None:
+    queue = TensorQueue()
+    async with TensorReceiver(queue) as receiver:
+        async with TensorSender(queue) as sender:
+            whole = await sender.send(pattern(0, BIG))
+            message = await sender.message().__aenter__()
+            half = await message.send(pattern(1, BIG))
+            never = TensorHandle(sender.id, 9, 0, "int64", (3,), "cpu")
+            waits = [asyncio.create_task(receiver.receive(handle)) for handle in (half, never)]
+            await until(lambda: receiver.statistics().waiting == 2)
+        for wait in waits:
+            with pytest.raises(DiscardedError):
+                await wait
+        assert torch.equal(await receiver.receive(whole), pattern(0, BIG))
+        assert receiver.statistics().senders == 0
+        assert receiver.statistics().senders_lost == 0
+
+
+async def test_a_received_tensor_outlives_both_ends() -> None:
+    async with pair() as (sender, receiver):
+        tensor = await receiver.receive(await sender.send(pattern(0, BIG)))
+        left = await sender.send(pattern(1, BIG))
+        await sender.aclose()
+        await receiver.aclose()
+        await receiver.aclose()
+    assert torch.equal(tensor, pattern(0, BIG))
+    tensor += 1
+    for use in (lambda: receiver.receive_nowait(left), lambda: receiver.discard(left)):
+        with pytest.raises(ClosedError):
+            use()
+
+
+async def test_closing_wakes_the_waiters_with_an_error_and_tells_the_senders() -> None:
+    async with pair(max_concurrent_videos=1) as (sender, receiver):
+        await sender.send(pattern(0, BIG))
+        waiting = asyncio.create_task(receiver.receive(TensorHandle(sender.id, 5, 0, "int64", (3,), "cpu")))
+        sending = asyncio.create_task(sender.send(pattern(0, 3)))
+        await until(lambda: receiver.statistics().waiting == 1 and sender.statistics().waiting == 1)
+        await receiver.aclose()
+        with pytest.raises(ClosedError):
+            await waiting
+        with pytest.raises(PeerLostError):
+            await sending
+        await settled(sender)
+
+
+async def test_what_waits_on_the_link_is_there_for_the_next_receiver() -> None:
+    queue = TensorQueue()
+    async with TensorReceiver(queue):
+        pass
+    async with TensorSender(queue) as sender, TensorReceiver(queue) as receiver:
+        handle = await sender.send(pattern(0, BIG))
+        assert torch.equal(await receiver.receive(handle), pattern(0, BIG))
+
+
+async def test_a_second_receiver_on_the_same_queue_is_refused() -> None:
+    queue = TensorQueue()
+    async with TensorReceiver(queue) as first:
+        with pytest.raises(UsageError, match="has a receiver already"):
+            await TensorReceiver(queue).__aenter__()
+        async with TensorSender(queue) as sender:
+            assert torch.equal(await first.receive(await sender.send(pattern(0, 3))), pattern(0, 3))
+
+
+async def test_memory_returns_when_the_last_view_is_freed_in_whatever_thread() -> None:
+    async with pair() as (sender, receiver):
+        holder: list[Any] = [await receiver.receive(await sender.send(pattern(0, BIG)))]
+        holder.append(holder[0].numpy()[5:9])
+        del holder[0]
+        gc.collect()
+        assert receiver.statistics().leases == 1
+        thread = threading.Thread(target=holder.clear)
+        thread.start()
+        await asyncio.to_thread(thread.join)
+        await settled(sender)
+        assert receiver.statistics().leases == 0
+        assert receiver.statistics().peak_leased_bytes == BIG * 8
+
+
+async def test_a_tensor_in_a_cycle_returns_its_memory_inside_the_garbage_collector() -> None:
+    async with pair() as (sender, receiver):
+        cycle: list[Any] = [await receiver.receive(await sender.send(pattern(0, BIG)))]
+        cycle.append(cycle)
+        del cycle
+        gc.collect()
+        await settled(sender)
+
+
+async def test_a_thing_that_is_no_handle_is_refused_with_the_remedy() -> None:
+    async with pair() as (_, receiver):
+        with pytest.raises(TypeError, match="msgspec.msgpack.decode"):
+            await receiver.receive({"message": 0})  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="TensorQueue"):
+            TensorReceiver(object())  # type: ignore[arg-type]
+
+
+async def test_a_receiver_that_is_not_open_says_so() -> None:
+    receiver = TensorReceiver(TensorQueue())
+    with pytest.raises(UsageError, match="not open yet"):
+        await anext(receiver)
+    await receiver.aclose()
+    with pytest.raises(ClosedError):
+        await receiver.__aenter__()
