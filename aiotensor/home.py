@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -97,12 +98,13 @@ class FreedItems(Generic[T]):
 
     Args:
         loop: the loop to wake.
-        handle: called in the loop with all that was freed meanwhile.
+        handle: a bound method, called in the loop with all that was freed meanwhile.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, handle: Callable[[list[T]], None]) -> None:
         self._loop = loop
-        self._handle = handle
+        # Weak, so that a tensor that lives long does not keep its closed receiver alive.
+        self._handle = weakref.WeakMethod(handle)
         self._items: deque[T] = deque()
         self._is_scheduled = False
 
@@ -119,5 +121,6 @@ class FreedItems(Generic[T]):
         items: list[T] = []
         while self._items:
             items.append(self._items.popleft())
-        if items:
-            self._handle(items)
+        handle = self._handle()
+        if items and handle is not None:
+            handle(items)

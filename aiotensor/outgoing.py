@@ -173,8 +173,8 @@ class Outgoing:
             try:
                 handle = self._run_here(job) if plan.is_quick else await self._run_in_worker(job)
                 await self._link.flush()
-                if self.failure is not None:
-                    raise self.why_not()
+                if self.failure is not None or (message.has_ended and not last):
+                    raise self.why_not()  # unless it is whole: then it may have been taken by now
             except BaseException:
                 if self._give_up(job):
                     self.abandon(message)  # it would have a tensor that nobody can name

@@ -233,7 +233,7 @@ class TensorReceiver:
         for link in self._links.values():
             link.write(encode(Bye()))
         self._links.clear()
-        self._mailbox = Mailbox()
+        self._mailbox.clear()
         self._wake_all()
         await self._listener.close()
 

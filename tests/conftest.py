@@ -11,6 +11,12 @@ import pytest
 import uvloop
 
 
+def pytest_collection_finish() -> None:
+    """Leave what was imported, torch above all, out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Run every async test on asyncio's own loop and on uvloop."""
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
@@ -34,16 +40,20 @@ def _keeps_records(descriptor: int) -> bool:
         return sock.type == socket.SOCK_SEQPACKET
 
 
+def _left_since(before: dict[int, str]) -> dict[int, str]:
+    return {number: what for number, what in our_descriptors().items() if before.get(number) != what}
+
+
 @pytest.fixture
 async def nothing_left_behind() -> AsyncIterator[None]:
     """Fail an async test that leaves a descriptor or a thread of the library behind."""
-    gc.collect()
     before = our_descriptors()
     yield
-    gc.collect()  # frees tensors, whose finalizers ask the loop for a turn
-    await asyncio.sleep(0)
-    gc.collect()
-    left = {number: what for number, what in our_descriptors().items() if before.get(number) != what}
+    left = _left_since(before)
+    for _ in range(3 if left else 0):
+        gc.collect()  # frees tensors, whose finalizers ask the loop for a turn
+        await asyncio.sleep(0)
+        left = _left_since(before)
     assert not left, f"descriptors left behind: {left}"
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("aiotensor")]
     assert not threads, f"threads left behind: {threads}"

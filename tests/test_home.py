@@ -229,20 +229,33 @@ async def test_what_is_freed_later_is_handled_too() -> None:
     assert collected.calls == [[0], [1]]
 
 
+class Chain(Collected):
+    """Frees the next thing while it handles the last."""
+
+    def handle(self, items: list[int]) -> None:
+        super().handle(items)
+        if items[-1] < 2:
+            self.items(items[-1] + 1)
+
+
 async def test_what_is_freed_while_the_rest_is_handled_is_not_lost() -> None:
+    chain = Chain()
+    chain.items(0)
+    await chain.until(3)
+
+    assert chain.calls == [[0], [1], [2]]
+
+
+async def test_what_is_yet_to_be_freed_does_not_keep_alive_who_is_to_be_told() -> None:
     collected = Collected()
-    more = [1, 2]
+    items, calls, handler = collected.items, collected.calls, weakref.ref(collected)
+    items(0)
+    del collected
+    assert handler() is None
 
-    def handle(items: list[int]) -> None:
-        collected.handle(items)
-        if more:
-            freed(more.pop(0))
-
-    freed: FreedItems[int] = FreedItems(collected.loop, handle)
-    freed(0)
-    await collected.until(3)
-
-    assert collected.calls == [[0], [1], [2]]
+    items(1)
+    await asyncio.sleep(0)
+    assert calls == []
 
 
 async def test_what_other_threads_free_is_handled_in_the_loop_once_and_in_their_order() -> None:

@@ -71,21 +71,6 @@ async def test_receiving_twice_is_an_error_and_not_a_hang() -> None:
             receiver.receive_nowait(handle)
 
 
-async def test_cancelling_a_receive_leaves_the_tensor_claimable() -> None:
-    async with pair() as (sender, receiver):
-        handle = TensorHandle(sender.id, 0, 0, "int64", (BIG,), "cpu")
-        waiting = asyncio.create_task(receiver.receive(handle))
-        await until(lambda: receiver.statistics().waiting == 1)
-        await sender.send(pattern(4, BIG))
-        # Cancelled in the very turn of the loop in which the tensor was filed and the waiter woken.
-        while not receiver.statistics().unclaimed_tensors:
-            await asyncio.sleep(0)
-        waiting.cancel()
-        result = await asyncio.gather(waiting, return_exceptions=True)
-        if isinstance(result[0], asyncio.CancelledError):
-            assert torch.equal(await receiver.receive(handle), pattern(4, BIG))
-
-
 @pytest.mark.parametrize("turns", range(6))
 async def test_a_receive_cancelled_at_any_turn_loses_nothing(turns: int) -> None:
     async with pair() as (sender, receiver):
@@ -350,7 +335,7 @@ async def test_a_tensor_in_a_cycle_returns_its_memory_inside_the_garbage_collect
 
 async def test_a_thing_that_is_no_handle_is_refused_with_the_remedy() -> None:
     async with pair() as (_, receiver):
-        with pytest.raises(TypeError, match="msgspec.msgpack.decode"):
+        with pytest.raises(TypeError, match="decode it with its type"):
             await receiver.receive({"message": 0})  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="TensorQueue"):
             TensorReceiver(object())  # type: ignore[arg-type]

@@ -31,20 +31,23 @@ def random_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    as_bytes = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    as_bytes = [
+        tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        for tensor in (one, other)
+    ]
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*as_bytes)
 
 
-@pytest.mark.parametrize("shape", [SMALL, LARGE, (0, 3), ()], ids=str)
 @pytest.mark.parametrize("name", DTYPES)
-async def test_every_dtype_arrives_bit_for_bit(name: str, shape: tuple[int, ...]) -> None:
+async def test_every_dtype_arrives_bit_for_bit(name: str) -> None:
     async with pair() as (sender, receiver):
-        source = random_bits(DTYPES[name], shape)
-        handle = await sender.send(source)
-        received = await receiver.receive(handle)
-        assert handle.dtype == name
-        assert type(received) is torch.Tensor
-        assert same_bits(received, source)
+        for shape in (SMALL, LARGE, (0, 3), ()):
+            source = random_bits(DTYPES[name], shape)
+            handle = await sender.send(source)
+            received = await receiver.receive(handle)
+            assert handle.dtype == name
+            assert type(received) is torch.Tensor
+            assert same_bits(received, source)
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -114,7 +117,7 @@ async def test_numpy_arrays_and_dlpack_objects_are_sent_as_they_are() -> None:
             readonly,
             readonly[::-1],
             np.asfortranarray(np.ones((3, 4))),
-            np.float32(3) * np.ones(()),
+            np.array(3.0),
         ):
             received = await receiver.receive(await sender.send(source))
             assert np.array_equal(received.numpy(), source)

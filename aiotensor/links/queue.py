@@ -142,6 +142,7 @@ class QueueSenderLink:
 
     def close(self) -> None:
         """Close both ways."""
+        self._events = None
         for end in (self._queue, self._pipe):
             if end is not None:
                 end.close()
@@ -152,9 +153,10 @@ class QueueSenderLink:
             self._events.frame_arrived(data)
 
     def _lost(self, reason: str) -> None:
+        events = self._events
         self.close()
-        if self._events is not None:
-            self._events.link_lost(reason)
+        if events is not None:
+            events.link_lost(reason)
 
 
 class _QueueReceiverLink:
@@ -234,7 +236,7 @@ class QueueListener:
         sock, task = self._sock, self._reading
         if sock is None or task is None:
             return
-        self._sock = self._reading = None
+        self._sock = self._reading = self._events = None
         asyncio.get_running_loop().remove_reader(sock.fileno())
         _drained_here.discard(_inode(sock))
         sock.close()

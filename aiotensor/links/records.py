@@ -107,7 +107,7 @@ class RecordSocket:
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._on_record = on_record
-        self._on_closed = on_closed
+        self._on_closed: Callable[[str], None] | None = on_closed
         self._lock = threading.Lock()
         self._outbox: deque[tuple[bytes, Sequence[int]]] = deque()
         self._flushed: list[asyncio.Future[None]] = []
@@ -169,6 +169,8 @@ class RecordSocket:
             if self._on_record is not None:
                 self._loop.remove_reader(self._sock.fileno())
             self._sock.close()
+            # Their owner owns this socket: without the cycle it is freed at once.
+            self._on_record = self._on_closed = None
             for _, descriptors in self._outbox:
                 close_all(descriptors)
             self._outbox.clear()
@@ -222,8 +224,10 @@ class RecordSocket:
 
     def _end(self, reason: str) -> None:
         if not self._is_closed:
+            on_closed = self._on_closed
             self.close()
-            self._on_closed(reason)
+            if on_closed is not None:
+                on_closed(reason)
 
     def _wake_flushers(self) -> None:
         for future in self._flushed:

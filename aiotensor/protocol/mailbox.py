@@ -291,6 +291,12 @@ class Mailbox(Generic[T]):
             for message in sender.messages.values():
                 yield from message.tensors.values()
 
+    def clear(self) -> None:
+        """Drop every tensor; claims stay, for their owners to take back."""
+        for record in self._senders.values():
+            record.messages.clear()
+        self._arrivals.clear()
+
     def _joined(self, sender: str) -> _Sender[T]:
         record = self._senders.get(sender)
         if record is None or not record.joined or record.left or record.loss is not None:

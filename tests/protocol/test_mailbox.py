@@ -121,6 +121,22 @@ def test_a_tensor_that_is_being_taken_when_its_sender_dies_is_still_taken() -> N
     assert not mailbox.finish(Key("s", 0, 0))
 
 
+def test_a_cleared_mailbox_holds_no_tensor_and_lets_takers_end_what_they_began() -> None:
+    mailbox = with_message(count=3)
+    waiting, held, other = Key("s", 1, 0), Key("s", 0, 0), Key("s", 0, 1)
+    mailbox.claim(waiting)
+    mailbox.hold(held)
+    mailbox.hold(other)
+    mailbox.clear()
+
+    assert list(mailbox.unclaimed()) == []
+    assert mailbox.next_unclaimed() is None
+    assert not mailbox.finish(held)
+    assert mailbox.put_back(other) == []
+    assert mailbox.next_unclaimed() is None
+    mailbox.unclaim(waiting)
+
+
 def test_old_discards_are_forgotten_but_never_taken_for_something_to_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -16,8 +16,9 @@ from aiotensor.errors import (
 from aiotensor.protocol.mailbox import Key, Mailbox
 
 LIMIT = 2
-senders = st.sampled_from(["a", "b"])
-messages = st.integers(0, 3)
+senders = st.sampled_from(["a", "b", "c"])
+messages = st.integers(0, 4)
+seldom = st.integers(0, 5).map(lambda number: number == 5)  # else every sender ends before much happens
 tensors = st.integers(0, 2)
 keys = st.builds(Key, senders, messages, tensors)
 
@@ -41,13 +42,14 @@ class MailboxMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.mailbox: Mailbox[str] = Mailbox()
-        self.state = {"a": "unknown", "b": "unknown"}
+        self.state = dict.fromkeys("abc", "unknown")
         self.messages: dict[tuple[str, int], Known] = {}
         self.ended: dict[tuple[str, int], str] = {}
         self.arrivals: list[Key] = []
         self.held: dict[Key, bool] = {}  # and whether the message is still there
         self.claims: Counter[Key] = Counter()
         self.taken: set[Key] = set()
+        self.join("a")
 
     # What the model says
 
@@ -134,8 +136,17 @@ class MailboxMachine(RuleBasedStateMachine):
             self.arrivals += new
             self.same_keys(self.mailbox.end(sender, number, count), {*new, *self.claimed(sender, number)})
 
-    @rule(sender=senders)
-    def leave(self, sender: str) -> None:
+    @rule(sender=senders, number=messages, count=st.integers(1, 3))
+    def put_a_whole_message(self, sender: str, number: int, count: int) -> None:
+        if self.expected(sender, number) and (sender, number) not in self.messages:
+            for tensor in range(count):
+                self.put(Key(sender, number, tensor))
+            self.end(sender, number, count)
+
+    @rule(sender=senders, is_meant=seldom)
+    def leave(self, sender: str, is_meant: bool) -> None:
+        if not is_meant:
+            return
         if self.state[sender] != "joined":
             with pytest.raises(ProtocolError):
                 self.mailbox.leave(sender)
@@ -146,8 +157,10 @@ class MailboxMachine(RuleBasedStateMachine):
         self.state[sender] = "left"
         self.same_keys(self.mailbox.leave(sender), self.claimed(sender))
 
-    @rule(sender=senders)
-    def lose(self, sender: str) -> None:
+    @rule(sender=senders, is_meant=seldom)
+    def lose(self, sender: str, is_meant: bool) -> None:
+        if not is_meant:
+            return
         woken = self.mailbox.lose(sender, PeerLostError("killed"))
         if self.state[sender] == "left":
             assert woken == []
@@ -167,6 +180,15 @@ class MailboxMachine(RuleBasedStateMachine):
             self.same_keys(woken, self.claimed(sender, number))
         else:
             assert woken == []
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), is_all=seldom)
+    def discard_what_is_held(self, data: st.DataObject, is_all: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.held)))
+        if is_all:
+            self.lose(key.sender, is_meant=True)
+        else:
+            self.discard(key.sender, key.message)
 
     # What takers do
 
@@ -193,6 +215,11 @@ class MailboxMachine(RuleBasedStateMachine):
         if finds is not None:
             self.arrivals.remove(key)
             self.held[key] = True
+
+    @precondition(lambda self: self.arrivals)
+    @rule(data=st.data())
+    def hold_what_is_there(self, data: st.DataObject) -> None:
+        self.hold(data.draw(st.sampled_from(self.arrivals)))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

@@ -1,0 +1,156 @@
+"""What users write, as a type checker sees it: checked by mypy, never run."""
+
+from collections.abc import Sequence
+from typing import assert_never, assert_type
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+import aiotensor
+from aiotensor import (
+    AioTensorError,
+    Delivery,
+    OpenMessage,
+    ReceiverStatistics,
+    SenderStatistics,
+    TensorHandle,
+    TensorQueue,
+    TensorReceiver,
+    TensorSender,
+    Usage,
+)
+
+
+class Box:
+    """Something of another library that shares its memory."""
+
+    def __dlpack__(self, *, stream: object = None) -> object:
+        raise NotImplementedError
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        raise NotImplementedError
+
+
+async def send_one(queue: TensorQueue, tensor: torch.Tensor, array: npt.NDArray[np.uint8], box: Box) -> None:
+    async with TensorSender(queue, max_concurrent_videos=8, arena_bytes=1 << 30) as sender:
+        assert_type(sender, TensorSender)
+        assert_type(sender.id, str)
+        assert_type(await sender.send(tensor), TensorHandle)
+        assert_type(await sender.send(array), TensorHandle)
+        assert_type(await sender.send(box), TensorHandle)
+        assert_type(await sender.send(torch.nn.Parameter(tensor)), TensorHandle)
+        assert_type(sender.send_nowait(tensor), TensorHandle)
+
+        await sender.send([tensor])  # type: ignore[arg-type]
+        await sender.send(b"bytes")  # type: ignore[arg-type]
+        await sender.send(None)  # type: ignore[arg-type]
+
+
+async def send_several(sender: TensorSender, tensors: Sequence[torch.Tensor]) -> list[TensorHandle]:
+    async with sender.message() as message:
+        assert_type(message, OpenMessage)
+        return [await message.send(tensor) for tensor in tensors]
+
+
+async def send_without_a_copy(sender: TensorSender) -> None:
+    frames = await sender.allocate((120, 720, 1280, 3), torch.uint8)
+    assert_type(frames, torch.Tensor)
+    handle = await sender.send(frames)
+    sender.discard(handle)
+    await sender.drain()
+
+    await sender.allocate([2, 3], dtype=torch.float32)
+    await sender.allocate((2, 3), np.uint8)  # type: ignore[arg-type]
+
+
+async def receive(queue: TensorQueue, handle: TensorHandle) -> None:
+    async with TensorReceiver(queue) as receiver:
+        assert_type(receiver, TensorReceiver)
+        assert_type(await receiver.receive(handle), torch.Tensor)
+        assert_type(await receiver.receive(handle, copy=True), torch.Tensor)
+        assert_type(receiver.receive_nowait(handle), torch.Tensor)
+        async for delivery in receiver:
+            assert_type(delivery, Delivery)
+            assert_type(delivery.handle, TensorHandle)
+            assert_type(delivery.tensor, torch.Tensor)
+        receiver.discard(handle)
+
+        await receiver.receive(handle, True)  # type: ignore[call-arg]
+        await receiver.receive("a name")  # type: ignore[arg-type]
+
+
+async def open_and_close_by_hand(queue: TensorQueue) -> None:
+    sender = TensorSender(queue)
+    receiver = TensorReceiver(queue)
+    await sender.aclose()
+    await receiver.aclose()
+    queue.close()
+
+    TensorSender(42)  # type: ignore[arg-type]
+    TensorSender(queue, max_concurrent_videos="8")  # type: ignore[arg-type]
+    TensorSender()  # type: ignore[call-arg]
+
+
+def look_at_a_handle(handle: TensorHandle) -> bytes:
+    assert_type(handle.sender, str)
+    assert_type(handle.message, int)
+    assert_type(handle.tensor, int)
+    assert_type(handle.dtype, str)
+    assert_type(handle.shape, tuple[int, ...])
+    assert_type(handle.device, str)
+    hash(handle)
+    again = msgspec.json.decode(msgspec.json.encode(handle), type=TensorHandle)
+    assert_type(again, TensorHandle)
+
+    handle.message = 3  # type: ignore[misc]
+    return msgspec.msgpack.encode(handle)
+
+
+def look_at_numbers(sender: TensorSender, receiver: TensorReceiver) -> tuple[int, int]:
+    sent = sender.statistics()
+    received = receiver.statistics()
+    assert_type(sent, SenderStatistics)
+    assert_type(received, ReceiverStatistics)
+    sent.in_flight = 0  # type: ignore[misc]
+    return sent.peak_in_flight + sent.waiting, received.leased_bytes
+
+
+async def tell_errors_apart(receiver: TensorReceiver, sender: TensorSender, handle: TensorHandle) -> str:
+    try:
+        sender.send_nowait(await receiver.receive(handle))
+    except aiotensor.ClosedError:
+        return "you closed it"
+    except aiotensor.PeerLostError as error:
+        assert_type(error.pid, int | None)
+        return "it died"
+    except (aiotensor.DiscardedError, aiotensor.AlreadyTakenError):
+        return "gone"
+    except aiotensor.WouldBlockError as error:
+        assert_type(error.messages, Usage)
+        assert_type(error.bytes.limit, int | None)
+        assert_type(error.bytes.in_use, int)
+        return "503"
+    except aiotensor.TooLargeError as error:
+        assert_type(error.limit, int)
+        return f"413: at most {error.limit} bytes, not {error.requested}"
+    except aiotensor.UnsupportedTensorError as error:
+        mistake: TypeError = error
+        return str(mistake)
+    except aiotensor.UsageError as error:
+        wrong_place: RuntimeError = error
+        return str(wrong_place)
+    except AioTensorError:
+        return "something else of aiotensor's own"
+    return "sent on"
+
+
+def remote_errors_have_a_type(error: aiotensor.RemoteError | aiotensor.AccessDeniedError) -> str:
+    match error:
+        case aiotensor.RemoteError():
+            return error.type_name
+        case aiotensor.AccessDeniedError():
+            return "another user"
+        case _:
+            assert_never(error)
