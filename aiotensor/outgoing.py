@@ -173,8 +173,8 @@ class Outgoing:
             try:
                 handle = self._run_here(job) if plan.is_quick else await self._run_in_worker(job)
                 await self._link.flush()
-                if self.failure is not None or (message.has_ended and not last):
-                    raise self.why_not()  # unless it is whole: then it may have been taken by now
+                if not self._is_wanted(message, last=last):
+                    raise self.why_not()
             except BaseException:
                 if self._give_up(job):
                     self.abandon(message)  # it would have a tensor that nobody can name
@@ -182,6 +182,10 @@ class Outgoing:
             return handle
         finally:
             message.sending -= 1
+
+    def _is_wanted(self, message: Message, *, last: bool) -> bool:
+        # With its last tensor announced, a message may have ended because it was taken.
+        return self.failure is None and (last or not message.has_ended)
 
     def put_nowait(self, message: Message, source: torch.Tensor, plan: Plan) -> TensorHandle:
         """Do the same for the one tensor of a message, on this thread, or raise `WouldBlockError`."""

@@ -32,8 +32,7 @@ def random_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     as_bytes = [
-        tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        for tensor in (one, other)
+        tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in (one, other)
     ]
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*as_bytes)
 

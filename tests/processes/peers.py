@@ -14,6 +14,7 @@ import torch
 import uvloop
 
 from aiotensor import TensorHandle, TensorQueue, TensorReceiver, TensorSender
+from tests.pairs import pattern
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -195,11 +196,6 @@ async def open_receiver(state: State) -> None:
     receiver = TensorReceiver(state.queue)
     await receiver.__aenter__()
     state.receivers.append(receiver)
-
-
-def pattern(seed: int, count: int) -> torch.Tensor:
-    """Make a tensor whose every element tells where it belongs."""
-    return torch.arange(count, dtype=torch.int64) * 31 + seed
 
 
 async def send_pattern(state: State, seed: int, count: int) -> TensorHandle:
