@@ -65,7 +65,8 @@ class Message:
         self.count = 0  # tensors announced
         self.sending = 0  # sends that have not returned
         self.is_whole = False
-        self.has_ended = False
+        self.has_ended = False  # it was taken, discarded or lost
+        self.is_lost = False
 
 
 class _Job:
@@ -185,7 +186,7 @@ class Outgoing:
 
     def _is_wanted(self, message: Message, *, last: bool) -> bool:
         # With its last tensor announced, a message may have ended because it was taken.
-        return self.failure is None and (last or not message.has_ended)
+        return not (message.is_lost if last else message.has_ended)
 
     def put_nowait(self, message: Message, source: torch.Tensor, plan: Plan) -> TensorHandle:
         """Do the same for the one tensor of a message, on this thread, or raise `WouldBlockError`."""
@@ -227,8 +228,11 @@ class Outgoing:
                 await future
             finally:
                 self._drainers.remove(future)
-            if self.failure is not None or self._is_closed:
-                raise self.why_not()
+            if self._is_closed:
+                break
+        # The receiver may have taken them all and closed since: that is no loss.
+        if any(message.is_lost or not message.has_ended for message in sent):
+            raise self.why_not()
 
     # Blocks that callers own
 
@@ -384,7 +388,7 @@ class Outgoing:
         try:
             self._handle_frame(data)
         except ProtocolError as error:
-            logger.error("the receiver (pid %s) broke the protocol: %s", self._receiver_pid, error)
+            logger.error("the receiver (pid %s) broke the protocol: %s", self._receiver_pid, str(error))
             self._link.close()
             self._fail(f"it broke the protocol: {error}", error)
 
@@ -433,6 +437,7 @@ class Outgoing:
         self.permits.fail(self.why_not)
         self.bytes.fail(self.why_not)
         for message in list(self._messages):
+            message.is_lost = True
             self._end(message)
         self._give_back(self._leases.unpin_all())
         self._wake_drainers()

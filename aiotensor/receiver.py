@@ -291,7 +291,11 @@ class TensorReceiver:
     def frame_arrived(self, link: ReceiverLink, data: bytes, descriptors: Sequence[int]) -> None:
         """Take a frame from a sender. For the link, not for callers."""
         try:
-            frame = decode_to_receiver(data)
+            try:
+                frame = decode_to_receiver(data)
+            except ProtocolError:
+                close_all(descriptors)
+                raise
             if isinstance(frame, Put):
                 self._file(link, frame, descriptors)
                 return
@@ -317,7 +321,7 @@ class TensorReceiver:
                     link.close()
                     self._wake(keys)
         except ProtocolError as error:
-            logger.error("sender %s broke the protocol, its link is closed: %s", link.sender, error)
+            logger.error("sender %s broke the protocol, its link is closed: %s", link.sender, str(error))
             link.close()
             self._lose(link, error)
 
@@ -345,7 +349,9 @@ class TensorReceiver:
         try:
             opened = placements.open_tensor(put.placement, put.payload, descriptors, put.dtype, put.shape)
         except OSError as error:
-            logger.error("a tensor of sender %s cannot be opened, it is discarded: %s", link.sender, error)
+            logger.error(
+                "a tensor of sender %s cannot be opened, it is discarded: %s", link.sender, str(error)
+            )
             _, keys = self._mailbox.discard(link.sender, put.message)
             self._refuse(link, put)
             self._wake(keys)

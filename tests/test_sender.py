@@ -1,6 +1,7 @@
 """The sending side: backpressure, cancelling, and giving everything back."""
 
 import asyncio
+import errno
 import gc
 import os
 import threading
@@ -13,8 +14,10 @@ import torch
 from aiotensor import (
     ClosedError,
     DiscardedError,
+    PeerLostError,
     TensorHandle,
     TensorQueue,
+    TensorReceiver,
     TensorSender,
     TooLargeError,
     UnsupportedTensorError,
@@ -513,3 +516,44 @@ async def test_statistics_count_what_was_done() -> None:
         found = sender.statistics()
         assert (found.messages_sent, found.tensors_sent, found.messages_discarded) == (3, 4, 1)
         assert found.bytes_sent == (BIG + 2 + 3 + 4) * 8
+
+
+@pytest.mark.parametrize("call", ["memfd_create", "ftruncate", "pwrite", "posix_fallocate"])
+async def test_a_machine_without_memory_left_is_an_error_of_send_and_nothing_is_held(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with pair(max_concurrent_videos=1) as (sender, receiver):
+        monkeypatch.setattr(os, call, refuse)
+        with pytest.raises(OSError, match="No space left"):
+            if call == "posix_fallocate":
+                await sender.allocate((BIG,), torch.int64)
+            else:
+                await sender.send(pattern(0, BIG))
+        monkeypatch.undo()
+        await settled(sender)
+        assert torch.equal(await receiver.receive(await sender.send(pattern(1, BIG))), pattern(1, BIG))
+
+
+async def test_a_receiver_that_takes_everything_and_closes_at_once_disturbs_neither_send_nor_drain() -> None:
+    for count in (3, BIG):
+        queue = TensorQueue()
+        async with TensorSender(queue) as sender:
+            receiver = TensorReceiver(queue)
+            await receiver.__aenter__()
+            taking = asyncio.create_task(anext(receiver))
+            sending = asyncio.create_task(sender.send(pattern(0, count)))
+            draining = asyncio.create_task(_drain_after(sending, sender))
+            await taking
+            await receiver.aclose()
+            await draining
+            with pytest.raises(PeerLostError):
+                await sender.drain()
+
+
+async def _drain_after(sending: "asyncio.Task[TensorHandle]", sender: TensorSender) -> None:
+    await sending
+    if sender.statistics().in_flight:
+        await sender.drain()

@@ -106,6 +106,16 @@ async def test_descriptors_that_arrive_are_given_with_their_record_and_to_no_chi
         os.close(descriptor)
 
 
+async def test_what_else_the_kernel_tells_of_a_record_is_no_descriptor(
+    pair: tuple[End, socket.socket],
+) -> None:
+    end, far = pair
+    end.socket._sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # who wrote it, for example
+    far.send(b"signed")
+
+    assert await end.read() == b"signed"
+
+
 async def test_descriptors_for_which_there_is_no_room_are_missing_and_the_record_is_not(
     pair: tuple[End, socket.socket],
 ) -> None:
@@ -207,18 +217,24 @@ async def test_cancelling_a_flush_loses_nothing_and_leaves_the_other_flushers(
     assert numbers + read_all(far) == list(range(count))
 
 
+@pytest.mark.parametrize("first", ["close", "cancel"])
 async def test_a_flusher_cancelled_in_the_turn_in_which_it_ends_is_cancelled(
-    pair: tuple[End, socket.socket],
+    first: str, pair: tuple[End, socket.socket]
 ) -> None:
     end, _ = pair
     fill(end)
-    flushing = asyncio.create_task(end.socket.flush())
+    flushing, other = (asyncio.create_task(end.socket.flush()) for _ in range(2))
     await turns()
-    end.socket.close()
-    flushing.cancel()
+    if first == "close":
+        end.socket.close()
+        flushing.cancel()
+    else:
+        flushing.cancel()
+        end.socket.close()
 
     with pytest.raises(asyncio.CancelledError):
         await flushing
+    await other
 
 
 async def test_an_idle_socket_is_not_watched_for_room(pair: tuple[End, socket.socket]) -> None:

@@ -57,8 +57,10 @@ async def test_an_end_that_never_reads_learns_by_writing() -> None:
     far.close()
     reading_end, writing_end = os.pipe()
     end.socket.write(b"to nobody", [reading_end, writing_end])
+    end.socket.write(b"to nobody either")
     assert end.closed == [], "not from within the call that writes"
     await end.was_closed.wait()
+    await turns()
 
     assert end.closed == ["nobody reads it any more"]
     assert not is_open(reading_end)
@@ -91,6 +93,18 @@ async def test_nothing_is_told_after_closing(pair: tuple[End, socket.socket]) ->
 
     assert end.closed == []
     assert end.arrived.empty()
+
+
+async def test_closing_in_the_turn_in_which_the_socket_became_full_leaves_nothing_to_watch(
+    pair: tuple[End, socket.socket],
+) -> None:
+    end, far = pair
+    fill(end)
+    end.socket.close()
+    await turns()
+
+    assert end.closed == []
+    far.close()
 
 
 async def test_the_handler_of_a_record_may_close_the_socket() -> None:

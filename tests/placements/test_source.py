@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from aiotensor.errors import UnsupportedTensorError
+from aiotensor.placements import dtypes
 from aiotensor.placements.source import Sendable, SupportsDLPack, as_tensor, check_dtype
 
 
@@ -214,6 +215,24 @@ def test_a_tensor_without_data_is_not_advised_to_do_what_torch_refuses() -> None
 
 def test_a_result_with_a_gradient_history_is_refused() -> None:
     assert "send tensor.detach()" in refusal_of(torch.zeros(3, requires_grad=True) * 2)
+
+
+def test_a_tensor_of_a_dtype_that_a_later_torch_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(dtypes._NAME_OF, torch.float16)
+
+    assert refusal_of(torch.zeros(3, dtype=torch.float16)) == (
+        "a tensor of torch.float16 cannot travel: send tensor.view(torch.uint8)"
+    )
+
+
+def test_a_tensor_with_named_dimensions_as_an_earlier_torch_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "names", (None, "width"), raising=False)
+    assert "send tensor.rename(None)" in refusal_of(torch.zeros(2, 3))
+
+    monkeypatch.setattr(torch.Tensor, "names", (None, None), raising=False)
+    assert as_tensor(torch.zeros(2, 3)).shape == (2, 3)
 
 
 @pytest.mark.parametrize("is_writable", [True, False], ids=["writable", "read-only"])
