@@ -236,18 +236,18 @@ class Outgoing:
 
     # Blocks that callers own
 
-    async def own_block(self, nbytes: int) -> tuple[torch.UntypedStorage, int]:
-        """Wait for bytes, and allocate a block in the worker."""
+    async def own_block(self, nbytes: int) -> tuple[placements.Block, int]:
+        """Wait for bytes, and allocate a block in the worker; returns it and its number."""
         await self.bytes.acquire(nbytes)
         making = self._submit(placements.new_shared, nbytes)
         try:
-            storage = await asyncio.wrap_future(making)
+            block = await asyncio.wrap_future(making)
             if self.failure is not None or self._is_closed:
                 raise self.why_not()
         except BaseException:
             making.add_done_callback(lambda _: self._in_loop(self.bytes.release, nbytes))
             raise
-        return storage, self._leases.own(nbytes)
+        return block, self._leases.own(nbytes)
 
     def disown_blocks(self, blocks: Iterable[int]) -> None:
         """Note that the owners of these blocks have let go of them."""

@@ -157,8 +157,8 @@ class TensorSender:
         self._check_fits(nbytes)
         if nbytes == 0:
             return placements.new_tensor(sizes, dtype)
-        storage, block = await self._outgoing.own_block(nbytes)
-        return self._allocations.add(storage, block, dtype, sizes)
+        block, number = await self._outgoing.own_block(nbytes)
+        return self._allocations.add(block, number, dtype, sizes)
 
     def discard(self, handle: TensorHandle) -> None:
         """Take back the whole message of a handle, because nobody wants it any more.

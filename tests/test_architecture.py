@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
 
 import aiotensor
 
@@ -21,13 +20,13 @@ MODULES = [
 ]
 
 
-def test_imports_point_down_only_and_the_protocol_is_pure(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(ROOT)
-    status = lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True)
+def test_imports_point_down_only_and_the_protocol_is_pure() -> None:
+    # In a process of its own, since it disables the loggers that are there.
+    code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
 
-    assert status == EXIT_STATUS_SUCCESS, capsys.readouterr().out
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,7 @@ def test_a_module_says_what_it_is_for_and_what_others_may_use_of_it(name: str) -
     module = importlib.import_module(name)
 
     assert module.__doc__
-    if not hasattr(module, "__path__") or module.__file__ != str(ROOT / "aiotensor/protocol/__init__.py"):
+    if name != "aiotensor.protocol":  # which has rooms and nothing else
         assert all(hasattr(module, public) for public in module.__all__)
         assert len(set(module.__all__)) == len(module.__all__)
 

@@ -108,6 +108,7 @@ async def test_a_hundred_waiters_of_whom_some_are_cancelled_leave_nothing_in_use
 
     assert most == gate.budget.peak == 7
     assert (gate.budget.in_use, gate.budget.waiting) == (0, 0)
+    assert not gate._futures
 
 
 async def test_what_could_never_be_granted_does_not_wait() -> None:

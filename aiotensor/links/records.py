@@ -67,19 +67,24 @@ class RecordReader:
         Raises:
             EOFError: nobody can write to the socket any more.
         """
-        try:
-            size, ancillary, _, _ = self._sock.recvmsg_into(
-                [self._buffer], self._ancillary_bytes, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-            )
-        except (BlockingIOError, InterruptedError):
-            return None
-        except ConnectionResetError:
-            size, ancillary = 0, []
+        while True:
+            try:
+                size, ancillary, _, _ = self._sock.recvmsg_into(
+                    [self._buffer], self._ancillary_bytes, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+                )
+                break
+            except BlockingIOError:
+                return None
+            except ConnectionResetError:
+                # The other side closed before it had read everything. The kernel says so once, ahead of
+                # the other side's last words, which are still to be read.
+                continue
         descriptors = array.array("i")
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
         if size == 0:
+            close_all(descriptors)
             raise EOFError
         return bytes(memoryview(self._buffer)[:size]), descriptors.tolist()
 

@@ -18,6 +18,7 @@ from aiotensor.placements.dtypes import dtype_from_name, name_of_dtype
 from aiotensor.placements.inline import MAX_INLINE_BYTES, bytes_of, open_inline
 from aiotensor.placements.memfd import (
     Allocations,
+    Block,
     CopyAbandonedError,
     Shared,
     copy_to_memfd,
@@ -29,6 +30,7 @@ from aiotensor.placements.source import Sendable, as_tensor, check_dtype
 
 __all__ = [
     "Allocations",
+    "Block",
     "CopyAbandonedError",
     "Opened",
     "Placed",

@@ -22,7 +22,15 @@ from aiotensor.descriptors import close_all
 from aiotensor.errors import ProtocolError
 from aiotensor.placements.raw import pieces
 
-__all__ = ["Allocations", "CopyAbandonedError", "Shared", "copy_to_memfd", "new_shared", "open_memfd"]
+__all__ = [
+    "Allocations",
+    "Block",
+    "CopyAbandonedError",
+    "Shared",
+    "copy_to_memfd",
+    "new_shared",
+    "open_memfd",
+]
 
 # The size is final before anybody else maps it, so nobody can turn a read into SIGBUS by shrinking it.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -80,8 +88,15 @@ def copy_to_memfd(source: torch.Tensor, abandoned: threading.Event) -> Shared:
     return Shared(_encoder.encode(_Descriptor(0)), descriptor)
 
 
-def new_shared(nbytes: int) -> torch.UntypedStorage:
-    """Allocate a block as torch storage, its pages all there. Not for the event loop.
+class Block(NamedTuple):
+    """Shared memory that was allocated: its storage, and the descriptor to send, closed with the storage."""
+
+    storage: torch.UntypedStorage
+    descriptor: int
+
+
+def new_shared(nbytes: int) -> Block:
+    """Allocate a block, its pages all there. Not for the event loop.
 
     Raises:
         OSError: the machine has no memory (ENOSPC, ENOMEM) or no descriptors (EMFILE) left.
@@ -89,21 +104,20 @@ def new_shared(nbytes: int) -> torch.UntypedStorage:
     descriptor = _new_memfd(nbytes)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
-        # The way torch.multiprocessing maps what it was sent; it keeps a descriptor of its own.
-        storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(  # type: ignore[attr-defined]
-            descriptor, nbytes
-        )
-    finally:
+        storage = _map(descriptor, nbytes).untyped_storage()
+    except BaseException:
         os.close(descriptor)
-    return storage
+        raise
+    weakref.finalize(storage, os.close, descriptor).atexit = False
+    return Block(storage, descriptor)
 
 
 def open_memfd(
     payload: bytes, descriptors: Sequence[int], dtype: torch.dtype, shape: tuple[int, ...]
-) -> tuple[torch.Tensor, mmap.mmap]:
-    """Map a tensor that was sent; its mapping ends when its storage is freed.
+) -> tuple[torch.Tensor, torch.UntypedStorage]:
+    """Map a tensor that was sent; its mapping ends with its storage, which is returned too.
 
-    Uses the descriptors up, whatever happens.
+    Uses the descriptors up, whatever happens: a mapping needs none.
 
     Raises:
         ProtocolError: they are not one sealed memfd that is large enough for dtype and shape.
@@ -121,16 +135,23 @@ def open_memfd(
             )
         if not _is_sealed(descriptors[0]):
             raise ProtocolError("the peer shared memory that could shrink while it is read")
-        mapping = mmap.mmap(descriptors[0], size)
+        raw = _map(descriptors[0], size)
     except msgspec.MsgspecError as error:
         raise ProtocolError(
             f"the peer described shared memory in a way that cannot be read: {error}"
         ) from error
     finally:
         close_all(descriptors)
-    # The tensor's storage holds the mapping object, and nobody else does.
-    raw = torch.frombuffer(mapping, dtype=torch.uint8, count=needed, offset=offset)
-    return raw.view(dtype).view(shape), mapping
+    return raw[offset : offset + needed].view(dtype).view(shape), raw.untyped_storage()
+
+
+def _map(descriptor: int, nbytes: int) -> torch.Tensor:
+    """Map a memfd of at least this size, as a tensor of bytes that keeps no descriptor."""
+    mmap.mmap(descriptor, nbytes).close()  # torch leaves a descriptor open where mapping fails
+    try:
+        return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise OSError(errno.ENOMEM, f"shared memory cannot be mapped: {error}") from error
 
 
 def _new_memfd(nbytes: int) -> int:
@@ -153,7 +174,8 @@ def _is_sealed(descriptor: int) -> bool:
 
 class _Allocation(NamedTuple):
     storage: "weakref.ref[torch.UntypedStorage]"
-    block: int
+    descriptor: int
+    number: int
 
 
 class Allocations:
@@ -168,35 +190,37 @@ class Allocations:
         self._on_freed = on_freed
         self._by_address: dict[int, _Allocation] = {}
 
-    def add(
-        self, storage: torch.UntypedStorage, block: int, dtype: torch.dtype, shape: tuple[int, ...]
-    ) -> torch.Tensor:
+    def add(self, block: Block, number: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the tensor over a new block, and watch for the end of its storage."""
+        storage = block.storage
         address = storage.data_ptr()
-        self._by_address[address] = _Allocation(weakref.ref(storage), block)
-        finalizer = weakref.finalize(storage, self._freed, address, block)
-        finalizer.atexit = False  # at exit the kernel frees everything
+        self._by_address[address] = _Allocation(weakref.ref(storage), block.descriptor, number)
+        weakref.finalize(storage, self._freed, address, number).atexit = False
         raw = torch.empty(0, dtype=torch.uint8).set_(storage)
         return raw.view(dtype).view(shape)
 
     def find(self, tensor: torch.Tensor) -> int | None:
-        """Return the block of a contiguous tensor in allocated memory, or None if it must be copied."""
+        """Return the number of a contiguous tensor's block, or None if the tensor must be copied."""
         if not self._by_address or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return None
-        storage = tensor.untyped_storage()
-        allocation = self._by_address.get(storage.data_ptr())
-        if allocation is None or allocation.storage() is not storage:
-            return None
-        return allocation.block
+        allocation = self._of(tensor)
+        return None if allocation is None else allocation.number
 
     def share(self, tensor: torch.Tensor) -> Shared:
-        """Name an allocated tensor for the receiver."""
-        descriptor, _ = tensor.untyped_storage()._share_fd_cpu_()
+        """Name a tensor that was found for the receiver."""
+        allocation = self._of(tensor)
+        if allocation is None:
+            raise AssertionError("a storage that a living tensor has was freed")
         offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
-        return Shared(_encoder.encode(_Descriptor(offset_bytes)), os.dup(descriptor))
+        return Shared(_encoder.encode(_Descriptor(offset_bytes)), os.dup(allocation.descriptor))
 
-    def _freed(self, address: int, block: int) -> None:
+    def _of(self, tensor: torch.Tensor) -> _Allocation | None:
+        storage = tensor.untyped_storage()
+        allocation = self._by_address.get(storage.data_ptr())
+        return allocation if allocation is not None and allocation.storage() is storage else None
+
+    def _freed(self, address: int, number: int) -> None:
         found = self._by_address.get(address)
-        if found is not None and found.block == block:
+        if found is not None and found.number == number:
             del self._by_address[address]
-        self._on_freed(block)
+        self._on_freed(number)

@@ -28,9 +28,22 @@ def pieces(source: torch.Tensor) -> Iterator[RawBytes]:
         # As whole numbers, since torch has no copy for its narrowest dtypes and warns of some others.
         source = source.view(_RAW_DTYPE[source.element_size()])
     for part in _cut(source):
-        plain = part.resolve_conj().resolve_neg().contiguous()
+        plain = _resolved(part).contiguous()
         # Not reshape: where there is one element, or none, it keeps strides that cannot be seen as bytes.
         yield plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
+
+
+def _resolved(part: torch.Tensor) -> torch.Tensor:
+    """Carry out what a conjugate or negative view only notes."""
+    if not part.is_complex():
+        return part.resolve_neg()
+    if not part.is_conj() and not part.is_neg():
+        return part
+    # By its real numbers, since torch makes a new tensor of the narrowest complex dtype only with a warning.
+    values = torch.view_as_real(part.conj() if part.is_conj() else part).resolve_neg().clone()
+    if part.is_conj():
+        values[..., 1].neg_()
+    return values
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

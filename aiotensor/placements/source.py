@@ -74,6 +74,8 @@ def _refusal(tensor: torch.Tensor) -> str | None:
         return f"a tensor of layout {tensor.layout} cannot travel: send tensor.to_dense(), or its parts"
     if tensor.is_quantized:
         return "a quantized tensor would lose its scale: send tensor.int_repr() and its scale and zero point"
+    if tensor.device.type == "meta":
+        return "a tensor on device meta has no values: send one that has"
     if tensor.device.type != "cpu":
         return f"a tensor on device {tensor.device} cannot travel on this link: send tensor.cpu()"
     if name_of_dtype(tensor.dtype) is None:
@@ -100,6 +102,10 @@ class _WritableAlias:
 
 
 def _from_numpy(array: npt.NDArray[np.generic]) -> torch.Tensor:
+    if isinstance(array, np.ma.MaskedArray):
+        raise UnsupportedTensorError(
+            "a masked array would lose its mask: send array.data and array.mask as one message"
+        )
     if not array.dtype.isnative:
         raise UnsupportedTensorError(
             f"an array of dtype {array.dtype} is in the byte order of another machine: "
@@ -111,7 +117,8 @@ def _from_numpy(array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array if array.flags.writeable else np.asarray(_WritableAlias(array)))
     except TypeError as error:
         raise UnsupportedTensorError(
-            f"torch has no dtype for an array of dtype {array.dtype}: send array.view(numpy.uint8)"
+            f"torch has no dtype for an array of dtype {array.dtype}: "
+            f"{'send what it refers to' if array.dtype.hasobject else 'send array.view(numpy.uint8)'}"
         ) from error
 
 

@@ -147,7 +147,7 @@ def decode_to_receiver(data: bytes | memoryview) -> ToReceiver:
     """
     try:
         return _to_receiver.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a sender sent a frame that cannot be read: {error}") from error
 
 
@@ -159,5 +159,5 @@ def decode_to_sender(data: bytes | memoryview) -> ToSender:
     """
     try:
         return _to_sender.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"the receiver sent a frame that cannot be read: {error}") from error

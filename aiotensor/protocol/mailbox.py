@@ -159,7 +159,8 @@ class Mailbox(Generic[T]):
                 return []
             raise ProtocolError(f"sender {sender} ended message {number} twice")
         message = record.messages.get(number)
-        if message is None or message.count is not None or set(message.tensors) != set(range(count)):
+        has_gaps = message is None or len(message.tensors) != count or max(message.tensors) != count - 1
+        if message is None or message.count is not None or has_gaps:
             raise ProtocolError(f"sender {sender} ended message {number} with a wrong count of tensors")
         message.count = count
         keys = [Key(sender, number, tensor) for tensor in range(count)]
@@ -248,7 +249,7 @@ class Mailbox(Generic[T]):
             return None
         if key.tensor in message.taken or key.tensor in message.held:
             raise AlreadyTakenError(f"{name} was received before; keep the tensor, or send it again")
-        if key.tensor >= message.count:
+        if not 0 <= key.tensor < message.count:
             raise DiscardedError(f"{name} was never sent: the message ended after {message.count} tensors")
         message.held.add(key.tensor)
         self._arrivals.pop(key, None)
@@ -256,10 +257,10 @@ class Mailbox(Generic[T]):
 
     def finish(self, key: Key) -> bool:
         """Take a held tensor, and say whether that was the last of its message."""
-        record = self._senders[key.sender]
-        message = record.messages.get(key.message)
-        if message is None:  # discarded or lost while it was held: the taker has it all the same
-            return False
+        record = self._senders.get(key.sender)
+        message = record.messages.get(key.message) if record is not None else None
+        if record is None or message is None:
+            return False  # discarded or lost while it was held: the taker has it all the same
         message.held.discard(key.tensor)
         message.taken.add(key.tensor)
         del message.tensors[key.tensor]
@@ -271,9 +272,10 @@ class Mailbox(Generic[T]):
 
     def put_back(self, key: Key) -> list[Key]:
         """Leave a held tensor claimable, as the first of the arrivals."""
-        message = self._senders[key.sender].messages.get(key.message)
+        record = self._senders.get(key.sender)
+        message = record.messages.get(key.message) if record is not None else None
         if message is None:
-            return []
+            return []  # discarded or lost while it was held
         message.held.discard(key.tensor)
         self._arrivals[key] = None
         self._arrivals.move_to_end(key, last=False)

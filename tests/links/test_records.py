@@ -174,6 +174,16 @@ async def test_what_a_full_socket_does_not_take_is_sent_in_order_when_there_is_r
     assert [*numbers, *read_all(far)] == list(range(count + 50))
 
 
+async def test_no_record_overtakes_one_that_waits_for_room(pair: tuple[End, socket.socket]) -> None:
+    end, far = pair
+    count = fill(end)
+    numbers = read_all(far)
+    end.socket.write(count.to_bytes(4))  # there is room for it, but it is not its turn
+    await end.socket.flush()
+
+    assert [*numbers, *read_all(far)] == list(range(count + 1))
+
+
 async def test_a_queued_record_takes_its_descriptors_along(pair: tuple[End, socket.socket]) -> None:
     end, far = pair
     fill(end)
@@ -253,6 +263,30 @@ async def test_another_thread_may_write(pair: tuple[End, socket.socket]) -> None
     thread.join()
 
     assert far.recv(100) == b"from a thread"
+
+
+async def test_what_a_thread_writes_to_a_full_socket_is_sent_by_a_loop_that_was_asleep(
+    pair: tuple[End, socket.socket],
+) -> None:
+    end, far = pair
+    loop = asyncio.get_running_loop()
+    loop.set_debug(True)  # then it refuses what does not wake it, asleep or not
+    done = loop.create_future()
+
+    def write_and_read() -> None:
+        far.settimeout(20)
+        try:
+            count = fill(end)
+            numbers = [int.from_bytes(far.recv(2000)[:4]) for _ in range(count)]
+        except Exception as error:  # noqa: BLE001 - handed to the test
+            loop.call_soon_threadsafe(done.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(done.set_result, numbers == list(range(count)))
+
+    thread = threading.Thread(target=write_and_read)
+    loop.call_soon(thread.start)
+    assert await done
+    thread.join()
 
 
 async def test_threads_may_fill_a_socket_while_the_loop_flushes_it(pair: tuple[End, socket.socket]) -> None:

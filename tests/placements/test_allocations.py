@@ -57,6 +57,21 @@ def test_memory_that_nobody_allocated_here_is_copied() -> None:
     assert Freed().allocations.find(tensor) is None
 
 
+def test_another_storage_over_allocated_memory_is_copied() -> None:
+    freed = Freed()
+    tensor = freed.allocate((4, 6))
+
+    assert freed.allocations.find(torch.from_numpy(tensor.numpy())) is None
+
+
+def test_an_empty_view_of_allocated_memory_travels_in_the_frame() -> None:
+    freed = Freed()
+    plan = placements.plan(freed.allocate((4, 6))[:0], freed.allocations)
+
+    assert (plan.new_bytes, plan.block) == (0, None)
+    assert plan.place(WANTED).placement == "inline"
+
+
 def test_a_block_is_freed_once_when_the_last_view_of_it_is_gone() -> None:
     freed = Freed()
     tensor = freed.allocate((4, 6))
@@ -102,7 +117,7 @@ def test_memory_of_others_at_the_address_of_a_freed_block_is_copied() -> None:
     tensor = freed.allocate((MIB,))
     address = tensor.data_ptr()
     del tensor
-    others = [torch.empty(0, dtype=torch.uint8).set_(new_shared(MIB)) for _ in range(3)]
+    others = [torch.empty(0, dtype=torch.uint8).set_(new_shared(MIB).storage) for _ in range(3)]
 
     assert any(other.data_ptr() == address for other in others), "it was not used again: this showed nothing"
     assert [freed.allocations.find(other) for other in others] == [None] * 3

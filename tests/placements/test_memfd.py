@@ -238,15 +238,20 @@ def test_a_tensor_whose_descriptor_did_not_arrive_is_no_offence_but_a_lack() -> 
     assert caught.value.errno == errno.EMFILE
 
 
-def test_a_tensor_that_cannot_be_mapped_is_no_offence_but_a_lack() -> None:
+def test_a_tensor_that_cannot_be_mapped_is_no_offence_but_a_lack_and_leaves_no_descriptor_open() -> None:
     descriptor = sealed_memfd(1 << 46)  # all the room of addresses that a process has is twice as large
     again = os.dup(descriptor)
     first = placements.open_tensor("memfd", at(0), [descriptor], "uint8", (1,))
+    before = open_files() - {str(again)}
 
     with pytest.raises(OSError, match="Cannot allocate memory"):
         placements.open_tensor("memfd", at(0), [again], "uint8", (1,))
-    assert is_closed(again)
+    left = open_files() - before
+    for file in left:
+        os.close(int(file))
     del first
+
+    assert not left
 
 
 # What a broken peer may say
@@ -284,6 +289,11 @@ def test_a_tensor_outside_its_block_or_off_its_grid_is_refused(offset: int, shap
     with pytest.raises(ProtocolError, match=f"at byte {offset} of a block of 16 bytes"):
         placements.open_tensor("memfd", at(offset), descriptors, "float32", shape)
     assert all(map(is_closed, descriptors))
+
+
+def test_a_tensor_one_byte_too_long_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="17 bytes at byte 0 of a block of 16 bytes"):
+        placements.open_tensor("memfd", at(0), [sealed_memfd(16)], "uint8", (17,))
 
 
 def test_a_tensor_that_fills_the_end_of_its_block_is_opened() -> None:

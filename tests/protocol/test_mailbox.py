@@ -35,6 +35,47 @@ def test_the_tensors_of_a_message_can_be_taken_when_it_is_whole_and_not_before()
     assert mailbox.finish(Key("s", 0, 0))
 
 
+def test_a_tensor_cannot_be_taken_again_while_others_of_its_message_are_left() -> None:
+    mailbox = with_message(count=2)
+    mailbox.hold(Key("s", 0, 0))
+    with pytest.raises(AlreadyTakenError, match="received before"):
+        mailbox.hold(Key("s", 0, 0))
+    mailbox.finish(Key("s", 0, 0))
+    with pytest.raises(AlreadyTakenError, match="received before"):
+        mailbox.hold(Key("s", 0, 0))
+
+    assert mailbox.hold(Key("s", 0, 1)) == "tensor 1"
+
+
+def test_what_a_closed_sender_left_behind_can_be_taken_or_discarded() -> None:
+    mailbox = with_message(0)
+    mailbox.put(Key("s", 1, 0), "of another")
+    mailbox.end("s", 1, 1)
+    mailbox.leave("s")
+
+    assert mailbox.hold(Key("s", 0, 0)) == "tensor 0"
+    assert mailbox.discard("s", 1) == (True, [])
+    with pytest.raises(DiscardedError):
+        mailbox.hold(Key("s", 1, 0))
+
+
+def test_a_sender_that_closed_cannot_be_lost_any_more() -> None:
+    mailbox = with_message()
+    mailbox.claim(Key("s", 0, 0))
+    mailbox.leave("s")
+
+    assert mailbox.lose("s", PeerLostError("its process ended")) == []
+    assert mailbox.hold(Key("s", 0, 0)) == "tensor 0"
+
+
+def test_there_is_nothing_to_discard_of_a_lost_sender() -> None:
+    mailbox = with_message()
+    mailbox.lose("s", PeerLostError("killed"))
+    mailbox.claim(Key("s", 1, 0))
+
+    assert mailbox.discard("s", 1) == (False, [])
+
+
 def test_who_waits_for_a_tensor_beyond_the_end_is_told_that_it_will_never_come() -> None:
     mailbox = joined()
     mailbox.claim(Key("s", 0, 5))
@@ -164,6 +205,16 @@ def test_old_senders_are_forgotten_but_not_those_that_left_something_to_take(
     assert mailbox.hold(Key("a", 0, 0)) is None, "it is like one that has yet to come"
     with pytest.raises(DiscardedError):
         mailbox.hold(Key("b", 0, 0))
+    assert mailbox.hold(Key("s", 0, 0)) == "tensor 0"
+
+
+def test_a_sender_that_left_something_to_take_is_kept_even_if_there_is_room_for_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mailbox_module, "_REMEMBERED_SENDERS", 0)
+    mailbox = with_message()
+    mailbox.leave("s")
+
     assert mailbox.hold(Key("s", 0, 0)) == "tensor 0"
 
 

@@ -221,6 +221,11 @@ class MailboxMachine(RuleBasedStateMachine):
     def hold_what_is_there(self, data: st.DataObject) -> None:
         self.hold(data.draw(st.sampled_from(self.arrivals)))
 
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def hold_what_was_taken(self, data: st.DataObject) -> None:
+        self.hold(data.draw(st.sampled_from(sorted(self.taken))))
+
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
