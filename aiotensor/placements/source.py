@@ -75,7 +75,7 @@ def _refusal(tensor: torch.Tensor) -> str | None:
     if tensor.is_quantized:
         return "a quantized tensor would lose its scale: send tensor.int_repr() and its scale and zero point"
     if tensor.device.type == "meta":
-        return "a tensor on device meta has no values: send one that has"
+        return "a tensor on the meta device has no values: send one on the cpu"
     if tensor.device.type != "cpu":
         return f"a tensor on device {tensor.device} cannot travel on this link: send tensor.cpu()"
     if name_of_dtype(tensor.dtype) is None:
@@ -117,8 +117,7 @@ def _from_numpy(array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array if array.flags.writeable else np.asarray(_WritableAlias(array)))
     except TypeError as error:
         raise UnsupportedTensorError(
-            f"torch has no dtype for an array of dtype {array.dtype}: "
-            f"{'send what it refers to' if array.dtype.hasobject else 'send array.view(numpy.uint8)'}"
+            f"torch has no dtype for an array of dtype {array.dtype}: send it as an array of numbers"
         ) from error
 
 
