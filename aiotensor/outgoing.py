@@ -9,13 +9,10 @@ nothing that was given up before.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterable
 
 import torch
 
@@ -48,11 +45,9 @@ from aiotensor.protocol.frames import (
 )
 from aiotensor.protocol.leases import Freed, Leases
 from aiotensor.types import TensorHandle, Usage
+from aiotensor.worker import Worker
 
 __all__ = ["Message", "Outgoing"]
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 logger = logging.getLogger("aiotensor.sender")
 
@@ -112,7 +107,6 @@ class Outgoing:
         # announce a tensor of a message that the loop has just discarded.
         self._announcing = threading.Lock()
         self._jobs: set[_Job] = set()
-        self._running: set[Future[Any]] = set()
         self._drainers: list[asyncio.Future[None]] = []
         self._receiver_pid: int | None = None
 
@@ -121,8 +115,7 @@ class Outgoing:
         self._loop = asyncio.get_running_loop()
         hello = Hello(VERSION, os.getpid(), self.permits.budget.limit, self.bytes.budget.limit)
         await self._link.open(encode(hello), self)
-        # One thread, so that copies neither outnumber the cores nor overtake each other.
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="aiotensor-sender")
+        self._worker = Worker("aiotensor-sender")
 
     async def close(self) -> None:
         """End what waits, say goodbye, and close the link; cancelling skips the goodbye."""
@@ -132,7 +125,7 @@ class Outgoing:
         try:
             for message in [message for message in self._messages if not message.is_whole]:
                 self.abandon(message)
-            await self._settled()
+            await self._worker.settle()
             if self.failure is None:
                 self._link.write(encode(Bye()))
                 await self._link.flush()
@@ -140,7 +133,7 @@ class Outgoing:
             for job in self._jobs:
                 job.abandoned.set()
             self._link.close()
-            self._worker.shutdown(wait=not self._running, cancel_futures=True)
+            self._worker.close()
             self._wake_drainers()
 
     # One message
@@ -239,13 +232,13 @@ class Outgoing:
     async def own_block(self, nbytes: int) -> tuple[placements.Block, int]:
         """Wait for bytes, and allocate a block in the worker; returns it and its number."""
         await self.bytes.acquire(nbytes)
-        making = self._submit(placements.new_shared, nbytes)
+        making = self._worker.submit(placements.new_shared, nbytes)
         try:
             block = await asyncio.wrap_future(making)
             if self.failure is not None or self._is_closed:
                 raise self.why_not()
         except BaseException:
-            making.add_done_callback(lambda _: self._in_loop(self.bytes.release, nbytes))
+            self._worker.when_done(making, self.bytes.release, nbytes)
             raise
         return block, self._leases.own(nbytes)
 
@@ -289,9 +282,8 @@ class Outgoing:
             self._finish(job)
 
     async def _run_in_worker(self, job: _Job) -> TensorHandle:
-        running = self._submit(self._place_and_announce, job)
-        # Registered before the future below, so that everything is given back by the time that one wakes.
-        running.add_done_callback(lambda _: self._in_loop(self._finish, job))
+        running = self._worker.submit(self._place_and_announce, job)
+        self._worker.when_done(running, self._finish, job)  # given back by the time that this wakes
         try:
             return await asyncio.wrap_future(running)
         except placements.CopyAbandonedError:
@@ -462,21 +454,6 @@ class Outgoing:
             messages=Usage(permits.limit, permits.in_use, messages),
             bytes=Usage(memory.limit, memory.in_use, nbytes),
         )
-
-    def _submit(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> "Future[R]":
-        running = self._worker.submit(work, *args, **kwargs)
-        self._running.add(running)
-        running.add_done_callback(lambda done: self._in_loop(self._running.discard, done))
-        return running
-
-    async def _settled(self) -> None:
-        """Wait until the worker has nothing to do; its errors are for those who asked for the work."""
-        await asyncio.gather(*map(asyncio.wrap_future, self._running), return_exceptions=True)
-
-    def _in_loop(self, callback: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-        # Once the loop is closed, so is everything that the callback would set right.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(lambda: callback(*args, **kwargs))
 
     def _wake_drainers(self) -> None:
         for future in self._drainers:

@@ -13,6 +13,7 @@ import anyio.to_thread
 import torch
 
 from aiotensor import links, placements
+from aiotensor.answers import Answers
 from aiotensor.descriptors import close_all
 from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, ProtocolError, WouldBlockError
 from aiotensor.home import FreedItems, Home
@@ -21,12 +22,9 @@ from aiotensor.protocol.frames import (
     VERSION,
     Bye,
     Discard,
-    Discarded,
     End,
     Hello,
     Put,
-    Release,
-    Taken,
     Welcome,
     decode_to_receiver,
     encode,
@@ -37,8 +35,6 @@ from aiotensor.types import Delivery, ReceiverStatistics, TensorHandle, Usage
 __all__ = ["TensorReceiver"]
 
 logger = logging.getLogger("aiotensor.receiver")
-
-_NUMBERS_A_FRAME = 4096
 
 
 class _Item(NamedTuple):
@@ -54,15 +50,6 @@ class _Lease(NamedTuple):
     link: ReceiverLink
     block: int
     nbytes: int
-
-
-class _Answers:
-    """What one sender is to be told at the end of this turn of the loop."""
-
-    def __init__(self) -> None:
-        self.taken: list[int] = []
-        self.discarded: list[int] = []
-        self.blocks: list[int] = []
 
 
 class TensorReceiver:
@@ -89,7 +76,6 @@ class TensorReceiver:
         self._links: dict[str, ReceiverLink] = {}
         self._waiters: dict[Key, deque[asyncio.Future[None]]] = {}
         self._iterators: deque[asyncio.Future[None]] = deque()
-        self._answers: dict[ReceiverLink, _Answers] = {}
         self._leases: dict[int, _Lease] = {}
         self._next_lease = 0
         self._failure: BaseException | None = None
@@ -98,6 +84,7 @@ class TensorReceiver:
 
     async def __aenter__(self) -> Self:
         self._loop = self._home.enter()
+        self._answers = Answers(self._loop)
         self._freed: FreedItems[int] = FreedItems(self._loop, self._leases_ended)
         try:
             self._listener.open(self)
@@ -196,8 +183,10 @@ class TensorReceiver:
         self._home.check()
         key = _key(handle)
         had_arrived, keys = self._mailbox.discard(key.sender, key.message)
-        if had_arrived:
-            self._answer_discarded(key.sender, key.message)
+        link = self._links.get(key.sender)
+        if had_arrived and link is not None:
+            self._answers.discarded(link, key.message)
+        self._messages_discarded += had_arrived
         self._wake(keys)
 
     def statistics(self) -> ReceiverStatistics:
@@ -229,7 +218,7 @@ class TensorReceiver:
         self._home.is_closed = True
         if not was_open:
             return
-        self._flush_answers()
+        self._answers.flush()
         for link in self._links.values():
             link.write(encode(Bye()))
         self._links.clear()
@@ -267,7 +256,7 @@ class TensorReceiver:
         if self._mailbox.finish(key):
             link = self._links.get(key.sender)
             if link is not None:
-                self._answers_to(link).taken.append(key.message)
+                self._answers.taken(link, key.message)
         self._tensors_taken += 1
         self._bytes_taken += item.tensor.nbytes
         return item.tensor
@@ -312,9 +301,8 @@ class TensorReceiver:
                 case End():
                     self._wake(self._mailbox.end(link.sender, frame.message, frame.count))
                 case Discard():
-                    _, keys = self._mailbox.discard(link.sender, frame.message)
+                    self._wake(self._mailbox.withdraw(link.sender, frame.message))
                     self._messages_discarded += 1
-                    self._wake(keys)
                 case Bye():
                     keys = self._mailbox.leave(link.sender)
                     self._links.pop(link.sender, None)
@@ -366,10 +354,9 @@ class TensorReceiver:
 
     def _refuse(self, link: ReceiverLink, put: Put) -> None:
         """Give back what came with a tensor that is not kept."""
-        answers = self._answers_to(link)
-        answers.discarded.append(put.message)
+        self._answers.discarded(link, put.message)
         if put.block is not None:
-            answers.blocks.append(put.block)
+            self._answers.released(link, put.block)
 
     def _lease(self, lease: _Lease, owner: object) -> None:
         number = self._next_lease
@@ -385,40 +372,15 @@ class TensorReceiver:
             lease = self._leases.pop(number)
             self._leased_bytes -= lease.nbytes
             if lease.link.sender in self._links:
-                self._answers_to(lease.link).blocks.append(lease.block)
+                self._answers.released(lease.link, lease.block)
 
     def _lose(self, link: ReceiverLink, error: AioTensorError) -> None:
         if self._home.is_closed:
             return
         self._links.pop(link.sender, None)
-        self._answers.pop(link, None)
+        self._answers.forget(link)
         self._senders_lost += 1
         self._wake(self._mailbox.lose(link.sender, error))
-
-    # What senders are told
-
-    def _answer_discarded(self, sender: str, message: int) -> None:
-        self._messages_discarded += 1
-        link = self._links.get(sender)
-        if link is not None:
-            self._answers_to(link).discarded.append(message)
-
-    def _answers_to(self, link: ReceiverLink) -> _Answers:
-        """Collect answers until this turn of the loop ends, so that they go out in few frames."""
-        if not self._answers:
-            self._loop.call_soon(self._flush_answers)
-        return self._answers.setdefault(link, _Answers())
-
-    def _flush_answers(self) -> None:
-        pending, self._answers = self._answers, {}
-        for link, answers in pending.items():
-            for make, numbers in (
-                (Taken, answers.taken),
-                (Discarded, answers.discarded),
-                (Release, answers.blocks),
-            ):
-                for start in range(0, len(numbers), _NUMBERS_A_FRAME):
-                    link.write(encode(make(tuple(numbers[start : start + _NUMBERS_A_FRAME]))))
 
     def _raise_if_failed(self) -> None:
         if self._failure is not None:

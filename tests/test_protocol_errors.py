@@ -21,6 +21,7 @@ from aiotensor.links.queue import QueueSenderLink
 from aiotensor.protocol.frames import (
     VERSION,
     Bye,
+    Discard,
     Discarded,
     End,
     Hello,
@@ -91,6 +92,7 @@ BROKEN: dict[str, list[ToReceiver | bytes]] = {
     "a tensor after the end": [put(last=True), put(tensor=1)],
     "a wrong count": [put(), End(0, 2)],
     "the end of nothing": [End(0, 0)],
+    "the discarding of nothing": [Discard(5)],
     "an end twice": [put(last=True), End(0, 1)],
     "more messages than announced": [put(), put(message=1), put(message=2)],
     "words after the goodbye": [Bye(), put()],

@@ -189,7 +189,19 @@ class Mailbox(Generic[T]):
         self._depart(sender, record)
         return self._waiting(sender)
 
-    # What either side does
+    def withdraw(self, sender: str, number: int) -> list[Key]:
+        """Drop a message that its sender takes back, and return the keys whose waiters are to be woken.
+
+        Raises:
+            ProtocolError: the sender never sent anything of it.
+        """
+        record = self._joined(sender)
+        if number not in record.messages and number not in record.ended:
+            raise ProtocolError(f"sender {sender} discarded message {number}, which it never sent")
+        _, keys = self.discard(sender, number)
+        return keys
+
+    # What the receiver's side does
 
     def discard(self, sender: str, number: int) -> tuple[bool, list[Key]]:
         """Drop a message, also one that has not arrived; one that has ended stays as it is.
@@ -235,13 +247,13 @@ class Mailbox(Generic[T]):
         record = self._senders.get(key.sender)
         if record is None:
             return None
-        if record.loss is not None:
-            raise _lost(key.sender, record)
         name = f"tensor {key.tensor} of message {key.message} of sender {key.sender}"
         if key.message in record.ended:
             if key.message in record.discarded:
-                raise DiscardedError(f"{name} was discarded")
+                raise _lost(key.sender, record) if record.loss else DiscardedError(f"{name} was discarded")
             raise AlreadyTakenError(f"{name} was received before; keep the tensor, or send it again")
+        if record.loss is not None:
+            raise _lost(key.sender, record)
         message = record.messages.get(key.message)
         if message is None or message.count is None:
             if record.left:

@@ -254,6 +254,16 @@ def test_a_tensor_that_cannot_be_mapped_is_no_offence_but_a_lack_and_leaves_no_d
     assert not left
 
 
+def test_a_failure_of_torch_is_told_as_one_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("unable to open file: Too many open files (24)")
+
+    monkeypatch.setattr(torch, "from_file", fail)
+    with pytest.raises(OSError, match="cannot be mapped: unable to open file") as caught:
+        new_shared(MIB)
+    assert caught.value.errno == errno.ENOMEM
+
+
 # What a broken peer may say
 
 

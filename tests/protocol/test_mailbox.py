@@ -59,6 +59,20 @@ def test_what_a_closed_sender_left_behind_can_be_taken_or_discarded() -> None:
         mailbox.hold(Key("s", 1, 0))
 
 
+def test_who_waits_for_what_a_closed_sender_did_not_complete_is_told() -> None:
+    mailbox = with_message()
+    mailbox.put(Key("s", 1, 0), "half of it")
+    mailbox.claim(Key("s", 1, 0))
+    mailbox.claim(Key("s", 2, 0))
+
+    assert sorted(mailbox.leave("s")) == [Key("s", 1, 0), Key("s", 2, 0)]
+    with pytest.raises(DiscardedError, match="was discarded"):
+        mailbox.hold(Key("s", 1, 0))
+    with pytest.raises(DiscardedError, match=r"never sent: its sender \(pid 42\) closed"):
+        mailbox.hold(Key("s", 2, 0))
+    assert list(mailbox.unclaimed()) == ["tensor 0"]
+
+
 def test_a_sender_that_closed_cannot_be_lost_any_more() -> None:
     mailbox = with_message()
     mailbox.claim(Key("s", 0, 0))

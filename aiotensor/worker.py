@@ -1,0 +1,57 @@
+"""One thread for what may take longer than the event loop can wait."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+__all__ = ["Worker"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Worker:
+    """Run work in a thread of its own, one piece after the other; belongs to the running loop.
+
+    One thread, so that copies neither outnumber the cores nor overtake each other.
+
+    Args:
+        name: what the thread is called.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._running: set[Future[Any]] = set()
+
+    def submit(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> "Future[R]":
+        """Begin a piece of work."""
+        running = self._executor.submit(work, *args, **kwargs)
+        self._running.add(running)
+        # Not through `when_done`: a callback that holds its future would keep the result alive.
+        running.add_done_callback(lambda done: self._in_loop(lambda: self._running.discard(done)))
+        return running
+
+    def when_done(
+        self, running: "Future[Any]", callback: Callable[P, object], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Call back in the loop when the work is done, has failed or was cancelled.
+
+        Callbacks run in the order of these calls, before anybody who awaits the work afterwards wakes.
+        """
+        running.add_done_callback(lambda _: self._in_loop(lambda: callback(*args, **kwargs)))
+
+    async def settle(self) -> None:
+        """Wait until nothing runs; errors are for those who asked for the work."""
+        await asyncio.gather(*map(asyncio.wrap_future, self._running), return_exceptions=True)
+
+    def close(self) -> None:
+        """End the thread; if work still runs, without waiting for it."""
+        self._executor.shutdown(wait=not self._running, cancel_futures=True)
+
+    def _in_loop(self, callback: Callable[[], object]) -> None:
+        # Once the loop is closed, so is everything that the callback would set right.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback)
