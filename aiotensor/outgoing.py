@@ -28,6 +28,7 @@ from aiotensor.errors import (
 )
 from aiotensor.gates import Gate, StuckError
 from aiotensor.links.base import SenderLink
+from aiotensor.message import Job, Message
 from aiotensor.placements import Plan
 from aiotensor.protocol.frames import (
     VERSION,
@@ -36,7 +37,6 @@ from aiotensor.protocol.frames import (
     Discarded,
     End,
     Hello,
-    Put,
     Release,
     Taken,
     Welcome,
@@ -47,36 +47,9 @@ from aiotensor.protocol.leases import Freed, Leases
 from aiotensor.types import TensorHandle, Usage
 from aiotensor.worker import Worker
 
-__all__ = ["Message", "Outgoing"]
+__all__ = ["Outgoing"]
 
 logger = logging.getLogger("aiotensor.sender")
-
-
-class Message:
-    """A message that holds a permit."""
-
-    def __init__(self) -> None:
-        self.number: int | None = None  # known with the first announcement
-        self.count = 0  # tensors announced
-        self.sending = 0  # sends that have not returned
-        self.is_whole = False
-        self.has_ended = False  # it was taken, discarded or lost
-        self.is_lost = False
-
-
-class _Job:
-    """One tensor on its way to the receiver."""
-
-    def __init__(
-        self, message: Message, source: torch.Tensor, plan: Plan, block: int | None, last: bool
-    ) -> None:
-        self.message = message
-        self.source = source
-        self.plan = plan
-        self.block = block
-        self.last = last
-        self.abandoned = threading.Event()
-        self.handle: TensorHandle | None = None  # set when it was announced
 
 
 class Outgoing:
@@ -106,7 +79,7 @@ class Outgoing:
         # Announcing a tensor and ending its message exclude each other: without this the worker could
         # announce a tensor of a message that the loop has just discarded.
         self._announcing = threading.Lock()
-        self._jobs: set[_Job] = set()
+        self._jobs: set[Job] = set()
         self._drainers: list[asyncio.Future[None]] = []
         self._receiver_pid: int | None = None
 
@@ -264,24 +237,24 @@ class Outgoing:
         self._messages.add(message)
         return message
 
-    def _new_job(self, message: Message, source: torch.Tensor, plan: Plan, *, last: bool) -> _Job:
+    def _new_job(self, message: Message, source: torch.Tensor, plan: Plan, *, last: bool) -> Job:
         """Pin the block that the tensor is in or will be in; `_finish` unpins it if nothing comes of it."""
         block = plan.block
         if block is not None:
             self._leases.pin(block)
         elif plan.new_bytes:
             block = self._leases.open(plan.new_bytes, message)
-        job = _Job(message, source, plan, block, last)
+        job = Job(message, source, plan, block, last=last)
         self._jobs.add(job)
         return job
 
-    def _run_here(self, job: _Job) -> TensorHandle:
+    def _run_here(self, job: Job) -> TensorHandle:
         try:
             return self._place_and_announce(job)
         finally:
             self._finish(job)
 
-    async def _run_in_worker(self, job: _Job) -> TensorHandle:
+    async def _run_in_worker(self, job: Job) -> TensorHandle:
         running = self._worker.submit(self._place_and_announce, job)
         self._worker.when_done(running, self._finish, job)  # given back by the time that this wakes
         try:
@@ -289,44 +262,24 @@ class Outgoing:
         except placements.CopyAbandonedError:
             raise self.why_not() from None
 
-    def _give_up(self, job: _Job) -> bool:
+    def _give_up(self, job: Job) -> bool:
         """Stop a job; say whether it was announced already. If not, it never will be."""
         with self._announcing:
             job.abandoned.set()
             return job.handle is not None
 
-    def _place_and_announce(self, job: _Job) -> TensorHandle:
+    def _place_and_announce(self, job: Job) -> TensorHandle:
         """Write the bytes, and put the frame on the link; may run in the worker thread."""
         if job.abandoned.is_set():
             raise placements.CopyAbandonedError
         placed = job.plan.place(job.abandoned)
-        message, source = job.message, job.source
+        message = job.message
         with self._announcing:
             if job.abandoned.is_set():
                 close_all(placed.descriptors)
                 raise placements.CopyAbandonedError
             number = self._next_number if message.number is None else message.number
-            handle = TensorHandle(
-                sender=self.sender,
-                message=number,
-                tensor=message.count,
-                dtype=str(placements.name_of_dtype(source.dtype)),
-                shape=tuple(source.shape),
-                device=str(source.device),
-            )
-            put = Put(
-                message=number,
-                tensor=handle.tensor,
-                dtype=handle.dtype,
-                shape=handle.shape,
-                device=handle.device,
-                placement=placed.placement,
-                payload=placed.payload,
-                block=job.block,
-                last=job.last,
-                requires_grad=source.requires_grad,
-                is_parameter=isinstance(source, torch.nn.Parameter),
-            )
+            handle, put = job.announcement(self.sender, number, placed)
             self._link.write(encode(put), placed.descriptors)
             # The answer may arrive before this thread goes on: the loop looks these up under the lock.
             if message.number is None:
@@ -338,7 +291,7 @@ class Outgoing:
             job.handle = handle
         return handle
 
-    def _finish(self, job: _Job) -> None:
+    def _finish(self, job: Job) -> None:
         """Note in the loop that a job is over: count what it announced, or give back what it had."""
         self._jobs.discard(job)
         if job.handle is not None:

@@ -12,7 +12,8 @@ import torch
 from aiotensor import links, placements
 from aiotensor.errors import DiscardedError, TooLargeError, UsageError
 from aiotensor.home import FreedItems, Home
-from aiotensor.outgoing import Message, Outgoing
+from aiotensor.message import Message
+from aiotensor.outgoing import Outgoing
 from aiotensor.placements import Plan, Sendable
 from aiotensor.types import SenderStatistics, TensorHandle
 
