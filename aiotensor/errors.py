@@ -88,8 +88,8 @@ class TooLargeError(AioTensorError):
     """What was asked for could never fit.
 
     Attributes:
-        limit: the most bytes that could ever be had.
-        requested: the bytes that were asked for.
+        limit: the most that could ever be had, in bytes (or in tensors of one message).
+        requested: what was asked for.
     """
 
     def __init__(self, text: str, *, limit: int = 0, requested: int = 0) -> None:

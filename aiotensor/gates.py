@@ -18,10 +18,13 @@ class Gate:
 
     Args:
         limit: the most that can be in use at once.
+        stuck_elsewhere: says how much of what is in use, outside the line, will never come back unless
+            somebody in the line goes on or gives up.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, stuck_elsewhere: Callable[[], int] = int) -> None:
         self.budget = Budget(limit)
+        self._stuck_elsewhere = stuck_elsewhere
         self._futures: dict[Ticket, asyncio.Future[None]] = {}
         self._failure: Callable[[], AioTensorError] | None = None
 
@@ -44,8 +47,10 @@ class Gate:
         self.refuse_if_stuck()
         try:
             await future
+            if self._failure is not None:  # since the grant, in the very same turn of the loop
+                raise self._failure()
         except BaseException:
-            # Cancelled, refused or failed. The grant may have come in the very same turn of the loop.
+            # Cancelled, refused or failed, perhaps in the very turn of the grant.
             self._wake(self.budget.withdraw(ticket))
             raise
         finally:
@@ -68,7 +73,7 @@ class Gate:
 
     def refuse_if_stuck(self) -> None:
         """End the latest wait if nothing else could ever end one."""
-        ticket = self.budget.stuck()
+        ticket = self.budget.stuck(self._stuck_elsewhere())
         future = self._futures.get(ticket) if ticket is not None else None
         if future is not None and not future.done():
             future.set_exception(StuckError("everything in use is held by those who wait"))

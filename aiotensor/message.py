@@ -18,6 +18,7 @@ class Message:
         self.number: int | None = None  # known with the first announcement
         self.count = 0  # tensors announced
         self.sending = 0  # sends that have not returned
+        self.awaits_bytes = 0  # of those, the ones that wait for bytes
         self.is_whole = False
         self.has_ended = False  # it was taken, discarded or lost
         self.is_lost = False

@@ -67,7 +67,7 @@ class Outgoing:
     def __init__(self, sender: str, link: SenderLink, max_messages: int, max_bytes: int) -> None:
         self.sender = sender
         self.permits = Gate(max_messages)
-        self.bytes = Gate(max_bytes)
+        self.bytes = Gate(max_bytes, self._parked_for_good)
         self.failure: PeerLostError | None = None
         self.messages_sent = self.messages_discarded = self.tensors_sent = self.bytes_sent = 0
         self._link = link
@@ -80,6 +80,7 @@ class Outgoing:
         # announce a tensor of a message that the loop has just discarded.
         self._announcing = threading.Lock()
         self._jobs: set[Job] = set()
+        self._parked = 0
         self._drainers: list[asyncio.Future[None]] = []
         self._receiver_pid: int | None = None
 
@@ -87,8 +88,8 @@ class Outgoing:
         """Introduce the sender, and start the worker."""
         self._loop = asyncio.get_running_loop()
         hello = Hello(VERSION, os.getpid(), self.permits.budget.limit, self.bytes.budget.limit)
-        await self._link.open(encode(hello), self)
         self._worker = Worker("aiotensor-sender")
+        await self._link.open(encode(hello), self)
 
     async def close(self) -> None:
         """End what waits, say goodbye, and close the link; cancelling skips the goodbye."""
@@ -111,9 +112,24 @@ class Outgoing:
 
     # One message
 
-    async def begin(self) -> Message:
-        """Wait for a permit, and give it to a new message."""
-        await self.permits.acquire(1)
+    async def begin(self, block: int | None = None) -> Message:
+        """Wait for a permit, and give it to a new message.
+
+        Args:
+            block: the block that will be sent in it, whose bytes cannot come back while this waits.
+        """
+        if not self.permits.try_acquire(1):
+            parked = 0 if block is None else self._leases.size_of(block)
+            self._parked += parked
+            try:
+                if parked:
+                    self.bytes.refuse_if_stuck()
+                await self.permits.acquire(1)
+            finally:
+                self._parked -= parked
+        elif self.failure is not None or self._is_closed:
+            self.permits.release(1)
+            raise self.why_not()
         return self._new_message()
 
     def begin_nowait(self, nbytes: int) -> Message:
@@ -205,7 +221,11 @@ class Outgoing:
     async def own_block(self, nbytes: int) -> tuple[placements.Block, int]:
         """Wait for bytes, and allocate a block in the worker; returns it and its number."""
         await self.bytes.acquire(nbytes)
-        making = self._worker.submit(placements.new_shared, nbytes)
+        try:
+            making = self._worker.submit(placements.new_shared, nbytes)
+        except BaseException:
+            self.bytes.release(nbytes)
+            raise
         try:
             block = await asyncio.wrap_future(making)
             if self.failure is not None or self._is_closed:
@@ -221,7 +241,13 @@ class Outgoing:
 
     # The gate's last steps
 
+    def _parked_for_good(self) -> int:
+        """Count the bytes of blocks whose sends wait for a permit, if every permit waits for bytes."""
+        waiting = sum(message.awaits_bytes for message in self._messages)
+        return self._parked if waiting == self.permits.budget.in_use else 0
+
     async def _acquire_bytes(self, nbytes: int, message: Message) -> None:
+        message.awaits_bytes += 1
         try:
             await self.bytes.acquire(nbytes, message)
         except StuckError:
@@ -231,6 +257,8 @@ class Outgoing:
                 0,
                 nbytes,
             ) from None
+        finally:
+            message.awaits_bytes -= 1
 
     def _new_message(self) -> Message:
         message = Message()

@@ -80,7 +80,7 @@ class TensorReceiver:
         self._next_lease = 0
         self._failure: BaseException | None = None
         self._leased_bytes = self._peak_leased_bytes = 0
-        self._senders_lost = self._tensors_taken = self._bytes_taken = self._messages_discarded = 0
+        self._senders_lost = self._tensors_taken = self._bytes_taken = 0
 
     async def __aenter__(self) -> Self:
         self._loop = self._home.enter()
@@ -123,7 +123,7 @@ class TensorReceiver:
             if not copy:
                 return self._take(key, item)
             try:
-                # Cancelled, the thread goes on with a copy that nobody wants; it holds nothing of ours.
+                # Cancelled, the thread ends a copy that nobody wants; until then it pins the block.
                 tensor = await anyio.to_thread.run_sync(_copy, item.tensor)
             except BaseException:
                 self._wake(self._mailbox.put_back(key))
@@ -186,7 +186,6 @@ class TensorReceiver:
         link = self._links.get(key.sender)
         if had_arrived and link is not None:
             self._answers.discarded(link, key.message)
-        self._messages_discarded += had_arrived
         self._wake(keys)
 
     def statistics(self) -> ReceiverStatistics:
@@ -204,14 +203,15 @@ class TensorReceiver:
             peak_leased_bytes=self._peak_leased_bytes,
             tensors_taken=self._tensors_taken,
             bytes_taken=self._bytes_taken,
-            messages_discarded=self._messages_discarded,
+            messages_discarded=self._mailbox.messages_discarded,
         )
 
     async def aclose(self) -> None:
         """Close: senders get `PeerLostError`, waiters here `ClosedError`, iterations end.
 
-        What was received stays valid; what was not taken is dropped. Waits for nobody; cancelling changes
-        nothing. Closing again does nothing.
+        What was received stays valid; what was not taken is dropped. Waits until the links have taken what
+        the senders are to be told. Cancelling closes at once, and a sender may then take for lost what was
+        taken. Closing again does nothing.
         """
         self._home.check_place()
         was_open = self._home.is_open
@@ -221,10 +221,15 @@ class TensorReceiver:
         self._answers.flush()
         for link in self._links.values():
             link.write(encode(Bye()))
+        farewells = list(self._links.values())
         self._links.clear()
         self._mailbox.clear()
         self._wake_all()
-        await self._listener.close()
+        try:
+            for link in farewells:
+                await link.flush()
+        finally:
+            await self._listener.close()
 
     # Taking
 
@@ -302,7 +307,6 @@ class TensorReceiver:
                     self._wake(self._mailbox.end(link.sender, frame.message, frame.count))
                 case Discard():
                     self._wake(self._mailbox.withdraw(link.sender, frame.message))
-                    self._messages_discarded += 1
                 case Bye():
                     keys = self._mailbox.leave(link.sender)
                     self._links.pop(link.sender, None)
@@ -393,11 +397,13 @@ def _key(handle: TensorHandle) -> Key:
             f"a handle is what `send` returned, an aiotensor.TensorHandle, got {type(handle).__name__!r}: "
             "decode it with its type, for example msgspec.msgpack.decode(data, type=aiotensor.TensorHandle)"
         )
+    if handle.message < 0 or handle.tensor < 0:
+        raise ValueError(f"no sender made this handle, its numbers are negative: {handle}")
     return Key(handle.sender, handle.message, handle.tensor)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    copy = tensor.detach().clone()
+    copy = placements.copy_of(tensor)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
     return copy.requires_grad_(tensor.requires_grad)

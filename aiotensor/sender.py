@@ -15,6 +15,7 @@ from aiotensor.home import FreedItems, Home
 from aiotensor.message import Message
 from aiotensor.outgoing import Outgoing
 from aiotensor.placements import Plan, Sendable
+from aiotensor.protocol.frames import MAX_TENSORS
 from aiotensor.types import SenderStatistics, TensorHandle
 
 __all__ = ["OpenMessage", "TensorSender"]
@@ -82,7 +83,7 @@ class TensorSender:
 
         Waits for a permit, then for bytes of shared memory, each in the order of the calls, then for the
         copy, which runs in a worker thread. Cancelling gives all of it back, also in the middle of the
-        copy; the receiver then never sees the message.
+        copy, and discards the message if the receiver has not taken it by then.
 
         Raises:
             UnsupportedTensorError: the tensor would not arrive as it is; nothing was taken for it.
@@ -93,7 +94,7 @@ class TensorSender:
             OSError: the machine has no shared memory or no descriptors left.
         """
         source, plan = self._prepare(tensor)
-        message = await self._outgoing.begin()
+        message = await self._outgoing.begin(plan.block)
         try:
             return await self._outgoing.put(message, source, plan, last=True)
         except BaseException:
@@ -138,7 +139,9 @@ class TensorSender:
             shape: the sizes of its dimensions, in elements.
             dtype: the type of its elements.
 
-        Waits for bytes of shared memory, in the order of the calls; cancelling gives them back.
+        Waits for bytes of shared memory, in the order of the calls; cancelling gives them back. For a
+        message of several tensors, allocate inside its block: who holds memory while waiting for a permit
+        may wait for somebody who has a permit and waits for memory.
 
         Raises:
             TypeError: the dtype is no torch dtype.
@@ -262,11 +265,14 @@ class OpenMessage:
 
         The receiver can take it when the message is whole, after the block. An error in `send` takes
         nothing for this tensor and leaves the message as it was: it may be caught, and the block go on.
+        Cancelling does the same, unless the tensor was announced already: then the message is discarded,
+        and its block ends with `DiscardedError`.
         Arguments, waiting, cancelling and errors are otherwise those of `TensorSender.send`.
 
         Raises:
             WouldBlockError: all of `arena_bytes` is held by messages that wait for more of it, so that
                 waiting would never end.
+            TooLargeError: the message has as many tensors as a message may have.
             DiscardedError: the message was discarded, by either side, or its block has ended.
         """
         message = self._message
@@ -275,16 +281,24 @@ class OpenMessage:
         source, plan = self._sender._prepare(tensor)
         if message.is_whole or message.has_ended:
             raise DiscardedError("this message has ended: begin a new one")
+        if message.count + message.sending >= MAX_TENSORS:
+            raise TooLargeError(
+                f"a message has at most {MAX_TENSORS} tensors: stack small ones, or begin another message",
+                limit=MAX_TENSORS,
+                requested=message.count + message.sending + 1,
+            )
         return await self._sender._outgoing.put(message, source, plan, last=False)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         message, outgoing = self._message, self._sender._outgoing
-        if message is None or message.has_ended:
+        if message is None:
             return
         if kind is not None:
             outgoing.abandon(message)
+        elif message.has_ended:
+            raise outgoing.why_not()  # it was not whole, so nobody can have taken it
         elif message.sending:
             outgoing.abandon(message)
             raise UsageError("a send of this message was not awaited: await every message.send in its block")

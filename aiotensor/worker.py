@@ -25,13 +25,14 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._running: set[Future[Any]] = set()
+        self._settling: list[asyncio.Future[None]] = []
 
     def submit(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> "Future[R]":
         """Begin a piece of work."""
         running = self._executor.submit(work, *args, **kwargs)
         self._running.add(running)
         # Not through `when_done`: a callback that holds its future would keep the result alive.
-        running.add_done_callback(lambda done: self._in_loop(lambda: self._running.discard(done)))
+        running.add_done_callback(lambda done: self._in_loop(lambda: self._ended(done)))
         return running
 
     def when_done(
@@ -44,12 +45,26 @@ class Worker:
         running.add_done_callback(lambda _: self._in_loop(lambda: callback(*args, **kwargs)))
 
     async def settle(self) -> None:
-        """Wait until nothing runs; errors are for those who asked for the work."""
-        await asyncio.gather(*map(asyncio.wrap_future, self._running), return_exceptions=True)
+        """Wait until nothing runs; errors are for those who asked for the work.
+
+        Cancelling leaves the work running.
+        """
+        while self._running:
+            # Not by the futures of the work: cancelling this would cancel them for everybody.
+            future = self._loop.create_future()
+            self._settling.append(future)
+            await future
 
     def close(self) -> None:
         """End the thread; if work still runs, without waiting for it."""
-        self._executor.shutdown(wait=not self._running, cancel_futures=True)
+        self._executor.shutdown(wait=not self._running)
+
+    def _ended(self, running: "Future[Any]") -> None:
+        self._running.discard(running)
+        settling, self._settling = self._settling, []
+        for future in settling:
+            if not future.done():
+                future.set_result(None)
 
     def _in_loop(self, callback: Callable[[], object]) -> None:
         # Once the loop is closed, so is everything that the callback would set right.

@@ -147,15 +147,16 @@ async def test_what_was_held_before_a_failure_can_be_given_back_after_it() -> No
     assert gate.budget.in_use == 0
 
 
-async def test_a_grant_that_came_before_a_failure_counts() -> None:
+async def test_a_grant_in_the_turn_of_a_failure_is_given_back() -> None:
     gate = Gate(10)
     await gate.acquire(10)
     waiting = await begin(gate, 10)
 
     gate.release(10)
     gate.fail(lambda: ClosedError("closed"))
-    await waiting
-    assert gate.budget.in_use == 10
+    with pytest.raises(ClosedError):
+        await waiting
+    assert gate.budget.in_use == 0
 
 
 async def test_a_waiter_that_is_cancelled_and_failed_at_once_leaves_no_error_unseen() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import gc
 import os
+import socket
 import threading
 from collections.abc import Callable
 
@@ -24,6 +25,7 @@ from aiotensor import (
     UsageError,
     WouldBlockError,
 )
+from aiotensor.protocol.frames import MAX_TENSORS
 from tests.pairs import BIG, pair, pattern, settled, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -289,7 +291,8 @@ async def test_discarding_in_the_middle_of_a_copy_ends_the_send(monkeypatch: pyt
         go_on.set()
         with pytest.raises(DiscardedError):
             await sending
-        await message.__aexit__(None, None, None)
+        with pytest.raises(DiscardedError):
+            await message.__aexit__(None, None, None)
         await settled(sender)
 
 
@@ -557,3 +560,88 @@ async def _drain_after(sending: "asyncio.Task[TensorHandle]", sender: TensorSend
     await sending
     if sender.statistics().in_flight:
         await sender.drain()
+
+
+@pytest.mark.parametrize("count", [3, BIG])
+async def test_a_permit_granted_in_the_turn_of_the_receivers_end_sends_nothing(count: int) -> None:
+    queue = TensorQueue()
+    async with TensorSender(queue, max_concurrent_videos=1) as sender:
+        async with TensorReceiver(queue) as receiver:
+            first = await sender.send(pattern(0, 3))
+            waiting = asyncio.create_task(sender.send(pattern(1, count)))
+            await until(lambda: sender.statistics().waiting == 1)
+            await receiver.receive(first)  # the permit and the end arrive together
+        with pytest.raises(PeerLostError):
+            await waiting
+        await settled(sender)
+
+
+async def test_a_permit_granted_in_the_turn_of_closing_is_given_back() -> None:
+    async with pair(max_concurrent_videos=1) as (sender, _):
+        first = await sender.send(pattern(0, 3))
+        waiting = asyncio.create_task(sender.send(pattern(1, 3)))
+        await until(lambda: sender.statistics().waiting == 1)
+        sender.discard(first)
+        await sender.aclose()
+        with pytest.raises(ClosedError):
+            await waiting
+        assert sender.statistics().in_flight == 0
+
+
+async def test_an_allocated_tensor_and_a_send_that_wait_for_each_other_are_told_so() -> None:
+    async with pair(max_concurrent_videos=1, arena_bytes=BIG * 8) as (sender, receiver):
+        tensor = await sender.allocate((BIG,), torch.int64)
+        tensor.copy_(pattern(1, BIG))
+        plain = asyncio.create_task(sender.send(pattern(2, BIG)))  # has the permit, waits for bytes
+        await until(lambda: sender.statistics().waiting == 1)
+        allocated = asyncio.create_task(sender.send(tensor))  # has the bytes, waits for the permit
+        with pytest.raises(WouldBlockError, match="never end"):
+            await plain
+        assert torch.equal(await receiver.receive(await allocated), pattern(1, BIG))
+
+
+async def test_cancelling_aclose_cancels_nobody_else() -> None:
+    async with pair() as (sender, _):
+        big = torch.zeros(1 << 25, dtype=torch.uint8)
+        sending = [asyncio.create_task(sender.send(big)) for _ in range(3)]
+        allocating = asyncio.create_task(sender.allocate((1 << 25,), torch.uint8))
+        await until(lambda: sender.statistics().in_flight == 3)
+        closing = asyncio.create_task(sender.aclose())
+        await asyncio.sleep(0)
+        closing.cancel()
+        results = await asyncio.gather(*sending, allocating, return_exceptions=True)
+        assert all(isinstance(result, ClosedError) for result in results), results
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        await until(lambda: not sender._outgoing._worker._running)
+        sender._outgoing._worker.close()
+
+
+async def test_the_block_of_a_message_that_was_discarded_under_it_ends_with_an_error() -> None:
+    async with pair() as (sender, receiver):
+        with pytest.raises(DiscardedError):
+            async with sender.message() as message:
+                handle = await message.send(pattern(0, 3))
+                await until(lambda: receiver.statistics().unclaimed_tensors == 1)
+                receiver.discard(handle)
+                await until(lambda: sender.statistics().in_flight == 0)
+
+
+async def test_a_message_has_a_most_of_tensors_and_goes_on_after_the_refusal() -> None:
+    async with pair() as (sender, receiver):
+        async with sender.message() as message:
+            handles = [await message.send(pattern(0, 1)) for _ in range(MAX_TENSORS)]
+            with pytest.raises(TooLargeError, match="stack small ones") as caught:
+                await message.send(pattern(0, 1))
+            assert (caught.value.limit, caught.value.requested) == (MAX_TENSORS, MAX_TENSORS + 1)
+        assert torch.equal(await receiver.receive(handles[-1]), pattern(0, 1))
+
+
+async def test_a_default_timeout_of_the_applications_sockets_changes_nothing() -> None:
+    socket.setdefaulttimeout(0.001)
+    try:
+        async with pair() as (sender, receiver):
+            await asyncio.to_thread(gc.collect)  # nothing arrives for longer than that
+            assert torch.equal(await receiver.receive(await sender.send(pattern(0, BIG))), pattern(0, BIG))
+    finally:
+        socket.setdefaulttimeout(None)

@@ -142,6 +142,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "detach",
     ),
     "a sparse tensor": (lambda: torch.ones(3).to_sparse(), "to_dense"),
+    "a tensor of too many dimensions": (lambda: torch.zeros([1] * 65), "reshape"),
+    "an empty tensor beyond all addresses": (lambda: torch.empty((0, 2**62), dtype=torch.float64), "smaller"),
     "a tensor without memory": (lambda: torch.empty(3, device="meta"), "cpu"),
     "an array of objects": (lambda: np.array([object()]), "dtype"),
     "an array of another byte order": (lambda: np.arange(3, dtype=">i4"), "newbyteorder"),

@@ -57,6 +57,9 @@ class ReceiverLink(Protocol):
     def write(self, data: bytes) -> None:
         """Send a frame; never block."""
 
+    async def flush(self) -> None:
+        """Wait until the kernel has everything that was written, or the link is closed or lost."""
+
     def close(self) -> None:
         """Close at once; nothing more is read from this sender."""
 

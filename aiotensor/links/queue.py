@@ -16,11 +16,18 @@ import os
 import socket
 from collections.abc import Sequence
 from multiprocessing import connection, context
+from typing import Any, BinaryIO, TypeAlias
 
 from aiotensor.descriptors import close_all
 from aiotensor.errors import UsageError
 from aiotensor.links.base import ReceiverEvents, SenderEvents
-from aiotensor.links.records import RecordReader, RecordSocket, close_after_fork, record_pair
+from aiotensor.links.records import (
+    RECORDS_A_TURN,
+    RecordReader,
+    RecordSocket,
+    close_after_fork,
+    record_pair,
+)
 
 __all__ = ["QueueListener", "QueueSenderLink", "TensorQueue"]
 
@@ -29,7 +36,8 @@ _HELLO = b"H"
 _FRAME = b"F"
 _SENDER_CHARS = 32
 
-_RECORDS_A_TURN = 32
+_Connection: TypeAlias = "connection.Connection[Any, Any]"
+
 # A dead sender is reported when the queue was empty once, or after so many more records: the queue's
 # buffer (208 KiB by default) holds fewer, so its last words have been read by then.
 _LAST_WORDS = 1024
@@ -52,6 +60,8 @@ class TensorQueue:
         # Connections: they know how to travel to a spawned child, and close when nobody needs them.
         self._reader = connection.Connection(reader.detach())
         self._writer = connection.Connection(writer.detach())
+        # An empty file, locked by the one receiver.
+        self._turn = connection.Connection(os.memfd_create("aiotensor-receiver"))
 
     def __getstate__(self) -> tuple[object, ...]:
         if context.get_spawning_popen() is None:
@@ -59,22 +69,37 @@ class TensorQueue:
                 "a TensorQueue can only be handed to a child process while it is spawned: pass it in "
                 "multiprocessing.get_context('spawn').Process(target=..., args=(queue,))"
             )
-        return self._reader, self._writer
+        return self._reader, self._writer, self._turn
 
-    def __setstate__(self, state: tuple[object, ...]) -> None:
-        reader, writer = state
-        if not isinstance(reader, connection.Connection) or not isinstance(writer, connection.Connection):
-            raise TypeError("this is not the state of a TensorQueue")
-        self._reader, self._writer = reader, writer
+    def __setstate__(self, state: tuple[_Connection, _Connection, _Connection]) -> None:
+        self._reader, self._writer, self._turn = state
         self._pid = os.getpid()
 
     def __repr__(self) -> str:
         return f"<TensorQueue {'closed' if self._reader.closed else 'open'}>"
 
     def close(self) -> None:
-        """Close this process's ends; senders and receivers that are open keep theirs."""
-        self._reader.close()
-        self._writer.close()
+        """Close this process's ends; senders and receivers that are open keep theirs.
+
+        Do so in every process once its senders and receivers are open, and in the parent once the
+        children are started: then a sender hears at once of an engine that died before it opened its
+        receiver, since nobody is left who could read the queue.
+        """
+        for end in (self._reader, self._writer, self._turn):
+            end.close()
+
+    def _lock(self) -> BinaryIO:
+        """Take the turn of the one receiver; the kernel ends it with the file, or with the process."""
+        # Opened anew: a lock belongs to the opened file, and what was inherited is the same one everywhere.
+        file = open(f"/proc/self/fd/{self._turn.fileno()}", "rb", buffering=0)  # noqa: SIM115
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise UsageError(
+                "this TensorQueue has a receiver already: close that one, or make a queue for each receiver"
+            ) from None
+        return file
 
     def _duplicate(self, end: connection.Connection) -> socket.socket:
         if os.getpid() != self._pid:
@@ -84,7 +109,9 @@ class TensorQueue:
             )
         if end.closed:
             raise UsageError("this TensorQueue was closed: make a new one before starting the processes")
-        return socket.socket(fileno=os.dup(end.fileno()))
+        sock = socket.socket(fileno=os.dup(end.fileno()))
+        sock.setblocking(False)  # whatever the application's default timeout is
+        return sock
 
     def _duplicate_writer(self) -> socket.socket:
         return self._duplicate(self._writer)
@@ -113,11 +140,11 @@ class QueueSenderLink:
     async def open(self, hello: bytes, events: SenderEvents) -> None:
         """Put the introduction, and the far end of the pipe, on the queue."""
         self._events = events
-        writer = self._tensor_queue._duplicate_writer()
-        self._queue = RecordSocket(writer, on_record=None, on_closed=self._lost)
-        near, far = record_pair()
-        self._pipe = RecordSocket(near, on_record=self._frame_arrived, on_closed=self._lost)
         try:
+            writer = self._tensor_queue._duplicate_writer()
+            self._queue = RecordSocket(writer, on_record=None, on_closed=self._lost)
+            near, far = record_pair()
+            self._pipe = RecordSocket(near, on_record=self._frame_arrived, on_closed=self._lost)
             self._queue.write(_HELLO + self._address + hello, [far.detach()])
             await self._queue.flush()
         except BaseException:
@@ -171,6 +198,10 @@ class _QueueReceiverLink:
         """Send a frame back."""
         self._pipe.write(data)
 
+    async def flush(self) -> None:
+        """Wait until the pipe has everything that was written."""
+        await self._pipe.flush()
+
     def close(self) -> None:
         """Close the pipe, and read nothing more of this sender from the queue."""
         self._pipe.close()
@@ -182,14 +213,6 @@ class _QueueReceiverLink:
     def _unexpected(self, data: bytes, descriptors: list[int]) -> None:
         # Senders speak on the queue, where their words keep their order; here only their end is heard.
         close_all(descriptors)
-
-
-# The queues that receivers of this process drain, by the inode of the reading end.
-_drained_here: set[int] = set()
-
-
-def _inode(sock: socket.socket) -> int:
-    return os.fstat(sock.fileno()).st_ino
 
 
 class QueueListener:
@@ -205,6 +228,7 @@ class QueueListener:
         self._gone_links: dict[_QueueReceiverLink, str] = {}
         self._records_since_gone = 0
         self._sock: socket.socket | None = None
+        self._turn: BinaryIO | None = None
         self._reading: asyncio.Task[None] | None = None
         self._wake: asyncio.Future[None] | None = None
         self._events: ReceiverEvents | None = None
@@ -213,20 +237,14 @@ class QueueListener:
         """Become the queue's one receiver, and begin to drain it."""
         sock = self._tensor_queue._duplicate_reader()
         try:
-            # The kernel frees this lock when the process dies, however it dies. It is the process's, so
-            # a second receiver in this one has to be noticed apart.
-            if _inode(sock) in _drained_here:
-                raise BlockingIOError
-            fcntl.lockf(sock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            self._turn = self._tensor_queue._lock()
+        except BaseException:
             sock.close()
-            raise UsageError(
-                "this TensorQueue has a receiver already: close that one, or make a queue for each receiver"
-            ) from None
+            raise
         close_after_fork(sock)
+        close_after_fork(self._turn)
         self._events = events
         self._sock = sock
-        _drained_here.add(_inode(sock))
         loop = asyncio.get_running_loop()
         loop.add_reader(sock.fileno(), self._wake_up)
         self._reading = loop.create_task(self._drain(sock), name="aiotensor-drain")
@@ -238,8 +256,9 @@ class QueueListener:
             return
         self._sock = self._reading = self._events = None
         asyncio.get_running_loop().remove_reader(sock.fileno())
-        _drained_here.discard(_inode(sock))
         sock.close()
+        if self._turn is not None:
+            self._turn.close()
         for link in list(self._links.values()):
             link.close()
         task.cancel()
@@ -264,6 +283,16 @@ class QueueListener:
             # Every writer is gone, ours too: nothing can arrive, and the end would stay readable for ever.
             loop.remove_reader(sock.fileno())
             self._report_gone()
+        except asyncio.CancelledError:
+            if self._reading is None:
+                raise  # by `close`
+            # Somebody cancels every task of the loop: whoever waits must hear of it rather than hang.
+            loop.remove_reader(sock.fileno())
+            if self._events is not None:
+                self._events.listener_failed(
+                    RuntimeError("the task that reads from the senders was cancelled")
+                )
+            raise
         except Exception as error:  # noqa: BLE001 - whoever waits must hear of a bug rather than hang
             loop.remove_reader(sock.fileno())
             if self._events is not None:
@@ -271,7 +300,7 @@ class QueueListener:
 
     def _read_some(self, reader: RecordReader) -> bool:
         """Read as many records as one turn of the loop allows; say whether the queue was empty."""
-        for _ in range(_RECORDS_A_TURN):
+        for _ in range(RECORDS_A_TURN):
             if self._sock is None:
                 return True
             record = reader.read()

@@ -13,16 +13,25 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from aiotensor.descriptors import close_all
 
-__all__ = ["MAX_RECORD_BYTES", "RecordReader", "RecordSocket", "close_after_fork", "record_pair"]
+__all__ = [
+    "MAX_RECORD_BYTES",
+    "RECORDS_A_TURN",
+    "RecordReader",
+    "RecordSocket",
+    "close_after_fork",
+    "record_pair",
+]
 
 # The largest frame carries an inline tensor of 8 KiB. A record must fit the send buffer of a local socket,
 # 208 KiB by default on Linux.
 MAX_RECORD_BYTES = 64 * 1024
 _MAX_DESCRIPTORS = 8
-_RECORDS_A_TURN = 32  # then other callbacks of the loop have their turn
+_READ_FLAGS = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+RECORDS_A_TURN = 32  # then other callbacks of the loop have their turn
 
 
 def record_pair() -> tuple[socket.socket, socket.socket]:
@@ -33,18 +42,24 @@ def record_pair() -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
+class SupportsClose(Protocol):
+    """A socket or a file."""
+
+    def close(self) -> object: ...
+
+
 # A forked child would hold our ends open, and the other side would not hear of our death.
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_ours: weakref.WeakSet[SupportsClose] = weakref.WeakSet()
 
 
-def close_after_fork(sock: socket.socket) -> None:
-    """Have a socket closed in every child that is forked from now on."""
-    _sockets.add(sock)
+def close_after_fork(one: SupportsClose) -> None:
+    """Have a socket or file closed in every child that is forked from now on."""
+    _ours.add(one)
 
 
 def _close_in_child() -> None:
-    for sock in list(_sockets):
-        sock.close()
+    for one in list(_ours):
+        one.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -70,7 +85,7 @@ class RecordReader:
         while True:
             try:
                 size, ancillary, _, _ = self._sock.recvmsg_into(
-                    [self._buffer], self._ancillary_bytes, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+                    [self._buffer], self._ancillary_bytes, _READ_FLAGS
                 )
                 break
             except BlockingIOError:
@@ -212,7 +227,7 @@ class RecordSocket:
         self._wake_flushers()
 
     def _readable(self) -> None:
-        for _ in range(_RECORDS_A_TURN):
+        for _ in range(RECORDS_A_TURN):
             if self._is_closed or self._on_record is None:  # a record's handler may close the socket
                 return
             try:

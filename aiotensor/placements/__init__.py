@@ -1,11 +1,10 @@
 """How the bytes of one tensor travel. A new way is one file, one branch in `plan`, one row in `_OPENERS`.
 
-The sender asks `Placements.plan` and gets a `Plan`: how many bytes of shared memory it needs, whether
+The sender asks `plan` and gets a `Plan`: how many bytes of shared memory it needs, whether
 placing may take long, and `place`, which returns the bytes and descriptors for the frame. The receiver
 hands what arrived to `open_tensor`.
 """
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -25,7 +24,7 @@ from aiotensor.placements.memfd import (
     new_shared,
     open_memfd,
 )
-from aiotensor.placements.raw import new_tensor
+from aiotensor.placements.raw import copy_of, is_addressable, new_tensor
 from aiotensor.placements.source import Sendable, as_tensor, check_dtype
 
 __all__ = [
@@ -38,6 +37,7 @@ __all__ = [
     "Sendable",
     "as_tensor",
     "check_dtype",
+    "copy_of",
     "dtype_from_name",
     "name_of_dtype",
     "new_shared",
@@ -125,7 +125,7 @@ def open_tensor(
         dtype = dtype_from_name(dtype_name)
         if opener is None:
             raise ProtocolError(f"the peer placed a tensor by {placement[:64]!r}, which is unknown here")
-        if math.prod(size for size in shape if size) * dtype.itemsize >= 2**63:
+        if not is_addressable(shape, dtype.itemsize):
             raise ProtocolError(
                 f"the peer sent a tensor of shape {shape}, which is more than can be addressed"
             )

@@ -1,12 +1,13 @@
 """The bytes of a tensor's values, exactly, in row-major order, and in pieces."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["RawBytes", "new_tensor", "pieces"]
+__all__ = ["RawBytes", "copy_of", "is_addressable", "new_tensor", "pieces"]
 
 RawBytes = npt.NDArray[np.uint8]
 
@@ -31,6 +32,19 @@ def pieces(source: torch.Tensor) -> Iterator[RawBytes]:
         plain = _resolved(part).contiguous()
         # Not reshape: where there is one element, or none, it keeps strides that cannot be seen as bytes.
         yield plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
+
+
+def is_addressable(shape: Sequence[int], itemsize: int) -> bool:
+    """Say whether torch can compute the strides of a tensor, which also an empty one has."""
+    return math.prod(size for size in shape if size) * itemsize < 2**63
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a contiguous tensor on this thread alone; torch would start a team of threads for it."""
+    copy = new_tensor(tuple(tensor.shape), tensor.dtype)
+    raw = _RAW_DTYPE[tensor.element_size()]
+    np.copyto(copy.view(raw).numpy(), tensor.detach().view(raw).numpy())
+    return copy
 
 
 def _resolved(part: torch.Tensor) -> torch.Tensor:

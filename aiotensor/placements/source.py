@@ -8,6 +8,8 @@ import torch
 
 from aiotensor.errors import UnsupportedTensorError
 from aiotensor.placements.dtypes import name_of_dtype
+from aiotensor.placements.raw import is_addressable
+from aiotensor.protocol.frames import MAX_DIMENSIONS
 
 __all__ = ["Sendable", "SupportsDLPack", "as_tensor", "check_dtype"]
 
@@ -80,6 +82,10 @@ def _refusal(tensor: torch.Tensor) -> str | None:
         return f"a tensor on device {tensor.device} cannot travel on this link: send tensor.cpu()"
     if name_of_dtype(tensor.dtype) is None:
         return f"a tensor of {tensor.dtype} cannot travel: send tensor.view(torch.uint8)"
+    if tensor.dim() > MAX_DIMENSIONS:
+        return f"a tensor of {tensor.dim()} dimensions cannot travel: reshape it to at most {MAX_DIMENSIONS}"
+    if not is_addressable(tensor.shape, tensor.element_size()):
+        return f"an empty tensor of shape {tuple(tensor.shape)} cannot travel: send one of smaller sizes"
     if tensor.requires_grad and not tensor.is_leaf:
         return "a tensor with a gradient history would lose it on the way: send tensor.detach()"
     if any(name is not None for name in getattr(tensor, "names", ())):  # gone from recent releases

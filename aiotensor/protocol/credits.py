@@ -88,18 +88,24 @@ class Budget:
         """Note that what a holder has will come back, whatever that holder waits for."""
         self._held.pop(holder, None)
 
-    def stuck(self) -> Ticket | None:
+    def stuck(self, elsewhere: int = 0) -> Ticket | None:
         """Return the request that must be refused so that the others can go on, or None.
 
         A budget is stuck when somebody waits and everything in use belongs to holders that wait too:
-        none of them can go on, so none will release. The latest in line gives way.
+        none of them can go on, so none will release. The latest in line gives way, of those that hold
+        something if there are any.
+
+        Args:
+            elsewhere: how much of what is in use will not be released either before somebody in the line
+                goes on or gives up.
         """
-        if not self._line:
+        if not self._line or not (self._held or elsewhere):
             return None
         waiting = {ticket.holder for ticket in self._line if ticket.holder is not None}
-        if sum(self._held.get(holder, 0) for holder in waiting) < self.in_use:
+        if sum(self._held.get(holder, 0) for holder in waiting) + elsewhere < self.in_use:
             return None
-        return next((ticket for ticket in reversed(self._line) if ticket.holder in self._held), None)
+        latest = [ticket for ticket in reversed(self._line) if ticket.holder is not None]
+        return next((ticket for ticket in latest if ticket.holder in self._held), next(iter(latest), None))
 
     def _let_go(self, amount: int, holder: Hashable) -> None:
         if holder is None:

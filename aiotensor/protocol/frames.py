@@ -28,6 +28,8 @@ import msgspec
 from aiotensor.errors import ProtocolError
 
 __all__ = [
+    "MAX_DIMENSIONS",
+    "MAX_TENSORS",
     "VERSION",
     "Bye",
     "Discard",
@@ -47,8 +49,11 @@ __all__ = [
 
 VERSION = 1
 
-# More dimensions than this no torch operator accepts.
-_MAX_DIMENSIONS = 64
+# More than any tensor of use has; the bound keeps frames small.
+MAX_DIMENSIONS = 64
+
+# Of one message. What rides in frames counts against no bytes of shared memory, so this bounds it.
+MAX_TENSORS = 1024
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -74,7 +79,7 @@ class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
     message: Number
     tensor: Number
     dtype: Name
-    shape: Annotated[tuple[Number, ...], msgspec.Meta(max_length=_MAX_DIMENSIONS)]
+    shape: Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
     device: Name
     placement: Name
     payload: bytes

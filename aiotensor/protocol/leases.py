@@ -49,6 +49,10 @@ class Leases:
         self.pin(number)
         return number
 
+    def size_of(self, number: int) -> int:
+        """Return the bytes of a block."""
+        return self._blocks[number].nbytes
+
     def pin(self, number: int) -> None:
         """Pin a block for one more announcement."""
         self._blocks[number].sent += 1

@@ -28,6 +28,7 @@ from aiotensor.errors import (
     PeerLostError,
     ProtocolError,
 )
+from aiotensor.protocol.frames import MAX_TENSORS
 from aiotensor.protocol.numbers import NumberSet
 
 __all__ = ["Key", "Mailbox"]
@@ -93,9 +94,11 @@ class Mailbox(Generic[T]):
 
     def __init__(self) -> None:
         self._senders: dict[str, _Sender[T]] = {}
+        self.messages_discarded = 0
         self._departed: OrderedDict[str, None] = OrderedDict()
+        self._strangers: OrderedDict[str, None] = OrderedDict()  # known only by the discard of a handle
         self._arrivals: OrderedDict[Key, None] = OrderedDict()  # whole, neither taken nor held
-        self._claims: dict[Key, int] = {}
+        self._claims: dict[tuple[str, int], dict[int, int]] = {}  # by message: how many for each tensor
 
     # What senders do
 
@@ -108,21 +111,20 @@ class Mailbox(Generic[T]):
         record = self._senders.setdefault(sender, _Sender())
         if record.joined:
             raise ProtocolError(f"sender {sender} introduced itself twice")
+        self._strangers.pop(sender, None)
         record.joined = True
         record.pid = pid
         record.limit = limit
 
     def expects(self, sender: str, message: int) -> bool:
-        """Say whether a tensor of this message would be filed, or dropped because it was discarded.
+        """Say whether a tensor of this message would be filed, or dropped because the message has ended.
 
         Raises:
-            ProtocolError: the message was already taken, or is one more than the sender may have.
+            ProtocolError: the message was whole, or is one more than the sender may have.
         """
         record = self._joined(sender)
         if message in record.ended:
-            if message in record.discarded:
-                return False
-            raise ProtocolError(f"sender {sender} sent a tensor of message {message}, which has ended")
+            return False
         found = record.messages.get(message)
         if found is not None and found.count is not None:
             raise ProtocolError(f"sender {sender} sent a tensor of message {message}, which was whole")
@@ -139,11 +141,11 @@ class Mailbox(Generic[T]):
             ProtocolError: the message does not expect it, or has it already.
         """
         if not self.expects(key.sender, key.message):
-            raise ProtocolError(f"message {key.message} of sender {key.sender} was discarded")
+            raise ProtocolError(f"message {key.message} of sender {key.sender} has ended")
         message = self._senders[key.sender].messages.setdefault(key.message, _Message())
-        if key.tensor in message.tensors:
+        if key.tensor != len(message.tensors) or key.tensor >= MAX_TENSORS:
             raise ProtocolError(
-                f"sender {key.sender} sent tensor {key.tensor} of message {key.message} twice"
+                f"sender {key.sender} sent tensor {key.tensor} of message {key.message} out of turn"
             )
         message.tensors[key.tensor] = item
 
@@ -155,26 +157,24 @@ class Mailbox(Generic[T]):
         """
         record = self._joined(sender)
         if number in record.ended:
-            if number in record.discarded:
-                return []
-            raise ProtocolError(f"sender {sender} ended message {number} twice")
+            return []
         message = record.messages.get(number)
-        has_gaps = message is None or len(message.tensors) != count or max(message.tensors) != count - 1
-        if message is None or message.count is not None or has_gaps:
+        if message is None or message.count is not None or len(message.tensors) != count:
             raise ProtocolError(f"sender {sender} ended message {number} with a wrong count of tensors")
         message.count = count
         keys = [Key(sender, number, tensor) for tensor in range(count)]
         self._arrivals.update(dict.fromkeys(keys))
-        return list(dict.fromkeys([*keys, *self._waiting(sender, number)]))
+        return keys if (sender, number) not in self._claims else [*keys, *self._waiting(sender, number)]
 
     def leave(self, sender: str) -> list[Key]:
         """Note that a sender closed: what is whole stays, what is not is discarded."""
         record = self._joined(sender)
         record.left = True
         for number in [number for number, message in record.messages.items() if message.count is None]:
+            self.messages_discarded += 1
             del record.messages[number]
             record.end(number, discarded=True)
-        self._depart(sender, record)
+        self._remember(self._departed, sender)
         return self._waiting(sender)
 
     def lose(self, sender: str, error: AioTensorError) -> list[Key]:
@@ -186,7 +186,7 @@ class Mailbox(Generic[T]):
         record.loss = error
         for number in list(record.messages):
             self._drop(sender, record, number)
-        self._depart(sender, record)
+        self._remember(self._departed, sender)
         return self._waiting(sender)
 
     def withdraw(self, sender: str, number: int) -> list[Key]:
@@ -212,6 +212,8 @@ class Mailbox(Generic[T]):
             whether something of the message had arrived, and the keys whose waiters are to be woken.
         """
         record = self._senders.setdefault(sender, _Sender())
+        if not record.joined:
+            self._remember(self._strangers, sender)
         if (
             number in record.ended
             or record.loss is not None
@@ -220,21 +222,24 @@ class Mailbox(Generic[T]):
             return False, []
         had_arrived = number in record.messages
         self._drop(sender, record, number)
+        self.messages_discarded += 1
         return had_arrived, self._waiting(sender, number)
 
     # What takers do
 
     def claim(self, key: Key) -> None:
         """Keep a tensor from `next_unclaimed` while somebody waits for it by its handle."""
-        self._claims[key] = self._claims.get(key, 0) + 1
+        claims = self._claims.setdefault((key.sender, key.message), {})
+        claims[key.tensor] = claims.get(key.tensor, 0) + 1
 
     def unclaim(self, key: Key) -> None:
         """Take one claim back."""
-        left = self._claims[key] - 1
-        if left:
-            self._claims[key] = left
-        else:
-            del self._claims[key]
+        claims = self._claims[key.sender, key.message]
+        claims[key.tensor] -= 1
+        if not claims[key.tensor]:
+            del claims[key.tensor]
+        if not claims:
+            del self._claims[key.sender, key.message]
 
     def hold(self, key: Key) -> T | None:
         """Reserve a tensor and return it, or None if it has not arrived.
@@ -295,7 +300,14 @@ class Mailbox(Generic[T]):
 
     def next_unclaimed(self) -> Key | None:
         """Return the earliest arrival that nobody waits for by its handle, or None."""
-        return next((key for key in self._arrivals if key not in self._claims), None)
+        return next(
+            (
+                key
+                for key in self._arrivals
+                if key.tensor not in self._claims.get((key.sender, key.message), ())
+            ),
+            None,
+        )
 
     # What is there
 
@@ -324,17 +336,23 @@ class Mailbox(Generic[T]):
                 self._arrivals.pop(Key(sender, number, tensor), None)
         record.end(number, discarded=True)
 
-    def _depart(self, sender: str, record: _Sender[T]) -> None:
-        self._departed[sender] = None
-        if len(self._departed) > _REMEMBERED_SENDERS:
+    def _remember(self, senders: OrderedDict[str, None], sender: str) -> None:
+        """Remember a sender that is not here, and forget the oldest of its kind beyond a limit."""
+        senders[sender] = None
+        if len(senders) > _REMEMBERED_SENDERS:
             # One that left tensors behind which can still be taken stays.
-            oldest = next((name for name in self._departed if not self._senders[name].messages), None)
+            oldest = next((name for name in senders if not self._senders[name].messages), None)
             if oldest is not None:
-                del self._departed[oldest], self._senders[oldest]
+                del senders[oldest], self._senders[oldest]
 
     def _waiting(self, sender: str, number: int | None = None) -> list[Key]:
+        if number is not None:
+            return [Key(sender, number, tensor) for tensor in self._claims.get((sender, number), ())]
         return [
-            key for key in self._claims if key.sender == sender and (number is None or key.message == number)
+            Key(*message, tensor)
+            for message, tensors in self._claims.items()
+            if message[0] == sender
+            for tensor in tensors
         ]
 
 

@@ -115,19 +115,17 @@ def test_each_offence_of_a_sender_is_named() -> None:
         mailbox.put(Key("s", 0, 1), "x")
     mailbox.hold(Key("s", 0, 0))
     mailbox.finish(Key("s", 0, 0))
-    with pytest.raises(ProtocolError, match="message 0, which has ended"):
-        mailbox.put(Key("s", 0, 1), "x")
-    with pytest.raises(ProtocolError, match="ended message 0 twice"):
-        mailbox.end("s", 0, 1)
+    assert not mailbox.expects("s", 0)  # nor is it an offence: it may have been discarded long ago
+    assert mailbox.end("s", 0, 1) == []
     with pytest.raises(ProtocolError, match="ended message 1 with a wrong count"):
         mailbox.end("s", 1, 0)
     mailbox.put(Key("s", 1, 0), "x")
-    with pytest.raises(ProtocolError, match="tensor 0 of message 1 twice"):
+    with pytest.raises(ProtocolError, match="tensor 0 of message 1 out of turn"):
         mailbox.put(Key("s", 1, 0), "x")
     with pytest.raises(ProtocolError, match="ended message 1 with a wrong count"):
         mailbox.end("s", 1, 2)
     mailbox.discard("s", 1)
-    with pytest.raises(ProtocolError, match="message 1 of sender s was discarded"):
+    with pytest.raises(ProtocolError, match="message 1 of sender s has ended"):
         mailbox.put(Key("s", 1, 1), "x")
 
 

@@ -68,21 +68,21 @@ class MailboxMachine(RuleBasedStateMachine):
     def expected(self, sender: str, number: int) -> bool | None:
         """Whether a tensor is filed or dropped, or None if it is an offence."""
         ended, known = self.ended.get((sender, number)), self.messages.get((sender, number))
-        if self.state[sender] != "joined" or ended == "taken" or (known is not None and known.is_whole):
+        if self.state[sender] != "joined" or (known is not None and known.is_whole):
             return None
-        if ended == "discarded":
+        if ended is not None:
             return False
         return None if known is None and len(self.of(sender)) >= LIMIT else True
 
     def what_hold_finds(self, key: Key) -> type[AioTensorError] | str | None:
         known = self.messages.get(key[:2])
         match self.state[key.sender], self.ended.get(key[:2]):
+            case _, "taken":
+                return AlreadyTakenError
             case "lost", _:
                 return PeerLostError
             case _, "discarded":
                 return DiscardedError
-            case _, "taken":
-                return AlreadyTakenError
         if known is None or not known.is_whole:
             return DiscardedError if self.state[key.sender] == "left" else None
         if key.tensor in known.taken or key in self.held:
@@ -109,7 +109,7 @@ class MailboxMachine(RuleBasedStateMachine):
         else:
             assert self.mailbox.expects(key.sender, key.message) == expected
         known = self.messages.get(key[:2], Known())
-        if not expected or key.tensor in known.arrived:
+        if not expected or key.tensor != len(known.arrived):
             with pytest.raises(ProtocolError):
                 self.mailbox.put(key, "never filed")
             return
@@ -120,7 +120,7 @@ class MailboxMachine(RuleBasedStateMachine):
     @rule(sender=senders, number=messages, count=st.integers(0, 3))
     def end(self, sender: str, number: int, count: int) -> None:
         known = self.messages.get((sender, number))
-        if self.state[sender] == "joined" and self.ended.get((sender, number)) == "discarded":
+        if self.state[sender] == "joined" and (sender, number) in self.ended:
             assert self.mailbox.end(sender, number, count) == []
         elif (
             self.state[sender] != "joined"
