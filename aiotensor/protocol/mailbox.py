@@ -142,12 +142,14 @@ class Mailbox(Generic[T]):
         """
         if not self.expects(key.sender, key.message):
             raise ProtocolError(f"message {key.message} of sender {key.sender} has ended")
-        message = self._senders[key.sender].messages.setdefault(key.message, _Message())
+        messages = self._senders[key.sender].messages
+        message = messages.get(key.message) or _Message()
         if key.tensor != len(message.tensors) or key.tensor >= MAX_TENSORS:
             raise ProtocolError(
                 f"sender {key.sender} sent tensor {key.tensor} of message {key.message} out of turn"
             )
         message.tensors[key.tensor] = item
+        messages[key.message] = message
 
     def end(self, sender: str, number: int, count: int) -> list[Key]:
         """Make a message whole, and return the keys that can now be taken or never will be.
@@ -164,7 +166,7 @@ class Mailbox(Generic[T]):
         message.count = count
         keys = [Key(sender, number, tensor) for tensor in range(count)]
         self._arrivals.update(dict.fromkeys(keys))
-        return keys if (sender, number) not in self._claims else [*keys, *self._waiting(sender, number)]
+        return keys + [key for key in self._waiting(sender, number) if not 0 <= key.tensor < count]
 
     def leave(self, sender: str) -> list[Key]:
         """Note that a sender closed: what is whole stays, what is not is discarded."""
