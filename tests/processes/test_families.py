@@ -219,3 +219,32 @@ async def test_an_object_of_another_thread_or_loop_says_so_at_once() -> None:
                 await asyncio.to_thread(use)
         with pytest.raises(UsageError, match="another thread"):
             await asyncio.to_thread(asyncio.run, sender.send(torch.ones(3)))
+
+
+async def test_a_queue_has_one_receiver_over_all_processes_whatever_was_closed() -> None:
+    queue = TensorQueue()
+    async with peers.peers(queue, 1) as [child]:
+        async with TensorReceiver(queue):
+            with pytest.raises(UsageError, match="has a receiver already"):
+                await TensorReceiver(queue).__aenter__()
+            queue.close()
+            with pytest.raises(UsageError, match="has a receiver already"):
+                await child.call(peers.open_receiver)
+        await child.call(peers.open_receiver)
+
+
+async def test_an_engine_that_dies_before_it_opened_its_receiver_is_noticed_once_the_queue_is_closed() -> (
+    None
+):
+    queue = TensorQueue()
+    async with (
+        peers.peers(queue, 1) as [engine],
+        TensorSender(queue, max_concurrent_videos=1) as sender,
+    ):
+        queue.close()
+        await sender.send(pattern(0, BIG))
+        waiting = asyncio.create_task(sender.send(pattern(1, BIG)))
+        await until(lambda: sender.statistics().waiting == 1)
+        engine.kill()
+        with pytest.raises(PeerLostError):
+            await waiting
