@@ -296,13 +296,13 @@ class TensorReceiver:
             close_all(descriptors)
             match frame:
                 case Hello():
+                    link.write(encode(Welcome(VERSION, os.getpid())))  # first: it says what differs
                     if frame.version != VERSION:
                         raise ProtocolError(
                             f"it speaks version {frame.version}, this receiver speaks {VERSION}"
                         )
                     self._mailbox.join(link.sender, frame.pid, frame.max_concurrent_videos)
                     self._links[link.sender] = link
-                    link.write(encode(Welcome(VERSION, os.getpid())))
                 case End():
                     self._wake(self._mailbox.end(link.sender, frame.message, frame.count))
                 case Discard():
