@@ -1,4 +1,4 @@
-"""Waiting for a budget: the futures around `protocol.credits`."""
+"""Waiting: for something to change, and for a budget. The futures around the pure rooms."""
 
 import asyncio
 from collections.abc import Callable, Hashable
@@ -6,11 +6,40 @@ from collections.abc import Callable, Hashable
 from aiotensor.errors import AioTensorError
 from aiotensor.protocol.credits import Budget, Ticket
 
-__all__ = ["Gate", "StuckError"]
+__all__ = ["Gate", "StuckError", "Waiters"]
 
 
 class StuckError(AioTensorError):
     """Waiting would never end; the sender turns it into what users see."""
+
+
+class Waiters:
+    """Those who wait until something may have changed; each looks for itself when woken.
+
+    What woke them stays where it is until somebody takes it without an await, so a cancelled waiter
+    loses nothing.
+    """
+
+    def __init__(self) -> None:
+        self._futures: list[asyncio.Future[None]] = []
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    async def wait(self) -> None:
+        """Wait until the next `wake`."""
+        future = asyncio.get_running_loop().create_future()
+        self._futures.append(future)
+        try:
+            await future
+        finally:
+            self._futures.remove(future)
+
+    def wake(self) -> None:
+        """Wake all, in the order in which they came."""
+        for future in self._futures:
+            if not future.done():
+                future.set_result(None)
 
 
 class Gate:

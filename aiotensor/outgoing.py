@@ -26,7 +26,7 @@ from aiotensor.errors import (
     ProtocolError,
     WouldBlockError,
 )
-from aiotensor.gates import Gate, StuckError
+from aiotensor.gates import Gate, StuckError, Waiters
 from aiotensor.links.base import SenderLink
 from aiotensor.message import Job, Message
 from aiotensor.placements import Plan
@@ -81,12 +81,11 @@ class Outgoing:
         self._announcing = threading.Lock()
         self._jobs: set[Job] = set()
         self._parked = 0
-        self._drainers: list[asyncio.Future[None]] = []
+        self._drainers = Waiters()
         self._receiver_pid: int | None = None
 
     async def open(self) -> None:
         """Introduce the sender, and start the worker."""
-        self._loop = asyncio.get_running_loop()
         hello = Hello(VERSION, os.getpid(), self.permits.budget.limit, self.bytes.budget.limit)
         self._worker = Worker("aiotensor-sender")
         await self._link.open(encode(hello), self)
@@ -108,7 +107,7 @@ class Outgoing:
                 job.abandoned.set()
             self._link.close()
             self._worker.close()
-            self._wake_drainers()
+            self._drainers.wake()
 
     # One message
 
@@ -204,12 +203,7 @@ class Outgoing:
         """Wait until the messages of this moment have ended."""
         sent = set(self._messages)
         while any(not message.has_ended for message in sent):
-            future = self._loop.create_future()
-            self._drainers.append(future)
-            try:
-                await future
-            finally:
-                self._drainers.remove(future)
+            await self._drainers.wait()
             if self._is_closed:
                 break
         # The receiver may have taken them all and closed since: that is no loss.
@@ -243,7 +237,7 @@ class Outgoing:
 
     def _parked_for_good(self) -> int:
         """Count the bytes of blocks whose sends wait for a permit, if every permit waits for bytes."""
-        waiting = sum(message.awaits_bytes for message in self._messages)
+        waiting = sum(message.awaits_bytes > 0 for message in self._messages)
         return self._parked if waiting == self.permits.budget.in_use else 0
 
     async def _acquire_bytes(self, nbytes: int, message: Message) -> None:
@@ -303,12 +297,16 @@ class Outgoing:
         placed = job.plan.place(job.abandoned)
         message = job.message
         with self._announcing:
-            if job.abandoned.is_set():
+            try:
+                if job.abandoned.is_set():
+                    raise placements.CopyAbandonedError
+                number = self._next_number if message.number is None else message.number
+                handle, put = job.announcement(self.sender, number, placed)
+                frame = encode(put)
+            except BaseException:
                 close_all(placed.descriptors)
-                raise placements.CopyAbandonedError
-            number = self._next_number if message.number is None else message.number
-            handle, put = job.announcement(self.sender, number, placed)
-            self._link.write(encode(put), placed.descriptors)
+                raise
+            self._link.write(frame, placed.descriptors)
             # The answer may arrive before this thread goes on: the loop looks these up under the lock.
             if message.number is None:
                 message.number = number
@@ -347,7 +345,7 @@ class Outgoing:
             self._announced.pop(message.number, None)
         self.bytes.budget.settle(message)
         self.permits.release(1)
-        self._wake_drainers()
+        self._drainers.wake()
 
     def _give_back(self, freed: Iterable[Freed | None]) -> None:
         for one in freed:
@@ -398,7 +396,6 @@ class Outgoing:
     def _answered(self, number: int) -> Message | None:
         """Find the message of an answer, or None if it was discarded here in the meantime."""
         with self._announcing:
-            # A receiver may discard what it has only heard of by a handle, but not what has no number.
             if number >= self._next_number:
                 raise ProtocolError(f"it answered message {number}, which was never sent")
             return self._announced.get(number)
@@ -413,7 +410,7 @@ class Outgoing:
             message.is_lost = True
             self._end(message)
         self._give_back(self._leases.unpin_all())
-        self._wake_drainers()
+        self._drainers.wake()
 
     # Small things
 
@@ -435,8 +432,3 @@ class Outgoing:
             messages=Usage(permits.limit, permits.in_use, messages),
             bytes=Usage(memory.limit, memory.in_use, nbytes),
         )
-
-    def _wake_drainers(self) -> None:
-        for future in self._drainers:
-            if not future.done():
-                future.set_result(None)

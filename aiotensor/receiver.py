@@ -1,11 +1,9 @@
 """The receiving side: files what arrives, wakes who waits, gives back what was taken."""
 
-import asyncio
 import logging
 import os
 import weakref
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -16,6 +14,7 @@ from aiotensor import links, placements
 from aiotensor.answers import Answers
 from aiotensor.descriptors import close_all
 from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, ProtocolError, WouldBlockError
+from aiotensor.gates import Waiters
 from aiotensor.home import FreedItems, Home
 from aiotensor.links.base import ReceiverLink
 from aiotensor.protocol.frames import (
@@ -74,8 +73,8 @@ class TensorReceiver:
         self._listener = links.listen(endpoint)
         self._mailbox: Mailbox[_Item] = Mailbox()
         self._links: dict[str, ReceiverLink] = {}
-        self._waiters: dict[Key, deque[asyncio.Future[None]]] = {}
-        self._iterators: deque[asyncio.Future[None]] = deque()
+        self._waiters: dict[Key, Waiters] = {}
+        self._iterators = Waiters()
         self._leases: dict[int, _Lease] = {}
         self._next_lease = 0
         self._failure: BaseException | None = None
@@ -166,7 +165,7 @@ class TensorReceiver:
         self._home.check()
         while (key := self._mailbox.next_unclaimed()) is None:
             self._raise_if_failed()
-            await self._wait_in(self._iterators)
+            await self._iterators.wait()
             if self._home.is_closed:
                 raise StopAsyncIteration
         item = self._mailbox.hold(key)
@@ -237,25 +236,15 @@ class TensorReceiver:
         """Wait for a tensor, and reserve it."""
         while (item := self._mailbox.hold(key)) is None:
             self._raise_if_failed()
-            waiters = self._waiters.setdefault(key, deque())
+            waiters = self._waiters.setdefault(key, Waiters())
             try:
-                await self._wait_in(waiters)
+                await waiters.wait()
             finally:
                 if not waiters and self._waiters.get(key) is waiters:
                     del self._waiters[key]
             if self._home.is_closed:
                 raise ClosedError("this TensorReceiver was closed")
         return item
-
-    async def _wait_in(self, line: deque[asyncio.Future[None]]) -> None:
-        # The future only says "look again": what it announces stays in the mailbox until it is taken
-        # without an await, so a cancelled waiter loses nothing.
-        future = self._loop.create_future()
-        line.append(future)
-        try:
-            await future
-        finally:
-            line.remove(future)
 
     def _take(self, key: Key, item: _Item) -> torch.Tensor:
         if self._mailbox.finish(key):
@@ -268,17 +257,18 @@ class TensorReceiver:
 
     def _wake(self, keys: Sequence[Key]) -> None:
         for key in keys:
-            _wake_line(self._waiters.get(key, ()))
+            if key in self._waiters:
+                self._waiters[key].wake()
         self._wake_iterators()
 
     def _wake_iterators(self) -> None:
         if self._iterators and self._mailbox.next_unclaimed() is not None:
-            _wake_line(self._iterators)
+            self._iterators.wake()
 
     def _wake_all(self) -> None:
         for line in self._waiters.values():
-            _wake_line(line)
-        _wake_line(self._iterators)
+            line.wake()
+        self._iterators.wake()
 
     # What senders say
 
@@ -415,9 +405,3 @@ def _with_gradient_flags(tensor: torch.Tensor, put: Put) -> torch.Tensor:
     if put.is_parameter:
         return torch.nn.Parameter(tensor, requires_grad=put.requires_grad)
     return tensor.requires_grad_(put.requires_grad)
-
-
-def _wake_line(line: Iterable[asyncio.Future[None]]) -> None:
-    for future in line:
-        if not future.done():
-            future.set_result(None)

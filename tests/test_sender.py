@@ -645,3 +645,23 @@ async def test_a_default_timeout_of_the_applications_sockets_changes_nothing() -
             assert torch.equal(await receiver.receive(await sender.send(pattern(0, BIG))), pattern(0, BIG))
     finally:
         socket.setdefaulttimeout(None)
+
+
+async def test_one_message_that_waits_twice_is_not_taken_for_two() -> None:
+    async with pair(max_concurrent_videos=2, arena_bytes=BIG * 8) as (sender, receiver):
+        tensor = await sender.allocate((BIG,), torch.int64)
+        tensor.copy_(pattern(1, BIG))
+        async with sender.message() as waits_twice:
+            parts = [asyncio.create_task(waits_twice.send(pattern(seed, BIG // 4))) for seed in (2, 3)]
+            async with sender.message():  # it can go on, and give its permit back
+                await until(lambda: sender.statistics().waiting == 2)
+                allocated = asyncio.create_task(sender.send(tensor))
+                await until(lambda: sender.statistics().waiting == 3)
+                await asyncio.sleep(0)
+                assert not any(part.done() for part in parts)
+            received = await receiver.receive(await allocated)
+            assert torch.equal(received, tensor)
+            del tensor, received, allocated
+            handles = await asyncio.gather(*parts)
+        for handle in handles:
+            await receiver.receive(handle)

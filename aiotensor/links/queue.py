@@ -195,8 +195,12 @@ class _QueueReceiverLink:
         self._pipe = RecordSocket(sock, on_record=self._unexpected, on_closed=self._closed)
 
     def write(self, data: bytes) -> None:
-        """Send a frame back."""
-        self._pipe.write(data)
+        """Send a frame back; a pipe that the kernel refuses to write to is at its end."""
+        try:
+            self._pipe.write(data)
+        except OSError as error:
+            self._pipe.close()
+            self._closed(f"writing failed: {error}")
 
     async def flush(self) -> None:
         """Wait until the pipe has everything that was written."""

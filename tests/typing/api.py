@@ -27,10 +27,10 @@ class Box:
     """Something of another library that shares its memory."""
 
     def __dlpack__(self, *, stream: object = None) -> object:
-        raise NotImplementedError
+        return None
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        raise NotImplementedError
+        return 1, 0
 
 
 async def send_one(queue: TensorQueue, tensor: torch.Tensor, array: npt.NDArray[np.uint8], box: Box) -> None:
