@@ -1,0 +1,132 @@
+"""Which ranges of one stretch of memory are handed out. It counts offsets; it never sees the memory.
+
+    |<- large ->|<------------------------- free ------------------------->|<- small ->|<- small ->|
+
+Every byte is in exactly one block or in exactly one free run, and two free runs never touch: a block that
+comes back joins the runs beside it at once, so that the room is whole again when everything came back.
+
+A block is cut from the smallest free run that is long enough, which leaves the long runs whole. Large
+blocks are cut from the low end of their run and small ones from its high end: small blocks that live long
+would else end up between large ones that come and go, and leave holes too short for the next large one.
+
+Runs are known three ways: sorted by (length, start) to find the best fit by bisection, and by their start
+and by their stop to find the neighbours of a block. No call walks the runs; only what sorting moves in
+memory grows with their number.
+"""
+
+from bisect import bisect_left, insort
+
+__all__ = ["ALIGNMENT", "LARGE_BYTES", "Blocks"]
+
+ALIGNMENT = 64  # bytes: a cache line, and what the widest vector loads ask for; a power of two
+LARGE_BYTES = 1 << 20  # from here on a block is cut from the low end of its run
+
+
+class Blocks:
+    """Hand out ranges of `size` bytes, none of which overlap, and take them back in any order.
+
+    Every offset and every length is a multiple of `ALIGNMENT`. It is for one thread, and not to be called
+    from a finalizer: a garbage collection may start in the middle of any of its methods.
+
+    Args:
+        size: the bytes there are. What exceeds a multiple of `ALIGNMENT` is never handed out, and the
+            attribute of this name leaves it out: it says how many bytes are usable.
+
+    Raises:
+        ValueError: the size is less than `ALIGNMENT`, so that not one block would fit.
+    """
+
+    __slots__ = ("_by_length", "_lengths", "_start_of", "_stop_of", "in_use", "size")
+
+    def __init__(self, size: int) -> None:
+        if size < ALIGNMENT:
+            raise ValueError(f"size must be at least {ALIGNMENT} bytes, got {size}")
+        self.size = size & -ALIGNMENT
+        self.in_use = 0  # bytes handed out, each block rounded up to ALIGNMENT
+        self._lengths: dict[int, int] = {}  # of the blocks handed out, by their offset
+        self._by_length: list[tuple[int, int]] = []  # (length, start) of the free runs, sorted
+        self._stop_of: dict[int, int] = {}  # of the free runs, by their start
+        self._start_of: dict[int, int] = {}  # and the other way round
+        self._add_run(0, self.size)
+
+    @property
+    def largest_free(self) -> int:
+        """Return the bytes of the longest free run: the most that can be allocated now, 0 if nothing."""
+        return self._by_length[-1][0] if self._by_length else 0
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Hand out a block, and return its offset; None if no free run is long enough.
+
+        Args:
+            nbytes: how many bytes the block must have at least; it gets the next multiple of `ALIGNMENT`.
+
+        Raises:
+            ValueError: `nbytes` is less than 1.
+        """
+        if nbytes < 1:
+            raise ValueError(f"a block must have at least 1 byte, got {nbytes}")
+        length = (nbytes + ALIGNMENT - 1) & -ALIGNMENT
+        index = bisect_left(self._by_length, (length, 0))
+        if index == len(self._by_length):
+            return None
+        found, start = self._by_length.pop(index)
+        stop = start + found
+        del self._stop_of[start], self._start_of[stop]
+        if length >= LARGE_BYTES:
+            offset = start
+            start += length
+        else:
+            stop -= length
+            offset = stop
+        if start < stop:
+            self._add_run(start, stop)
+        self._lengths[offset] = length
+        self.in_use += length
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Take a block back, and join it with the free runs beside it.
+
+        Args:
+            offset: what `allocate` returned.
+
+        Raises:
+            ValueError: no block that is handed out begins at this offset.
+        """
+        length = self.length_of(offset)
+        del self._lengths[offset]
+        self.in_use -= length
+        start, stop = offset, offset + length
+        below = self._start_of.get(start)
+        above = self._stop_of.get(stop)
+        if below is not None:
+            self._remove_run(below, start)
+            start = below
+        if above is not None:
+            self._remove_run(stop, above)
+            stop = above
+        self._add_run(start, stop)
+
+    def length_of(self, offset: int) -> int:
+        """Return the bytes of a block, rounded up to `ALIGNMENT`.
+
+        Raises:
+            ValueError: no block that is handed out begins at this offset.
+        """
+        length = self._lengths.get(offset)
+        if length is None:
+            raise ValueError(f"no block is handed out at offset {offset}")
+        return length
+
+    def free_runs(self) -> list[tuple[int, int]]:
+        """List the free runs as (start, one past the last byte), in order of offset."""
+        return sorted(self._stop_of.items())
+
+    def _add_run(self, start: int, stop: int) -> None:
+        insort(self._by_length, (stop - start, start))
+        self._stop_of[start] = stop
+        self._start_of[stop] = start
+
+    def _remove_run(self, start: int, stop: int) -> None:
+        del self._by_length[bisect_left(self._by_length, (stop - start, start))]
+        del self._stop_of[start], self._start_of[stop]
