@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 import click
 
 from aiotensor.cli.demo.command import demo
+from aiotensor.cli.doctor.command import doctor
 
 __all__ = ["aiotensor"]
 
@@ -23,3 +24,4 @@ def aiotensor() -> None:
 
 
 aiotensor.add_command(demo)
+aiotensor.add_command(doctor)

@@ -1,0 +1,152 @@
+"""What is needed of the kernel: memfds with seals, and Unix sockets that keep records. Each is tried."""
+
+import errno
+import fcntl
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aiotensor.cli.doctor.finding import Finding, Status, release_of
+
+__all__ = ["kernel", "shared_memory", "unix_sockets"]
+
+_DATA = b"written by the one, read by the other"
+_SIZE = mmap.PAGESIZE
+_FIRST_WITH_MEMFD = (3, 17)
+_PEER = struct.Struct("iII")  # struct ucred: pid, uid, gid
+_FORBIDDEN = "Allow it: an old kernel, a sandbox or the seccomp profile of a container forbids it"
+_SHORT = {
+    errno.EMFILE: "Raise the limit on open files: ulimit -n 1024",
+    errno.ENFILE: "Raise the limit on open files of the whole machine: sysctl fs.file-max",
+    errno.EFBIG: "Raise the limit on the size of files: ulimit -f unlimited",
+    errno.ENOENT: "Mount /proc: shared memory is opened by its names there",
+    errno.ENOMEM: "Free some memory, or raise the limit: ulimit -v unlimited",
+}
+_NOT_LINUX = "Use the kernel itself: something between, such as a sandbox, does not do as Linux does"
+
+
+class _TrialError(Exception):
+    """A trial went wrong.
+
+    Attributes:
+        advice: what to do.
+    """
+
+    def __init__(self, what: str, advice: str = _NOT_LINUX) -> None:
+        super().__init__(what)
+        self.advice = advice
+
+
+def kernel(system: str, release: str) -> Finding:
+    """Check that this is Linux, and new enough.
+
+    Args:
+        system: as `platform.system()` has it.
+        release: as `platform.release()` has it.
+    """
+    found = f"{system} {release}".strip()
+    if system != "Linux":
+        return Finding("kernel", Status.PROBLEM, found, "Use Linux: aiotensor runs nowhere else")
+    if release_of(release) < _FIRST_WITH_MEMFD:
+        return Finding("kernel", Status.PROBLEM, found, "Update it: memfd_create came with Linux 3.17")
+    return Finding("kernel", Status.OK, found)
+
+
+def shared_memory() -> Finding:
+    """Make a memfd, seal it, pass it over a socket and map it on both ends."""
+    if not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
+        return Finding(
+            "shared memory",
+            Status.PROBLEM,
+            "this build of Python has no os.memfd_create or no fcntl.F_ADD_SEALS",
+            "Use one that was built on glibc 2.27 or later, as Linux distributions have it",
+        )
+    try:
+        _share_a_memfd()
+    except _TrialError as error:
+        return Finding("shared memory", Status.PROBLEM, str(error), error.advice)
+    return Finding("shared memory", Status.OK, "a memfd can be sealed, passed over a socket and mapped")
+
+
+def unix_sockets() -> Finding:
+    """Send two records through a pair of sockets, and ask who the peer is."""
+    try:
+        _send_records()
+    except _TrialError as error:
+        return Finding("unix sockets", Status.PROBLEM, str(error), error.advice)
+    return Finding("unix sockets", Status.OK, "SOCK_SEQPACKET keeps records, SO_PEERCRED names the peer")
+
+
+@contextmanager
+def _step(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        advice = _SHORT.get(error.errno or 0, _FORBIDDEN)
+        raise _TrialError(f"{what} fails: {error.strerror or error}", advice) from error
+
+
+def _share_a_memfd() -> None:
+    with _step("memfd_create"):
+        descriptor = os.memfd_create("aiotensor-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(descriptor, "r+b", buffering=0):
+        with _step("setting the size of a memfd"):
+            os.ftruncate(descriptor, _SIZE)
+        with _step("sealing a memfd"):
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        if _can_be_resized(descriptor, 0) or _can_be_resized(descriptor, 2 * _SIZE):
+            raise _TrialError("a sealed memfd can still be resized, so a reader could be crashed")
+        with _step("mapping a sealed memfd"), mmap.mmap(descriptor, _SIZE) as ours:
+            ours[: len(_DATA)] = _DATA
+            received = _passed_over_a_socket(descriptor)
+            with (
+                open(received, "r+b", buffering=0),
+                _step("mapping a memfd that was passed on"),
+                mmap.mmap(received, _SIZE) as theirs,
+            ):
+                if theirs[: len(_DATA)] != _DATA:
+                    raise _TrialError("a memfd that was passed on does not hold what was written")
+        with _step("opening a memfd under /proc/self/fd"):
+            os.close(os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
+
+
+def _can_be_resized(descriptor: int, size: int) -> bool:
+    try:
+        os.ftruncate(descriptor, size)
+    except OSError:
+        return False
+    return True
+
+
+def _passed_over_a_socket(descriptor: int) -> int:
+    """Return the descriptor as it arrives at the other end; the caller closes it."""
+    with _step("passing a descriptor (SCM_RIGHTS)"):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with ours, theirs:
+            theirs.setblocking(False)
+            socket.send_fds(ours, [b"x"], [descriptor])
+            _, received, _, _ = socket.recv_fds(theirs, 1, 1)
+    if not received:
+        raise _TrialError("a descriptor that was passed over a socket (SCM_RIGHTS) does not arrive")
+    return received[0]
+
+
+def _send_records() -> None:
+    with _step("a Unix socket of type SOCK_SEQPACKET"):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        theirs.setblocking(False)  # what is sent is there at once, or never
+        with _step("sending over SOCK_SEQPACKET"):
+            ours.send(b"first")
+            ours.send(b"second")
+            records_are_kept = theirs.recv(64) == b"first" and theirs.recv(64) == b"second"
+        if not records_are_kept:
+            raise _TrialError("SOCK_SEQPACKET does not keep records apart")
+        with _step("SO_PEERCRED"):
+            answer = ours.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    if len(answer) != _PEER.size or _PEER.unpack(answer)[:2] != (os.getpid(), os.geteuid()):
+        raise _TrialError("SO_PEERCRED does not name the process at the other end")

@@ -1,0 +1,342 @@
+"""The command as a user runs it, on this machine and in processes that lack something."""
+
+import io
+import json
+import os
+import pty
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+import aiotensor
+from aiotensor.cli.command import aiotensor as command
+from aiotensor.cli.doctor.finding import Finding, Status, in_words
+from aiotensor.cli.doctor.report import as_lines, verdict
+from aiotensor.cli.doctor.table import as_table
+
+Findings = dict[str, dict[str, str]]
+
+# The doctor alone: a package of the same name stands in for the library, which is not imported.
+ALONE = """
+import sys, types
+package = types.ModuleType("aiotensor")
+package.__path__ = [{folder!r}]
+sys.modules["aiotensor"] = package
+{before}
+from aiotensor.cli.doctor.command import doctor
+doctor(prog_name="aiotensor doctor", standalone_mode=False)
+"""
+
+
+def run(*command_line: str) -> tuple[int, Findings]:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *command_line, "--json"], capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    return done.returncode, {finding["check"]: finding for finding in json.loads(done.stdout)}
+
+
+def doctor(*arguments: str) -> tuple[int, Findings]:
+    return run("-m", "aiotensor.cli", "doctor", *arguments)
+
+
+def doctor_after(before: str, *arguments: str) -> tuple[int, Findings]:
+    """Run the doctor alone in a process that has run some code first."""
+    return run("-c", ALONE.format(folder=str(Path(aiotensor.__file__).parent), before=before), *arguments)
+
+
+def problems(findings: Findings) -> list[str]:
+    return [check for check, finding in findings.items() if finding["status"] == "problem"]
+
+
+def test_this_machine_has_all_that_is_needed() -> None:
+    status, findings = doctor()
+
+    assert status == 0
+    assert problems(findings) == []
+    assert list(findings) == [
+        "kernel",
+        "shared memory",
+        "unix sockets",
+        "socket folder",
+        "memory",
+        "memory cgroup",
+        "process limits",
+        "open files",
+        "torch",
+        "CUDA",
+        "start method",
+        "uvloop",
+        "/dev/shm",
+        "huge pages",
+    ]
+    for check in ("kernel", "shared memory", "unix sockets", "torch", "uvloop"):
+        assert findings[check]["status"] == "ok"
+
+
+def test_each_object_has_the_four_keys_and_advice_unless_all_is_fine() -> None:
+    _, findings = doctor()
+
+    for finding in findings.values():
+        assert list(finding) == ["check", "status", "found", "advice"]
+        assert finding["status"] in ("ok", "note", "problem")
+        assert finding["found"]
+        assert (finding["advice"] is None) == (finding["status"] == "ok")
+
+
+def test_without_a_terminal_there_is_one_line_for_each_check() -> None:
+    result = CliRunner().invoke(command, ["doctor"])
+    structured = CliRunner().invoke(command, ["doctor", "--json"])
+
+    assert result.exit_code == 0
+    *lines, last = result.output.splitlines()
+    for line, finding in zip(lines, json.loads(structured.output), strict=True):
+        assert line.split()[0] == finding["status"]
+        assert f"  {finding['check']}: " in line
+        assert line.endswith(finding["advice"] or "")
+        assert "\x1b" not in line
+    assert last.startswith("everything needed is here")
+
+
+@pytest.mark.parametrize("without_rich", [False, True])
+def test_on_a_terminal_it_draws_with_rich_if_that_is_there(without_rich: bool) -> None:
+    blocked = "sys.modules['rich'] = None" if without_rich else ""
+    code = ALONE.format(folder=str(Path(aiotensor.__file__).parent), before=blocked)
+    leader, follower = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "60", "TERM": "xterm"}
+    environment.pop("NO_COLOR", None)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=follower, env=environment)
+    os.close(follower)
+    output = b""
+    with open(leader, "rb", buffering=0) as screen, process:
+        try:
+            while piece := screen.read(1 << 16):
+                output += piece
+        except OSError:  # what Linux says once the other end is closed
+            pass
+
+    text = output.decode()
+    assert process.returncode == 0
+    assert "memfd" in text
+    assert "everything needed is here" in text
+    assert ("\x1b[32mok" in text) is not without_rich
+    assert any(len(line) > 80 for line in text.splitlines()) is without_rich
+
+
+def test_it_needs_nothing_of_the_library(tmp_path: Path) -> None:
+    names = tmp_path / "modules"
+    status, _ = doctor_after(
+        f"import atexit, pathlib; write = pathlib.Path({str(names)!r}).write_text\n"
+        "atexit.register(lambda: write(' '.join(sys.modules)))"
+    )
+
+    assert status == 0
+    rooms = {name for name in names.read_text().split() if name.startswith("aiotensor.")}
+    assert "aiotensor.cli.doctor.examine" in rooms
+    assert {name for name in rooms if not name.startswith("aiotensor.cli.doctor")} == {
+        "aiotensor.cli",
+        "aiotensor.cli.extras",
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "check", "found", "advice"),
+    [
+        (
+            "import os\ndef no(*_): raise OSError(38, 'Function not implemented')\nos.memfd_create = no",
+            "shared memory",
+            "memfd_create fails: Function not implemented",
+            "seccomp",
+        ),
+        ("import os; del os.memfd_create", "shared memory", "no os.memfd_create", "glibc 2.27"),
+        (
+            "import os; os.memfd_create = lambda *_: os.open('/tmp', os.O_TMPFILE | os.O_RDWR)",
+            "shared memory",
+            "sealing a memfd fails",
+            "Allow it",
+        ),
+        (
+            "import fcntl; fcntl.fcntl = lambda *_: 0",
+            "shared memory",
+            "a sealed memfd can still be resized",
+            "does not do as Linux does",
+        ),
+        (
+            "import socket; socket.recv_fds = lambda *_: (b'x', [], 0, None)",
+            "shared memory",
+            "(SCM_RIGHTS) does not arrive",
+            "does not do as Linux does",
+        ),
+        (
+            "import socket; socket.SOCK_SEQPACKET = socket.SOCK_STREAM",
+            "unix sockets",
+            "does not keep records apart",
+            "does not do as Linux does",
+        ),
+        (
+            "import socket; socket.SOCK_SEQPACKET = 99",
+            "unix sockets",
+            "a Unix socket of type SOCK_SEQPACKET fails",
+            "seccomp",
+        ),
+        (
+            "import socket; socket.SO_PEERCRED = socket.SO_TYPE",
+            "unix sockets",
+            "SO_PEERCRED does not name",
+            "does not do as Linux does",
+        ),
+        ("sys.modules['torch'] = None", "torch", "cannot be imported", "pip install 'torch>=2.6'"),
+        (
+            "import torch; torch.__version__ = '2.5.1+cu124'",
+            "torch",
+            "2.5.1+cu124, built for the CPU: too old",
+            "pip install 'torch>=2.6'",
+        ),
+        ("import platform, torch; platform.system = lambda: 'Darwin'", "kernel", "Darwin", "Use Linux"),
+        ("import platform; platform.release = lambda: '3.10.0-1160.el7'", "kernel", "3.10.0", "Update it"),
+    ],
+)
+def test_what_is_needed_and_missing_is_told_by_the_exit_status(
+    before: str, check: str, found: str, advice: str
+) -> None:
+    status, findings = doctor_after(before)
+
+    assert status == 1
+    assert problems(findings) == [check]
+    assert found in findings[check]["found"]
+    assert advice in findings[check]["advice"]
+
+
+def test_a_machine_without_uvloop_is_told_how_to_get_it_and_is_fine() -> None:
+    status, findings = doctor_after("sys.modules['uvloop'] = None")
+
+    assert status == 0
+    assert findings["uvloop"]["status"] == "note"
+    assert "pip install 'aiotensor[uvloop]'" in findings["uvloop"]["advice"]
+
+
+def test_few_descriptors_are_a_note() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (40, {}))"
+    status, findings = doctor_after(limit.format(most))
+    _, low = doctor_after(limit.format(50))
+
+    assert status == 0
+    assert findings["open files"]["status"] == low["open files"]["status"] == "note"
+    assert findings["open files"]["found"].startswith("at most 40, and ")
+    assert "ulimit -n" in findings["open files"]["advice"]
+    assert low["open files"]["found"].startswith("at most 40, and 50 if raised")
+    assert "hard limit" in low["open files"]["advice"]
+
+
+def test_an_address_space_without_room_for_the_arena_is_a_note() -> None:
+    limit = """
+import pathlib, resource, torch
+mapped = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (mapped + (512 << 20), resource.getrlimit(resource.RLIMIT_AS)[1]))
+"""
+    status, findings = doctor_after(limit)
+    _, small = doctor_after(limit, "--arena-bytes", str(1 << 20))
+
+    assert status == 0
+    assert findings["process limits"]["status"] == "note"
+    assert "(ulimit -v)" in findings["process limits"]["found"]
+    assert small["process limits"]["status"] == "ok"
+
+
+def test_a_limit_on_the_size_of_files_holds_for_shared_memory_too() -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))"
+    status, findings = doctor_after(limit.format(1 << 20))
+    _, page = doctor_after(limit.format(resource.getpagesize()))
+    nothing, none = doctor_after(limit.format(0))
+
+    assert status == 0
+    assert findings["process limits"]["status"] == "note"
+    assert "files of at most 1.0 MiB (ulimit -f)" in findings["process limits"]["found"]
+    assert page["shared memory"]["status"] == "ok"
+    assert nothing == 1
+    assert "ulimit -f" in none["shared memory"]["advice"]
+
+
+def test_the_arena_can_be_another_than_the_default() -> None:
+    status, findings = doctor("--arena-bytes", str(1 << 55))
+
+    assert status == 0
+    assert findings["memory"]["status"] == "note"
+    assert "an arena of 32.0 PiB" in findings["memory"]["found"]
+
+
+def test_an_address_that_cannot_be_used_is_a_problem(tmp_path: Path) -> None:
+    status, findings = doctor("--address", f"unix://{tmp_path}/missing/socket")
+
+    assert status == 1
+    assert problems(findings) == ["socket folder"]
+    assert "does not exist" in findings["socket folder"]["found"]
+    assert "mkdir" in findings["socket folder"]["advice"]
+
+
+def test_a_usual_folder_that_cannot_be_used_is_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "missing"))
+
+    status, findings = doctor()
+
+    assert status == 0
+    assert findings["socket folder"]["status"] == "note"
+
+
+@pytest.mark.parametrize("address", ["engine.sock", "unix://engine.sock", "unix:///run/", "tcp://host:1", ""])
+def test_an_address_of_another_form_is_refused_by_name(address: str) -> None:
+    result = CliRunner().invoke(command, ["doctor", "--address", address])
+
+    assert result.exit_code == 2
+    assert "--address" in result.output
+    assert "unix:///folder/name" in result.output
+
+
+def test_an_arena_of_no_bytes_is_refused() -> None:
+    assert CliRunner().invoke(command, ["doctor", "--arena-bytes", "0"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("statuses", "sentence"),
+    [
+        ([Status.OK], "everything needed is here"),
+        ([Status.OK, Status.NOTE], "everything needed is here, 1 note"),
+        ([Status.NOTE, Status.PROBLEM, Status.NOTE], "something needed is missing, 1 problem, 2 notes"),
+        ([Status.PROBLEM, Status.PROBLEM], "something needed is missing, 2 problems"),
+    ],
+)
+def test_the_last_line_sums_up(statuses: list[Status], sentence: str) -> None:
+    assert verdict([Finding("check", status, "found") for status in statuses]) == sentence
+
+
+def test_a_line_says_what_was_found_and_then_what_to_do() -> None:
+    line, _ = as_lines([Finding("uvloop", Status.NOTE, "missing", "Get it")]).splitlines()
+
+    assert line == "note     uvloop: missing. Get it"
+
+
+def test_the_table_shows_what_was_found_as_it_is_and_what_to_do_below() -> None:
+    console = Console(width=60, file=io.StringIO())
+    console.print(as_table([Finding("socket folder", Status.PROBLEM, "/tmp/[red]", "Choose another")]))
+
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    assert lines[0] == ["problem", "socket", "folder", "/tmp/[red]"]
+    assert lines[1] == ["Choose", "another"]
+    assert lines[-1][-2:] == ["1", "problem"]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (3 << 29, "1.5 GiB"), (1 << 70, "1024.0 EiB")],
+)
+def test_bytes_are_written_in_a_unit_that_suits_them(nbytes: int, words: str) -> None:
+    assert in_words(nbytes) == words
