@@ -1,23 +1,23 @@
 """The command line: `python -m bench`."""
 
-import asyncio
 import sys
 from pathlib import Path
 
 import click
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.contenders import BASELINE, CONTENDERS
+from bench import tables
+from bench.contenders import BASELINE, CONTENDERS, why_not
 from bench.harness import measure
-from bench.measure import format_size, parse_size
-from bench.records import Answer, Effort, Report, Spec
-from bench.report import show
+from bench.measure import parse_size
+from bench.plan import Options, make_plan
+from bench.progress import Reporter
+from bench.records import Answer, Loop, Report
+from bench.workloads import WORKLOADS
 
-_FULL = Effort(bytes=256 << 20, most=400, fewest=5)
-_QUICK = Effort(bytes=96 << 20, most=150, fewest=3)
-_WIDTH_IN_A_FILE = 140
+_SIZES = "4KiB,64KiB,1MiB,16MiB,150MiB"
+_RESULTS = Path(__file__).parent / "results"
 
 
 def _parse_sizes(context: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...]:
@@ -28,85 +28,115 @@ def _parse_sizes(context: click.Context, parameter: click.Parameter, text: str) 
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--quick", is_flag=True, help="Fewer trips and two rounds: under a minute.")
+@click.option("--quick", is_flag=True, help="Less of everything, and fewer contenders: under a minute.")
 @click.option(
-    "--sizes",
-    default="4KiB,64KiB,1MiB,16MiB,150MiB",
-    callback=_parse_sizes,
-    help="Tensor sizes, with commas.",
+    "--sizes", default=_SIZES, callback=_parse_sizes, help="Tensor sizes of round trips, with commas."
 )
 @click.option(
-    "--rounds", type=click.IntRange(min=1), help="Fresh starts of each contender.  [default: 5, quick: 2]"
+    "--rounds", type=click.IntRange(min=1), help="Fresh starts of each contender.  [default: by workload]"
 )
 @click.option(
-    "--loop", type=click.Choice(["uvloop", "asyncio"]), default="uvloop", help="Event loop of both sides."
+    "--loop",
+    "loops",
+    type=click.Choice(["uvloop", "asyncio"]),
+    multiple=True,
+    help="Event loop, for contenders that use one; may be repeated.  [default: both, quick: uvloop]",
 )
 @click.option(
     "--answer",
     type=click.Choice(["own", "same"]),
     default="own",
-    help="The far side answers with a fresh tensor of its own, or with the same one that it received.",
+    help="The far side of a round trip answers with a tensor of its own, or with the one that it received.",
 )
 @click.option(
     "--contender",
-    "names",
+    "contenders",
     type=click.Choice(list(CONTENDERS)),
     multiple=True,
     help="Measure only this one; may be repeated.  [default: all]",
 )
 @click.option(
+    "--workload",
+    "workloads",
+    type=click.Choice(list(WORKLOADS)),
+    multiple=True,
+    help="Measure only this; may be repeated.  [default: all]",
+)
+@click.option(
     "--deadline",
     type=click.FloatRange(min=0, min_open=True),
-    default=60.0,
-    help="Seconds for one size of one contender; beyond it the contender is killed and reported as failed.",
+    help="Seconds for one batch of one contender; beyond it, it is killed and reported as failed.  "
+    "[default: by workload]",
 )
-@click.option("--json", "target", metavar="PATH", help="Write the report as JSON; - is standard output.")
+@click.option(
+    "--results",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where the JSON, the tables and the plots go.  [default: bench/results for a full run, and "
+    "folders in it that git ignores for any other]",
+)
+@click.option("--json", "target", metavar="PATH", help="Write the JSON there too; - is standard output.")
 def main(
     quick: bool,
     sizes: tuple[int, ...],
     rounds: int | None,
-    loop: str,
+    loops: tuple[Loop, ...],
     answer: Answer,
-    names: tuple[str, ...],
-    deadline: float,
+    contenders: tuple[str, ...],
+    workloads: tuple[str, ...],
+    deadline: float | None,
+    folder: Path | None,
     target: str | None,
 ) -> None:
-    """Time the round trip of a tensor between two processes, by size and by contender."""
-    contenders = [contender for name, contender in CONTENDERS.items() if not names or name in names]
-    rounds = rounds or (2 if quick else 5)
-    spec = Spec(
-        workload="round-trip",
-        sizes=sizes,
-        effort=_QUICK if quick else _FULL,
-        answer=answer,
-        loop=loop,
+    """Time the hand-over of tensors between processes, and hold it against the goals of the design.
+
+    The exit status is 1 if a contender failed. A goal that is missed is no failure.
+    """
+    every: tuple[Loop, ...] = ("uvloop",) if quick else ("uvloop", "asyncio")
+    options = Options(quick, sizes, loops or every, answer, rounds, deadline, contenders, workloads)
+    plan = make_plan(options, CONTENDERS, WORKLOADS, why_not)
+    to_stderr = Console(stderr=True, soft_wrap=True, highlight=False)
+    with Reporter(to_stderr, plan) as reporter:
+        report = measure(plan, options, baseline=BASELINE, on_step=reporter.step)
+    given = click.get_current_context().get_parameter_source
+    whole = all(
+        given(name) == click.core.ParameterSource.DEFAULT
+        for name in ("sizes", "rounds", "loops", "answer", "contenders", "workloads")
     )
-    to_stderr = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=to_stderr, transient=True, disable=not to_stderr.is_terminal) as progress:
-        task = progress.add_task("starting", total=rounds * len(contenders) * len(sizes))
-
-        def advance(name: str, number: int, size: int) -> None:
-            doing = f"round {number + 1}: {name} has done {format_size(size)}"
-            progress.update(task, advance=1, description=doing)
-
-        report = asyncio.run(
-            measure(contenders, spec, baseline=BASELINE, rounds=rounds, deadline_s=deadline, on_batch=advance)
-        )
-    # JSON on standard output stays alone there.
-    show(report, _wide(to_stderr if target == "-" else Console()))
+    folder = folder or (_RESULTS / "quick" if quick else _RESULTS if whole else _RESULTS / "partial")
+    written = write(report, folder)
     if target is not None:
-        _write(report, target)
+        _write_json(report, target)
+    # JSON on standard output stays alone there.
+    _show(report, to_stderr if target == "-" else Console(soft_wrap=True, highlight=False))
+    to_stderr.print(f"Written: {', '.join(str(path) for path in written)}", markup=False)
     sys.exit(1 if report.failures else 0)
 
 
-def _wide(console: Console) -> Console:
-    if not console.is_terminal:
-        console.width = _WIDTH_IN_A_FILE
-    return console
+def write(report: Report, folder: Path) -> list[Path]:
+    """Write the JSON, the tables and the plots, and give their paths."""
+    # It takes half a second to import, which --help and a wrong option should not.
+    from bench.plots import draw
+
+    folder.mkdir(parents=True, exist_ok=True)
+    data, text = folder / "latest.json", folder / "latest.md"
+    _write_json(report, str(data))
+    text.write_text(tables.markdown(report))
+    return [data, text, *draw(report, folder)]
 
 
-def _write(report: Report, target: str) -> None:
+def _show(report: Report, console: Console) -> None:
+    # The goals come last, where they can be seen without scrolling.
+    parts = [tables.machine(report), *tables.workloads(report), "## Numbers to reach", tables.goals(report)]
+    for part in parts:
+        console.print(part, "", sep="\n", markup=False)
+    if lines := tables.skipped(report):
+        console.print(f"SKIPPED {lines}", "", sep="\n", style="bold yellow", markup=False)
+    if report.failures:
+        console.print(tables.failures(report), style="red", markup=False)
+
+
+def _write_json(report: Report, target: str) -> None:
     text = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
     if target == "-":
         sys.stdout.buffer.write(text)

@@ -1,153 +1,125 @@
-"""Run the contenders in rounds, each in fresh processes, and gather what they measured."""
+"""Run a plan: every round of every workload, each contender in fresh processes, and gather the results."""
 
-import asyncio
 import os
-import signal
-import statistics
-import sys
-import tempfile
-from asyncio.subprocess import DEVNULL, PIPE
+import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import IO
+from threading import Lock
+from typing import NamedTuple
 
-import msgspec
-
-from bench.contenders.base import Contender
+from bench.goals import judge
+from bench.group import FailedError, Groups
 from bench.machine import describe
-from bench.measure import format_size, summarize
-from bench.records import Batch, Failure, Report, Result, Spec
+from bench.plan import Chapter, Entry, Options, Plan
+from bench.records import Batch, Failure, Loop, Participant, Report
+from bench.results import Samples, gather, key_of
 
-__all__ = ["measure"]
+__all__ = ["Step", "measure"]
 
-_LONGEST_LINE = 1 << 26
-_OUTPUT_TAIL = 4000
-_BOTH_WAYS = 2
-
-# For each contender and size, the latencies in nanoseconds of each round.
-_Samples = dict[tuple[str, int], list[list[int]]]
+_SIDE_BY_SIDE = 16  # groups of processes at most; they do nothing, but they take memory
 
 
-class _FailedError(Exception):
-    """A contender did not finish; carries the reason in one sentence and the size it was at."""
+class Step(NamedTuple):
+    """What the harness has just done; `batch` is None when a group of processes begins."""
 
-    def __init__(self, reason: str, size: int) -> None:
-        super().__init__(reason)
-        self.size = size
+    workload: str
+    round: int
+    rounds: int
+    contender: str
+    loop: Loop | None
+    batch: Batch | None
+    lost: int = 0  # batches that will never come, since the contender has failed
 
 
-async def measure(
-    contenders: Sequence[Contender],
-    spec: Spec,
+def measure(
+    plan: Plan,
+    options: Options,
     *,
     baseline: str,
-    rounds: int,
-    deadline_s: float,
-    on_batch: Callable[[str, int, int], None] = lambda contender, round_number, size: None,
+    on_step: Callable[[Step], None] = lambda step: None,
 ) -> Report:
-    """Measure every contender in every round and report.
+    """Measure what the plan says and report.
 
     The contenders take turns, and each round begins with another one, so that a machine whose speed
-    drifts treats all of them alike. One that fails is reported and takes part in no later round.
+    drifts treats all of them alike. One that fails is reported and takes part in no later round of that
+    workload.
 
     Args:
-        contenders: whom to measure.
-        spec: what to measure, the same for all.
+        plan: what to measure.
+        options: what the plan was made from.
         baseline: the name of the contender that the ratios refer to.
-        rounds: how often each contender is started anew.
-        deadline_s: seconds that a contender may take for each size; for the first, starting included.
-        on_batch: called with contender, round and size after each batch.
+        on_step: called before each group of processes and after each batch.
     """
-    load_before = os.getloadavg()[0]
-    names = [contender.name for contender in contenders]
-    samples: _Samples = defaultdict(list)
-    failures: dict[str, Failure] = {}
-
-    def file(name: str, number: int, batch: Batch) -> None:
-        samples[name, batch.size_bytes].append(batch.latencies_ns)
-        on_batch(name, number, batch.size_bytes)
-
-    for number in range(rounds):
-        first = number % len(contenders)
-        for name, module, _ in (*contenders[first:], *contenders[:first]):
-            if name in failures:
-                continue
-            with tempfile.TemporaryFile() as errors:
-                try:
-                    await _run_pair(module, spec, errors, deadline_s, partial(file, name, number))
-                except _FailedError as error:
-                    failures[name] = Failure(name, number, error.size, str(error), _tail(errors))
+    began, load_before = time.monotonic(), os.getloadavg()[0]
+    # Left in this order: the groups are ended first, and with them the threads that wait for them.
+    with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool, Groups() as groups:
+        run = _Run(groups, pool, on_step)
+        for chapter in plan.chapters:
+            run.measure(chapter)
+    results = gather(plan, run.samples, baseline)
     return Report(
-        workload=spec.workload,
-        contenders=names,
-        sizes_bytes=spec.sizes,
-        answer=spec.answer,
-        loop=spec.loop,
-        rounds=rounds,
+        quick=options.quick,
+        answer=options.answer,
         baseline=baseline,
+        contenders=[Participant(one.name, one.what, one.is_limit) for one in plan.contenders],
+        workloads=[chapter.workload.name for chapter in plan.chapters],
+        seconds=time.monotonic() - began,
         machine=describe(load_before),
-        results=[
-            _result(name, size, samples[name, size], samples.get((baseline, size), []))
-            for size in spec.sizes
-            for name in names
-            if (name, size) in samples
-        ],
-        failures=list(failures.values()),
+        results=results,
+        goals=judge(results),
+        failures=run.failures,
+        skips=plan.skips,
     )
 
 
-async def _run_pair(
-    module: str, spec: Spec, errors: IO[bytes], deadline_s: float, file: Callable[[Batch], None]
-) -> None:
-    command = [sys.executable, "-m", "bench.worker", module, msgspec.json.encode(spec).decode()]
-    # A session of its own, so that the pair and whatever it starts can be ended together.
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=DEVNULL, stdout=PIPE, stderr=errors, start_new_session=True, limit=_LONGEST_LINE
-    )
-    if process.stdout is None:
-        raise RuntimeError("the worker was started without a pipe for its results")
-    size = spec.sizes[0]
-    try:
-        for size in spec.sizes:
-            async with asyncio.timeout(deadline_s):
-                line = await process.stdout.readline()
-                if not line.endswith(b"\n"):
-                    status = await process.wait()
-                    reason = f"ended with exit status {status} before it finished {format_size(size)}"
-                    raise _FailedError(reason, size)
-            file(msgspec.json.decode(line, type=Batch))
-        async with asyncio.timeout(deadline_s):
-            if status := await process.wait():
-                raise _FailedError(f"finished every size and then ended with exit status {status}", size)
-    except TimeoutError:
-        reason = f"did not finish {format_size(size)} and go on within {deadline_s:g} s, and was killed"
-        raise _FailedError(reason, size) from None
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+class _Run:
+    """What has been measured so far, and who failed."""
 
+    def __init__(self, groups: Groups, pool: ThreadPoolExecutor, on_step: Callable[[Step], None]) -> None:
+        self.samples: Samples = defaultdict(list)
+        self.failures: list[Failure] = []
+        self._groups = groups
+        self._pool = pool
+        self._on_step = on_step
+        self._lock = Lock()
 
-def _result(name: str, size: int, rounds: Sequence[list[int]], baseline: Sequence[list[int]]) -> Result:
-    # Each round is compared with the baseline's in the same round, so that slow drift cancels out.
-    # A contender that failed has fewer rounds.
-    round_ratios = [
-        statistics.median(theirs) / statistics.median(ours)
-        for theirs, ours in zip(baseline, rounds, strict=False)
-    ]
-    return Result(
-        contender=name,
-        size_bytes=size,
-        summary=summarize([latency for batch in rounds for latency in batch], _BOTH_WAYS * size),
-        round_medians_s=[statistics.median(batch) / 1e9 for batch in rounds],
-        ratio=statistics.median(round_ratios) if round_ratios else None,
-        round_ratios=round_ratios,
-    )
+    def measure(self, chapter: Chapter) -> None:
+        for number in range(chapter.rounds):
+            first = number % len(chapter.entries)
+            order = chapter.entries[first:] + chapter.entries[:first]
+            wide = _SIDE_BY_SIDE if chapter.workload.side_by_side else 1
+            for start in range(0, len(order), wide):
+                # One at a time is waited for as many are, so that an interrupt is heard in the same way.
+                list(self._pool.map(partial(self._one, chapter, number), order[start : start + wide]))
 
+    def _one(self, chapter: Chapter, number: int, entry: Entry) -> None:
+        name = chapter.workload.name
+        if any(
+            (past.workload, past.contender, past.loop) == (name, entry.contender.name, entry.loop)
+            for past in self.failures
+        ):
+            return
 
-def _tail(errors: IO[bytes]) -> str:
-    errors.seek(0, os.SEEK_END)
-    errors.seek(max(0, errors.tell() - _OUTPUT_TAIL))
-    return errors.read().decode(errors="replace").strip()
+        def tell(batch: Batch | None, lost: int = 0) -> None:
+            step = Step(name, number, chapter.rounds, entry.contender.name, entry.loop, batch, lost)
+            with self._lock:
+                self._on_step(step)
+
+        done = 0
+
+        def file(batch: Batch) -> None:
+            nonlocal done
+            done += 1
+            self.samples[key_of(entry, batch)].append(batch)
+            tell(batch)
+
+        tell(None)
+        try:
+            self._groups.run(entry.contender, entry.spec, chapter.deadline_s, file)
+        except FailedError as error:
+            self.failures.append(
+                Failure(name, entry.contender.name, entry.loop, number, error.size, str(error), error.output)
+            )
+            tell(None, lost=(chapter.rounds - number) * len(entry.spec.batches) - done)

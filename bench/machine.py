@@ -9,7 +9,7 @@ from bench.records import Machine
 
 __all__ = ["describe"]
 
-_PACKAGES = ("aiotensor", "torch", "uvloop", "msgspec", "numpy")
+_PACKAGES = ("aiotensor", "torch", "uvloop", "msgspec", "numpy", "pyzmq", "faster-fifo", "iceoryx2", "ray")
 
 
 def describe(load_before: float) -> Machine:
@@ -38,4 +38,4 @@ def _version(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return "of this folder" if package == "aiotensor" else "not installed"

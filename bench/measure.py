@@ -5,9 +5,15 @@ import re
 import statistics
 from collections.abc import Sequence
 
-from bench.records import Summary
-
-__all__ = ["format_seconds", "format_size", "parse_size", "percentile", "summarize"]
+__all__ = [
+    "format_count",
+    "format_rate",
+    "format_seconds",
+    "format_size",
+    "parse_size",
+    "percentile",
+    "summarize",
+]
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
@@ -43,6 +49,19 @@ def format_seconds(seconds: float) -> str:
     return f"{_three_digits(seconds)} s"
 
 
+def format_rate(per_second: float) -> str:
+    """Write how many a second, with three digits and thousands apart."""
+    if per_second < 999.5:
+        return _three_digits(per_second)
+    scale: float = 10 ** (len(str(round(per_second))) - 3)
+    return f"{round(per_second / scale) * scale:,.0f}"
+
+
+def format_count(value: float) -> str:
+    """Write a number without a unit, with three digits."""
+    return _three_digits(value)
+
+
 def _three_digits(value: float) -> str:
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
@@ -60,13 +79,12 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return sorted(values)[rank - 1]
 
 
-def summarize(latencies_ns: Sequence[int], bytes_per_trip: int) -> Summary:
-    """Reduce latencies in nanoseconds to a summary in seconds; the rate is that of the median trip."""
+def summarize(latencies_ns: Sequence[int], bytes_per_trip: int) -> dict[str, float]:
+    """Reduce latencies in nanoseconds to seconds, and to the rate of the median trip."""
     median_s = statistics.median(latencies_ns) / 1e9
-    return Summary(
-        trips=len(latencies_ns),
-        median_s=median_s,
-        p99_s=percentile(latencies_ns, 99) / 1e9,
-        min_s=min(latencies_ns) / 1e9,
-        gigabytes_per_second=bytes_per_trip / median_s / 1e9,
-    )
+    return {
+        "median_s": median_s,
+        "p99_s": percentile(latencies_ns, 99) / 1e9,
+        "min_s": min(latencies_ns) / 1e9,
+        "gigabytes_per_s": bytes_per_trip / median_s / 1e9,
+    }

@@ -1,26 +1,46 @@
-"""What the rooms of the benchmark hand to each other, and what the JSON file holds."""
+"""What the rooms of the benchmark hand to each other, and what the JSON file holds. SI units everywhere."""
 
 from typing import Literal
 
 import msgspec
 
-__all__ = ["Answer", "Batch", "Effort", "Failure", "Machine", "Report", "Result", "Spec", "Summary"]
+__all__ = [
+    "Answer",
+    "Batch",
+    "Effort",
+    "Failure",
+    "Loop",
+    "Machine",
+    "Participant",
+    "Report",
+    "Result",
+    "Skip",
+    "Source",
+    "Spec",
+    "Verdict",
+]
 
 Answer = Literal["own", "same"]
+Loop = Literal["asyncio", "uvloop"]
+Source = Literal["copied", "allocated"]
 
 
 class Effort(msgspec.Struct, frozen=True):
-    """How long to measure at each size.
+    """How much to measure; a workload uses those that mean something to it.
 
     Attributes:
+        rounds: how often each contender is started anew.
         bytes: tensors made for one batch, in all; so large tensors make fewer trips.
         most: trips of one batch at most, whatever the size.
         fewest: trips of one batch at least, whatever the size.
+        seconds: how long a batch should last, for workloads that watch a clock.
     """
 
-    bytes: int
-    most: int
-    fewest: int
+    rounds: int = 1
+    bytes: int = 1 << 20
+    most: int = 100
+    fewest: int = 1
+    seconds: float = 1.0
 
     def trips(self, size: int) -> int:
         """Give the timed trips of one batch of tensors of `size` bytes."""
@@ -28,77 +48,125 @@ class Effort(msgspec.Struct, frozen=True):
 
 
 class Spec(msgspec.Struct, frozen=True):
-    """What a pair of processes is to measure.
+    """What one group of processes is to measure.
 
     Attributes:
         workload: its name in the table of workloads.
-        sizes: bytes of the tensors, one batch each.
-        effort: how many trips make a batch.
+        sizes: bytes of the tensors.
+        effort: how much of it.
+        senders: how many processes send at once, one batch for each; the largest number is started.
+        depth: how many tensors may be on their way at once.
+        source: whether tensors come from ordinary memory or from the contender's own.
         answer: whether the far side answers with a tensor of its own or with the one it received.
-        loop: the event loop of both processes, ``"asyncio"`` or ``"uvloop"``.
+        loop: the event loop of all processes.
     """
 
     workload: str
     sizes: tuple[int, ...]
     effort: Effort
-    answer: Answer
-    loop: str
+    senders: tuple[int, ...] = (1,)
+    depth: int = 8
+    source: Source = "copied"
+    answer: Answer = "own"
+    loop: Loop = "uvloop"
+
+    @property
+    def batches(self) -> list[tuple[int, int]]:
+        """The size and the number of senders of each batch, in order."""
+        return [(size, senders) for size in self.sizes for senders in self.senders]
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """The trips that a pair of processes has timed at one size."""
+    """What a group of processes found at one size with one number of senders: trips, or named numbers."""
 
     size_bytes: int
-    latencies_ns: list[int]
-
-
-class Summary(msgspec.Struct, frozen=True):
-    """Latencies in seconds, and the rate of the median trip in 10**9 bytes per second, both ways counted."""
-
-    trips: int
-    median_s: float
-    p99_s: float
-    min_s: float
-    gigabytes_per_second: float
+    senders: int = 1
+    latencies_ns: list[int] = []
+    numbers: dict[str, float] = {}
 
 
 class Result(msgspec.Struct, frozen=True):
     """What one contender did at one size, over all rounds.
 
     Attributes:
+        workload: its name.
         contender: its name.
+        loop: the event loop; None for a contender that uses none.
         size_bytes: bytes of the tensor.
-        summary: of the trips of all rounds together.
-        round_medians_s: the median of each round.
-        round_ratios: the baseline's median over this one in each round, so 2.0 is twice as fast;
-            how far they lie apart shows the noise.
-        ratio: the median of those; None without a baseline.
+        senders: processes that sent at once.
+        trips: timed trips of all rounds together; 0 where the workload times no trips.
+        numbers: for trips, of all rounds together; else the median of the rounds.
+        rounds: the numbers of each round.
+        ratio: how many times better than the baseline, by the number that the workload is judged by: the
+            median of `round_ratios`; None without a baseline.
+        round_ratios: each round against the same round of the baseline; how far they lie apart shows the
+            noise.
     """
 
+    workload: str
     contender: str
+    loop: Loop | None
     size_bytes: int
-    summary: Summary
-    round_medians_s: list[float]
-    ratio: float | None
-    round_ratios: list[float]
+    senders: int
+    trips: int
+    numbers: dict[str, float]
+    rounds: list[dict[str, float]]
+    ratio: float | None = None
+    round_ratios: list[float] = []
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """A contender that did not finish.
+    """A contender that did not finish a workload, and takes part in no later round of it.
 
     Attributes:
+        workload: its name.
         contender: its name.
-        round: the round it failed in, from 0; it takes part in no later one.
+        loop: the event loop; None for a contender that uses none.
+        round: the round it failed in, from 0.
         size_bytes: the size it was at.
-        reason: one sentence.
+        reason: what it did, to be read after "it".
         output: the end of what its processes wrote to standard error.
     """
 
+    workload: str
     contender: str
+    loop: Loop | None
     round: int
     size_bytes: int
     reason: str
     output: str
+
+
+class Skip(msgspec.Struct, frozen=True):
+    """Something that was not measured, and why. Without a workload it was the whole contender."""
+
+    contender: str
+    reason: str
+    workload: str | None = None
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """One goal of the design beside what was measured; all None if this run did not measure it.
+
+    Attributes:
+        work: what is measured.
+        against: what it is compared with; empty if the number stands alone.
+        goal: the goal, in words.
+        measured: the median of the rounds.
+        lowest: of the rounds.
+        highest: of the rounds.
+        unit: of the three numbers: ``"x"``, ``"s"`` or ``"%"``.
+        met: whether the goal was reached.
+    """
+
+    work: str
+    against: str
+    goal: str
+    unit: str
+    measured: float | None = None
+    lowest: float | None = None
+    highest: float | None = None
+    met: bool | None = None
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -114,17 +182,26 @@ class Machine(msgspec.Struct, frozen=True):
     load_after: float
 
 
+class Participant(msgspec.Struct, frozen=True):
+    """Somebody whom a run was to measure: a contender, or a limit that only shows what the machine can do."""
+
+    name: str
+    what: str
+    is_limit: bool = False
+
+
 class Report(msgspec.Struct, frozen=True):
     """A whole run, as the JSON file holds it."""
 
-    workload: str
-    contenders: list[str]
-    sizes_bytes: tuple[int, ...]
+    quick: bool
     answer: Answer
-    loop: str
-    rounds: int
     baseline: str
+    contenders: list[Participant]
+    workloads: list[str]
+    seconds: float
     machine: Machine
     results: list[Result]
+    goals: list[Verdict]
     failures: list[Failure]
-    schema: int = 1
+    skips: list[Skip]
+    schema: int = 2

@@ -1,72 +1,122 @@
-"""One contender in its own processes: this one, which times, and the one it spawns, which answers.
+"""The processes that measure: the near one, which reports, and the far ones, which it starts.
 
-The harness starts it with two arguments, the module of the contender and a `Spec` in JSON. It writes
-one line of JSON for each batch.
+The harness starts `near` in a process of its own. Results go through a connection, one message for each
+batch; whatever else any of the processes writes goes to one file, which is shown if they fail.
 """
 
 import asyncio
-import ctypes
 import importlib
 import multiprocessing
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine
-from multiprocessing.connection import wait
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from threading import Thread
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
-from bench.contenders.base import Side
-from bench.records import Spec
+from bench.contenders.base import Contender, Layout, Port, Side
+from bench.nursery import Output, Server, adopt
+from bench.records import Batch, Spec
+from bench.usage import shared_bytes
 from bench.workloads import WORKLOADS
-from bench.workloads.base import Barrier
+from bench.workloads.base import Barrier, Stage, Workload
 
-_PR_SET_PDEATHSIG = 1
+__all__ = ["near"]
 
 
-def main() -> None:
-    _die_with_parent()
-    results = _take_over_standard_output()
-    spec = msgspec.json.decode(sys.argv[2], type=Spec)
-    near, far = importlib.import_module(sys.argv[1]).pair()
-    near_road, far_road = socket.socketpair()
-    # A daemon ends with this process also when this one fails and the other waits for its next tensor.
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_answer, args=(spec, far, far_road), daemon=True)
-    process.start()
-    far_road.close()
-    follower = Thread(target=_follow, args=(process,), daemon=True)
+def near(
+    output: Output, server: Server, contender: Contender, spec: Spec, folder: Path, results: Connection
+) -> None:
+    """Measure and report; runs in a process of its own."""
+    del output  # it has done its work when it was unpickled
+    os.setpgid(0, 0)  # so that this process and those that it starts can be ended together
+    _end_with_parent()
+    adopt(server)
+    shared_before = shared_bytes()
+    workload = WORKLOADS[spec.workload]
+    near_side, far_sides = _connect(workload, contender, spec, folder)
+    roads, processes = [], []
+    for number, side in enumerate([] if contender.alone else far_sides):
+        near_road, far_road = socket.socketpair()
+        # A daemon ends with this process also when this one fails and the other waits for its next tensor.
+        process = multiprocessing.get_context("forkserver").Process(
+            target=_far, args=(Output(2), contender, spec, number, side, far_road), daemon=True
+        )
+        process.start()
+        far_road.close()
+        roads.append(near_road)
+        processes.append(process)
+    follower = Thread(target=_follow, args=(processes,), daemon=True)
     follower.start()
-    _run(spec, _near(spec, near, Barrier(near_road), results))
-    follower.join()  # only that thread may wait for the process: of two, one would not learn how it ended
+    pids = (os.getpid(), *(process.pid for process in processes if process.pid is not None))
+
+    def stage(port: Port) -> Stage:
+        return Stage(spec, port, Barrier(roads, leads=True), processes=pids, shared_before=shared_before)
+
+    _run(spec, _report(near_side, stage, _module(contender, workload), results))
+    follower.join()  # only that thread may wait for the processes: of two, one would not learn how they ended
 
 
-async def _near(spec: Spec, side: Side, barrier: Barrier, results: BinaryIO) -> None:
-    async with side.open() as port:
-        async for batch in _workload(spec).near(port, barrier, spec):
-            results.write(msgspec.json.encode(batch) + b"\n")
-            results.flush()
-        # Neither side closes while the other may still need it, for instance to fetch a file descriptor.
-        await barrier.meet()
+async def _report(
+    side: Side, stage_of: Callable[[Port], Stage], module: ModuleType, results: Connection
+) -> None:
+    async with _opened(side, stage_of) as stage:
+        batches: AsyncIterator[Batch] = module.near(stage)
+        async for batch in batches:
+            results.send_bytes(msgspec.json.encode(batch))
 
 
-def _answer(spec: Spec, side: Side, road: socket.socket) -> None:
-    _die_with_parent()
-    _run(spec, _far(spec, side, Barrier(road)))
+def _far(
+    output: Output, contender: Contender, spec: Spec, number: int, side: Side, road: socket.socket
+) -> None:
+    del output
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        os.setpgid(0, parent.pid)
+    _end_with_parent()
+    workload = WORKLOADS[spec.workload]
+
+    async def answer() -> None:
+        async with _opened(
+            side, lambda port: Stage(spec, port, Barrier([road], leads=False), number)
+        ) as stage:
+            await _module(contender, workload).far(stage)
+
+    _run(spec, answer())
 
 
-async def _far(spec: Spec, side: Side, barrier: Barrier) -> None:
-    async with side.open() as port:
-        await _workload(spec).far(port, barrier, spec)
-        await barrier.meet()
+@asynccontextmanager
+async def _opened(side: Side, stage_of: Callable[[Port], Stage]) -> AsyncIterator[Stage]:
+    opening: AbstractAsyncContextManager[Port] = side.open()
+    async with opening as port:
+        stage = stage_of(port)
+        # Nothing is sent before everybody can receive, and nobody closes while another may still need it.
+        await stage.barrier.meet()
+        yield stage
+        await stage.barrier.meet()
 
 
-def _workload(spec: Spec) -> ModuleType:
-    return importlib.import_module(WORKLOADS[spec.workload])
+def _connect(
+    workload: Workload, contender: Contender, spec: Spec, folder: Path
+) -> tuple[Side, Sequence[Side]]:
+    layout = Layout(max(spec.senders), spec.depth, workload.both_ways, max(spec.sizes), folder)
+    senders: Sequence[Side]
+    senders, receiver = importlib.import_module(contender.module).connect(layout)
+    if workload.receiver_is_near:
+        return receiver, senders
+    (sender,) = senders
+    return sender, [receiver]
+
+
+def _module(contender: Contender, workload: Workload) -> ModuleType:
+    return importlib.import_module(contender.module if contender.drives_itself else workload.module)
 
 
 def _run(spec: Spec, work: Coroutine[Any, Any, None]) -> None:
@@ -77,26 +127,32 @@ def _run(spec: Spec, work: Coroutine[Any, Any, None]) -> None:
         runner.run(work)
 
 
-def _follow(process: multiprocessing.process.BaseProcess) -> None:
+def _follow(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
     # A blocking contender would wait for ever for a far side that has crashed.
-    wait([process.sentinel])
-    process.join()
-    if process.exitcode not in (0, -signal.SIGTERM):  # the latter when this process is ending, and ends it
-        print(f"the answering process ended with exit status {process.exitcode}", file=sys.stderr, flush=True)
-        os._exit(1)
+    running = {process.sentinel: process for process in processes}
+    while running:
+        for sentinel in wait(list(running)):
+            if not isinstance(sentinel, int):
+                raise TypeError("a sentinel is a descriptor")
+            process = running.pop(sentinel)
+            process.join()
+            if process.exitcode not in (
+                0,
+                -signal.SIGTERM,
+            ):  # the latter when this process is ending, and ends it
+                message = f"an answering process ended with exit status {process.exitcode}"
+                print(message, file=sys.stderr, flush=True)
+                os._exit(1)
 
 
-def _die_with_parent() -> None:
+def _end_with_parent() -> None:
     # Whatever ends the harness, even SIGKILL, leaves no process behind.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        raise RuntimeError("this runs only in a process that another one has started")
 
+    def follow() -> None:
+        wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
 
-def _take_over_standard_output() -> BinaryIO:
-    # Whatever else writes to standard output, here or in the spawned process, must not mix with results.
-    results = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    return results
-
-
-if __name__ == "__main__":
-    main()
+    Thread(target=follow, daemon=True).start()

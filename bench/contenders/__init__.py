@@ -1,22 +1,133 @@
 """The table of contenders. Their modules are imported only in the processes that measure them."""
 
+from collections.abc import Mapping
+from importlib.util import find_spec
+
 from bench.contenders.base import Contender
 
-__all__ = ["BASELINE", "CONTENDERS"]
+__all__ = ["BASELINE", "CONTENDERS", "missing", "why_not"]
 
 BASELINE = "torch-queue"
+
+_BLOCKS = "its calls block the event loop for as long as they take"
+_NO_MEMORY = "it has no memory of its own to hand out"
+_OURS = "measured for aiotensor alone, as a promise that it makes"
+_BLOCKING = {"allocated": _NO_MEMORY, "loop-lag": _BLOCKS, "resident": _OURS}
+_LIMIT = dict.fromkeys(
+    ("allocated", "pipelined", "fan-in", "loop-lag", "idle", "cost", "resident"),
+    "it is a limit, and does round trips only",
+)
 
 CONTENDERS = {
     contender.name: contender
     for contender in (
         Contender(
-            "aiotensor-queue", "bench.contenders.aiotensor_queue", "TensorQueue, sent from ordinary memory"
+            "aiotensor-unix",
+            "bench.contenders.aiotensor_unix",
+            "aiotensor over `unix://`",
+            uses_loop=True,
         ),
         Contender(
-            "torch-queue", "bench.contenders.torch_queue", "bare torch.multiprocessing.Queue, blocking calls"
+            "aiotensor-queue",
+            "bench.contenders.aiotensor_queue",
+            "aiotensor over a `TensorQueue`",
+            uses_loop=True,
         ),
         Contender(
-            "raw-socket", "bench.contenders.raw_socket", "bytes over a Unix socket: the floor at small sizes"
+            "torch-queue",
+            "bench.contenders.torch_queue",
+            "bare `torch.multiprocessing.Queue`, sharing by file descriptor, as is the default",
+            lacks=_BLOCKING,
+        ),
+        Contender(
+            "torch-queue-fs",
+            "bench.contenders.torch_queue_fs",
+            "bare `torch.multiprocessing.Queue`, sharing by the file system",
+            in_quick=False,
+            lacks=_BLOCKING,
+        ),
+        Contender(
+            "zmq-ipc",
+            "bench.contenders.zmq_ipc",
+            "ZeroMQ, push to pull over `ipc://` with `copy=False`",
+            lacks=_BLOCKING,
+        ),
+        Contender(
+            "faster-fifo",
+            "bench.contenders.faster_fifo_queue",
+            "faster-fifo, pickled arrays in its ring buffer",
+            in_quick=False,
+            needs={"faster_fifo": "faster-fifo"},
+            lacks=_BLOCKING,
+        ),
+        Contender(
+            "gloo",
+            "bench.contenders.gloo",
+            "torch.distributed send and recv on gloo: a header with the size, then the bytes",
+            in_quick=False,
+            lacks=_BLOCKING,
+        ),
+        Contender(
+            "iceoryx2",
+            "bench.contenders.iceoryx",
+            "iceoryx2 publish and subscribe, woken by its events",
+            in_quick=False,
+            needs={"iceoryx2": "iceoryx2"},
+            lacks={name: reason for name, reason in _BLOCKING.items() if name != "allocated"},
+        ),
+        Contender(
+            "ray",
+            "bench.contenders.ray_store",
+            "Ray's object store, references through `ray.util.queue.Queue`",
+            in_quick=False,
+            needs={"ray": "ray"},
+            lacks=_BLOCKING | {"fan-in": "16 Ray drivers take longer to start than all the rest to run"},
+        ),
+        Contender(
+            "raw-socket",
+            "bench.contenders.raw_socket",
+            "limit: bytes over a Unix stream socket, blocking",
+            is_limit=True,
+            lacks=_LIMIT,
+        ),
+        Contender(
+            "raw-socket-loop",
+            "bench.contenders.raw_socket_loop",
+            "limit: bytes over a Unix record socket, in callbacks of the event loop",
+            uses_loop=True,
+            is_limit=True,
+            drives_itself=True,
+            largest=64 << 10,
+            lacks=_LIMIT,
+        ),
+        Contender(
+            "memcpy-1",
+            "bench.contenders.memcpy_one",
+            "limit: two copies into warm memory, in one thread",
+            is_limit=True,
+            alone=True,
+            lacks=_LIMIT,
+        ),
+        Contender(
+            "memcpy-2",
+            "bench.contenders.memcpy_two",
+            "limit: two copies into warm memory, each by two threads",
+            is_limit=True,
+            alone=True,
+            lacks=_LIMIT,
         ),
     )
 }
+
+
+def missing(needs: Mapping[str, str]) -> list[str]:
+    """Name what must be installed and is not; `needs` is from module to name."""
+    return [name for module, name in needs.items() if find_spec(module) is None]
+
+
+def why_not(contender: Contender) -> str | None:
+    """Say why a contender cannot be measured here, if so, and what to do about it."""
+    absent = missing(contender.needs)
+    if not absent:
+        return None
+    return f"{', '.join(absent)} is not installed; `pip install '.[{contender.extra}]'` installs it"

@@ -1,12 +1,37 @@
-"""What a contender is: a module with a function `pair` that makes the two sides of a connection."""
+"""What a contender is: a module with the function `connect`, and one row in the table.
 
+``connect(layout)`` gives the closed ends of a connection: a list of sending sides, as many as the layout
+asks for, and one receiving side. Where the layout says so, the road leads both ways.
+"""
+
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:  # the table of contenders is read without waiting for torch
     import torch
 
-__all__ = ["Contender", "Port", "Side"]
+__all__ = ["AllocatingPort", "Contender", "Layout", "Port", "Side"]
+
+
+class Layout(NamedTuple):
+    """What a connection must be able to do.
+
+    Attributes:
+        senders: processes that send.
+        depth: tensors that may be on their way at once, for each sender.
+        both_ways: whether the receiving side can send to the one sender too.
+        largest: bytes of the largest tensor.
+        folder: a fresh folder for sockets, deleted afterwards.
+    """
+
+    senders: int
+    depth: int
+    both_ways: bool
+    largest: int
+    folder: Path
 
 
 class Port(Protocol):
@@ -17,20 +42,56 @@ class Port(Protocol):
     a fraction of a microsecond.
     """
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether several tasks may be in `send` at once."""
+
     async def send(self, tensor: "torch.Tensor") -> None: ...
 
     async def receive(self) -> "torch.Tensor": ...
 
 
+@runtime_checkable
+class AllocatingPort(Port, Protocol):
+    """A port that can also give a tensor in the memory that it sends from."""
+
+    async def allocate(self, size: int) -> "torch.Tensor": ...
+
+
 class Side(Protocol):
-    """A closed end of a connection, picklable into a spawned process, where it is opened."""
+    """A closed end of a connection, picklable into a process that is being started, where it is opened."""
 
     def open(self) -> AbstractAsyncContextManager[Port]: ...
 
 
-class Contender(NamedTuple):
-    """A row of the table: the module has `pair() -> tuple[Side, Side]`, near and far."""
+@dataclass(frozen=True)
+class Contender:
+    """A row of the table.
+
+    Attributes:
+        name: how the command line and the results name it.
+        module: with `connect`; imported only in the processes that measure it.
+        what: it, in a few words.
+        uses_loop: whether it is driven by the event loop, and so is measured on more than one.
+        is_limit: whether it only shows what the machine can do, and carries no tensors for anybody.
+        alone: whether it is one process; there is no far side then.
+        drives_itself: whether its module has `near` and `far` in place of the workload's.
+        in_quick: whether a quick run measures it too.
+        needs: the modules that must be installed, and the names under which they are.
+        extra: what of this project installs them.
+        largest: bytes of the largest tensor that it can carry; None for any.
+        lacks: workloads that it takes no part in, and why.
+    """
 
     name: str
     module: str
     what: str
+    uses_loop: bool = False
+    is_limit: bool = False
+    alone: bool = False
+    drives_itself: bool = False
+    in_quick: bool = True
+    needs: Mapping[str, str] = field(default_factory=dict)
+    extra: str = "bench-peers"
+    largest: int | None = None
+    lacks: Mapping[str, str] = field(default_factory=dict)

@@ -12,10 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
+from bench.contenders.base import Layout
+
 _LENGTH = struct.Struct("=Q")
 
 
 class SocketPort:
+    overlaps = False
+
     def __init__(self, road: socket.socket) -> None:
         self._road = road
 
@@ -45,6 +49,6 @@ class SocketSide:
         yield SocketPort(self.road)
 
 
-def pair() -> tuple[SocketSide, SocketSide]:
+def connect(layout: Layout) -> tuple[list[SocketSide], SocketSide]:
     near, far = socket.socketpair()
-    return SocketSide(near), SocketSide(far)
+    return [SocketSide(near)], SocketSide(far)

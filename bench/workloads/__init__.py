@@ -1,5 +1,104 @@
-"""The table of workloads: name to module. A module has the coroutines `near` and `far`."""
+"""The table of workloads. Their modules are imported only in the processes that measure."""
+
+from bench.records import Effort
+from bench.workloads.base import Workload
 
 __all__ = ["WORKLOADS"]
 
-WORKLOADS = {"round-trip": "bench.workloads.round_trip"}
+_KIB, _MIB = 1 << 10, 1 << 20
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload(
+            name="round-trip",
+            module="bench.workloads.round_trip",
+            title="Round trip of a tensor from ordinary memory",
+            score="median_s",
+            more_is_better=False,
+            full=Effort(rounds=3, bytes=256 * _MIB, most=400, fewest=5),
+            quick=Effort(rounds=2, bytes=96 * _MIB, most=150, fewest=3),
+        ),
+        Workload(
+            name="allocated",
+            module="bench.workloads.round_trip",
+            title="Round trip of a tensor that was allocated in the contender's own memory",
+            score="median_s",
+            more_is_better=False,
+            full=Effort(rounds=3, bytes=8 << 30, most=400),
+            quick=Effort(rounds=2, bytes=4 << 30, most=100),
+            source="allocated",
+        ),
+        Workload(
+            name="pipelined",
+            module="bench.workloads.one_way",
+            title="One way, with 64 tensors in flight",
+            score="tensors_per_s",
+            more_is_better=True,
+            full=Effort(rounds=3, bytes=256 * _MIB, most=50_000, fewest=100, seconds=0.7),
+            quick=Effort(rounds=2, bytes=128 * _MIB, most=30_000, fewest=100, seconds=0.3),
+            sizes=(4 * _KIB,),
+            depth=64,
+            both_ways=False,
+            receiver_is_near=True,
+        ),
+        Workload(
+            name="fan-in",
+            module="bench.workloads.one_way",
+            title="Many senders to one receiver",
+            score="tensors_per_s",
+            more_is_better=True,
+            full=Effort(rounds=1, bytes=1024 * _MIB, most=50_000, fewest=20, seconds=0.7),
+            quick=Effort(rounds=1, bytes=256 * _MIB, most=20_000, fewest=10, seconds=0.2),
+            sizes=(4 * _KIB, _MIB),
+            senders=(1, 4, 16),
+            both_ways=False,
+            receiver_is_near=True,
+        ),
+        Workload(
+            name="loop-lag",
+            module="bench.workloads.loop_lag",
+            title="Lateness of a 1 ms ticker on the sender's event loop, 150 MiB tensors back to back",
+            score="beyond_p999_s",
+            more_is_better=False,
+            full=Effort(rounds=2, seconds=4.0),
+            quick=Effort(rounds=1, seconds=2.0),
+            sizes=(150 * _MIB,),
+            both_ways=False,
+        ),
+        Workload(
+            name="idle",
+            module="bench.workloads.idle",
+            title="CPU of a connected pair that does nothing",
+            score="cpu_percent",
+            more_is_better=False,
+            full=Effort(seconds=10.0),
+            quick=Effort(seconds=3.0),
+            sizes=(4 * _KIB,),
+            side_by_side=True,
+        ),
+        Workload(
+            name="cost",
+            module="bench.workloads.cost",
+            title="CPU time and shared memory of a stream of tensors",
+            score="cpu_s_per_gb",
+            more_is_better=False,
+            full=Effort(rounds=2, bytes=1536 * _MIB, most=400, fewest=8),
+            quick=Effort(rounds=1, bytes=768 * _MIB, most=200, fewest=4),
+            sizes=(_MIB, 150 * _MIB),
+            both_ways=False,
+        ),
+        Workload(
+            name="resident",
+            module="bench.workloads.resident",
+            title="Resident memory over many sends",
+            score="growth_bytes",
+            more_is_better=False,
+            full=Effort(most=100_000),
+            quick=Effort(most=5_000),
+            sizes=(4 * _KIB, 256 * _KIB),
+            both_ways=False,
+            deadline_s=180.0,
+        ),
+    )
+}

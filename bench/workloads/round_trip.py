@@ -1,71 +1,116 @@
 """There and back: a tensor goes to the other process, is read there, and one of its size is answered.
 
 The clock runs in the near process, from before the send until one element of the answer was read.
-Every tensor that a side makes is fresh and lies in ordinary, warm memory, as after decoding a video:
-a contender cannot win by being handed the same, already shared tensor again. Making and freeing
-tensors is not timed. With ``answer="own"`` the far side answers with such a fresh tensor, so that the
-same work is done both ways. With ``answer="same"`` it sends back the very tensor that it received.
+
+Copied: every tensor that a side sends is fresh and lies in ordinary, warm memory, as after decoding a
+video: a contender cannot win by being handed the same, already shared tensor again. Making and freeing
+tensors is not timed. With ``answer="own"`` the far side answers with such a fresh tensor, so that the same
+work is done both ways. With ``answer="same"`` it sends back the very tensor that it received.
+
+Allocated: both sides ask the contender for memory, write one element there, and send it. The asking is
+timed. What would be written there by a decoder is not written: that is no work of the contender's.
 """
 
+import statistics
 from collections.abc import AsyncIterator
 from time import perf_counter_ns
 
-import torch
-
-from bench.contenders.base import Port
+from bench.contenders.base import AllocatingPort
 from bench.records import Batch, Spec
-from bench.workloads.base import Barrier
+from bench.workloads.base import Stage
+from bench.workloads.stream import fresh
 
-_MARKS = 251  # a prime, so that a repeated or skipped tensor cannot carry the mark that is expected
+__all__ = ["MARKS", "far", "near", "warm_up"]
+
+MARKS = 251  # a prime, so that a repeated or skipped tensor cannot carry the mark that is expected
 
 
-async def near(port: Port, barrier: Barrier, spec: Spec) -> AsyncIterator[Batch]:
+async def near(stage: Stage) -> AsyncIterator[Batch]:
     """Time the trips, one batch for each size."""
-    for size in spec.sizes:
-        warm_up, trips = _warm_up(spec, size), spec.effort.trips(size)
-        sources = _fresh(size, warm_up + trips)
-        latencies: list[int] = []
-        await barrier.meet()
-        for number in range(warm_up + trips):
-            source = sources.pop()
-            mark = number % _MARKS
-            source[0] = mark
-            began = perf_counter_ns()
-            await port.send(source)
-            answer = await port.receive()
-            value = int(answer[0])
-            took = perf_counter_ns() - began
-            if value != mark or len(answer) != size:
-                raise RuntimeError(f"trip {number} at {size} bytes brought back another tensor")
-            # Freed here, outside the clock, and not when the names are bound anew inside it.
-            del source, answer
-            if number >= warm_up:
-                latencies.append(took)
-        await barrier.meet()
-        yield Batch(size, latencies)
+    for size in stage.spec.sizes:
+        if stage.spec.source == "allocated":
+            yield await _allocated_trips(stage, size)
+        else:
+            yield await _copied_trips(stage, size)
 
 
-async def far(port: Port, barrier: Barrier, spec: Spec) -> None:
+async def far(stage: Stage) -> None:
     """Answer the trips."""
+    spec, port = stage.spec, stage.port
     for size in spec.sizes:
-        count = _warm_up(spec, size) + spec.effort.trips(size)
-        answers = _fresh(size, count) if spec.answer == "own" else []
-        await barrier.meet()
+        count = warm_up(spec, size) + spec.effort.trips(size)
+        answers = fresh(size, count) if spec.source == "copied" and spec.answer == "own" else []
+        await stage.barrier.meet()
         for _ in range(count):
             received = await port.receive()
             mark = int(received[0])
-            answer = answers.pop() if answers else received
-            if answer is not received:
+            answer = received
+            if spec.answer == "own":
+                answer = answers.pop() if answers else await _allocating(stage).allocate(size)
                 answer[0] = mark
             await port.send(answer)
             del received, answer
-        await barrier.meet()
+        await stage.barrier.meet()
 
 
-def _warm_up(spec: Spec, size: int) -> int:
+async def _copied_trips(stage: Stage, size: int) -> Batch:
+    port, first, trips = stage.port, warm_up(stage.spec, size), stage.spec.effort.trips(size)
+    sources = fresh(size, first + trips)
+    latencies: list[int] = []
+    await stage.barrier.meet()
+    for number in range(first + trips):
+        source = sources.pop()
+        mark = number % MARKS
+        source[0] = mark
+        began = perf_counter_ns()
+        await port.send(source)
+        answer = await port.receive()
+        value = int(answer[0])
+        latencies.append(perf_counter_ns() - began)
+        _check(number, size, value == mark and len(answer) == size)
+        # Freed here, outside the clock, and not when the names are bound anew inside it.
+        del source, answer
+    await stage.barrier.meet()
+    return Batch(size, latencies_ns=latencies[first:])
+
+
+async def _allocated_trips(stage: Stage, size: int) -> Batch:
+    port, first, trips = _allocating(stage), warm_up(stage.spec, size), stage.spec.effort.trips(size)
+    latencies: list[int] = []
+    allocations: list[int] = []
+    await stage.barrier.meet()
+    for number in range(first + trips):
+        mark = number % MARKS
+        began = perf_counter_ns()
+        source = await port.allocate(size)
+        allocated = perf_counter_ns()
+        source[0] = mark
+        await port.send(source)
+        answer = await port.receive()
+        value = int(answer[0])
+        latencies.append(perf_counter_ns() - began)
+        allocations.append(allocated - began)
+        _check(number, size, value == mark and len(answer) == size)
+        del source, answer
+    await stage.barrier.meet()
+    return Batch(
+        size,
+        latencies_ns=latencies[first:],
+        numbers={"allocate_median_s": statistics.median(allocations[first:]) / 1e9},
+    )
+
+
+def warm_up(spec: Spec, size: int) -> int:
+    """Give the trips that are made before those that are timed."""
     return max(2, spec.effort.trips(size) // 10)
 
 
-def _fresh(size: int, count: int) -> list[torch.Tensor]:
-    # All ones: pages of zeros may be shared by the kernel and would not be warm.
-    return [torch.ones(size, dtype=torch.uint8) for _ in range(count)]
+def _check(number: int, size: int, right: bool) -> None:
+    if not right:
+        raise RuntimeError(f"trip {number} at {size} bytes brought back another tensor")
+
+
+def _allocating(stage: Stage) -> AllocatingPort:
+    if not isinstance(stage.port, AllocatingPort):
+        raise TypeError("this contender gives out no memory to send from")
+    return stage.port

@@ -1,0 +1,69 @@
+"""What both links of aiotensor share here: one sender and one receiver, as its users have them."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import torch
+
+import aiotensor
+from bench.contenders.base import Layout
+
+__all__ = ["LinkSide", "arena_bytes"]
+
+_ARENA_BYTES = 1 << 30
+_ARENA_BYTES_OF_MANY = 64 << 20
+
+
+class LinkPort:
+    overlaps = True
+
+    def __init__(
+        self, sender: aiotensor.TensorSender | None, receiver: aiotensor.TensorReceiver | None
+    ) -> None:
+        self._sender = sender
+        self._deliveries = None if receiver is None else aiter(receiver)
+
+    async def send(self, tensor: torch.Tensor) -> None:
+        if self._sender is None:
+            raise TypeError("this side only receives")
+        await self._sender.send(tensor)
+
+    async def allocate(self, size: int) -> torch.Tensor:
+        if self._sender is None:
+            raise TypeError("this side only receives")
+        return await self._sender.allocate((size,), torch.uint8)
+
+    async def receive(self) -> torch.Tensor:
+        if self._deliveries is None:
+            raise TypeError("this side only sends")
+        return (await anext(self._deliveries)).tensor
+
+
+@dataclass(frozen=True)
+class LinkSide:
+    """The endpoints that a process sends to and receives from, and the limits of its sender."""
+
+    outgoing: aiotensor.TensorQueue | str | None
+    incoming: aiotensor.TensorQueue | str | None
+    depth: int
+    arena_bytes: int
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[LinkPort]:
+        async with AsyncExitStack() as stack:
+            receiver = sender = None
+            if self.incoming is not None:
+                receiver = await stack.enter_async_context(aiotensor.TensorReceiver(self.incoming))
+            if self.outgoing is not None:
+                sender = await stack.enter_async_context(
+                    aiotensor.TensorSender(
+                        self.outgoing, max_concurrent_videos=self.depth, arena_bytes=self.arena_bytes
+                    )
+                )
+            yield LinkPort(sender, receiver)
+
+
+def arena_bytes(layout: Layout) -> int:
+    """Give one sender the default of the library, and each of many less: the receiver bounds the sum."""
+    return _ARENA_BYTES if layout.senders == 1 else _ARENA_BYTES_OF_MANY

@@ -1,0 +1,169 @@
+"""The numbers to reach, and whether a run has reached them. Pure.
+
+Each is taken round by round: what is compared was measured in the same round of the same run, on uvloop where
+it is driven by a loop. The median of the rounds decides.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from bench.records import Result, Verdict
+
+__all__ = ["GOALS", "Goal", "Reading", "judge"]
+
+_KIB, _MIB = 1 << 10, 1 << 20
+_LOOP = "uvloop"
+
+
+class Reading(NamedTuple):
+    """One number that a run has taken."""
+
+    workload: str
+    contender: str
+    size_bytes: int
+    number: str
+
+
+class Goal(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        work: what is to be good.
+        against: what it is compared with; empty if the number stands alone.
+        ours: the number that is to be good.
+        theirs: what it is divided by; None if it stands alone.
+        at: whether the bound is the least or the most that will do.
+        bound: in the unit.
+        unit: ``"x"`` for a quotient; ``"s"`` or ``"%"`` for a number that stands alone.
+        words: the goal, in words.
+        inverted: whether the quotient is theirs by ours, as "times faster" is for durations.
+    """
+
+    work: str
+    against: str
+    ours: Reading
+    theirs: Reading | None
+    at: Literal["least", "most"]
+    bound: float
+    unit: Literal["x", "s", "%"]
+    words: str
+    inverted: bool = False
+
+
+def _trip(contender: str, size: int, workload: str = "round-trip") -> Reading:
+    return Reading(workload, contender, size, "median_s")
+
+
+def _rate(contender: str) -> Reading:
+    return Reading("pipelined", contender, 4 * _KIB, "tensors_per_s")
+
+
+def _faster(work: str, size: int, times: float) -> Goal:
+    return Goal(
+        work,
+        "torch.multiprocessing.Queue",
+        _trip("aiotensor-unix", size),
+        _trip("torch-queue", size),
+        "least",
+        times,
+        "x",
+        f"at least {times:g}x faster",
+        inverted=True,
+    )
+
+
+def _no_slower(work: str, against: str, ours: Reading, theirs: Reading, times: float) -> Goal:
+    return Goal(work, against, ours, theirs, "most", times, "x", f"at most {times:g}x its time")
+
+
+GOALS: tuple[Goal, ...] = (
+    _faster("4 KiB round trip, `unix://`", 4 * _KIB, 6),
+    *(
+        _no_slower(
+            "4 KiB round trip, `unix://`",
+            against,
+            _trip("aiotensor-unix", 4 * _KIB),
+            _trip(limit, 4 * _KIB),
+            1.7,
+        )
+        for limit, against in (
+            ("raw-socket", "raw Unix socket echo, blocking"),
+            ("raw-socket-loop", "raw Unix socket echo, on the event loop"),
+        )
+    ),
+    _faster("16 MiB, copied", 16 * _MIB, 6),
+    _faster("150 MiB, copied", 150 * _MIB, 6),
+    *(
+        _no_slower(
+            "150 MiB, copied",
+            f"memcpy into warm memory, {threads}",
+            _trip("aiotensor-unix", 150 * _MIB),
+            _trip(limit, 150 * _MIB),
+            1.25,
+        )
+        for limit, threads in (("memcpy-1", "1 thread"), ("memcpy-2", "2 threads"))
+    ),
+    _no_slower(
+        "150 MiB from `allocate()`",
+        "our own 4 KiB round trip",
+        _trip("aiotensor-unix", 150 * _MIB, "allocated"),
+        _trip("aiotensor-unix", 4 * _KIB),
+        1.5,
+    ),
+    Goal(
+        "4 KiB, 64 in flight",
+        "torch.multiprocessing.Queue",
+        _rate("aiotensor-unix"),
+        _rate("torch-queue"),
+        "least",
+        25,
+        "x",
+        "at least 25x the rate",
+    ),
+    Goal(
+        "event loop while sending 150 MiB tensors back to back",
+        "the same loop, idle",
+        Reading("loop-lag", "aiotensor-unix", 150 * _MIB, "beyond_p999_s"),
+        None,
+        "most",
+        0.005,
+        "s",
+        "a 1 ms ticker at most 5 ms later at p99.9",
+    ),
+    Goal(
+        "idle pair",
+        "",
+        Reading("idle", "aiotensor-unix", 4 * _KIB, "cpu_percent"),
+        None,
+        "most",
+        0.05,  # which is written as 0.0 % from here down
+        "%",
+        "0.0 % CPU",
+    ),
+)
+
+
+def judge(results: Sequence[Result], goals: Sequence[Goal] = GOALS) -> list[Verdict]:
+    """Hold the results against the goals; a goal that this run did not measure has no number."""
+    found = {
+        Reading(result.workload, result.contender, result.size_bytes, name): [
+            each[name] for each in result.rounds
+        ]
+        for result in results
+        if result.loop in (None, _LOOP) and result.senders == 1
+        for name in result.rounds[0]
+    }
+    return [_verdict(goal, found) for goal in goals]
+
+
+def _verdict(goal: Goal, found: Mapping[Reading, Sequence[float]]) -> Verdict:
+    values = list(found.get(goal.ours, ()))
+    if goal.theirs is not None:
+        pairs = zip(values, found.get(goal.theirs, ()), strict=False)
+        values = [theirs / ours if goal.inverted else ours / theirs for ours, theirs in pairs]
+    if not values:
+        return Verdict(goal.work, goal.against, goal.words, goal.unit)
+    measured = statistics.median(values)
+    met = measured >= goal.bound if goal.at == "least" else measured <= goal.bound
+    return Verdict(goal.work, goal.against, goal.words, goal.unit, measured, min(values), max(values), met)

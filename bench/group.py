@@ -1,0 +1,155 @@
+"""Start one contender in its own processes, read what they report, and end them whatever happens."""
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import IO
+
+import msgspec
+
+from bench.contenders.base import Contender
+from bench.measure import format_size
+from bench.nursery import Output, own_server
+from bench.records import Batch, Spec
+from bench.worker import near
+
+__all__ = ["FailedError", "Groups"]
+
+_OUTPUT_TAIL = 3000
+
+
+class FailedError(Exception):
+    """A contender did not finish; carries the reason, the size it was at, and the end of its output."""
+
+    def __init__(self, reason: str, size: int, output: str) -> None:
+        super().__init__(reason)
+        self.size = size
+        self.output = output
+
+
+class Groups:
+    """The groups of processes that run now. Leaving the context ends all of them."""
+
+    def __init__(self) -> None:
+        self._running: set[BaseProcess] = set()
+        self._lock = Lock()  # groups may run side by side, each in a thread
+        self._over = False
+
+    def __enter__(self) -> "Groups":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._over = True
+            for process in self._running:
+                _kill(process)
+
+    def run(
+        self, contender: Contender, spec: Spec, deadline_s: float, on_batch: Callable[[Batch], None]
+    ) -> None:
+        """Measure one contender in fresh processes; call `on_batch` with each batch.
+
+        Args:
+            contender: whom to measure.
+            spec: what to measure.
+            deadline_s: seconds for each batch; for the first, starting included.
+            on_batch: is given each batch.
+
+        Raises:
+            FailedError: The contender crashed, or did not finish a batch in time and was killed.
+        """
+        with (
+            tempfile.TemporaryFile() as output,
+            tempfile.TemporaryDirectory(prefix="aiotensor-bench-", ignore_cleanup_errors=True) as folder,
+        ):
+            results, theirs = get_context("forkserver").Pipe(duplex=False)
+            arguments = (Output(output.fileno()), own_server(), contender, spec, Path(folder), theirs)
+            process = get_context("forkserver").Process(target=near, args=arguments)
+            with results:
+                self._start(process)
+                theirs.close()
+                try:
+                    _read(results, process, spec, deadline_s, on_batch)
+                except _StoppedError as stopped:
+                    raise FailedError(stopped.reason, stopped.size, _tail(output)) from None
+                finally:
+                    with self._lock:
+                        self._running.discard(process)
+                    _kill(process)
+                    process.join()
+
+    def _start(self, process: BaseProcess) -> None:
+        with self._lock:
+            if self._over:
+                raise RuntimeError("the run is over")
+            process.start()
+            self._running.add(process)
+
+
+class _StoppedError(Exception):
+    def __init__(self, reason: str, size: int) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.size = size
+
+
+def _read(
+    results: Connection,
+    process: BaseProcess,
+    spec: Spec,
+    deadline_s: float,
+    on_batch: Callable[[Batch], None],
+) -> None:
+    size = spec.sizes[0]
+    for size, _ in spec.batches:
+        line = _next(results, process, size, deadline_s)
+        on_batch(msgspec.json.decode(line, type=Batch))
+    if not wait([process.sentinel], deadline_s):
+        raise _late(size, deadline_s)
+    process.join()
+    if process.exitcode:
+        raise _StoppedError(f"finished every size and then ended with exit status {process.exitcode}", size)
+
+
+def _next(results: Connection, process: BaseProcess, size: int, deadline_s: float) -> bytes:
+    end = time.monotonic() + deadline_s
+    if not results.poll(deadline_s):
+        raise _late(size, deadline_s)
+    try:
+        return results.recv_bytes()
+    except EOFError:
+        # It has closed its end, by ending; how it ended is known a moment later.
+        process.join(max(0.0, end - time.monotonic()))
+        reason = f"ended with exit status {process.exitcode} before it finished {format_size(size)}"
+        raise _StoppedError(reason, size) from None
+
+
+def _late(size: int, deadline_s: float) -> _StoppedError:
+    reason = f"did not finish {format_size(size)} and go on within {deadline_s:g} s, and was killed"
+    return _StoppedError(reason, size)
+
+
+def _kill(process: BaseProcess) -> None:
+    if process.pid is None:
+        return
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if process.is_alive():  # it was killed before it could make its group
+        process.kill()
+
+
+def _tail(output: IO[bytes]) -> str:
+    output.seek(0, os.SEEK_END)
+    output.seek(max(0, output.tell() - _OUTPUT_TAIL))
+    return output.read().decode(errors="replace").strip()

@@ -1,0 +1,136 @@
+"""What a run measures: whom, in which workloads, on which loops, and what is left out and why. Pure."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from bench.contenders.base import Contender
+from bench.measure import format_size
+from bench.records import Answer, Loop, Skip, Spec
+from bench.workloads.base import Workload
+
+__all__ = ["Chapter", "Entry", "Options", "Plan", "make_plan"]
+
+
+class Options(NamedTuple):
+    """What the command line asks for.
+
+    Attributes:
+        quick: whether to take the efforts of a quick run, and its contenders.
+        sizes: of the tensors, for the workloads that have none of their own.
+        loops: the event loops to measure.
+        answer: what the far side of a round trip answers with.
+        rounds: of every workload; None for each workload's own.
+        deadline_s: for one batch; None for each workload's own.
+        contenders: only these; empty for all.
+        workloads: only these; empty for all.
+    """
+
+    quick: bool
+    sizes: tuple[int, ...]
+    loops: tuple[Loop, ...]
+    answer: Answer = "own"
+    rounds: int | None = None
+    deadline_s: float | None = None
+    contenders: tuple[str, ...] = ()
+    workloads: tuple[str, ...] = ()
+
+
+class Entry(NamedTuple):
+    """One contender on one loop; None for a contender that uses no loop."""
+
+    contender: Contender
+    loop: Loop | None
+    spec: Spec
+
+
+class Chapter(NamedTuple):
+    """One workload, with all that take part in it."""
+
+    workload: Workload
+    rounds: int
+    deadline_s: float
+    entries: list[Entry]
+
+
+class Plan(NamedTuple):
+    """The whole run, and what is left out of it.
+
+    Attributes:
+        contenders: who takes part or should, were they installed.
+        chapters: the workloads, in order.
+        skips: what is not measured, and why.
+    """
+
+    contenders: list[Contender]
+    chapters: list[Chapter]
+    skips: list[Skip]
+
+    @property
+    def batches(self) -> int:
+        """Count the batches of all rounds."""
+        return sum(
+            chapter.rounds * len(entry.spec.batches) for chapter in self.chapters for entry in chapter.entries
+        )
+
+
+def make_plan(
+    options: Options,
+    contenders: Mapping[str, Contender],
+    workloads: Mapping[str, Workload],
+    why_not: Callable[[Contender], str | None],
+) -> Plan:
+    """Decide what is measured, and say of everything else why it is not."""
+    skips: list[Skip] = []
+    asked = []
+    present = []
+    for contender in contenders.values():
+        if options.contenders and contender.name not in options.contenders:
+            continue
+        if options.quick and not options.contenders and not contender.in_quick:
+            skips.append(Skip(contender.name, "a quick run leaves it out"))
+            continue
+        asked.append(contender)
+        if reason := why_not(contender):
+            skips.append(Skip(contender.name, reason))
+        else:
+            present.append(contender)
+    chapters = []
+    for workload in workloads.values():
+        if options.workloads and workload.name not in options.workloads:
+            continue
+        entries = [entry for one in present for entry in _entries(one, workload, options, skips)]
+        if entries:
+            effort = workload.quick if options.quick else workload.full
+            deadline_s = options.deadline_s or workload.deadline_s + effort.seconds
+            chapters.append(Chapter(workload, options.rounds or effort.rounds, deadline_s, entries))
+    return Plan(asked, chapters, skips)
+
+
+def _entries(
+    contender: Contender, workload: Workload, options: Options, skips: list[Skip]
+) -> Iterator[Entry]:
+    if workload.name in contender.lacks:
+        skips.append(Skip(contender.name, contender.lacks[workload.name], workload.name))
+        return
+    sizes = workload.sizes or options.sizes
+    carried = _carried(sizes, contender)
+    if len(carried) < len(sizes):
+        reason = f"it carries no more than {format_size(contender.largest or 0)}"
+        skips.append(Skip(contender.name, reason, workload.name))
+    loops: Sequence[Loop | None] = options.loops if contender.uses_loop else (None,)
+    for loop in loops if carried else ():
+        spec = Spec(
+            workload=workload.name,
+            sizes=carried,
+            effort=workload.quick if options.quick else workload.full,
+            senders=workload.senders,
+            depth=workload.depth,
+            source=workload.source,
+            answer=options.answer,
+            loop=loop or "asyncio",
+        )
+        yield Entry(contender, loop, spec)
+
+
+def _carried(sizes: tuple[int, ...], contender: Contender) -> tuple[int, ...]:
+    return tuple(size for size in sizes if contender.largest is None or size <= contender.largest)

@@ -1,0 +1,182 @@
+"""Draw a report: latency and throughput by size, lag of the event loop, rate by senders."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from bench.measure import format_size
+from bench.records import Loop, Report, Result
+
+__all__ = ["draw"]
+
+_WIDTH_IN, _HEIGHT_IN = 10.0, 5.5
+_DPI = 110
+_MIB = 1 << 20
+_COLOURS = (
+    *("tab:red", "tab:orange", "tab:blue", "tab:cyan", "tab:green", "tab:olive", "tab:purple", "tab:pink"),
+    *("tab:brown", "navy", "teal", "goldenrod"),
+)
+_LIMIT_STYLES = ("-", "--", ":", "-.")
+_LAGS = {"p50": "p50", "p99": "p99", "p999": "p99.9", "max": "most"}
+
+_Lines = dict[str, list[Result]]
+
+
+def draw(report: Report, folder: Path) -> list[Path]:
+    """Write the plots into `folder`, those for which there is something to show, and give their paths."""
+    drawings: dict[str, Callable[[Report], Figure | None]] = {
+        "latency.png": _latency,
+        "throughput.png": _throughput,
+        "loop-lag.png": _loop_lag,
+        "senders.png": _senders,
+    }
+    written = []
+    with mpl.rc_context({"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}):
+        for name, drawing in drawings.items():
+            figure = drawing(report)
+            if figure is not None:
+                figure.savefig(folder / name, dpi=_DPI)
+                written.append(folder / name)
+    return written
+
+
+def _latency(report: Report) -> Figure | None:
+    lines = _lines(report, "round-trip")
+    if not lines:
+        return None
+    figure, axes = _figure("Round trip of a tensor: median, less is better")
+    _plot_by_size(report, axes, lines, lambda result: 1e3 * result.numbers["median_s"])
+    for name, results in _lines(report, "allocated").items():
+        style = _style(report, name) | {"linestyle": "--", "marker": "s", "label": f"{name}, allocated"}
+        medians = [1e3 * result.numbers["median_s"] for result in results]
+        axes.plot([result.size_bytes for result in results], medians, **style)
+    axes.set_ylabel("milliseconds")
+    _legend(axes)
+    return figure
+
+
+def _throughput(report: Report) -> Figure | None:
+    lines = _lines(report, "round-trip")
+    if not lines:
+        return None
+    figure, axes = _figure("Round trip of a tensor: throughput, both ways counted, more is better")
+    _plot_by_size(report, axes, lines, lambda result: result.numbers["gigabytes_per_s"])
+    axes.set_ylabel("GB/s")
+    _legend(axes)
+    return figure
+
+
+def _loop_lag(report: Report) -> Figure | None:
+    results = [result for result in report.results if result.workload == "loop-lag"]
+    if not results:
+        return None
+    figure, axes = _figure("Lateness of a 1 ms ticker, idle (pale) and while sending 150 MiB back to back")
+    width = 0.8 / (2 * len(results))
+    for place, result in enumerate(results):
+        label = f"{result.contender} ({result.loop})"
+        for busy, state in enumerate(("idle", "busy")):
+            heights = [1e3 * result.numbers[f"{state}_{name}_s"] for name in _LAGS]
+            lefts = [group - 0.4 + (2 * place + busy + 0.5) * width for group in range(len(_LAGS))]
+            bars = axes.bar(
+                lefts,
+                heights,
+                width,
+                color=_COLOURS[place],
+                alpha=1.0 if busy else 0.35,
+                label=label if busy else None,
+            )
+            axes.bar_label(bars, fmt="%.2g", fontsize=7, padding=2)
+    axes.set_xticks(range(len(_LAGS)), list(_LAGS.values()))
+    axes.grid(visible=False, axis="x")
+    axes.set_ylabel("milliseconds late, less is better")
+    axes.legend(loc="upper left", fontsize=9)
+    return figure
+
+
+def _senders(report: Report) -> Figure | None:
+    lines = _lines(report, "fan-in")
+    sizes = sorted({result.size_bytes for results in lines.values() for result in results})
+    if not sizes:
+        return None
+    figure = Figure((_WIDTH_IN, _HEIGHT_IN), layout="constrained")
+    figure.suptitle("Rate by senders to one receiver, more is better")
+    panels = figure.subplots(1, len(sizes), squeeze=False)[0]
+    counts = sorted({result.senders for results in lines.values() for result in results})
+    for axes, size in zip(panels, sizes, strict=True):
+        small = size < _MIB
+        number = "tensors_per_s" if small else "gigabytes_per_s"
+        for name, results in lines.items():
+            mine = [result for result in results if result.size_bytes == size]
+            places = [counts.index(result.senders) for result in mine]
+            axes.plot(places, [result.numbers[number] for result in mine], **_style(report, name))
+        axes.set_xticks(range(len(counts)), [str(count) for count in counts])
+        axes.set_xlabel("senders")
+        axes.set_title(format_size(size))
+        axes.set_ylabel("tensors a second" if small else "GB/s")
+        if small:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:,g}")
+        else:
+            axes.set_ylim(bottom=0)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", fontsize=9)
+    return figure
+
+
+def _figure(title: str) -> tuple[Figure, Axes]:
+    figure = Figure((_WIDTH_IN, _HEIGHT_IN), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title)
+    return figure, axes
+
+
+def _lines(report: Report, workload: str) -> _Lines:
+    # One line for each contender: of two loops uvloop, else the plot is too full to read.
+    wanted: dict[str, Loop | None] = {}
+    mine = [result for result in report.results if result.workload == workload]
+    for result in mine:
+        if result.contender not in wanted or result.loop == "uvloop":
+            wanted[result.contender] = result.loop
+    return {
+        name: [result for result in mine if (result.contender, result.loop) == (name, loop)]
+        for name, loop in wanted.items()
+    }
+
+
+def _plot_by_size(report: Report, axes: Axes, lines: _Lines, value: Callable[[Result], float]) -> None:
+    for name, results in lines.items():
+        axes.plot(
+            [result.size_bytes for result in results], list(map(value, results)), **_style(report, name)
+        )
+    sizes = sorted({result.size_bytes for results in lines.values() for result in results})
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xticks(sizes, [format_size(size) for size in sizes])
+    axes.minorticks_off()
+    axes.set_xlabel("size of the tensor")
+
+
+def _style(report: Report, name: str) -> dict[str, Any]:
+    limits = [one.name for one in report.contenders if one.is_limit]
+    if name in limits:
+        linestyle = _LIMIT_STYLES[limits.index(name) % len(_LIMIT_STYLES)]
+        return {"label": f"limit: {name}", "color": "0.45", "linestyle": linestyle, "linewidth": 1.2}
+    names = [one.name for one in report.contenders if not one.is_limit]
+    ours = name.startswith("aiotensor")
+    return {
+        "label": name,
+        "color": _COLOURS[names.index(name) % len(_COLOURS)],
+        "marker": "o",
+        "markersize": 5 if ours else 3.5,
+        "linewidth": 2.4 if ours else 1.3,
+        "zorder": 3 if ours else 2,
+    }
+
+
+def _legend(axes: Axes) -> None:
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9, frameon=False)

@@ -1,0 +1,185 @@
+"""Write a report as Markdown: the goals, a table or two for each workload, and all that went wrong. Pure."""
+
+from collections.abc import Iterator, Sequence
+
+from bench.measure import format_count, format_seconds, format_size
+from bench.records import Loop, Report, Skip, Verdict
+from bench.views import VIEWS, Cell, Flat, Pivot
+from bench.workloads import WORKLOADS
+
+__all__ = ["failures", "goals", "machine", "markdown", "skipped", "workloads"]
+
+_NOT_MEASURED = "-"
+
+
+def markdown(report: Report) -> str:
+    """Give the whole report, the goals first."""
+    parts = ["# Benchmark", machine(report), "## Numbers to reach", goals(report), *workloads(report)]
+    if report.failures:
+        parts += ["## Failures", failures(report)]
+    return "\n\n".join([*parts, "## Who took part", _participants(report)]) + "\n"
+
+
+def goals(report: Report) -> str:
+    """Give the table of goals, each beside what was measured."""
+    rows = [
+        [
+            verdict.work,
+            verdict.against,
+            verdict.goal,
+            _measured(verdict),
+            "not measured" if verdict.met is None else "met" if verdict.met else "MISSED",
+        ]
+        for verdict in report.goals
+    ]
+    met = sum(verdict.met is True for verdict in report.goals)
+    table = _table(["work", "against", "goal", "measured", ""], rows)
+    meaning = "Measured is the middle round, in brackets the lowest and the highest."
+    return f"{table}\n\n{met} of {len(report.goals)} met. {meaning}"
+
+
+def workloads(report: Report) -> Iterator[str]:
+    """Give a heading and the tables of each workload, and say what is missing from them."""
+    for name in report.workloads:
+        yield f"## {WORKLOADS[name].title}"
+        for view in VIEWS[name]:
+            yield view.caption
+            yield _pivot(report, name, view) if isinstance(view, Pivot) else _flat(report, name, view)
+        if missing := _reasons([skip for skip in report.skips if skip.workload in (name, None)]):
+            yield f"Not measured (`{_NOT_MEASURED}`): {missing}"
+
+
+def skipped(report: Report) -> str:
+    """Name the contenders that were left out of the whole run, and why; empty if there are none."""
+    return _reasons([skip for skip in report.skips if skip.workload is None])
+
+
+def failures(report: Report) -> str:
+    """Say who failed, how, and what they wrote."""
+    texts: dict[str, list[str]] = {}
+    for failure in report.failures:
+        # What is broken for good breaks every workload in the same way; it is shown once.
+        texts.setdefault(failure.output, []).append(
+            f"FAILED {_label(failure.contender, failure.loop)} in {failure.workload}, "
+            f"round {failure.round + 1}: it {failure.reason}."
+        )
+    return "\n\n".join(
+        "\n".join(lines) + (f"\n\n```text\n{output}\n```" if output else "")
+        for output, lines in texts.items()
+    )
+
+
+def machine(report: Report) -> str:
+    """Say where and how the numbers were taken."""
+    it = report.machine
+    versions = ", ".join(f"{name} {version}" for name, version in it.versions.items())
+    kind = "A quick run" if report.quick else "A run"
+    answers = "with a tensor of its own" if report.answer == "own" else "with the tensor it received"
+    return (
+        f"{kind} of {report.seconds:.0f} s on {it.cores} cores ({it.cpu}), {it.memory_bytes / 2**30:.0f} GiB "
+        f"of memory, Linux {it.kernel}, Python {it.python}; {versions}. Load {it.load_before:.1f} before and "
+        f"{it.load_after:.1f} after. In round trips the far side answers {answers}. The baseline is "
+        f"{report.baseline}. Each contender runs in fresh processes, in rounds that take turns: read the "
+        "ratios, not the times."
+    )
+
+
+def _participants(report: Report) -> str:
+    return _table(["name", "what it is"], [[one.name, one.what] for one in report.contenders])
+
+
+def _measured(verdict: Verdict) -> str:
+    if verdict.measured is None or verdict.lowest is None or verdict.highest is None:
+        return _NOT_MEASURED
+    text, low, high = (
+        _write(value, verdict.unit) for value in (verdict.measured, verdict.lowest, verdict.highest)
+    )
+    return text if low == high else f"{text} ({low} to {high})"
+
+
+def _write(value: float, unit: str) -> str:
+    if unit == "s":
+        return format_seconds(value)
+    return f"{value:.2f} %" if unit == "%" else f"{format_count(value)}x"
+
+
+class _Grid:
+    """What a report has on one workload."""
+
+    def __init__(self, report: Report, workload: str) -> None:
+        self._found = {
+            (result.contender, result.loop, result.size_bytes, result.senders): result
+            for result in report.results
+            if result.workload == workload
+        }
+        self._failed = [
+            (failure.contender, failure.loop) for failure in report.failures if failure.workload == workload
+        ]
+        self._participants = report.contenders
+
+    @property
+    def cases(self) -> list[tuple[int, int]]:
+        """Give the sizes and numbers of senders that somebody was measured at."""
+        return sorted({(size, senders) for _, _, size, senders in self._found})
+
+    def rows(self) -> Iterator[tuple[str, Loop | None]]:
+        """Give everybody, on each loop; those with nothing to show too, but for limits."""
+        known = [key[:2] for key in self._found]
+        for one in self._participants:
+            loops = list(dict.fromkeys(loop for name, loop in [*known, *self._failed] if name == one.name))
+            for loop in loops or ([] if one.is_limit else [None]):
+                yield one.name, loop
+
+    def cell(self, row: tuple[str, Loop | None], case: tuple[int, int], write: Cell) -> str:
+        result = self._found.get((*row, *case))
+        if result is not None:
+            return write(result)
+        return "failed" if row in self._failed else _NOT_MEASURED
+
+
+def _pivot(report: Report, workload: str, view: Pivot) -> str:
+    grid = _Grid(report, workload)
+    several = len({senders for _, senders in grid.cases}) > 1
+    headings = [_case(size, senders if several else None) for size, senders in grid.cases]
+    rows = [[_label(*row), *(grid.cell(row, case, view.cell) for case in grid.cases)] for row in grid.rows()]
+    return _table(["", *headings], rows)
+
+
+def _flat(report: Report, workload: str, view: Flat) -> str:
+    grid = _Grid(report, workload)
+    rows = [
+        [
+            _label(*row),
+            format_size(case[0]),
+            *(grid.cell(row, case, write) for write in view.columns.values()),
+        ]
+        for case in grid.cases
+        for row in grid.rows()
+    ]
+    return _table(["", "size", *view.columns], rows)
+
+
+def _case(size: int, senders: int | None) -> str:
+    if senders is None:
+        return format_size(size)
+    return f"{format_size(size)}, {senders} sender{'s' if senders > 1 else ''}"
+
+
+def _label(contender: str, loop: Loop | None) -> str:
+    return contender if loop is None else f"{contender} ({loop})"
+
+
+def _reasons(skips: Sequence[Skip]) -> str:
+    grouped: dict[str, list[str]] = {}
+    for skip in skips:
+        grouped.setdefault(skip.reason, []).append(skip.contender)
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in grouped.items())
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    lines = [headings, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |"
+        for line in lines
+    )

@@ -1,0 +1,137 @@
+"""How the results of each workload are laid out: what stands in the cells, and what they mean. Pure."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from bench.measure import format_count, format_rate, format_seconds
+from bench.records import Result
+
+__all__ = ["VIEWS", "Cell", "Flat", "Pivot"]
+
+_MIB = 1 << 20
+
+Cell = Callable[[Result], str]
+
+
+class Pivot(NamedTuple):
+    """A row for each contender, a column for each size and number of senders."""
+
+    caption: str
+    cell: Cell
+
+
+class Flat(NamedTuple):
+    """A row for each contender and size, a column for each number."""
+
+    caption: str
+    columns: dict[str, Cell]
+
+
+def _ratio(result: Result) -> str:
+    if result.ratio is None:
+        return "-"
+    if set(result.round_ratios) == {1.0}:
+        return "1"  # the baseline
+    text = f"{format_count(result.ratio)}x"
+    if len(result.round_ratios) > 1:
+        low, high = min(result.round_ratios), max(result.round_ratios)
+        text += f" ({format_count(low)} to {format_count(high)})"
+    return text
+
+
+def _seconds(*names: str) -> Cell:
+    return lambda result: " / ".join(format_seconds(result.numbers[name]) for name in names)
+
+
+def _rate(result: Result) -> str:
+    if result.size_bytes < _MIB:
+        return f"{format_rate(result.numbers['tensors_per_s'])} /s"
+    return f"{format_count(result.numbers['gigabytes_per_s'])} GB/s"
+
+
+def _gigabytes(result: Result) -> str:
+    return format_count(result.numbers["gigabytes_per_s"])
+
+
+def _bytes(*names: str) -> Cell:
+    return lambda result: " / ".join(_size(result.numbers[name]) for name in names)
+
+
+def _size(value: float) -> str:
+    # Memory goes up and down, and tenths of a MiB are enough.
+    return f"{value / _MIB:.1f} MiB"
+
+
+_TIMES = (
+    "The same, as times faster than the baseline: the middle round, in brackets the lowest and the highest."
+)
+
+VIEWS: dict[str, list[Pivot | Flat]] = {
+    "round-trip": [
+        Pivot(
+            "Median / p99 of all rounds. Tensors are fresh, in ordinary memory, and copied both ways. Of "
+            "fewer than 100 trips, p99 is the slowest.",
+            _seconds("median_s", "p99_s"),
+        ),
+        Pivot(_TIMES, _ratio),
+    ],
+    "allocated": [
+        Pivot(
+            "Median / p99 of all rounds, from asking for the memory until the answer was read. Nothing is "
+            "copied.",
+            _seconds("median_s", "p99_s"),
+        ),
+        Pivot("Of that, the asking on the near side: median.", _seconds("allocate_median_s")),
+    ],
+    "pipelined": [
+        Flat(
+            "One element of each tensor is read where it arrives.",
+            {"tensors a second": _rate, "against the baseline": _ratio},
+        )
+    ],
+    "fan-in": [
+        Pivot("All senders together. 16 are connected all the time.", _rate),
+        Pivot("The same, as times the rate of the baseline.", _ratio),
+    ],
+    "loop-lag": [
+        Flat(
+            "Lateness at p50 / p99 / p99.9 / most.",
+            {
+                "idle": _seconds("idle_p50_s", "idle_p99_s", "idle_p999_s", "idle_max_s"),
+                "busy": _seconds("busy_p50_s", "busy_p99_s", "busy_p999_s", "busy_max_s"),
+                "p99.9, busy beyond idle": _seconds("beyond_p999_s"),
+                "GB/s meanwhile": _gigabytes,
+            },
+        )
+    ],
+    "idle": [
+        Flat(
+            "Both processes and whatever they have started, user and system.",
+            {"CPU": lambda result: f"{result.numbers['cpu_percent']:.2f} %"},
+        )
+    ],
+    "cost": [
+        Flat(
+            "One way, one tensor after the other. CPU of both processes and whatever they have started; "
+            "shared memory of the whole machine at its peak, beyond what it was before.",
+            {
+                "CPU-seconds per GB": lambda result: format_count(result.numbers["cpu_s_per_gb"]),
+                "GB/s": _gigabytes,
+                "peak shared memory": _bytes("peak_shared_bytes"),
+            },
+        )
+    ],
+    "resident": [
+        Flat(
+            "Anonymous memory at the start / after a tenth of the sends / at the end. Not flat is what grows "
+            "in each third of the rest.",
+            {
+                "sends": lambda result: f"{result.numbers['sends']:,.0f}",
+                "sender": _bytes("sender_start_bytes", "sender_warm_bytes", "sender_end_bytes"),
+                "receiver": _bytes("receiver_start_bytes", "receiver_warm_bytes", "receiver_end_bytes"),
+                "growth": _bytes("growth_bytes"),
+                "flat": lambda result: "yes" if result.numbers["flat"] else "NO",
+            },
+        )
+    ],
+}

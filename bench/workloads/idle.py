@@ -1,0 +1,36 @@
+"""How much CPU a connected pair uses while nothing is sent: the receiving side waits for a tensor."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from time import perf_counter
+
+from bench.records import Batch
+from bench.usage import cpu_seconds, family
+from bench.workloads.base import Stage
+from bench.workloads.stream import drained, fresh, pour, send_end, take
+
+__all__ = ["far", "near"]
+
+_FEW = 20
+_SETTLE_S = 1.0  # so that what a contender prepares or puts away after traffic is done
+
+
+async def near(stage: Stage) -> AsyncIterator[Batch]:
+    """Send a few tensors, then nothing, and count the CPU of both processes and of their children."""
+    for size in stage.spec.sizes:
+        await pour(stage.port, drained(fresh(size, _FEW)), 1)
+        await asyncio.sleep(_SETTLE_S)
+        processes = family(stage.processes)
+        began, before = perf_counter(), cpu_seconds(processes)
+        await asyncio.sleep(stage.spec.effort.seconds)
+        percent = 100 * (cpu_seconds(processes) - before) / (perf_counter() - began)
+        await send_end(stage.port, size, _FEW)
+        await stage.barrier.meet()
+        yield Batch(size, numbers={"cpu_percent": percent, "seconds": stage.spec.effort.seconds})
+
+
+async def far(stage: Stage) -> None:
+    """Wait for tensors."""
+    for _ in stage.spec.sizes:
+        await take(stage.port)
+        await stage.barrier.meet()

@@ -1,0 +1,69 @@
+"""How late a 1 ms ticker on the sender's event loop is, first idle, then while tensors go back to back.
+
+A tick is late by as much as it runs after one millisecond from the tick before. That holds the coarseness
+of the loop's own clock, which is why the idle loop is measured too, and what counts is how much later the
+ticks of the busy loop are. The same tensor is sent over and over: `send` copies it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from time import perf_counter
+
+from bench.measure import percentile
+from bench.records import Batch
+from bench.workloads.base import Stage
+from bench.workloads.stream import fresh, send_end, take
+
+__all__ = ["far", "near"]
+
+_TICK_S = 0.001
+_PERCENTILES = {"p50": 50.0, "p99": 99.0, "p999": 99.9, "max": 100.0}
+
+
+async def near(stage: Stage) -> AsyncIterator[Batch]:
+    """Tick, idle and busy, one batch for each size."""
+    for size in stage.spec.sizes:
+        (tensor,) = fresh(size, 1)
+        await stage.port.send(tensor)  # whatever is prepared for the first tensor is not what is measured
+        await send_end(stage.port, size, 1)
+        await stage.barrier.meet()
+        idle = await _tick(stage.spec.effort.seconds)
+        ticker = asyncio.create_task(_tick(stage.spec.effort.seconds))
+        began, count = perf_counter(), 0
+        while not ticker.done():
+            await stage.port.send(tensor)
+            count += 1
+        took = perf_counter() - began
+        await send_end(stage.port, size, count)
+        await stage.barrier.meet()
+        yield Batch(
+            size, numbers=_numbers(idle, await ticker) | {"gigabytes_per_s": count * size / took / 1e9}
+        )
+
+
+async def far(stage: Stage) -> None:
+    """Take the tensors and free them."""
+    for _ in stage.spec.sizes:
+        await take(stage.port)
+        await stage.barrier.meet()
+        await take(stage.port)
+        await stage.barrier.meet()
+
+
+async def _tick(seconds: float) -> list[float]:
+    lateness = []
+    began = now = perf_counter()
+    while now - began < seconds:
+        due = now + _TICK_S
+        await asyncio.sleep(_TICK_S)
+        now = perf_counter()
+        lateness.append(now - due)
+    return lateness
+
+
+def _numbers(idle: list[float], busy: list[float]) -> dict[str, float]:
+    numbers: dict[str, float] = {}
+    for name, percent in _PERCENTILES.items():
+        still, working = percentile(idle, percent), percentile(busy, percent)
+        numbers |= {f"idle_{name}_s": still, f"busy_{name}_s": working, f"beyond_{name}_s": working - still}
+    return numbers

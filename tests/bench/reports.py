@@ -1,0 +1,132 @@
+"""Contenders, workloads and reports for the tests of the benchmark."""
+
+from bench.contenders.base import Contender
+from bench.goals import judge
+from bench.records import Effort, Failure, Loop, Machine, Participant, Report, Result, Skip
+from bench.workloads.base import Workload
+
+__all__ = ["KIB", "MIB", "OURS", "contender", "report", "result", "trips", "workload"]
+
+KIB, MIB = 1 << 10, 1 << 20
+OURS = "aiotensor-unix"
+
+MACHINE = Machine(
+    cores=2,
+    cpu="a processor",
+    memory_bytes=8 << 30,
+    kernel="6.1",
+    python="3.11.7",
+    versions={"torch": "2.13.0", "ray": "not installed"},
+    load_before=0.5,
+    load_after=1.0,
+)
+
+
+def contender(name: str, **fields: object) -> Contender:
+    values: dict[str, object] = {"name": name, "module": name, "what": f"{name}, made by a test"}
+    return Contender(**(values | fields))  # type: ignore[arg-type]
+
+
+def workload(name: str = "round-trip", **fields: object) -> Workload:
+    values: dict[str, object] = {
+        "name": name,
+        "module": "bench.workloads.round_trip",
+        "title": "Made by a test",
+        "score": "median_s",
+        "more_is_better": False,
+        "full": Effort(rounds=3),
+        "quick": Effort(rounds=2),
+    }
+    return Workload(**(values | fields))  # type: ignore[arg-type]
+
+
+def result(
+    workload: str,
+    contender: str,
+    size: int,
+    rounds: list[dict[str, float]],
+    *,
+    loop: Loop | None = None,
+    senders: int = 1,
+    ratios: list[float] | None = None,
+) -> Result:
+    """Make a result whose numbers are those of its middle round."""
+    ratios = ratios or []
+    return Result(
+        workload=workload,
+        contender=contender,
+        loop=loop,
+        size_bytes=size,
+        senders=senders,
+        trips=len(rounds),
+        numbers=rounds[len(rounds) // 2],
+        rounds=rounds,
+        ratio=ratios[len(ratios) // 2] if ratios else None,
+        round_ratios=ratios,
+    )
+
+
+def trips(
+    contender: str, size: int, *medians: float, workload: str = "round-trip", loop: Loop | None = None
+) -> Result:
+    """Make a result of round trips with these medians, in seconds."""
+    rounds = [
+        {
+            "median_s": median,
+            "p99_s": 2 * median,
+            "min_s": median / 2,
+            "gigabytes_per_s": 2 * size / median / 1e9,
+            "allocate_median_s": median / 10,
+        }
+        for median in medians
+    ]
+    return result(workload, contender, size, rounds, loop=loop, ratios=[4.0, 5.0, 6.0])
+
+
+def _lag(contender: str, loop: Loop) -> Result:
+    numbers = {
+        f"{state}_{name}_s": late
+        for state, late in (("idle", 0.001), ("busy", 0.003), ("beyond", 0.002))
+        for name in ("p50", "p99", "p999", "max")
+    }
+    return result("loop-lag", contender, 150 * MIB, [numbers | {"gigabytes_per_s": 5.0}], loop=loop)
+
+
+def report(failures: list[Failure] | None = None, skips: list[Skip] | None = None) -> Report:
+    """Make a whole report, with something of everything."""
+    results = [
+        *(trips(OURS, size, 0.001, 0.002, 0.003, loop="uvloop") for size in (4 * KIB, 150 * MIB)),
+        *(trips("torch-queue", size, 0.01, 0.01, 0.01) for size in (4 * KIB, 150 * MIB)),
+        trips("raw-socket", 4 * KIB, 0.001, 0.001, 0.001),
+        trips(OURS, 150 * MIB, 0.002, 0.002, 0.002, workload="allocated", loop="uvloop"),
+        *(
+            result(
+                "fan-in",
+                name,
+                size,
+                [{"tensors_per_s": 1000.0 * senders, "gigabytes_per_s": 1.5 * senders}],
+                loop="uvloop" if name == OURS else None,
+                senders=senders,
+                ratios=[2.0],
+            )
+            for name in (OURS, "torch-queue")
+            for size in (4 * KIB, MIB)
+            for senders in (1, 16)
+        ),
+        *(_lag(OURS, loop) for loop in ("uvloop", "asyncio")),
+        result("idle", OURS, 4 * KIB, [{"cpu_percent": 0.004}], loop="uvloop"),
+    ]
+    names = [OURS, "torch-queue", "ray", "raw-socket"]
+    return Report(
+        quick=False,
+        answer="own",
+        baseline="torch-queue",
+        contenders=[Participant(name, f"what {name} is", name == "raw-socket") for name in names],
+        workloads=["round-trip", "allocated", "fan-in", "loop-lag", "idle"],
+        seconds=12.3,
+        machine=MACHINE,
+        results=results,
+        goals=judge(results),
+        failures=failures or [],
+        skips=skips or [],
+    )

@@ -1,0 +1,60 @@
+"""Whether the goals of the design were reached."""
+
+import pytest
+
+from bench.contenders import CONTENDERS
+from bench.goals import GOALS, Goal, Reading, judge
+from bench.records import Result, Verdict
+from bench.workloads import WORKLOADS
+from tests.bench.reports import KIB, OURS, result, trips
+
+
+def verdict_of(results: list[Result], place: int = 0) -> Verdict:
+    return judge(results)[place]
+
+
+def test_a_quotient_is_taken_round_by_round_and_the_middle_one_decides() -> None:
+    ours = trips(OURS, 4 * KIB, 0.001, 0.002, 0.001, loop="uvloop")
+    theirs = trips("torch-queue", 4 * KIB, 0.007, 0.006, 0.1)
+    verdict = verdict_of([ours, theirs])
+    assert (verdict.work, verdict.against) == ("4 KiB round trip, `unix://`", "torch.multiprocessing.Queue")
+    assert (verdict.measured, verdict.lowest, verdict.highest) == pytest.approx((7.0, 3.0, 100.0))
+    assert verdict.met is True
+
+
+@pytest.mark.parametrize(("median", "met"), [(0.0016, True), (0.0018, False)])
+def test_a_time_may_be_at_most_so_many_times_the_other(median: float, met: bool) -> None:
+    ours, raw = trips(OURS, 4 * KIB, median, loop="uvloop"), trips("raw-socket", 4 * KIB, 0.001)
+    verdict = verdict_of([ours, raw], 1)
+    assert verdict.measured == pytest.approx(median / 0.001)
+    assert verdict.met is met
+
+
+def test_the_other_loop_and_other_numbers_of_senders_do_not_count() -> None:
+    other_loop = trips(OURS, 4 * KIB, 0.001, loop="asyncio")
+    theirs = trips("torch-queue", 4 * KIB, 0.1)
+    assert verdict_of([other_loop, theirs]).met is None
+
+
+def test_a_goal_that_was_not_measured_is_neither_met_nor_missed() -> None:
+    verdicts = judge([])
+    assert len(verdicts) == len(GOALS)
+    assert {verdict.met for verdict in verdicts} == {None}
+    assert {verdict.measured for verdict in verdicts} == {None}
+
+
+@pytest.mark.parametrize(("percent", "met"), [(0.0, True), (0.049, True), (0.06, False)])
+def test_a_number_that_stands_alone_is_held_against_its_bound(percent: float, met: bool) -> None:
+    verdict = verdict_of([result("idle", OURS, 4 * KIB, [{"cpu_percent": percent}], loop="uvloop")], -1)
+    assert (verdict.work, verdict.measured, verdict.met) == ("idle pair", percent, met)
+
+
+@pytest.mark.parametrize("goal", GOALS, ids=lambda goal: f"{goal.work}, {goal.against}")
+def test_every_goal_names_what_a_run_measures(goal: Goal) -> None:
+    readings: list[Reading] = [goal.ours, *([goal.theirs] if goal.theirs else [])]
+    for reading in readings:
+        workload, contender = WORKLOADS[reading.workload], CONTENDERS[reading.contender]
+        assert reading.workload not in contender.lacks
+        assert workload.sizes is None or reading.size_bytes in workload.sizes
+        assert contender.largest is None or reading.size_bytes <= contender.largest
+        assert contender.in_quick  # a quick run holds itself against all goals too

@@ -1,0 +1,174 @@
+"""One contender in real processes: what it measures, and how it is ended when it goes wrong."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+from threading import Thread
+
+import pytest
+
+from bench.contenders.base import Contender
+from bench.group import FailedError, Groups
+from bench.harness import Step, measure
+from bench.plan import Options, make_plan
+from bench.records import Batch, Effort, Spec
+from bench.workloads import WORKLOADS
+from tests.bench.reports import contender
+
+ContenderOf = Callable[..., Contender]
+
+EFFORT = Effort(bytes=1 << 16, most=20, fewest=2, seconds=0.02)
+RAW = contender("raw", module="bench.contenders.raw_socket")
+PATIENT_S = 60.0
+
+
+@pytest.fixture
+def contender_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ContenderOf:
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(name: str, body: str, **fields: object) -> Contender:
+        (tmp_path / f"{name}.py").write_text(dedent(body))
+        return contender(name, **fields)
+
+    return write
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> None:
+    """Start the server of processes before any test counts seconds."""
+    with Groups() as groups:
+        run(groups, RAW)
+
+
+@pytest.fixture
+def groups() -> Iterator[Groups]:
+    with Groups() as opened:
+        yield opened
+
+
+def run(
+    groups: Groups, one: Contender, workload: str = "round-trip", deadline_s: float = PATIENT_S
+) -> list[Batch]:
+    row = WORKLOADS[workload]
+    spec = Spec(
+        workload, row.sizes or (64, 4096), EFFORT, senders=row.senders, depth=row.depth, loop="asyncio"
+    )
+    batches: list[Batch] = []
+    groups.run(one, spec, deadline_s, batches.append)
+    return batches
+
+
+def failure_of(groups: Groups, one: Contender, deadline_s: float = PATIENT_S) -> FailedError:
+    with pytest.raises(FailedError) as caught:
+        run(groups, one, deadline_s=deadline_s)
+    return caught.value
+
+
+def test_round_trips_are_timed_at_each_size(groups: Groups) -> None:
+    batches = run(groups, RAW)
+    assert [(batch.size_bytes, len(batch.latencies_ns)) for batch in batches] == [(64, 20), (4096, 16)]
+    assert all(latency > 0 for batch in batches for latency in batch.latencies_ns)
+
+
+def test_a_contender_may_drive_itself_and_another_may_be_alone(groups: Groups) -> None:
+    driven = contender("driven", module="bench.contenders.raw_socket_loop", drives_itself=True)
+    alone = contender("alone", module="bench.contenders.memcpy_two", alone=True)
+    for one in (driven, alone):
+        assert [len(batch.latencies_ns) for batch in run(groups, one)] == [20, 16]
+
+
+def test_a_stream_is_counted_where_it_arrives(groups: Groups) -> None:
+    (batch,) = run(groups, RAW, "pipelined")
+    assert batch.numbers["tensors_per_s"] > 0
+
+
+def test_a_crash_is_reported_with_what_was_written(groups: Groups, contender_of: ContenderOf) -> None:
+    error = failure_of(
+        groups, contender_of("crashing", "def connect(layout): raise RuntimeError('out of luck')")
+    )
+    assert str(error) == "ended with exit status 1 before it finished 64 B"
+    assert error.size == 64
+    assert "out of luck" in error.output
+
+
+def test_what_hangs_is_killed_and_reported(groups: Groups, contender_of: ContenderOf, tmp_path: Path) -> None:
+    hanging = f"""
+        import os, pathlib, threading
+        pathlib.Path({str(tmp_path)!r}, "pid").write_text(str(os.getpid()))
+        threading.Event().wait()
+    """
+    error = failure_of(groups, contender_of("hanging", hanging), deadline_s=3.0)
+    assert "did not finish 64 B" in str(error)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+DYING = """
+    import os, threading
+    from contextlib import asynccontextmanager
+
+    class Port:
+        overlaps = False
+        async def send(self, tensor): pass
+        async def receive(self): threading.Event().wait()
+
+    class Near:
+        @asynccontextmanager
+        async def open(self): yield Port()
+
+    class Far:
+        def open(self): os._exit(7)
+
+    def connect(layout): return [Near()], Far()
+"""
+
+
+def test_a_far_side_that_dies_is_reported_though_the_near_side_would_wait_for_ever(
+    groups: Groups, contender_of: ContenderOf
+) -> None:
+    error = failure_of(groups, contender_of("dying", DYING))
+    assert "an answering process ended with exit status 7" in error.output
+
+
+def test_an_answer_with_another_content_is_reported(groups: Groups, contender_of: ContenderOf) -> None:
+    wrong = """
+        from bench.contenders import raw_socket
+
+        class Port(raw_socket.SocketPort):
+            async def receive(self): return (await super().receive()).fill_(255)
+
+        raw_socket.SocketPort = Port
+        connect = raw_socket.connect
+    """
+    assert "brought back another tensor" in failure_of(groups, contender_of("wrong", wrong)).output
+
+
+def test_leaving_ends_what_still_runs(contender_of: ContenderOf, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    endless = f"import pathlib, threading; pathlib.Path({str(started)!r}).touch(); threading.Event().wait()"
+    with Groups() as groups:
+        # As an interrupt does: in another thread than the one that waits for the group.
+        thread = Thread(target=failure_of, args=(groups, contender_of("endless", endless)))
+        thread.start()
+        while not started.exists():
+            time.sleep(0.01)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_who_fails_takes_part_in_no_later_round_and_the_others_go_on(contender_of: ContenderOf) -> None:
+    them = {one.name: one for one in (contender_of("broken", "import no_such_module"), RAW)}
+    options = Options(False, (64,), ("asyncio",), rounds=2, deadline_s=PATIENT_S, workloads=("round-trip",))
+    plan = make_plan(
+        options, them, {"round-trip": WORKLOADS["round-trip"]._replace(full=EFFORT)}, lambda one: None
+    )
+    steps: list[Step] = []
+    report = measure(plan, options, baseline="raw", on_step=steps.append)
+    (result,) = report.results
+    assert (result.contender, result.trips, len(result.rounds)) == ("raw", 40, 2)
+    (failure,) = report.failures
+    assert (failure.contender, failure.round, failure.workload) == ("broken", 0, "round-trip")
+    assert "no_such_module" in failure.output
+    assert sum(step.lost + (step.batch is not None) for step in steps) == plan.batches

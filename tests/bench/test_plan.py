@@ -1,0 +1,100 @@
+"""What a run measures, and what it says of everything that it does not."""
+
+from collections.abc import Sequence
+
+from bench.contenders import BASELINE, CONTENDERS, missing, why_not
+from bench.contenders.base import Contender
+from bench.plan import Options, Plan, make_plan
+from bench.records import Effort, Skip
+from bench.workloads import WORKLOADS
+from bench.workloads.base import Workload
+from tests.bench.reports import KIB, MIB, contender, workload
+
+SIZES = (4 * KIB, MIB)
+
+
+def plan_of(
+    contenders: Sequence[Contender],
+    workloads: Sequence[Workload] = (workload(),),
+    options: Options | None = None,
+    absent: Sequence[str] = (),
+) -> Plan:
+    return make_plan(
+        options or Options(quick=False, sizes=SIZES, loops=("uvloop", "asyncio")),
+        {one.name: one for one in contenders},
+        {one.name: one for one in workloads},
+        lambda one: "not installed" if one.name in absent else None,
+    )
+
+
+def test_only_who_is_driven_by_a_loop_is_measured_on_more_than_one() -> None:
+    (chapter,) = plan_of([contender("ours", uses_loop=True), contender("other")]).chapters
+    assert [(entry.contender.name, entry.loop) for entry in chapter.entries] == [
+        ("ours", "uvloop"),
+        ("ours", "asyncio"),
+        ("other", None),
+    ]
+
+
+def test_who_is_not_installed_is_skipped_aloud_and_still_named() -> None:
+    plan = plan_of([contender("here"), contender("absent")], absent=["absent"])
+    assert [one.name for one in plan.contenders] == ["here", "absent"]
+    assert plan.skips == [Skip("absent", "not installed")]
+    assert [entry.contender.name for entry in plan.chapters[0].entries] == ["here"]
+
+
+def test_a_missing_module_is_reported_with_what_installs_it() -> None:
+    reason = why_not(contender("absent", needs={"no_such_module": "no-such-package", "json": "json"}))
+    assert reason == "no-such-package is not installed; `pip install '.[bench-peers]'` installs it"
+    assert missing({"json": "json"}) == []
+    assert why_not(contender("plain")) is None
+
+
+def test_who_cannot_do_a_workload_says_why() -> None:
+    plan = plan_of([contender("other", lacks={"round-trip": "it cannot"})])
+    assert plan.chapters == []
+    assert plan.skips == [Skip("other", "it cannot", "round-trip")]
+
+
+def test_who_carries_no_large_tensors_is_measured_with_small_ones() -> None:
+    plan = plan_of([contender("small", largest=64 * KIB)])
+    assert plan.chapters[0].entries[0].spec.sizes == (4 * KIB,)
+    assert plan.skips == [Skip("small", "it carries no more than 64 KiB", "round-trip")]
+
+
+def test_a_quick_run_does_less_of_everything_and_leaves_out_some() -> None:
+    them = [contender("ours"), contender("slow", in_quick=False)]
+    options = Options(quick=True, sizes=SIZES, loops=("uvloop",))
+    plan = plan_of(them, options=options)
+    assert plan.chapters[0].rounds == 2
+    assert plan.skips == [Skip("slow", "a quick run leaves it out")]
+    asked = plan_of(them, options=options._replace(contenders=("slow",)))
+    assert [entry.contender.name for entry in asked.chapters[0].entries] == ["slow"]
+
+
+def test_a_workload_may_have_sizes_of_its_own() -> None:
+    plan = plan_of([contender("ours")], [workload(sizes=(7,), senders=(1, 4), depth=3)])
+    (entry,) = plan.chapters[0].entries
+    assert (entry.spec.batches, entry.spec.depth) == ([(7, 1), (7, 4)], 3)
+
+
+def test_the_command_line_overrules_rounds_and_deadlines() -> None:
+    work = workload(deadline_s=10.0, full=Effort(rounds=3, seconds=2.0))
+    (chapter,) = plan_of([contender("ours")], [work]).chapters
+    assert (chapter.rounds, chapter.deadline_s) == (3, 12.0)
+    options = Options(quick=False, sizes=SIZES, loops=("uvloop",), rounds=1, deadline_s=5.0)
+    (chapter,) = plan_of([contender("ours")], [work], options).chapters
+    assert (chapter.rounds, chapter.deadline_s) == (1, 5.0)
+
+
+def test_the_batches_of_all_rounds_are_counted() -> None:
+    plan = plan_of([contender("ours", uses_loop=True), contender("other")])
+    assert plan.batches == 3 * 3 * len(SIZES)
+
+
+def test_the_tables_fit_together() -> None:
+    assert BASELINE in CONTENDERS
+    for one in CONTENDERS.values():
+        assert one.lacks.keys() <= WORKLOADS.keys(), one.name
+    ours = [one for name, one in CONTENDERS.items() if name.startswith("aiotensor")]
+    assert [(one.name, dict(one.lacks)) for one in ours] == [("aiotensor-unix", {}), ("aiotensor-queue", {})]

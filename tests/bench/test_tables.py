@@ -1,0 +1,114 @@
+"""The tables, the plots and the JSON of a report."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from PIL import Image
+
+from bench import tables
+from bench.__main__ import write
+from bench.records import Failure, Report, Skip
+from bench.views import VIEWS
+from bench.workloads import WORKLOADS
+from tests.bench.reports import OURS, report
+
+FAILURE = Failure("round-trip", "torch-queue", None, 1, 4096, "ended with exit status 1", "out of luck")
+
+
+def rows_of(text: str, first_cell: str) -> list[list[str]]:
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    return [row for row in rows if row[0] == first_cell]
+
+
+def table_of(of: Report, title: str) -> str:
+    return tables.markdown(of).split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def test_each_goal_stands_beside_what_was_measured() -> None:
+    text = tables.goals(report())
+    (row, *limits) = rows_of(text, "4 KiB round trip, `unix://`")
+    assert row[1:] == [
+        "torch.multiprocessing.Queue",
+        "at least 6x faster",
+        "5.00x (3.33x to 10.0x)",
+        "MISSED",
+    ]
+    assert [limit[1] for limit in limits] == [
+        "raw Unix socket echo, blocking",
+        "raw Unix socket echo, on the event loop",
+    ]
+    assert rows_of(text, "idle pair")[0][2:] == ["0.0 % CPU", "0.00 %", "met"]
+    assert rows_of(text, "16 MiB, copied")[0][3:] == ["-", "not measured"]
+    assert "3 of 11 met" in text
+
+
+def test_a_workload_has_a_row_for_each_contender_and_a_column_for_each_size() -> None:
+    text = table_of(report(), WORKLOADS["round-trip"].title)
+    assert "| 4 KiB " in text
+    assert "| 150 MiB " in text
+    times, ratios = rows_of(text, f"{OURS} (uvloop)")
+    assert times[1:] == ["2.00 ms / 4.00 ms"] * 2
+    assert ratios[1:] == ["5.00x (4.00 to 6.00)"] * 2
+
+
+def test_rates_are_tensors_a_second_when_small_and_bytes_when_large() -> None:
+    row, _ = rows_of(table_of(report(), WORKLOADS["fan-in"].title), "torch-queue")
+    assert row[1:] == ["1,000 /s", "16,000 /s", "1.50 GB/s", "24.0 GB/s"]
+
+
+def test_who_was_not_measured_has_a_dash_and_a_reason() -> None:
+    skips = [Skip("ray", "ray is not installed"), Skip("torch-queue", "it blocks", "loop-lag")]
+    of = report(skips=skips)
+    lag = table_of(of, WORKLOADS["loop-lag"].title)
+    assert set(rows_of(lag, "torch-queue")[0][2:]) == {"-"}
+    assert set(rows_of(lag, "ray")[0][2:]) == {"-"}
+    assert not rows_of(lag, "raw-socket")  # a limit is named only where it was measured
+    assert "ray: ray is not installed; torch-queue: it blocks" in lag
+    assert tables.skipped(of) == "ray: ray is not installed"
+
+
+def test_who_failed_is_named_in_the_table_and_below_it_and_one_output_is_shown_once() -> None:
+    failures = [
+        msgspec.structs.replace(FAILURE, contender="ray", workload=name) for name in ("idle", "round-trip")
+    ]
+    of = report(failures=[FAILURE, *failures])
+    assert rows_of(table_of(of, WORKLOADS["idle"].title), "ray")[0][2:] == ["failed"]
+    text = tables.failures(of)
+    assert "FAILED ray in idle, round 2: it ended with exit status 1." in text
+    assert text.count("out of luck") == 1
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_workload_has_a_view(name: str) -> None:
+    assert VIEWS[name]
+
+
+def test_a_table_is_markdown_and_its_columns_stand_under_each_other() -> None:
+    lines = tables.goals(report()).split("\n\n")[0].splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert set(lines[1]) == set("|- ")
+
+
+def test_everything_is_written(tmp_path: Path) -> None:
+    written = write(report(failures=[FAILURE]), tmp_path / "made" / "here")
+    assert [path.name for path in written] == [
+        "latest.json",
+        "latest.md",
+        "latency.png",
+        "throughput.png",
+        "loop-lag.png",
+        "senders.png",
+    ]
+    assert msgspec.json.decode(written[0].read_bytes(), type=Report) == report(failures=[FAILURE])
+    assert "## Failures" in written[1].read_text()
+    for plot in written[2:]:
+        with Image.open(plot) as image:
+            image.verify()
+            assert min(image.size) > 400
+
+
+def test_what_was_not_measured_is_not_drawn(tmp_path: Path) -> None:
+    written = write(msgspec.structs.replace(report(), results=[]), tmp_path)
+    assert [path.name for path in written] == ["latest.json", "latest.md"]
