@@ -4,12 +4,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit bench clean help
+.PHONY: demo test lint types unit bench bench-quick bench-peers clean help
 
 help:
 	@echo "make demo    upload real videos to a server, hand them to an engine process, show the answers"
 	@echo "make test    lint, types, and the whole test suite with coverage"
-	@echo "make bench   time the queue link beside a bare torch.multiprocessing.Queue"
+	@echo "make bench   time aiotensor beside what people use without it, and against its goals: minutes"
+	@echo "make bench-quick   the same in less than a minute, with fewer of the others"
+	@echo "make bench-peers   install those of the others that are not installed by default, such as Ray"
 	@echo "make clean   remove what the other targets made"
 
 $(VENV)/bin/python:
@@ -43,8 +45,18 @@ unit: $(VENV)/.test
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report
 
-bench: $(VENV)/.test
+$(VENV)/.bench: $(VENV)/.demo
+	$(PIP) --editable '.[bench]'
+	@touch $@
+
+bench: $(VENV)/.bench
 	@$(BIN)/python -m bench $(ARGS)
+
+bench-quick: $(VENV)/.bench
+	@$(BIN)/python -m bench --quick $(ARGS)
+
+bench-peers: $(VENV)/.bench
+	$(PIP) --editable '.[bench-peers]'
 
 clean:
 	rm -rf $(VENV) .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
