@@ -82,6 +82,8 @@ class Groups:
                 try:
                     _read(results, process, spec, deadline_s, on_batch)
                 except _StoppedError as stopped:
+                    if self._over:
+                        raise RuntimeError("the run was ended from outside") from None
                     raise FailedError(stopped.reason, stopped.size, _tail(output)) from None
                 finally:
                     with self._lock:
@@ -92,7 +94,7 @@ class Groups:
     def _start(self, process: BaseProcess) -> None:
         with self._lock:
             if self._over:
-                raise RuntimeError("the run is over")
+                raise RuntimeError("the run was ended from outside")
             process.start()
             self._running.add(process)
 

@@ -146,17 +146,17 @@ class Skip(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """One goal of the design beside what was measured; all None if this run did not measure it.
+    """One goal of the design beside what was measured; no number if this run did not measure it.
 
     Attributes:
         work: what is measured.
         against: what it is compared with; empty if the number stands alone.
-        goal: the goal, in words.
+        goal: the goal, in words; empty for a number that is only shown beside one.
         measured: the median of the rounds.
         lowest: of the rounds.
         highest: of the rounds.
         unit: of the three numbers: ``"x"``, ``"s"`` or ``"%"``.
-        met: whether the goal was reached.
+        met: whether the goal was reached; None if there is no number, or no goal for it.
     """
 
     work: str

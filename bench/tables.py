@@ -10,6 +10,7 @@ from bench.workloads import WORKLOADS
 __all__ = ["failures", "goals", "machine", "markdown", "skipped", "workloads"]
 
 _NOT_MEASURED = "-"
+_MET = "met"
 
 
 def markdown(report: Report) -> str:
@@ -26,16 +27,16 @@ def goals(report: Report) -> str:
         [
             verdict.work,
             verdict.against,
-            verdict.goal,
+            verdict.goal or "(for comparison)",
             _measured(verdict),
-            "not measured" if verdict.met is None else "met" if verdict.met else "MISSED",
+            _outcome(verdict),
         ]
         for verdict in report.goals
     ]
-    met = sum(verdict.met is True for verdict in report.goals)
+    outcomes = [row[-1] for row in rows if row[-1]]
     table = _table(["work", "against", "goal", "measured", ""], rows)
     meaning = "Measured is the middle round, in brackets the lowest and the highest."
-    return f"{table}\n\n{met} of {len(report.goals)} met. {meaning}"
+    return f"{table}\n\n{outcomes.count(_MET)} of {len(outcomes)} met. {meaning}"
 
 
 def workloads(report: Report) -> Iterator[str]:
@@ -95,6 +96,12 @@ def _measured(verdict: Verdict) -> str:
         _write(value, verdict.unit) for value in (verdict.measured, verdict.lowest, verdict.highest)
     )
     return text if low == high else f"{text} ({low} to {high})"
+
+
+def _outcome(verdict: Verdict) -> str:
+    if not verdict.goal:
+        return ""
+    return "not measured" if verdict.met is None else _MET if verdict.met else "MISSED"
 
 
 def _write(value: float, unit: str) -> str:

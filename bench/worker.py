@@ -153,6 +153,6 @@ def _end_with_parent() -> None:
 
     def follow() -> None:
         wait([parent.sentinel])
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.killpg(0, signal.SIGKILL)  # with whatever a contender has started
 
     Thread(target=follow, daemon=True).start()

@@ -6,7 +6,7 @@ from bench.contenders import CONTENDERS
 from bench.goals import GOALS, Goal, Reading, judge
 from bench.records import Result, Verdict
 from bench.workloads import WORKLOADS
-from tests.bench.reports import KIB, OURS, result, trips
+from tests.bench.reports import KIB, MIB, OURS, result, trips
 
 
 def verdict_of(results: list[Result], place: int = 0) -> Verdict:
@@ -47,6 +47,12 @@ def test_a_goal_that_was_not_measured_is_neither_met_nor_missed() -> None:
 def test_a_number_that_stands_alone_is_held_against_its_bound(percent: float, met: bool) -> None:
     verdict = verdict_of([result("idle", OURS, 4 * KIB, [{"cpu_percent": percent}], loop="uvloop")], -1)
     assert (verdict.work, verdict.measured, verdict.met) == ("idle pair", percent, met)
+
+
+def test_a_number_without_a_goal_is_shown_and_not_judged() -> None:
+    ours = trips(OURS, 150 * MIB, 0.002, loop="uvloop")
+    (verdict,) = [one for one in judge([ours, trips("memcpy-1", 150 * MIB, 0.001)]) if one.measured]
+    assert (verdict.goal, verdict.measured, verdict.met) == ("", pytest.approx(2.0), None)
 
 
 @pytest.mark.parametrize("goal", GOALS, ids=lambda goal: f"{goal.work}, {goal.against}")

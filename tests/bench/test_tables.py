@@ -41,7 +41,7 @@ def test_each_goal_stands_beside_what_was_measured() -> None:
     ]
     assert rows_of(text, "idle pair")[0][2:] == ["0.0 % CPU", "0.00 %", "met"]
     assert rows_of(text, "16 MiB, copied")[0][3:] == ["-", "not measured"]
-    assert "3 of 11 met" in text
+    assert "3 of 10 met" in text
 
 
 def test_a_workload_has_a_row_for_each_contender_and_a_column_for_each_size() -> None:
