@@ -44,6 +44,9 @@ def workloads(report: Report) -> Iterator[str]:
     for name in report.workloads:
         yield f"## {WORKLOADS[name].title}"
         for view in VIEWS[name]:
+            if not any(result.workload == name for result in report.results):
+                yield "Nobody was measured."
+                break
             yield view.caption
             yield _pivot(report, name, view) if isinstance(view, Pivot) else _flat(report, name, view)
         if missing := _reasons([skip for skip in report.skips if skip.workload in (name, None)]):

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from multiprocessing.connection import Connection, wait
@@ -29,6 +30,8 @@ from bench.workloads import WORKLOADS
 from bench.workloads.base import Barrier, Stage, Workload
 
 __all__ = ["near"]
+
+_LAST_WORDS_S = 0.3
 
 
 def near(
@@ -60,7 +63,13 @@ def near(
     def stage(port: Port) -> Stage:
         return Stage(spec, port, Barrier(roads, leads=True), processes=pids, shared_before=shared_before)
 
-    _run(spec, _report(near_side, stage, _module(contender, workload), results))
+    try:
+        _run(spec, _report(near_side, stage, _module(contender, workload), results))
+    except Exception:  # noqa: BLE001 - whatever it is, it is told, and this process ends
+        # Told before the usual way out, which ends the others first. The follower may have more to tell.
+        traceback.print_exc()
+        follower.join(_LAST_WORDS_S)
+        os._exit(1)
     follower.join()  # only that thread may wait for the processes: of two, one would not learn how they ended
 
 
