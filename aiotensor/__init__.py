@@ -17,7 +17,7 @@ from aiotensor.errors import (
 from aiotensor.links.queue import TensorQueue
 from aiotensor.receiver import TensorReceiver
 from aiotensor.sender import OpenMessage, TensorSender
-from aiotensor.types import Delivery, ReceiverStatistics, SenderStatistics, TensorHandle, Usage
+from aiotensor.types import Delivery, Holder, ReceiverStatistics, SenderStatistics, TensorHandle, Usage
 
 __all__ = [
     "AccessDeniedError",
@@ -26,6 +26,7 @@ __all__ = [
     "ClosedError",
     "Delivery",
     "DiscardedError",
+    "Holder",
     "OpenMessage",
     "PeerLostError",
     "ProtocolError",

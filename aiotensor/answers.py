@@ -50,13 +50,20 @@ class Answers:
         """Send everything now."""
         pending, self._pending = self._pending, {}
         for link, answers in pending.items():
-            for make, numbers in (
-                (Taken, answers.taken),
-                (Discarded, answers.discarded),
-                (Release, answers.blocks),
-            ):
-                for start in range(0, len(numbers), _NUMBERS_A_FRAME):
-                    link.write(encode(make(tuple(numbers[start : start + _NUMBERS_A_FRAME]))))
+            frames = [
+                make(tuple(numbers[start : start + _NUMBERS_A_FRAME]))
+                for make, numbers in (
+                    (Taken, answers.taken),
+                    (Discarded, answers.discarded),
+                    (Release, answers.blocks),
+                )
+                for start in range(0, len(numbers), _NUMBERS_A_FRAME)
+            ]
+            if sum(map(len, (answers.taken, answers.discarded, answers.blocks))) <= _NUMBERS_A_FRAME:
+                link.write(encode(*frames))
+            else:
+                for frame in frames:
+                    link.write(encode(frame))
 
     def _to(self, link: ReceiverLink) -> _Pending:
         if not self._pending:

@@ -2,11 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
 
 from aiotensor.errors import AioTensorError
-from aiotensor.protocol.credits import Budget, Ticket
+from aiotensor.protocol.credits import Budget, Space, Ticket
 
 __all__ = ["Gate", "StuckError", "Waiters"]
+
+P = TypeVar("P")
 
 
 class StuckError(AioTensorError):
@@ -42,37 +45,61 @@ class Waiters:
                 future.set_result(None)
 
 
-class Gate:
+class Gate(Generic[P]):
     """Let callers wait for a budget, in order, and give back what a cancelled one had.
 
     Args:
         limit: the most that can be in use at once.
+        space: where amounts lie, if they lie anywhere.
         stuck_elsewhere: says how much of what is in use, outside the line, will never come back unless
             somebody in the line goes on or gives up.
+        long_wait_s: after how many seconds a wait is reported; None for never.
+        on_long_wait: called with the amount, once for each wait that lasts so long.
     """
 
-    def __init__(self, limit: int, stuck_elsewhere: Callable[[], int] = int) -> None:
-        self.budget = Budget(limit)
+    def __init__(
+        self,
+        limit: int,
+        *,
+        space: Space[P] | None = None,
+        stuck_elsewhere: Callable[[], int] = int,
+        long_wait_s: float | None = None,
+        on_long_wait: Callable[[int], None] = lambda amount: None,
+    ) -> None:
+        self.budget: Budget[P] = Budget(limit, space)
         self._stuck_elsewhere = stuck_elsewhere
-        self._futures: dict[Ticket, asyncio.Future[None]] = {}
+        self._long_wait_s = long_wait_s
+        self._on_long_wait = on_long_wait
+        self._futures: dict[Ticket[P], asyncio.Future[None]] = {}
+        self._since: dict[Ticket[P], float] = {}
         self._failure: Callable[[], AioTensorError] | None = None
 
-    async def acquire(self, amount: int, holder: Hashable = None) -> None:
-        """Wait until the amount is granted.
+    def longest_wait_s(self, now: float) -> float:
+        """Return the seconds that the longest of the present waits has lasted, by the loop's clock."""
+        return now - min(self._since.values(), default=now)
+
+    async def acquire(self, amount: int, holder: Hashable = None) -> Ticket[P]:
+        """Wait until the amount is granted, and return the ticket to give back.
 
         Cancelling leaves the line, or gives back what was granted in the same moment.
 
         Raises:
             StuckError: everything in use is held by holders that wait, this one among them.
-            AioTensorError: what `fail` was given makes.
+            AioTensorError: what `fail` or `fail_waiting` was given makes.
         """
         if self._failure is not None:
             raise self._failure()
+        loop = asyncio.get_running_loop()
         ticket = self.budget.request(amount, holder)
         if ticket.granted:
-            return
-        future = asyncio.get_running_loop().create_future()
+            ticket.since = loop.time()
+            return ticket
+        future = loop.create_future()
         self._futures[ticket] = future
+        self._since[ticket] = loop.time()
+        alarm = None
+        if self._long_wait_s is not None:
+            alarm = loop.call_later(self._long_wait_s, self._on_long_wait, amount)
         self.refuse_if_stuck()
         try:
             await future
@@ -80,22 +107,31 @@ class Gate:
                 raise self._failure()
         except BaseException:
             # Cancelled, refused or failed, perhaps in the very turn of the grant.
-            self._wake(self.budget.withdraw(ticket))
+            self.release(ticket)
             raise
         finally:
+            if alarm is not None:
+                alarm.cancel()
             self._futures.pop(ticket, None)
+            self._since.pop(ticket, None)
+        ticket.since = loop.time()
+        return ticket
 
-    def try_acquire(self, amount: int, holder: Hashable = None) -> bool:
+    def try_acquire(self, amount: int, holder: Hashable = None) -> Ticket[P] | None:
         """Take the amount if it is free and nobody waits in line."""
         return self.budget.try_request(amount, holder)
 
-    def release(self, amount: int, holder: Hashable = None) -> None:
-        """Give an amount back and wake whoever that lets through."""
-        self._wake(self.budget.release(amount, holder))
+    def release(self, ticket: Ticket[P]) -> None:
+        """Give back what was granted, or leave the line, and wake whoever that lets through."""
+        self._wake(self.budget.release(ticket))
 
     def fail(self, make_error: Callable[[], AioTensorError]) -> None:
         """End every wait with an error of its own, those that begin later too."""
         self._failure = make_error
+        self.fail_waiting(make_error)
+
+    def fail_waiting(self, make_error: Callable[[], AioTensorError]) -> None:
+        """End every present wait with an error of its own."""
         for future in self._futures.values():
             if not future.done():
                 future.set_exception(make_error())
@@ -107,9 +143,10 @@ class Gate:
         if future is not None and not future.done():
             future.set_exception(StuckError("everything in use is held by those who wait"))
 
-    def _wake(self, granted: list[Ticket]) -> None:
+    def _wake(self, granted: list[Ticket[P]]) -> None:
         for ticket in granted:
             future = self._futures.get(ticket)
             if future is not None and not future.done():
                 future.set_result(None)
-        self.refuse_if_stuck()
+        if self._futures:
+            self.refuse_if_stuck()

@@ -6,18 +6,20 @@ A message holds its permit until the receiver has taken all its tensors or eithe
 block of shared memory is pinned by the tensor announced over it until the receiver gives it back. A
 message gets its number with its first announcement, so the receiver hears of every number once and of
 nothing that was given up before.
+
+When the receiver is gone, whatever is in flight is lost, and whoever waits is told. A link that comes back
+then waits for the next receiver, and so does what is sent from then on.
 """
 
 import asyncio
 import logging
 import os
-import threading
-from collections.abc import Iterable
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from aiotensor import placements
-from aiotensor.descriptors import close_all
 from aiotensor.errors import (
     AioTensorError,
     ClosedError,
@@ -28,86 +30,132 @@ from aiotensor.errors import (
 )
 from aiotensor.gates import Gate, StuckError, Waiters
 from aiotensor.links.base import SenderLink
-from aiotensor.message import Job, Message
-from aiotensor.placements import Plan
+from aiotensor.memory import Memory
+from aiotensor.message import Message, State
+from aiotensor.outbox import Outbox
+from aiotensor.placements import Arena, Block, Place, Placed, Plan
+from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.frames import (
     VERSION,
+    Attach,
     Bye,
     Discard,
     Discarded,
     End,
     Hello,
+    Put,
     Release,
     Taken,
     Welcome,
     decode_to_sender,
     encode,
 )
-from aiotensor.protocol.leases import Freed, Leases
-from aiotensor.types import TensorHandle, Usage
-from aiotensor.worker import Worker
+from aiotensor.types import Holder, TensorHandle, Usage
 
 __all__ = ["Outgoing"]
 
 logger = logging.getLogger("aiotensor.sender")
 
+_NAMED_HOLDERS = 8
+
+
+class MemoryUsage(NamedTuple):
+    """What a sender has in use of shared memory, and who."""
+
+    in_use: int
+    peak: int
+    warm: int
+    waiting: int
+    longest_wait_s: float
+    holders: list[Holder]
+
 
 class Outgoing:
-    """Everything of one sender that is on its way.
-
-    Belongs to the event loop's thread, but for `_place_and_announce`, which may run in the worker.
+    """Everything of one sender that is on its way; belongs to the event loop's thread.
 
     Args:
         sender: the sender's id.
         link: the road to the receiver.
         max_messages: the limit of permits.
         max_bytes: the limit of shared memory.
+        keep_warm_s: after how many seconds idle shared memory goes back to the system; None for never.
+        long_wait_s: after how many seconds a wait is logged; None for never.
     """
 
-    def __init__(self, sender: str, link: SenderLink, max_messages: int, max_bytes: int) -> None:
+    def __init__(
+        self,
+        sender: str,
+        link: SenderLink,
+        max_messages: int,
+        max_bytes: int,
+        keep_warm_s: float | None,
+        long_wait_s: float | None,
+    ) -> None:
         self.sender = sender
-        self.permits = Gate(max_messages)
-        self.bytes = Gate(max_bytes, self._parked_for_good)
-        self.failure: PeerLostError | None = None
+        self.failure: AioTensorError | None = None  # nothing can be sent any more
         self.messages_sent = self.messages_discarded = self.tensors_sent = self.bytes_sent = 0
+        self.receivers_lost = 0
+        self.max_bytes = max_bytes
         self._link = link
+        self._long_wait_s = long_wait_s
+        self._keep_warm_s = keep_warm_s
+        self.permits: Gate[None] = Gate(
+            max_messages, long_wait_s=long_wait_s, on_long_wait=lambda _: self._report_wait("a permit")
+        )
         self._is_closed = False
-        self._leases = Leases()
+        self._is_connected = False
         self._messages: set[Message] = set()
         self._announced: dict[int, Message] = {}
         self._next_number = 0
-        # Announcing a tensor and ending its message exclude each other: without this the worker could
-        # announce a tensor of a message that the loop has just discarded.
-        self._announcing = threading.Lock()
-        self._jobs: set[Job] = set()
         self._parked = 0
         self._drainers = Waiters()
         self._receiver_pid: int | None = None
+        self.memory: Memory  # from `open` on: it belongs to a loop
 
-    async def open(self) -> None:
-        """Introduce the sender, and start the worker."""
-        hello = Hello(VERSION, os.getpid(), self.permits.budget.limit, self.bytes.budget.limit)
-        self._worker = Worker("aiotensor-sender")
-        await self._link.open(encode(hello), self)
+    async def open(self, on_freed: Callable[[int], None]) -> None:
+        """Begin to connect; `on_freed` is told of allocated blocks that were freed, from any thread."""
+        self._loop = asyncio.get_running_loop()
+        self._outbox = Outbox(self._write)
+        self.memory = Memory(self.max_bytes, self._gate_over, on_freed, self._keep_warm_s)
+        try:
+            await self._link.open(self)
+        except BaseException:
+            self.memory.close()
+            raise
 
     async def close(self) -> None:
         """End what waits, say goodbye, and close the link; cancelling skips the goodbye."""
         self._is_closed = True
         self.permits.fail(self.why_not)
-        self.bytes.fail(self.why_not)
+        self.memory.gate.fail(self.why_not)
         try:
-            for message in [message for message in self._messages if not message.is_whole]:
+            for message in [message for message in self._messages if message.state is State.OPEN]:
                 self.abandon(message)
-            await self._worker.settle()
-            if self.failure is None:
-                self._link.write(encode(Bye()))
+            await self.memory.settle()
+            if self._is_connected:
+                self._outbox.add(Bye())
+                self._outbox.flush()
                 await self._link.flush()
+            self._disconnect()
+            await self.memory.aclose()
         finally:
-            for job in self._jobs:
-                job.abandoned.set()
-            self._link.close()
-            self._worker.close()
+            self._disconnect()
+            self.memory.close()
             self._drainers.wake()
+
+    def _disconnect(self) -> None:
+        self._is_connected = False
+        self._outbox.clear()
+        self._link.close()
+
+    def _gate_over(self, arena: Arena) -> Gate[Place]:
+        return Gate(
+            self.max_bytes,
+            space=arena,
+            stuck_elsewhere=self._parked_for_good,
+            long_wait_s=self._long_wait_s,
+            on_long_wait=lambda nbytes: self._report_wait(f"{nbytes} bytes of shared memory"),
+        )
 
     # One message
 
@@ -117,81 +165,104 @@ class Outgoing:
         Args:
             block: the block that will be sent in it, whose bytes cannot come back while this waits.
         """
-        if not self.permits.try_acquire(1):
-            parked = 0 if block is None else self._leases.size_of(block)
-            self._parked += parked
-            try:
-                if parked:
-                    self.bytes.refuse_if_stuck()
-                await self.permits.acquire(1)
-            finally:
-                self._parked -= parked
+        permit = self.permits.try_acquire(1)
+        if permit is None:
+            permit = await self._wait_for_permit(block)
         elif self.failure is not None or self._is_closed:
-            self.permits.release(1)
+            self.permits.release(permit)
             raise self.why_not()
-        return self._new_message()
+        return self._new_message(permit)
+
+    async def _wait_for_permit(self, block: int | None) -> Ticket[None]:
+        parked = 0 if block is None else self.memory.size_of(block)
+        self._parked += parked
+        try:
+            if parked:
+                self.memory.gate.refuse_if_stuck()
+            return await self.permits.acquire(1)
+        finally:
+            self._parked -= parked
 
     def begin_nowait(self, nbytes: int) -> Message:
         """Give a permit to a new message, or raise `WouldBlockError`."""
-        if not self._link.is_flushed:
-            raise self._would_block("the receiver is slow to read the link", 1, nbytes)
-        if not self.permits.try_acquire(1):
+        if not self._link.is_ready:
+            reason = "the receiver is slow to read the link" if self._is_connected else "no receiver is here"
+            raise self._would_block(reason, 1, nbytes)
+        permit = self.permits.try_acquire(1)
+        if permit is None:
             raise self._would_block("no permit is free", 1, nbytes)
-        return self._new_message()
+        return self._new_message(permit)
 
     async def put(self, message: Message, source: torch.Tensor, plan: Plan, *, last: bool) -> TensorHandle:
         """Take a tensor from its bytes to its announcement."""
         message.sending += 1
         try:
             # The link's queue is bounded only by this: nobody adds to it while it is behind.
-            await self._link.flush()
-            if plan.new_bytes:
-                await self._acquire_bytes(plan.new_bytes, message)
-            if message.has_ended:  # while waiting
-                if plan.new_bytes:
-                    self.bytes.release(plan.new_bytes, message)
-                raise self.why_not()
-            job = self._new_job(message, source, plan, last=last)
-            try:
-                handle = self._run_here(job) if plan.is_quick else await self._run_in_worker(job)
-                await self._link.flush()
-                if not self._is_wanted(message, last=last):
-                    raise self.why_not()
-            except BaseException:
-                if self._give_up(job):
-                    self.abandon(message)  # it would have a tensor that nobody can name
-                raise
-            return handle
+            if not self._link.is_ready:
+                await self._room(message)
+            self._check_open(message)
+            allocation = plan.allocation
+            if allocation is not None and not allocation.block.place.segment.is_retired:
+                placed = placements.place_allocated(source, allocation)
+                return self._announce(message, source, placed, allocation.block, last=last)
+            if not plan.new_bytes and allocation is None:
+                return self._announce(message, source, placements.place_inline(source), None, last=last)
+            return await self._put_copy(message, source, last=last)
         finally:
             message.sending -= 1
 
-    def _is_wanted(self, message: Message, *, last: bool) -> bool:
-        # With its last tensor announced, a message may have ended because it was taken.
-        return not (message.is_lost if last else message.has_ended)
+    async def _put_copy(self, message: Message, source: torch.Tensor, *, last: bool) -> TensorHandle:
+        block = await self._acquire_bytes(source.nbytes, message)
+        try:
+            self._check_open(message)  # it may have ended while waiting
+        except BaseException:
+            self.memory.unpin_owner(block.number)
+            raise
+        try:
+            await self.memory.copy(source, block, message)
+        except placements.CopyAbandonedError:
+            raise self.why_not(message) from None
+        try:
+            if not self._link.is_ready:
+                await self._room(message)
+            self._check_open(message)
+            return self._announce(message, source, placements.place_copy(block.place), block, last=last)
+        finally:
+            self.memory.unpin_owner(block.number)
 
     def put_nowait(self, message: Message, source: torch.Tensor, plan: Plan) -> TensorHandle:
         """Do the same for the one tensor of a message, on this thread, or raise `WouldBlockError`."""
-        if plan.new_bytes and not self.bytes.try_acquire(plan.new_bytes, message):
+        allocation = plan.allocation
+        if allocation is not None:
+            placed = placements.place_allocated(source, allocation)
+            return self._announce(message, source, placed, allocation.block, last=True)
+        if not plan.new_bytes:
+            return self._announce(message, source, placements.place_inline(source), None, last=True)
+        block = self.memory.try_acquire(plan.new_bytes, message)
+        if block is None:
             raise self._would_block("not enough shared memory is free", 1, plan.new_bytes)
-        return self._run_here(self._new_job(message, source, plan, last=True))
+        try:
+            self.memory.copy_now(source, block)
+            return self._announce(message, source, placements.place_copy(block.place), block, last=True)
+        finally:
+            self.memory.unpin_owner(block.number)
 
     def complete(self, message: Message) -> None:
         """Make a message whole, whose tensors are all announced."""
         if message.number is None:
-            self._end(message)  # an empty one: nobody has heard of it
+            self._end(message, State.DISCARDED)  # an empty one: nobody has heard of it
             return
-        message.is_whole = True
-        self._link.write(encode(End(message.number, message.count)))
-        self._count_whole(message)
+        self._outbox.add(End(message.number, message.count))
+        self._make_whole(message)
 
     def abandon(self, message: Message) -> None:
         """Discard a message, whatever of it was announced."""
         if message.has_ended:
             return
-        self._end(message)
+        self._end(message, State.DISCARDED)
         self.messages_discarded += 1
-        if message.number is not None and self.failure is None:
-            self._link.write(encode(Discard(message.number)))
+        if message.number is not None:
+            self._outbox.add(Discard(message.number))
 
     def abandon_number(self, number: int) -> None:
         """Discard a message by its number, if it has not ended."""
@@ -207,43 +278,31 @@ class Outgoing:
             if self._is_closed:
                 break
         # The receiver may have taken them all and closed since: that is no loss.
-        if any(message.is_lost or not message.has_ended for message in sent):
-            raise self.why_not()
+        for message in sent:
+            if message.state is State.LOST or not message.has_ended:
+                raise self.why_not(message)
 
-    # Blocks that callers own
+    # The gate's steps
 
-    async def own_block(self, nbytes: int) -> tuple[placements.Block, int]:
-        """Wait for bytes, and allocate a block in the worker; returns it and its number."""
-        await self.bytes.acquire(nbytes)
-        try:
-            making = self._worker.submit(placements.new_shared, nbytes)
-        except BaseException:
-            self.bytes.release(nbytes)
-            raise
-        try:
-            block = await asyncio.wrap_future(making)
-            if self.failure is not None or self._is_closed:
-                raise self.why_not()
-        except BaseException:
-            self._worker.when_done(making, self.bytes.release, nbytes)
-            raise
-        return block, self._leases.own(nbytes)
+    async def _room(self, message: Message) -> None:
+        """Wait until the receiver is there and reads."""
+        while not self._link.is_ready:
+            await self._link.ready()
+            self._check_open(message)
 
-    def disown_blocks(self, blocks: Iterable[int]) -> None:
-        """Note that the owners of these blocks have let go of them."""
-        self._give_back(self._leases.disown(block) for block in blocks)
-
-    # The gate's last steps
+    def _check_open(self, message: Message) -> None:
+        if message.state is not State.OPEN:
+            raise self.why_not(message)
 
     def _parked_for_good(self) -> int:
         """Count the bytes of blocks whose sends wait for a permit, if every permit waits for bytes."""
         waiting = sum(message.awaits_bytes > 0 for message in self._messages)
         return self._parked if waiting == self.permits.budget.in_use else 0
 
-    async def _acquire_bytes(self, nbytes: int, message: Message) -> None:
+    async def _acquire_bytes(self, nbytes: int, message: Message) -> Block:
         message.awaits_bytes += 1
         try:
-            await self.bytes.acquire(nbytes, message)
+            return await self.memory.acquire(nbytes, message)
         except StuckError:
             raise self._would_block(
                 "all shared memory is held by messages that wait for more, this one among them, so that "
@@ -254,181 +313,252 @@ class Outgoing:
         finally:
             message.awaits_bytes -= 1
 
-    def _new_message(self) -> Message:
-        message = Message()
+    def _new_message(self, permit: Ticket[None]) -> Message:
+        message = Message(permit, self._loop.time())
         self._messages.add(message)
         return message
 
-    def _new_job(self, message: Message, source: torch.Tensor, plan: Plan, *, last: bool) -> Job:
-        """Pin the block that the tensor is in or will be in; `_finish` unpins it if nothing comes of it."""
-        block = plan.block
+    def _announce(
+        self, message: Message, source: torch.Tensor, placed: Placed, block: Block | None, *, last: bool
+    ) -> TensorHandle:
+        """Put the frame on the link. From here on the tensor is the receiver's."""
+        number: int | None = None
         if block is not None:
-            self._leases.pin(block)
-        elif plan.new_bytes:
-            block = self._leases.open(plan.new_bytes, message)
-        job = Job(message, source, plan, block, last=last)
-        self._jobs.add(job)
-        return job
-
-    def _run_here(self, job: Job) -> TensorHandle:
-        try:
-            return self._place_and_announce(job)
-        finally:
-            self._finish(job)
-
-    async def _run_in_worker(self, job: Job) -> TensorHandle:
-        running = self._worker.submit(self._place_and_announce, job)
-        self._worker.when_done(running, self._finish, job)  # given back by the time that this wakes
-        try:
-            return await asyncio.wrap_future(running)
-        except placements.CopyAbandonedError:
-            raise self.why_not() from None
-
-    def _give_up(self, job: Job) -> bool:
-        """Stop a job; say whether it was announced already. If not, it never will be."""
-        with self._announcing:
-            job.abandoned.set()
-            return job.handle is not None
-
-    def _place_and_announce(self, job: Job) -> TensorHandle:
-        """Write the bytes, and put the frame on the link; may run in the worker thread."""
-        if job.abandoned.is_set():
-            raise placements.CopyAbandonedError
-        placed = job.plan.place(job.abandoned)
-        message = job.message
-        with self._announcing:
-            try:
-                if job.abandoned.is_set():
-                    raise placements.CopyAbandonedError
-                number = self._next_number if message.number is None else message.number
-                handle, put = job.announcement(self.sender, number, placed)
-                frame = encode(put)
-            except BaseException:
-                close_all(placed.descriptors)
-                raise
-            self._link.write(frame, placed.descriptors)
-            # The answer may arrive before this thread goes on: the loop looks these up under the lock.
-            if message.number is None:
-                message.number = number
-                self._next_number += 1
-                self._announced[number] = message
-            message.count += 1
-            message.is_whole = job.last
-            job.handle = handle
+            number = block.number
+            segment = block.place.segment
+            if not segment.is_attached:
+                self._outbox.flush()
+                # At once and alone: the kernel may refuse the descriptor, and then nothing was sent.
+                attach = encode(Attach(segment.number, placed.placement, segment.nbytes))
+                self._link.write(attach, [segment.descriptor])
+                segment.is_attached = True
+            self.memory.pin(number)
+        if message.number is None:
+            message.number = self._next_number
+            self._next_number += 1
+            self._announced[message.number] = message
+        dtype, device, shape = (
+            str(placements.name_of_dtype(source.dtype)),
+            str(source.device),
+            tuple(source.shape),
+        )
+        handle = TensorHandle(self.sender, message.number, message.count, dtype, shape, device)
+        put = Put(
+            message.number,
+            message.count,
+            dtype,
+            shape,
+            device,
+            placed.placement,
+            placed.payload,
+            number,
+            last,
+            source.requires_grad,
+            type(source) is torch.nn.Parameter,
+        )
+        self._outbox.add(put, len(placed.payload))
+        nbytes = source.nbytes
+        message.count += 1
+        message.nbytes += nbytes
+        self.tensors_sent += 1
+        self.bytes_sent += nbytes
+        if last:
+            self._make_whole(message)
         return handle
 
-    def _finish(self, job: Job) -> None:
-        """Note in the loop that a job is over: count what it announced, or give back what it had."""
-        self._jobs.discard(job)
-        if job.handle is not None:
-            self.tensors_sent += 1
-            self.bytes_sent += job.source.nbytes
-            if job.last:
-                self._count_whole(job.message)
-        elif job.block is not None and self.failure is None:
-            self._give_back([self._leases.unpin(job.block)])
-
-    def _count_whole(self, message: Message) -> None:
+    def _make_whole(self, message: Message) -> None:
+        message.state = State.WHOLE
         self.messages_sent += 1
         # What it holds comes back whatever else waits.
-        self.bytes.budget.settle(message)
+        self.memory.gate.budget.settle(message)
 
-    def _end(self, message: Message) -> None:
+    def _end(self, message: Message, state: State) -> None:
         """Give the permit back, and stop whatever of the message is still being sent."""
-        with self._announcing:
-            message.has_ended = True
-            for job in self._jobs:
-                if job.message is message:
-                    job.abandoned.set()
+        was_open = message.state is State.OPEN
+        message.state = state
         self._messages.discard(message)
         if message.number is not None:
             self._announced.pop(message.number, None)
-        self.bytes.budget.settle(message)
-        self.permits.release(1)
+        if was_open:
+            self.memory.abandon(message)
+            self.memory.gate.budget.settle(message)
+        self.permits.release(message.permit)
         self._drainers.wake()
 
-    def _give_back(self, freed: Iterable[Freed | None]) -> None:
-        for one in freed:
-            if one is not None:
-                self.bytes.release(one.nbytes, one.holder)
+    # What the link says
 
-    # What the receiver says
+    def introduction(self) -> bytes:
+        """Make the first record of a connection."""
+        self._is_connected = True
+        self._outbox.clear()
+        return encode(
+            Hello(
+                VERSION,
+                os.getpid(),
+                self.sender,
+                self.permits.budget.limit,
+                self.max_bytes,
+                self._next_number,
+            )
+        )
 
-    def frame_arrived(self, data: bytes) -> None:
-        """Take a frame from the receiver."""
+    def record_arrived(self, data: bytes | memoryview) -> None:
+        """Take frames from the receiver."""
         try:
-            self._handle_frame(data)
+            for frame in decode_to_sender(data):
+                if self._is_connected:
+                    self._handle_frame(frame)
         except ProtocolError as error:
             logger.error("the receiver (pid %s) broke the protocol: %s", self._receiver_pid, str(error))
-            self._link.close()
-            self._fail(f"it broke the protocol: {error}", error)
+            self._drop(f"it broke the protocol: {error}", error, retry=False)
 
-    def link_lost(self, reason: str) -> None:
-        """Note that the receiver is gone."""
-        self._fail(reason)
+    def link_lost(self, error: AioTensorError) -> None:
+        """Note that the receiver is gone, or will not have us."""
+        if isinstance(error, PeerLostError):
+            error = self._peer_lost(str(error))
+        self._lose(error)
 
-    def _handle_frame(self, data: bytes) -> None:
-        frame = decode_to_sender(data)
+    def _handle_frame(self, frame: Welcome | Taken | Discarded | Release | Bye) -> None:
         match frame:
-            case Welcome():
-                self._receiver_pid = frame.pid
-                if frame.version != VERSION:
-                    raise ProtocolError(f"it speaks version {frame.version}, this sender speaks {VERSION}")
             case Taken():
                 for number in frame.messages:
                     message = self._answered(number)
                     if message is not None:
-                        if not message.is_whole:
+                        if message.state is not State.WHOLE:
                             raise ProtocolError(f"it took message {number}, which was not whole")
-                        self._end(message)
+                        self._end(message, State.TAKEN)
+            case Release():
+                self.memory.unpin(frame.blocks)
             case Discarded():
                 for number in frame.messages:
                     message = self._answered(number)
                     if message is not None:
                         self.messages_discarded += 1
-                        self._end(message)
-            case Release():
-                self._give_back([self._leases.unpin(block) for block in frame.blocks])
+                        self._end(message, State.DISCARDED)
+            case Welcome():
+                self._receiver_pid = frame.pid
+                if frame.version != VERSION:
+                    raise ProtocolError(f"it speaks version {frame.version}, this sender speaks {VERSION}")
+                self._outbox.max_bytes = frame.max_frame_bytes
+            case Bye(reason=""):
+                self._drop("it closed", retry=True)
             case Bye():
-                self._link.close()
-                self._fail("it closed")
+                self._drop(f"it refused this sender: {frame.reason}", retry=False)
 
     def _answered(self, number: int) -> Message | None:
         """Find the message of an answer, or None if it was discarded here in the meantime."""
-        with self._announcing:
-            if number >= self._next_number:
-                raise ProtocolError(f"it answered message {number}, which was never sent")
-            return self._announced.get(number)
+        if number >= self._next_number:
+            raise ProtocolError(f"it answered message {number}, which was never sent")
+        return self._announced.get(number)
 
-    def _fail(self, reason: str, cause: ProtocolError | None = None) -> None:
+    def _write(self, record: bytes) -> None:
+        try:
+            self._link.write(record)
+        except OSError as error:
+            self._drop(f"writing to it failed: {error}", retry=True)
+
+    def _drop(self, reason: str, cause: ProtocolError | None = None, *, retry: bool) -> None:
+        self._link.drop(retry=retry)
+        error = self._peer_lost(reason)
+        error.__cause__ = cause
+        self._lose(error)
+
+    def _peer_lost(self, reason: str) -> PeerLostError:
         pid = self._receiver_pid
-        self.failure = PeerLostError(f"the receiver (pid {pid}) is gone: {reason}", pid=pid)
-        self.failure.__cause__ = cause
-        self.permits.fail(self.why_not)
-        self.bytes.fail(self.why_not)
+        return PeerLostError(f"the receiver (pid {pid}) is gone: {reason}", pid=pid)
+
+    def _lose(self, error: AioTensorError) -> None:
+        """End what is on its way, and what waits."""
+        if self._is_connected:
+            self.receivers_lost += 1
+            logger.warning("%s; %s messages in flight are lost", error, len(self._messages))
+        self._is_connected = False
+        self._receiver_pid = None
+        self._outbox.clear()
+        if not self._link.comes_back:
+            self.failure = error
+            self.permits.fail(self.why_not)
+            self.memory.gate.fail(self.why_not)
+        else:
+            self.permits.fail_waiting(lambda: _again(error))
+            self.memory.gate.fail_waiting(lambda: _again(error))
         for message in list(self._messages):
-            message.is_lost = True
-            self._end(message)
-        self._give_back(self._leases.unpin_all())
+            message.loss = error
+            self._end(message, State.LOST)
+        self.memory.peer_lost()
         self._drainers.wake()
 
     # Small things
 
-    def why_not(self) -> AioTensorError:
-        """Make the error that tells why nothing can be sent, for whoever was waiting."""
+    def why_not(self, message: Message | None = None) -> AioTensorError:
+        """Make the error that tells why something cannot be sent, for whoever was waiting."""
+        if message is not None and message.loss is not None:
+            return _again(message.loss)
         if self.failure is not None:
-            error = PeerLostError(str(self.failure), pid=self.failure.pid)
-            error.__cause__ = self.failure.__cause__
-            return error
+            return _again(self.failure)
         if self._is_closed:
             return ClosedError("this TensorSender was closed")
         return DiscardedError("this message was discarded: begin a new one")
 
+    def usage(self) -> "MemoryUsage":
+        """Count what is in use; before opening nothing is."""
+        memory: Memory | None = getattr(self, "memory", None)
+        if memory is None:
+            return MemoryUsage(0, 0, 0, 0, 0.0, [])
+        budget, now = memory.gate.budget, self._loop.time()
+        longest = max(self.permits.longest_wait_s(now), memory.gate.longest_wait_s(now))
+        return MemoryUsage(
+            budget.in_use, budget.peak, memory.warm_bytes, budget.waiting, longest, self.holders()
+        )
+
+    def holders(self) -> list[Holder]:
+        """List who holds permits and memory, the longest first."""
+        now = self._loop.time()
+        held: dict[Message | None, int] = dict.fromkeys(self._messages, 0)
+        allocated_since = now
+        for ticket in self.memory.grants():
+            holder = ticket.holder if isinstance(ticket.holder, Message) else None
+            held[holder] = held.get(holder, 0) + ticket.amount
+            if holder is None:
+                allocated_since = min(allocated_since, ticket.since)
+        holders = [
+            Holder(None, "allocated", nbytes, now - allocated_since)
+            if message is None
+            else Holder(message.number, message.state.value, nbytes, now - message.since)
+            for message, nbytes in held.items()
+        ]
+        return sorted(holders, key=lambda holder: -holder.seconds)
+
+    def _report_wait(self, what: str) -> None:
+        holders = self.holders()
+        named = "; ".join(
+            f"{'memory from allocate()' if holder.message is None else f'message {holder.message}'} "
+            f"({holder.state}, {holder.bytes} bytes, {holder.seconds:.1f} s)"
+            for holder in holders[:_NAMED_HOLDERS]
+        )
+        more = f"; and {len(holders) - _NAMED_HOLDERS} more" if len(holders) > _NAMED_HOLDERS else ""
+        logger.warning(
+            "a send has waited %g s for %s; receiver: %s; held by: %s%s",
+            self._long_wait_s,
+            what,
+            f"pid {self._receiver_pid}" if self._is_connected else "none is connected",
+            named or "nobody",
+            more,
+        )
+
     def _would_block(self, reason: str, messages: int, nbytes: int) -> WouldBlockError:
-        permits, memory = self.permits.budget, self.bytes.budget
+        permits, memory = self.permits.budget, self.memory.gate.budget
         return WouldBlockError(
             f"{reason} ({permits.in_use} of {permits.limit} messages and {memory.in_use} of {memory.limit} "
             f"bytes in use, {nbytes} bytes requested)",
             messages=Usage(permits.limit, permits.in_use, messages),
             bytes=Usage(memory.limit, memory.in_use, nbytes),
         )
+
+
+def _again(error: AioTensorError) -> AioTensorError:
+    """Make an error like another, since one that was raised carries its traceback along."""
+    again = type(error)(*error.args)
+    again.__dict__.update(error.__dict__)
+    again.__cause__ = error.__cause__
+    return again

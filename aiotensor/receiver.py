@@ -1,54 +1,26 @@
-"""The receiving side: files what arrives, wakes who waits, gives back what was taken."""
+"""The receiving side, as callers see it; `incoming` deals with the senders."""
 
 import logging
-import os
-import weakref
+import operator
 from collections.abc import Sequence
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 import anyio.to_thread
 import torch
 
 from aiotensor import links, placements
-from aiotensor.answers import Answers
-from aiotensor.descriptors import close_all
-from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, ProtocolError, WouldBlockError
+from aiotensor.errors import ClosedError, PeerLostError, WouldBlockError
 from aiotensor.gates import Waiters
-from aiotensor.home import FreedItems, Home
-from aiotensor.links.base import ReceiverLink
-from aiotensor.protocol.frames import (
-    VERSION,
-    Bye,
-    Discard,
-    End,
-    Hello,
-    Put,
-    Welcome,
-    decode_to_receiver,
-    encode,
-)
-from aiotensor.protocol.mailbox import Key, Mailbox
+from aiotensor.home import Home
+from aiotensor.incoming import Incoming, Item, Limits
+from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_RECORD_BYTES
+from aiotensor.protocol.mailbox import Key
 from aiotensor.types import Delivery, ReceiverStatistics, TensorHandle, Usage
 
 __all__ = ["TensorReceiver"]
 
 logger = logging.getLogger("aiotensor.receiver")
-
-
-class _Item(NamedTuple):
-    """A tensor that arrived, under the name that its sender gave it."""
-
-    handle: TensorHandle
-    tensor: torch.Tensor
-
-
-class _Lease(NamedTuple):
-    """A block that a living tensor pins, and the link to give it back on."""
-
-    link: ReceiverLink
-    block: int
-    nbytes: int
 
 
 class TensorReceiver:
@@ -61,32 +33,59 @@ class TensorReceiver:
     as long as it or a view of it lives, whatever becomes of its sender or of this receiver; the memory
     goes back to the sender when the last one is freed.
 
+    A sender that would exceed a limit is refused when it connects: its sends raise `PeerLostError`, which
+    says why. What it may ever use counts from then on, so that nothing fails later.
+
     Args:
-        endpoint: where the senders send to: a `TensorQueue`.
+        endpoint: where the senders send to: an address such as ``unix:///run/user/1000/engine.sock``, where
+            this user's processes may connect and no other's, or a `TensorQueue`.
+        max_senders: the most senders connected at once; None for no limit.
+        max_mapped_bytes: the most bytes of shared memory mapped here, over all senders: the sum of their
+            `arena_bytes`, and of what tensors keep alive whose senders are gone; None for no limit.
+        max_unclaimed_messages: the most messages that can be here and wait to be taken, over all senders:
+            the sum of their `max_concurrent_videos`; None for no limit.
+        max_frame_bytes: the longest record that is read, from 16 KiB to 64 KiB. Senders keep to it; one
+            that does not loses its link.
 
     Raises:
-        TypeError: it is no endpoint.
+        TypeError: the endpoint or a limit is of a wrong type.
+        ValueError: the address names no place, or a limit is out of bounds.
     """
 
-    def __init__(self, endpoint: links.Endpoint) -> None:
+    def __init__(
+        self,
+        endpoint: links.Endpoint,
+        *,
+        max_senders: int | None = 64,
+        max_mapped_bytes: int | None = 64 << 30,
+        max_unclaimed_messages: int | None = 1024,
+        max_frame_bytes: int = MAX_RECORD_BYTES,
+    ) -> None:
         self._home = Home("TensorReceiver")
         self._listener = links.listen(endpoint)
-        self._mailbox: Mailbox[_Item] = Mailbox()
-        self._links: dict[str, ReceiverLink] = {}
+        limits = Limits(
+            _limit("max_senders", max_senders),
+            _limit("max_mapped_bytes", max_mapped_bytes),
+            _limit("max_unclaimed_messages", max_unclaimed_messages),
+            operator.index(max_frame_bytes),
+        )
+        if not LEAST_FRAME_BYTES <= limits.frame_bytes <= MAX_RECORD_BYTES:
+            raise ValueError(
+                f"max_frame_bytes lies between {LEAST_FRAME_BYTES} and {MAX_RECORD_BYTES}, "
+                f"got {max_frame_bytes}"
+            )
+        self._incoming = Incoming(limits, self._wake, self._failed)
+        self._mailbox = self._incoming.mailbox
         self._waiters: dict[Key, Waiters] = {}
         self._iterators = Waiters()
-        self._leases: dict[int, _Lease] = {}
-        self._next_lease = 0
         self._failure: BaseException | None = None
-        self._leased_bytes = self._peak_leased_bytes = 0
-        self._senders_lost = self._tensors_taken = self._bytes_taken = 0
+        self._tensors_taken = self._bytes_taken = 0
 
     async def __aenter__(self) -> Self:
-        self._loop = self._home.enter()
-        self._answers = Answers(self._loop)
-        self._freed: FreedItems[int] = FreedItems(self._loop, self._leases_ended)
+        self._home.enter()
+        self._incoming.open()
         try:
-            self._listener.open(self)
+            await self._listener.open(self._incoming, self._incoming.limits.frame_bytes)
         except BaseException:
             self._home.is_closed = True
             raise
@@ -182,24 +181,32 @@ class TensorReceiver:
         self._home.check()
         key = _key(handle)
         had_arrived, keys = self._mailbox.discard(key.sender, key.message)
-        link = self._links.get(key.sender)
+        link = self._incoming.link_of(key.sender)
         if had_arrived and link is not None:
-            self._answers.discarded(link, key.message)
+            self._incoming.answers.discarded(link, key.message)
         self._wake(keys)
 
     def statistics(self) -> ReceiverStatistics:
         """Return what is held and what was done; also after closing."""
         self._home.check_place()
         unclaimed = [item.tensor.nbytes for item in self._mailbox.unclaimed()]
+        incoming = self._incoming
+        limits = incoming.limits
         return ReceiverStatistics(
-            senders=len(self._links),
-            senders_lost=self._senders_lost,
+            senders=incoming.senders,
+            max_senders=limits.senders,
+            senders_lost=incoming.senders_lost,
+            senders_refused=incoming.senders_refused,
             waiting=sum(map(len, self._waiters.values())) + len(self._iterators),
             unclaimed_tensors=len(unclaimed),
             unclaimed_bytes=sum(unclaimed),
-            leases=len(self._leases),
-            leased_bytes=self._leased_bytes,
-            peak_leased_bytes=self._peak_leased_bytes,
+            mapped_bytes=incoming.mapped_bytes,
+            max_mapped_bytes=limits.mapped_bytes,
+            promised_messages=incoming.promised_messages,
+            max_unclaimed_messages=limits.unclaimed_messages,
+            leases=incoming.leases,
+            leased_bytes=incoming.leased_bytes,
+            peak_leased_bytes=incoming.peak_leased_bytes,
             tensors_taken=self._tensors_taken,
             bytes_taken=self._bytes_taken,
             messages_discarded=self._mailbox.messages_discarded,
@@ -217,22 +224,15 @@ class TensorReceiver:
         self._home.is_closed = True
         if not was_open:
             return
-        self._answers.flush()
-        for link in self._links.values():
-            link.write(encode(Bye()))
-        farewells = list(self._links.values())
-        self._links.clear()
-        self._mailbox.clear()
         self._wake_all()
         try:
-            for link in farewells:
-                await link.flush()
+            await self._incoming.close()
         finally:
             await self._listener.close()
 
     # Taking
 
-    async def _hold(self, key: Key) -> _Item:
+    async def _hold(self, key: Key) -> Item:
         """Wait for a tensor, and reserve it."""
         while (item := self._mailbox.hold(key)) is None:
             self._raise_if_failed()
@@ -246,11 +246,11 @@ class TensorReceiver:
                 raise ClosedError("this TensorReceiver was closed")
         return item
 
-    def _take(self, key: Key, item: _Item) -> torch.Tensor:
+    def _take(self, key: Key, item: Item) -> torch.Tensor:
         if self._mailbox.finish(key):
-            link = self._links.get(key.sender)
+            link = self._incoming.link_of(key.sender)
             if link is not None:
-                self._answers.taken(link, key.message)
+                self._incoming.answers.taken(link, key.message)
         self._tensors_taken += 1
         self._bytes_taken += item.tensor.nbytes
         return item.tensor
@@ -270,111 +270,10 @@ class TensorReceiver:
             line.wake()
         self._iterators.wake()
 
-    # What senders say
-
-    def frame_arrived(self, link: ReceiverLink, data: bytes, descriptors: Sequence[int]) -> None:
-        """Take a frame from a sender. For the link, not for callers."""
-        try:
-            try:
-                frame = decode_to_receiver(data)
-            except ProtocolError:
-                close_all(descriptors)
-                raise
-            if isinstance(frame, Put):
-                self._file(link, frame, descriptors)
-                return
-            close_all(descriptors)
-            match frame:
-                case Hello():
-                    link.write(encode(Welcome(VERSION, os.getpid())))  # first: it says what differs
-                    if frame.version != VERSION:
-                        raise ProtocolError(
-                            f"it speaks version {frame.version}, this receiver speaks {VERSION}"
-                        )
-                    self._mailbox.join(link.sender, frame.pid, frame.max_concurrent_videos)
-                    self._links[link.sender] = link
-                case End():
-                    self._wake(self._mailbox.end(link.sender, frame.message, frame.count))
-                case Discard():
-                    self._wake(self._mailbox.withdraw(link.sender, frame.message))
-                case Bye():
-                    keys = self._mailbox.leave(link.sender)
-                    self._links.pop(link.sender, None)
-                    link.close()
-                    self._wake(keys)
-        except ProtocolError as error:
-            logger.error("sender %s broke the protocol, its link is closed: %s", link.sender, str(error))
-            link.close()
-            self._lose(link, error)
-
-    def link_lost(self, link: ReceiverLink, reason: str) -> None:
-        """Note that a sender is gone. For the link, not for callers."""
-        self._lose(link, PeerLostError(reason))
-
-    def listener_failed(self, error: BaseException) -> None:
-        """Note that nothing more will arrive. For the link, not for callers."""
+    def _failed(self, error: BaseException) -> None:
         logger.critical("reading from the senders failed, nothing more will arrive", exc_info=error)
         self._failure = error
         self._wake_all()
-
-    def _file(self, link: ReceiverLink, put: Put, descriptors: Sequence[int]) -> None:
-        """Open a tensor that arrived, and keep it until somebody takes it."""
-        try:
-            is_expected = self._mailbox.expects(link.sender, put.message)
-        except ProtocolError:
-            close_all(descriptors)
-            raise
-        if not is_expected:
-            close_all(descriptors)
-            self._refuse(link, put)
-            return
-        try:
-            opened = placements.open_tensor(put.placement, put.payload, descriptors, put.dtype, put.shape)
-        except OSError as error:
-            logger.error(
-                "a tensor of sender %s cannot be opened, it is discarded: %s", link.sender, str(error)
-            )
-            _, keys = self._mailbox.discard(link.sender, put.message)
-            self._refuse(link, put)
-            self._wake(keys)
-            return
-        tensor = _with_gradient_flags(opened.tensor, put)
-        if put.block is not None:
-            self._lease(_Lease(link, put.block, tensor.nbytes), opened.owner)
-        handle = TensorHandle(link.sender, put.message, put.tensor, put.dtype, put.shape, put.device)
-        self._mailbox.put(_key(handle), _Item(handle, tensor))
-        if put.last:
-            self._wake(self._mailbox.end(link.sender, put.message, put.tensor + 1))
-
-    def _refuse(self, link: ReceiverLink, put: Put) -> None:
-        """Give back what came with a tensor that is not kept."""
-        self._answers.discarded(link, put.message)
-        if put.block is not None:
-            self._answers.released(link, put.block)
-
-    def _lease(self, lease: _Lease, owner: object) -> None:
-        number = self._next_lease
-        self._next_lease += 1
-        self._leases[number] = lease
-        self._leased_bytes += lease.nbytes
-        self._peak_leased_bytes = max(self._peak_leased_bytes, self._leased_bytes)
-        finalizer = weakref.finalize(owner, self._freed, number)
-        finalizer.atexit = False  # at exit the kernel frees everything
-
-    def _leases_ended(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            lease = self._leases.pop(number)
-            self._leased_bytes -= lease.nbytes
-            if lease.link.sender in self._links:
-                self._answers.released(lease.link, lease.block)
-
-    def _lose(self, link: ReceiverLink, error: AioTensorError) -> None:
-        if self._home.is_closed:
-            return
-        self._links.pop(link.sender, None)
-        self._answers.forget(link)
-        self._senders_lost += 1
-        self._wake(self._mailbox.lose(link.sender, error))
 
     def _raise_if_failed(self) -> None:
         if self._failure is not None:
@@ -392,16 +291,14 @@ def _key(handle: TensorHandle) -> Key:
     return Key(handle.sender, handle.message, handle.tensor)
 
 
+def _limit(name: str, value: int | None) -> int | None:
+    if value is not None and operator.index(value) < 1:
+        raise ValueError(f"{name} must be at least 1, or None, got {value}")
+    return value
+
+
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     copy = placements.copy_of(tensor)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
     return copy.requires_grad_(tensor.requires_grad)
-
-
-def _with_gradient_flags(tensor: torch.Tensor, put: Put) -> torch.Tensor:
-    if put.requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ProtocolError(f"it sent a tensor of dtype {put.dtype} that requires a gradient")
-    if put.is_parameter:
-        return torch.nn.Parameter(tensor, requires_grad=put.requires_grad)
-    return tensor.requires_grad_(put.requires_grad)

@@ -12,7 +12,7 @@ import torch
 from aiotensor import links, placements
 from aiotensor.errors import DiscardedError, TooLargeError, UsageError
 from aiotensor.home import FreedItems, Home
-from aiotensor.message import Message
+from aiotensor.message import Message, State
 from aiotensor.outgoing import Outgoing
 from aiotensor.placements import Plan, Sendable
 from aiotensor.protocol.frames import MAX_TENSORS
@@ -25,22 +25,36 @@ class TensorSender:
     """Send tensors to the receiver at the other end of an endpoint.
 
     Open it with ``async with``, once, and share it between the tasks of that event loop. Opening does not
-    wait for the receiver: what is sent before it starts waits on the link.
+    wait for the receiver: what is sent before it starts waits. At an address, a receiver that was lost is
+    replaced by the next one that listens there: what was in flight is lost with `PeerLostError`, and later
+    sends go to the new one.
 
     Args:
-        endpoint: where the receiver is: a `TensorQueue`.
+        endpoint: where the receiver is: an address such as ``unix:///run/user/1000/engine.sock``, or a
+            `TensorQueue`.
         max_concurrent_videos: the most messages in flight: begun here, and neither wholly taken by the
             receiver nor discarded. Further sends wait their turn.
         arena_bytes: the most bytes of shared memory that this sender has in use at once, taken by the
             receiver or not; a block is in use until no tensor over it is left.
+        keep_warm_seconds: after how long shared memory that nobody uses goes back to the system; None to
+            keep it. Fresh memory costs several times what a copy into warm memory does, so it is kept for
+            the next tensor; but not for ever, since others may need it.
+        long_wait_seconds: after how long a wait for a permit or for memory is logged, once, with who
+            holds what and for how long; None for never.
 
     Raises:
         TypeError: the endpoint or a limit is of a wrong type.
-        ValueError: a limit is not positive.
+        ValueError: the address names no place, or a limit is not positive.
     """
 
     def __init__(
-        self, endpoint: links.Endpoint, max_concurrent_videos: int = 8, arena_bytes: int = 1 << 30
+        self,
+        endpoint: links.Endpoint,
+        max_concurrent_videos: int = 8,
+        arena_bytes: int = 1 << 30,
+        *,
+        keep_warm_seconds: float | None = 30.0,
+        long_wait_seconds: float | None = 10.0,
     ) -> None:
         self._id = secrets.token_hex(16)
         self._home = Home("TensorSender")
@@ -49,6 +63,8 @@ class TensorSender:
             links.connect(endpoint, self._id),
             _positive("max_concurrent_videos", max_concurrent_videos),
             _positive("arena_bytes", arena_bytes),
+            _seconds("keep_warm_seconds", keep_warm_seconds),
+            _seconds("long_wait_seconds", long_wait_seconds),
         )
 
     @property
@@ -58,9 +74,9 @@ class TensorSender:
 
     async def __aenter__(self) -> Self:
         loop = self._home.enter()
-        self._allocations = placements.Allocations(FreedItems(loop, self._outgoing.disown_blocks))
+        self._freed: FreedItems[int] = FreedItems(loop, self._blocks_freed)
         try:
-            await self._outgoing.open()
+            await self._outgoing.open(self._freed)
         except BaseException:
             self._home.is_closed = True
             raise
@@ -94,7 +110,7 @@ class TensorSender:
             OSError: the machine has no shared memory or no descriptors left.
         """
         source, plan = self._prepare(tensor)
-        message = await self._outgoing.begin(plan.block)
+        message = await self._outgoing.begin(plan.allocation and plan.allocation.block.number)
         try:
             return await self._outgoing.put(message, source, plan, last=True)
         except BaseException:
@@ -161,8 +177,7 @@ class TensorSender:
         self._check_fits(nbytes)
         if nbytes == 0:
             return placements.new_tensor(sizes, dtype)
-        block, number = await self._outgoing.own_block(nbytes)
-        return self._allocations.add(block, number, dtype, sizes)
+        return await self._outgoing.memory.allocate(nbytes, dtype, sizes)
 
     def discard(self, handle: TensorHandle) -> None:
         """Take back the whole message of a handle, because nobody wants it any more.
@@ -194,19 +209,24 @@ class TensorSender:
         """Return what is in use and what was done; also after closing."""
         self._home.check_place()
         out = self._outgoing
-        permits, memory = out.permits.budget, out.bytes.budget
+        usage = out.usage()
+        permits = out.permits.budget
         return SenderStatistics(
             max_concurrent_videos=permits.limit,
             in_flight=permits.in_use,
             peak_in_flight=permits.peak,
-            waiting=permits.waiting + memory.waiting,
-            arena_bytes=memory.limit,
-            bytes_in_use=memory.in_use,
-            peak_bytes_in_use=memory.peak,
+            waiting=permits.waiting + usage.waiting,
+            longest_wait_s=usage.longest_wait_s,
+            holders=tuple(usage.holders),
+            arena_bytes=out.max_bytes,
+            bytes_in_use=usage.in_use,
+            peak_bytes_in_use=usage.peak,
+            warm_bytes=usage.warm,
             messages_sent=out.messages_sent,
             messages_discarded=out.messages_discarded,
             tensors_sent=out.tensors_sent,
             bytes_sent=out.bytes_sent,
+            receivers_lost=out.receivers_lost,
         )
 
     async def aclose(self) -> None:
@@ -226,7 +246,7 @@ class TensorSender:
         """Refuse what could never be sent, before anything is taken for it."""
         self._check()
         source = placements.as_tensor(value)
-        plan = placements.plan(source, self._allocations)
+        plan = placements.plan(source, self._outgoing.memory.allocations)
         self._check_fits(plan.new_bytes)
         return source, plan
 
@@ -235,8 +255,11 @@ class TensorSender:
         if self._outgoing.failure is not None:
             raise self._outgoing.why_not()
 
+    def _blocks_freed(self, blocks: list[int]) -> None:
+        self._outgoing.memory.disowned(blocks)
+
     def _check_fits(self, nbytes: int) -> None:
-        limit = self._outgoing.bytes.budget.limit
+        limit = self._outgoing.max_bytes
         if nbytes > limit:
             raise TooLargeError(
                 f"{nbytes} bytes can never fit into arena_bytes={limit}: "
@@ -279,7 +302,9 @@ class OpenMessage:
         if message is None:
             raise UsageError("this message is not begun yet: use `async with sender.message() as message`")
         source, plan = self._sender._prepare(tensor)
-        if message.is_whole or message.has_ended:
+        if message.loss is not None:
+            raise self._sender._outgoing.why_not(message)
+        if message.state is not State.OPEN:
             raise DiscardedError("this message has ended: begin a new one")
         if message.count + message.sending >= MAX_TENSORS:
             raise TooLargeError(
@@ -298,12 +323,18 @@ class OpenMessage:
         if kind is not None:
             outgoing.abandon(message)
         elif message.has_ended:
-            raise outgoing.why_not()  # it was not whole, so nobody can have taken it
+            raise outgoing.why_not(message)  # it was not whole, so nobody can have taken it
         elif message.sending:
             outgoing.abandon(message)
             raise UsageError("a send of this message was not awaited: await every message.send in its block")
         else:
             outgoing.complete(message)
+
+
+def _seconds(name: str, value: float | None) -> float | None:
+    if value is not None and not value > 0:
+        raise ValueError(f"{name} must be positive, or None, got {value}")
+    return value
 
 
 def _positive(name: str, value: int) -> int:

@@ -7,7 +7,7 @@ import msgspec
 if TYPE_CHECKING:  # these records hold tensors and make none: the pure rooms import this module
     import torch
 
-__all__ = ["Delivery", "ReceiverStatistics", "SenderStatistics", "TensorHandle", "Usage"]
+__all__ = ["Delivery", "Holder", "ReceiverStatistics", "SenderStatistics", "TensorHandle", "Usage"]
 
 
 class TensorHandle(msgspec.Struct, frozen=True):
@@ -54,6 +54,23 @@ class Usage(msgspec.Struct, frozen=True):
     requested: int = 0
 
 
+class Holder(msgspec.Struct, frozen=True):
+    """Who holds a permit or memory of a sender.
+
+    Attributes:
+        message: the number of the message, as in its handles; None for memory from `allocate` that nobody
+            has sent, and for a message of which nothing was sent yet.
+        state: where the message is, in words.
+        bytes: bytes of shared memory that it holds.
+        seconds: for how long.
+    """
+
+    message: int | None
+    state: str
+    bytes: int
+    seconds: float
+
+
 class SenderStatistics(msgspec.Struct, frozen=True):
     """What one sender holds now, and what it has done since it was opened.
 
@@ -62,26 +79,34 @@ class SenderStatistics(msgspec.Struct, frozen=True):
         in_flight: messages that hold a permit: begun, and neither wholly taken nor discarded.
         peak_in_flight: the most that were in flight at once.
         waiting: calls that wait now, for a permit or for bytes.
+        longest_wait_s: seconds that the longest of these waits has lasted.
+        holders: who holds the permits and the memory, the longest first.
         arena_bytes: the limit on bytes of shared memory.
         bytes_in_use: bytes of shared memory in use, taken by the receiver or not.
         peak_bytes_in_use: the most bytes that were in use at once.
+        warm_bytes: bytes of shared memory that the system has given, in use or kept for the next tensor.
         messages_sent: messages announced in full to the receiver.
         messages_discarded: messages discarded by either side.
         tensors_sent: tensors announced to the receiver.
         bytes_sent: bytes of those tensors.
+        receivers_lost: how often the receiver died, closed or refused this sender.
     """
 
     max_concurrent_videos: int
     in_flight: int
     peak_in_flight: int
     waiting: int
+    longest_wait_s: float
+    holders: tuple[Holder, ...]
     arena_bytes: int
     bytes_in_use: int
     peak_bytes_in_use: int
+    warm_bytes: int
     messages_sent: int
     messages_discarded: int
     tensors_sent: int
     bytes_sent: int
+    receivers_lost: int
 
 
 class ReceiverStatistics(msgspec.Struct, frozen=True):
@@ -89,10 +114,16 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
 
     Attributes:
         senders: senders that are connected now.
+        max_senders: the limit on them.
         senders_lost: senders that died or broke the link.
+        senders_refused: senders that were turned away, because of a limit.
         waiting: `receive` calls and iterations that wait now.
         unclaimed_tensors: tensors that arrived and that nobody has taken.
         unclaimed_bytes: bytes of those tensors.
+        mapped_bytes: bytes of senders' arenas, those that are mapped here and those that may yet be.
+        max_mapped_bytes: the limit on them.
+        promised_messages: messages that the connected senders may have unclaimed here at once.
+        max_unclaimed_messages: the limit on them.
         leases: blocks of shared memory pinned by tensors that were received and are still alive.
         leased_bytes: bytes of the tensors that pin them.
         peak_leased_bytes: the most bytes that were leased at once.
@@ -102,10 +133,16 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
     """
 
     senders: int
+    max_senders: int | None
     senders_lost: int
+    senders_refused: int
     waiting: int
     unclaimed_tensors: int
     unclaimed_bytes: int
+    mapped_bytes: int
+    max_mapped_bytes: int | None
+    promised_messages: int
+    max_unclaimed_messages: int | None
     leases: int
     leased_bytes: int
     peak_leased_bytes: int

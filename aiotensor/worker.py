@@ -15,7 +15,8 @@ R = TypeVar("R")
 class Worker:
     """Run work in a thread of its own, one piece after the other; belongs to the running loop.
 
-    One thread, so that copies neither outnumber the cores nor overtake each other.
+    One thread, so that copies neither outnumber the cores nor overtake each other; a piece of work may hand
+    a part of itself to one more, the `helper`.
 
     Args:
         name: what the thread is called.
@@ -24,6 +25,7 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._loop = asyncio.get_running_loop()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self.helper = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-helper")
         self._running: set[Future[Any]] = set()
         self._settling: list[asyncio.Future[None]] = []
 
@@ -57,7 +59,8 @@ class Worker:
 
     def close(self) -> None:
         """End the thread; if work still runs, without waiting for it."""
-        self._executor.shutdown(wait=not self._running)
+        for executor in (self._executor, self.helper):
+            executor.shutdown(wait=not self._running)
 
     def _ended(self, running: "Future[Any]") -> None:
         self._running.discard(running)

@@ -4,10 +4,11 @@ from typing import TypeAlias
 
 from aiotensor.links.base import Listener, SenderLink
 from aiotensor.links.queue import QueueListener, QueueSenderLink, TensorQueue
+from aiotensor.links.unix import UnixListener, UnixSenderLink, path_of
 
 __all__ = ["Endpoint", "connect", "listen"]
 
-Endpoint: TypeAlias = TensorQueue
+Endpoint: TypeAlias = str | TensorQueue
 
 
 def connect(endpoint: Endpoint, sender: str) -> SenderLink:
@@ -19,7 +20,7 @@ def connect(endpoint: Endpoint, sender: str) -> SenderLink:
     """
     if isinstance(endpoint, TensorQueue):
         return QueueSenderLink(endpoint, sender)
-    raise _refusal(endpoint)
+    return UnixSenderLink(path_of(_address(endpoint)))
 
 
 def listen(endpoint: Endpoint) -> Listener:
@@ -31,10 +32,13 @@ def listen(endpoint: Endpoint) -> Listener:
     """
     if isinstance(endpoint, TensorQueue):
         return QueueListener(endpoint)
-    raise _refusal(endpoint)
+    return UnixListener(path_of(_address(endpoint)))
 
 
-def _refusal(endpoint: object) -> Exception:
-    if isinstance(endpoint, str):
-        return ValueError(f"no link serves the address {endpoint!r}: pass an aiotensor.TensorQueue()")
-    return TypeError(f"an endpoint is an aiotensor.TensorQueue, got {type(endpoint).__name__!r}")
+def _address(endpoint: object) -> str:
+    if not isinstance(endpoint, str):
+        raise TypeError(
+            "an endpoint is an address such as 'unix:///run/user/1000/engine.sock' or an "
+            f"aiotensor.TensorQueue, got {type(endpoint).__name__!r}"
+        )
+    return endpoint

@@ -1,11 +1,13 @@
-"""What a link is: an ordered two-way road for frames between one sender and one receiver.
+"""What a link is: an ordered two-way road for records between one sender and one receiver.
 
-A link carries bytes and file descriptors; it knows neither frames nor tensors. It tells its owner, on
-the event loop's thread, what arrives and when the other side is gone.
+A link carries bytes and file descriptors; it knows neither frames nor tensors. It tells its owner what
+arrives and when the other side is gone. Everything here belongs to the event loop's thread.
 """
 
 from collections.abc import Sequence
 from typing import Protocol
+
+from aiotensor.errors import AioTensorError
 
 __all__ = ["Listener", "ReceiverEvents", "ReceiverLink", "SenderEvents", "SenderLink"]
 
@@ -13,35 +15,54 @@ __all__ = ["Listener", "ReceiverEvents", "ReceiverLink", "SenderEvents", "Sender
 class SenderEvents(Protocol):
     """What a sender wants to be told by its link."""
 
-    def frame_arrived(self, data: bytes) -> None:
-        """Take a frame from the receiver."""
+    def introduction(self) -> bytes:
+        """Make the first record of a connection."""
 
-    def link_lost(self, reason: str) -> None:
-        """Note that the receiver is gone; called at most once, and not after `SenderLink.close`."""
+    def record_arrived(self, data: bytes | memoryview) -> None:
+        """Take a record from the receiver; it is valid during the call."""
+
+    def link_lost(self, error: AioTensorError) -> None:
+        """Note that the connection is gone, or that there will be none; not after `SenderLink.close`."""
 
 
 class SenderLink(Protocol):
     """A sender's end of a link."""
 
-    async def open(self, hello: bytes, events: SenderEvents) -> None:
-        """Introduce the sender, and return when the kernel has the introduction.
+    @property
+    def comes_back(self) -> bool:
+        """Say whether the link connects again after it was lost."""
 
-        From then on the receiver hears of the sender's death, even if it has yet to start.
+    async def open(self, events: SenderEvents) -> None:
+        """Begin to connect; does not wait for a receiver that is not there yet.
+
+        Raises:
+            AccessDeniedError: the receiver is another user.
+            UsageError: what is there is no receiver.
         """
 
+    @property
+    def is_ready(self) -> bool:
+        """Say whether the receiver is connected, and the kernel has everything that was written."""
+
+    async def ready(self) -> None:
+        """Wait until `is_ready` may have become true, or the link was lost or closed."""
+
     def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send a frame; never block. Safe from any thread; takes the descriptors over.
+        """Send a record to a connected receiver; never block. The descriptors stay the caller's.
 
         Raises:
             OSError: the kernel refused it (no memory, no descriptors); nothing was sent.
         """
 
-    @property
-    def is_flushed(self) -> bool:
-        """Say whether the kernel has everything that was written."""
-
     async def flush(self) -> None:
         """Wait until the kernel has everything that was written, or the link is closed or lost."""
+
+    def drop(self, *, retry: bool) -> None:
+        """Close the connection without a word.
+
+        Args:
+            retry: connect again at once; else not before somebody waits in `ready`.
+        """
 
     def close(self) -> None:
         """Close at once, without a word to the other side; closing again does nothing."""
@@ -50,25 +71,26 @@ class SenderLink(Protocol):
 class ReceiverLink(Protocol):
     """A receiver's end of a link to one sender."""
 
-    @property
-    def sender(self) -> str:
-        """The sender's id."""
-
     def write(self, data: bytes) -> None:
-        """Send a frame; never block."""
+        """Send a record; never block."""
 
     async def flush(self) -> None:
         """Wait until the kernel has everything that was written, or the link is closed or lost."""
 
     def close(self) -> None:
-        """Close at once; nothing more is read from this sender."""
+        """Close at once; nothing more is read from this sender, and nothing more is told of it."""
 
 
 class ReceiverEvents(Protocol):
     """What a receiver wants to be told by its listener."""
 
-    def frame_arrived(self, link: ReceiverLink, data: bytes, descriptors: Sequence[int]) -> None:
-        """Take a frame from a sender; the descriptors belong to the receiver now."""
+    def link_opened(self, link: ReceiverLink) -> None:
+        """Note that somebody connected; it may be closed right here."""
+
+    def record_arrived(
+        self, link: ReceiverLink, data: bytes | memoryview, descriptors: Sequence[int]
+    ) -> None:
+        """Take a record, valid during the call; the descriptors belong to the receiver now."""
 
     def link_lost(self, link: ReceiverLink, reason: str) -> None:
         """Note that a sender is gone; everything that it had sent has arrived before."""
@@ -80,11 +102,11 @@ class ReceiverEvents(Protocol):
 class Listener(Protocol):
     """The place where senders find a receiver."""
 
-    def open(self, events: ReceiverEvents) -> None:
+    async def open(self, events: ReceiverEvents, max_record_bytes: int) -> None:
         """Begin to listen.
 
         Raises:
-            UsageError: another receiver listens there.
+            UsageError: another receiver listens there, or nobody could.
         """
 
     async def close(self) -> None:

@@ -19,7 +19,7 @@ from multiprocessing import connection, context
 from typing import Any, BinaryIO, TypeAlias
 
 from aiotensor.descriptors import close_all
-from aiotensor.errors import UsageError
+from aiotensor.errors import PeerLostError, UsageError
 from aiotensor.links.base import ReceiverEvents, SenderEvents
 from aiotensor.links.records import (
     RECORDS_A_TURN,
@@ -31,10 +31,11 @@ from aiotensor.links.records import (
 
 __all__ = ["QueueListener", "QueueSenderLink", "TensorQueue"]
 
-# A record: its kind, who sent it, then the frame.
+# A record: its kind, who sent it, then the frames.
 _HELLO = b"H"
 _FRAME = b"F"
 _SENDER_CHARS = 32
+_PREFIX_BYTES = len(_HELLO) + _SENDER_CHARS
 
 _Connection: TypeAlias = "connection.Connection[Any, Any]"
 
@@ -137,30 +138,41 @@ class QueueSenderLink:
         self._pipe: RecordSocket | None = None
         self._events: SenderEvents | None = None
 
-    async def open(self, hello: bytes, events: SenderEvents) -> None:
+    comes_back = False  # whoever drains the queue next knows nothing of this sender's pipe
+
+    async def open(self, events: SenderEvents) -> None:
         """Put the introduction, and the far end of the pipe, on the queue."""
         self._events = events
         try:
             writer = self._tensor_queue._duplicate_writer()
             self._queue = RecordSocket(writer, on_record=None, on_closed=self._lost)
             near, far = record_pair()
-            self._pipe = RecordSocket(near, on_record=self._frame_arrived, on_closed=self._lost)
-            self._queue.write(_HELLO + self._address + hello, [far.detach()])
+            self._pipe = RecordSocket(near, on_record=self._record_arrived, on_closed=self._lost)
+            self._queue.write(_HELLO + self._address + events.introduction(), [far.detach()])
             await self._queue.flush()
         except BaseException:
             self.close()
             raise
 
     def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Put a frame on the queue."""
+        """Put a record on the queue."""
         if self._queue is None:
             raise UsageError("this link is not open")
-        self._queue.write(_FRAME + self._address + data, descriptors)
+        copies = [os.dup(descriptor) for descriptor in descriptors]
+        self._queue.write(b"".join((_FRAME, self._address, data)), copies)
 
     @property
-    def is_flushed(self) -> bool:
+    def is_ready(self) -> bool:
         """Say whether the queue has everything that was written."""
         return self._queue is None or self._queue.is_flushed
+
+    async def ready(self) -> None:
+        """Wait until the queue has everything that was written."""
+        await self.flush()
+
+    def drop(self, *, retry: bool) -> None:
+        """Close both ways, for good: a queue does not come back."""
+        self.close()
 
     async def flush(self) -> None:
         """Wait until the queue has everything that was written."""
@@ -174,16 +186,16 @@ class QueueSenderLink:
             if end is not None:
                 end.close()
 
-    def _frame_arrived(self, data: bytes, descriptors: list[int]) -> None:
+    def _record_arrived(self, data: memoryview, descriptors: list[int]) -> None:
         close_all(descriptors)  # nothing on the way back has any
         if self._events is not None:
-            self._events.frame_arrived(data)
+            self._events.record_arrived(data)
 
     def _lost(self, reason: str) -> None:
         events = self._events
         self.close()
         if events is not None:
-            events.link_lost(reason)
+            events.link_lost(PeerLostError(reason))
 
 
 class _QueueReceiverLink:
@@ -214,7 +226,7 @@ class _QueueReceiverLink:
     def _closed(self, reason: str) -> None:
         self._listener._gone(self, reason)
 
-    def _unexpected(self, data: bytes, descriptors: list[int]) -> None:
+    def _unexpected(self, data: memoryview, descriptors: list[int]) -> None:
         # Senders speak on the queue, where their words keep their order; here only their end is heard.
         close_all(descriptors)
 
@@ -237,7 +249,7 @@ class QueueListener:
         self._wake: asyncio.Future[None] | None = None
         self._events: ReceiverEvents | None = None
 
-    def open(self, events: ReceiverEvents) -> None:
+    async def open(self, events: ReceiverEvents, max_record_bytes: int) -> None:
         """Become the queue's one receiver, and begin to drain it."""
         sock = self._tensor_queue._duplicate_reader()
         try:
@@ -251,7 +263,8 @@ class QueueListener:
         self._sock = sock
         loop = asyncio.get_running_loop()
         loop.add_reader(sock.fileno(), self._wake_up)
-        self._reading = loop.create_task(self._drain(sock), name="aiotensor-drain")
+        reader = RecordReader(sock, max_record_bytes + _PREFIX_BYTES)
+        self._reading = loop.create_task(self._drain(sock, reader), name="aiotensor-drain")
 
     async def close(self) -> None:
         """Stop draining; what is on the queue stays there for the next receiver."""
@@ -268,10 +281,9 @@ class QueueListener:
         task.cancel()
         await asyncio.wait([task])
 
-    async def _drain(self, sock: socket.socket) -> None:
+    async def _drain(self, sock: socket.socket, reader: RecordReader) -> None:
         """Read the queue for as long as the listener is open."""
         loop = asyncio.get_running_loop()
-        reader = RecordReader(sock)
         try:
             while True:
                 is_empty = self._read_some(reader)
@@ -314,18 +326,20 @@ class QueueListener:
             self._dispatch(*record)
         return False
 
-    def _dispatch(self, data: bytes, descriptors: list[int]) -> None:
-        kind, address, frame = data[:1], data[1 : 1 + _SENDER_CHARS], data[1 + _SENDER_CHARS :]
+    def _dispatch(self, data: memoryview, descriptors: list[int]) -> None:
+        kind, address = bytes(data[:1]), bytes(data[1:_PREFIX_BYTES])
         sender = address.decode("ascii", "replace")
         if kind == _HELLO and descriptors and sender not in self._links:
             sock = socket.socket(fileno=descriptors.pop(0))
             sock.setblocking(False)
-            self._links[sender] = _QueueReceiverLink(self, sender, sock)
+            opened = self._links[sender] = _QueueReceiverLink(self, sender, sock)
+            if self._events is not None:
+                self._events.link_opened(opened)
         link = self._links.get(sender)
         if link is None or self._events is None:
             close_all(descriptors)  # of a sender whose link was closed
             return
-        self._events.frame_arrived(link, frame, descriptors)
+        self._events.record_arrived(link, data[_PREFIX_BYTES:], descriptors)
 
     def _wake_up(self) -> None:
         if self._wake is not None and not self._wake.done():

@@ -9,16 +9,15 @@ import array
 import asyncio
 import os
 import socket
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from aiotensor.descriptors import close_all
+from aiotensor.protocol.frames import MAX_RECORD_BYTES
 
 __all__ = [
-    "MAX_RECORD_BYTES",
     "RECORDS_A_TURN",
     "RecordReader",
     "RecordSocket",
@@ -26,12 +25,9 @@ __all__ = [
     "record_pair",
 ]
 
-# The largest frame carries an inline tensor of 8 KiB. A record must fit the send buffer of a local socket,
-# 208 KiB by default on Linux.
-MAX_RECORD_BYTES = 64 * 1024
 _MAX_DESCRIPTORS = 8
 _READ_FLAGS = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
-RECORDS_A_TURN = 32  # then other callbacks of the loop have their turn
+RECORDS_A_TURN = 4  # of many frames each; then other callbacks of the loop have their turn
 
 
 def record_pair() -> tuple[socket.socket, socket.socket]:
@@ -66,18 +62,24 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class RecordReader:
-    """Read records and their descriptors from a socket that does not block."""
+    """Read records and their descriptors from a socket that does not block.
 
-    def __init__(self, sock: socket.socket) -> None:
+    Args:
+        sock: where to read.
+        max_bytes: how long a record may be; of a longer one the first so many bytes come, and one more.
+    """
+
+    def __init__(self, sock: socket.socket, max_bytes: int = MAX_RECORD_BYTES) -> None:
         self._sock = sock
-        self._buffer = bytearray(MAX_RECORD_BYTES)
+        self._buffer = memoryview(bytearray(max_bytes + 1))
         self._ancillary_bytes = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
 
-    def read(self) -> tuple[bytes, list[int]] | None:
+    def read(self) -> tuple[memoryview, list[int]] | None:
         """Return the next record and its descriptors, or None if there is none yet.
 
-        A record longer than any may be comes cut off, and descriptors for which this process has no room
-        are missing (EMFILE): the reader of the frame finds out, and knows whose it is.
+        The record is valid until the next call. One longer than any may be comes cut off, and descriptors
+        for which this process has no room are missing (EMFILE): the reader of the frames finds out, and
+        knows whose they are.
 
         Raises:
             EOFError: nobody can write to the socket any more.
@@ -94,46 +96,50 @@ class RecordReader:
                 # The other side closed before it had read everything. The kernel says so once, ahead of
                 # the other side's last words, which are still to be read.
                 continue
-        descriptors = array.array("i")
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+        descriptors: list[int] = []
+        if ancillary:
+            found = array.array("i")
+            for level, kind, data in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    found.frombytes(data[: len(data) - len(data) % found.itemsize])
+            descriptors = found.tolist()
         if size == 0:
             close_all(descriptors)
             raise EOFError
-        return bytes(memoryview(self._buffer)[:size]), descriptors.tolist()
+        return self._buffer[:size], descriptors
 
 
 class RecordSocket:
     """Write records without ever blocking, and read them as they come.
 
     A record goes out at once if the socket takes it; else it queues, and the loop sends it when there is
-    room. `write` is safe from any thread, everything else belongs to the loop's thread.
+    room.
 
     Args:
         sock: a connected `SOCK_SEQPACKET` socket that does not block; belongs to this object.
-        on_record: called with each record and its descriptors; None to never read.
+        on_record: called with each record, valid during the call, and its descriptors; None to never read.
         on_closed: called once when the other side is gone, with a reason; not after `close`.
+        max_bytes: how long a record may be that is read.
     """
 
     def __init__(
         self,
         sock: socket.socket,
         *,
-        on_record: Callable[[bytes, list[int]], None] | None,
+        on_record: Callable[[memoryview, list[int]], None] | None,
         on_closed: Callable[[str], None],
+        max_bytes: int = MAX_RECORD_BYTES,
     ) -> None:
         close_after_fork(sock)
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._on_record = on_record
         self._on_closed: Callable[[str], None] | None = on_closed
-        self._lock = threading.Lock()
         self._outbox: deque[tuple[bytes, Sequence[int]]] = deque()
         self._flushed: list[asyncio.Future[None]] = []
         self._is_closed = False
         if on_record is not None:
-            self._reader = RecordReader(sock)
+            self._reader = RecordReader(sock, max_bytes)
             self._loop.add_reader(sock.fileno(), self._readable)
 
     @property
@@ -147,23 +153,23 @@ class RecordSocket:
         Raises:
             OSError: the kernel refused the record (no memory, too many descriptors on their way).
         """
-        with self._lock:
-            if self._is_closed:
-                close_all(descriptors)
-                return
-            if not self._outbox:
-                try:
-                    if self._send(data, descriptors):
-                        return
-                except (BrokenPipeError, ConnectionResetError, ConnectionRefusedError):
-                    close_all(descriptors)
-                    self._loop.call_soon_threadsafe(self._end, "nobody reads it any more")
+        if self._is_closed:
+            close_all(descriptors)
+            return
+        if not self._outbox:
+            try:
+                if self._send(data, descriptors):
                     return
-                except BaseException:
-                    close_all(descriptors)
-                    raise
-                self._loop.call_soon_threadsafe(self._watch_for_room)
-            self._outbox.append((data, descriptors))
+            except (BrokenPipeError, ConnectionResetError, ConnectionRefusedError):
+                close_all(descriptors)
+                # Not from here: the writer is in the middle of something.
+                self._loop.call_soon(self._end, "nobody reads it any more")
+                return
+            except BaseException:
+                close_all(descriptors)
+                raise
+            self._loop.add_writer(self._sock.fileno(), self._writable)
+        self._outbox.append((data, descriptors))
 
     async def flush(self) -> None:
         """Wait until the kernel has everything that was written, or the socket is at its end.
@@ -181,19 +187,18 @@ class RecordSocket:
 
     def close(self) -> None:
         """Close at once; what waits to be sent is dropped."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._loop.remove_writer(self._sock.fileno())
-            if self._on_record is not None:
-                self._loop.remove_reader(self._sock.fileno())
-            self._sock.close()
-            # Their owner owns this socket: without the cycle it is freed at once.
-            self._on_record = self._on_closed = None
-            for _, descriptors in self._outbox:
-                close_all(descriptors)
-            self._outbox.clear()
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._loop.remove_writer(self._sock.fileno())
+        if self._on_record is not None:
+            self._loop.remove_reader(self._sock.fileno())
+        self._sock.close()
+        # Their owner owns this socket: without the cycle it is freed at once.
+        self._on_record = self._on_closed = None
+        for _, descriptors in self._outbox:
+            close_all(descriptors)
+        self._outbox.clear()
         self._wake_flushers()
 
     def _send(self, data: bytes, descriptors: Sequence[int]) -> bool:
@@ -208,19 +213,13 @@ class RecordSocket:
         close_all(descriptors)
         return True
 
-    def _watch_for_room(self) -> None:
-        with self._lock:
-            if not self._is_closed and self._outbox:
-                self._loop.add_writer(self._sock.fileno(), self._writable)
-
     def _writable(self) -> None:
         try:
-            with self._lock:
-                while self._outbox:
-                    if not self._send(*self._outbox[0]):
-                        return
-                    self._outbox.popleft()
-                self._loop.remove_writer(self._sock.fileno())
+            while self._outbox:
+                if not self._send(*self._outbox[0]):
+                    return
+                self._outbox.popleft()
+            self._loop.remove_writer(self._sock.fileno())
         except OSError as error:
             self._end(f"writing failed: {error}")
             return

@@ -1,135 +1,153 @@
 """How the bytes of one tensor travel. A new way is one file, one branch in `plan`, one row in `_OPENERS`.
 
-The sender asks `plan` and gets a `Plan`: how many bytes of shared memory it needs, whether
-placing may take long, and `place`, which returns the bytes and descriptors for the frame. The receiver
-hands what arrived to `open_tensor`.
+The sender asks `plan`, and gets what must be granted before the tensor can be placed. The receiver hands
+what arrived to `open_tensor`.
 """
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 
-from aiotensor.descriptors import close_all
 from aiotensor.errors import ProtocolError
+from aiotensor.placements.allocations import Allocation, Allocations, Block
+from aiotensor.placements.arena import Arena, MappedSegment, Place, open_segment, read_where, segment_bytes
+from aiotensor.placements.copying import QUICK_BYTES, CopyAbandonedError, copy_in_threads, copy_now
 from aiotensor.placements.dtypes import dtype_from_name, name_of_dtype
 from aiotensor.placements.inline import MAX_INLINE_BYTES, bytes_of, open_inline
-from aiotensor.placements.memfd import (
-    Allocations,
-    Block,
-    CopyAbandonedError,
-    Shared,
-    copy_to_memfd,
-    new_shared,
-    open_memfd,
-)
 from aiotensor.placements.raw import copy_of, is_addressable, new_tensor
 from aiotensor.placements.source import Sendable, as_tensor, check_dtype
 
 __all__ = [
+    "MAX_INLINE_BYTES",
+    "QUICK_BYTES",
     "Allocations",
+    "Arena",
     "Block",
     "CopyAbandonedError",
+    "MappedSegment",
     "Opened",
+    "Place",
     "Placed",
     "Plan",
     "Sendable",
     "as_tensor",
     "check_dtype",
+    "copy_in_threads",
+    "copy_now",
     "copy_of",
-    "dtype_from_name",
     "name_of_dtype",
-    "new_shared",
     "new_tensor",
+    "open_segment",
     "open_tensor",
+    "place_allocated",
+    "place_copy",
+    "place_inline",
     "plan",
+    "segment_bytes",
 ]
 
-
-class Placed(NamedTuple):
-    """Where a tensor's bytes are: for the frame, and the descriptors that go beside it."""
-
-    placement: str
-    payload: bytes
-    descriptors: list[int]
+ARENA = "arena"
+INLINE = "inline"
 
 
 class Plan(NamedTuple):
     """How one tensor will travel.
 
     Attributes:
-        new_bytes: bytes of shared memory that must be granted before `place`.
-        block: the number of the block that holds the tensor already, or None.
-        is_quick: whether `place` is quick enough for the event loop.
-        place: write the bytes; gives up with `CopyAbandonedError` once the event is set.
+        new_bytes: bytes of shared memory that must be granted, to copy it into; 0 if none.
+        allocation: the block that it lies in already, or None.
     """
 
     new_bytes: int
-    block: int | None
-    is_quick: bool
-    place: Callable[[threading.Event], Placed]
+    allocation: Allocation | None
+
+
+class Placed(NamedTuple):
+    """Where a tensor's bytes are, for the frame."""
+
+    placement: str
+    payload: bytes
+
+
+_INLINE = Plan(0, None)
 
 
 def plan(source: torch.Tensor, allocations: Allocations) -> Plan:
     """Choose how a tensor travels: in the frame if small, where it lies if allocated, else by a copy."""
-    block = allocations.find(source)
-    if source.nbytes == 0 or (source.nbytes <= MAX_INLINE_BYTES and block is None):
-        return Plan(0, None, True, lambda _: Placed("inline", bytes_of(source), []))
-    if block is not None:
-        return Plan(0, block, True, lambda _: _placed(allocations.share(source)))
-    return Plan(source.nbytes, None, False, lambda abandoned: _placed(copy_to_memfd(source, abandoned)))
+    nbytes = source.nbytes
+    if nbytes == 0:
+        return _INLINE
+    allocation = allocations.find(source)
+    if allocation is not None:
+        return Plan(0, allocation)
+    return _INLINE if nbytes <= MAX_INLINE_BYTES else Plan(nbytes, None)
 
 
-def _placed(shared: Shared) -> Placed:
-    return Placed("memfd", shared.payload, [shared.descriptor])
+def place_inline(source: torch.Tensor) -> Placed:
+    """Put the bytes of a small tensor into the frame."""
+    return Placed(INLINE, bytes_of(source))
+
+
+def place_allocated(source: torch.Tensor, allocation: Allocation) -> Placed:
+    """Name a tensor where it lies."""
+    return Placed(ARENA, allocation.block.place.describe(source.data_ptr() - allocation.start))
+
+
+def place_copy(place: Place) -> Placed:
+    """Name a tensor where it was copied to."""
+    return Placed(ARENA, place.describe(0))
 
 
 class Opened(NamedTuple):
-    """A tensor that arrived, and the object whose end frees its block (None if it has no block)."""
+    """A tensor that arrived; if it lies in a segment, which, and the object whose end frees its block."""
 
     tensor: torch.Tensor
-    owner: object | None
+    segment: MappedSegment | None = None
+    owner: memoryview | None = None
 
 
-def _open_inline(
-    payload: bytes, descriptors: Sequence[int], dtype: torch.dtype, shape: tuple[int, ...]
-) -> Opened:
-    close_all(descriptors)
-    return Opened(open_inline(payload, dtype, shape), None)
+Segments = Mapping[int, MappedSegment]
 
 
-def _open_memfd(
-    payload: bytes, descriptors: Sequence[int], dtype: torch.dtype, shape: tuple[int, ...]
-) -> Opened:
-    return Opened(*open_memfd(payload, descriptors, dtype, shape))
+def _open_inline(payload: bytes, dtype: torch.dtype, shape: tuple[int, ...], segments: Segments) -> Opened:
+    return Opened(open_inline(payload, dtype, shape))
 
 
-_OPENERS: dict[str, Callable[[bytes, Sequence[int], torch.dtype, tuple[int, ...]], Opened]] = {
-    "inline": _open_inline,
-    "memfd": _open_memfd,
+def _open_in_arena(payload: bytes, dtype: torch.dtype, shape: tuple[int, ...], segments: Segments) -> Opened:
+    number, offset = read_where(payload)
+    segment = segments.get(number)
+    if segment is None:
+        raise ProtocolError(f"the peer placed a tensor in segment {number}, which it never attached")
+    tensor, owner = segment.tensor(offset, dtype, shape)
+    return Opened(tensor, segment, owner)
+
+
+_OPENERS: dict[str, Callable[[bytes, torch.dtype, tuple[int, ...], Segments], Opened]] = {
+    INLINE: _open_inline,
+    ARENA: _open_in_arena,
 }
 
 
 def open_tensor(
-    placement: str, payload: bytes, descriptors: Sequence[int], dtype_name: str, shape: tuple[int, ...]
+    placement: str, payload: bytes, dtype_name: str, shape: tuple[int, ...], segments: Segments
 ) -> Opened:
-    """Open what `Plan.place` placed; the descriptors are used up, whatever happens.
+    """Open what the sender placed.
+
+    Args:
+        placement: who can open the payload.
+        payload: from the frame.
+        dtype_name: from the frame.
+        shape: from the frame, in elements.
+        segments: what the sender attached.
 
     Raises:
         ProtocolError: the peer described something that cannot be, or that is not known here.
-        OSError: this process has no room or no descriptors left to open it.
     """
     opener = _OPENERS.get(placement)
-    try:
-        dtype = dtype_from_name(dtype_name)
-        if opener is None:
-            raise ProtocolError(f"the peer placed a tensor by {placement[:64]!r}, which is unknown here")
-        if not is_addressable(shape, dtype.itemsize):
-            raise ProtocolError(
-                f"the peer sent a tensor of shape {shape}, which is more than can be addressed"
-            )
-    except ProtocolError:
-        close_all(descriptors)
-        raise
-    return opener(payload, descriptors, dtype, shape)
+    dtype = dtype_from_name(dtype_name)
+    if opener is None:
+        raise ProtocolError(f"the peer placed a tensor by {placement[:64]!r}, which is unknown here")
+    if not is_addressable(shape, dtype.itemsize):
+        raise ProtocolError(f"the peer sent a tensor of shape {shape}, which is more than can be addressed")
+    return opener(payload, dtype, shape, segments)

@@ -1,13 +1,13 @@
 """The bytes of a tensor's values, exactly, in row-major order, and in pieces."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["RawBytes", "copy_of", "is_addressable", "new_tensor", "pieces"]
+__all__ = ["RawBytes", "copy_of", "flat_bytes", "is_addressable", "new_tensor", "pieces"]
 
 RawBytes = npt.NDArray[np.uint8]
 
@@ -16,6 +16,13 @@ RawBytes = npt.NDArray[np.uint8]
 _PIECE_BYTES = 8 << 20
 
 _RAW_DTYPE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def flat_bytes(source: torch.Tensor) -> RawBytes | None:
+    """Return all bytes of a dense tensor as they lie in memory, or None if they have to be gathered."""
+    if not source.is_contiguous() or source.is_conj() or source.is_neg():
+        return None
+    return next(_as_bytes([source.detach()]))
 
 
 def pieces(source: torch.Tensor) -> Iterator[RawBytes]:
@@ -28,10 +35,7 @@ def pieces(source: torch.Tensor) -> Iterator[RawBytes]:
     if not source.is_conj() and not source.is_neg():
         # As whole numbers, since torch has no copy for its narrowest dtypes and warns of some others.
         source = source.view(_RAW_DTYPE[source.element_size()])
-    for part in _cut(source):
-        plain = _resolved(part).contiguous()
-        # Not reshape: where there is one element, or none, it keeps strides that cannot be seen as bytes.
-        yield plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
+    yield from _as_bytes(_resolved(part).contiguous() for part in _cut(source))
 
 
 def is_addressable(shape: Sequence[int], itemsize: int) -> bool:
@@ -45,6 +49,13 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     raw = _RAW_DTYPE[tensor.element_size()]
     np.copyto(copy.view(raw).numpy(), tensor.detach().view(raw).numpy())
     return copy
+
+
+def _as_bytes(parts: Iterable[torch.Tensor]) -> Iterator[RawBytes]:
+    for part in parts:
+        plain = part.view(_RAW_DTYPE[part.element_size()]) if not part.is_complex() else part
+        # Not reshape: where there is one element, or none, it keeps strides that cannot be seen as bytes.
+        yield plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def _resolved(part: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,12 @@
 """The control frames, and the only place that turns them into bytes and back.
 
     sender                                   receiver
-      | Hello(version, pid, limits)             |   once, first
+      | Hello(version, pid, sender, limits)     |   once, first
       | --------------------------------------> |
-      |                   Welcome(version, pid) |   once, first
+      |           Welcome(version, pid, limits) |   once, first
       | <-------------------------------------- |
+      | Attach(segment)                         |   before the first tensor in it; its descriptor beside it
+      | Detach(segment)                         |   after the last one
       | Put(message, tensor, ..., last)         |   one for each tensor
       | End(message, count)                     |   or Put(last=True): the message is whole
       | Discard(message)                        |   or: it never will be
@@ -13,12 +15,13 @@
       |                     Discarded(messages) |   permits come back, nobody took them
       |                         Release(blocks) |   memory comes back
       | <-------------------------------------- |
-      | Bye()             either way      Bye() |   what was sent before it still counts
+      | Bye(reason)      either way         Bye |   what was sent before it still counts
       | <-------------------------------------> |
 
-No frame names a kind of memory or of link: `Put.placement` names who can open `Put.payload`, and file
+No frame names a kind of memory or of link: `placement` names who can open a `payload`, and file
 descriptors travel beside a frame, never in it. Frames are msgpack arrays whose first item is the tag;
-unknown trailing items are ignored, so a later version can add fields.
+unknown trailing items are ignored, so a later version can add fields. A record of a link is an array of
+frames, so that those which meet in one turn of the loop travel together.
 """
 
 from typing import Annotated
@@ -28,10 +31,14 @@ import msgspec
 from aiotensor.errors import ProtocolError
 
 __all__ = [
+    "LEAST_FRAME_BYTES",
     "MAX_DIMENSIONS",
+    "MAX_RECORD_BYTES",
     "MAX_TENSORS",
     "VERSION",
+    "Attach",
     "Bye",
+    "Detach",
     "Discard",
     "Discarded",
     "End",
@@ -52,6 +59,13 @@ VERSION = 1
 # More than any tensor of use has; the bound keeps frames small.
 MAX_DIMENSIONS = 64
 
+# The longest record. It must fit the send buffer of a local socket, 208 KiB by default on Linux.
+MAX_RECORD_BYTES = 64 * 1024
+
+# What every receiver takes, and a sender keeps to until the `Welcome` allows more: room for one tensor
+# that rides in its frame.
+LEAST_FRAME_BYTES = 16 * 1024
+
 # Of one message. What rides in frames counts against no bytes of shared memory, so this bounds it.
 MAX_TENSORS = 1024
 
@@ -61,12 +75,32 @@ Numbers = Annotated[tuple[Number, ...], msgspec.Meta(max_length=4096)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """Introduce a sender and the limits that it will keep."""
+    """Introduce a sender and the limits that it will keep.
+
+    Messages are numbered from `first_message`; those below it belonged to an earlier connection and will
+    not arrive any more.
+    """
 
     version: int
     pid: Number
+    sender: Name
     max_concurrent_videos: Annotated[int, msgspec.Meta(ge=1)]
     arena_bytes: Number
+    first_message: Number = 0
+
+
+class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
+    """Hand over a segment of memory that tensors will lie in."""
+
+    segment: Number
+    placement: Name
+    nbytes: Number
+
+
+class Detach(msgspec.Struct, frozen=True, array_like=True, tag="detach"):
+    """Say that nothing more will be placed in a segment."""
+
+    segment: Number
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
@@ -103,14 +137,17 @@ class Discard(msgspec.Struct, frozen=True, array_like=True, tag="discard"):
 
 
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
-    """Close cleanly: nothing follows."""
+    """Close cleanly: nothing follows. A reason says that the other side is not welcome."""
+
+    reason: Annotated[str, msgspec.Meta(max_length=1024)] = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """Answer a `Hello`."""
+    """Answer a `Hello`, with the longest record that the receiver takes."""
 
     version: int
     pid: Number
+    max_frame_bytes: Annotated[int, msgspec.Meta(ge=LEAST_FRAME_BYTES)] = LEAST_FRAME_BYTES
 
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
@@ -131,24 +168,24 @@ class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
     blocks: Numbers
 
 
-ToReceiver = Hello | Put | End | Discard | Bye
+ToReceiver = Hello | Attach | Detach | Put | End | Discard | Bye
 ToSender = Welcome | Taken | Discarded | Release | Bye
 
 _encoder = msgspec.msgpack.Encoder()
-_to_receiver: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
-_to_sender: msgspec.msgpack.Decoder[ToSender] = msgspec.msgpack.Decoder(ToSender)
+_to_receiver: msgspec.msgpack.Decoder[list[ToReceiver]] = msgspec.msgpack.Decoder(list[ToReceiver])
+_to_sender: msgspec.msgpack.Decoder[list[ToSender]] = msgspec.msgpack.Decoder(list[ToSender])
 
 
-def encode(frame: ToReceiver | ToSender) -> bytes:
-    """Turn a frame into bytes."""
-    return _encoder.encode(frame)
+def encode(*frames: ToReceiver | ToSender) -> bytes:
+    """Turn frames into one record."""
+    return _encoder.encode(frames)
 
 
-def decode_to_receiver(data: bytes | memoryview) -> ToReceiver:
-    """Read a frame that a sender wrote.
+def decode_to_receiver(data: bytes | memoryview) -> list[ToReceiver]:
+    """Read a record that a sender wrote.
 
     Raises:
-        ProtocolError: the bytes are not such a frame, or a number in it is out of bounds.
+        ProtocolError: the bytes are not such frames, or a number in them is out of bounds.
     """
     try:
         return _to_receiver.decode(data)
@@ -156,11 +193,11 @@ def decode_to_receiver(data: bytes | memoryview) -> ToReceiver:
         raise ProtocolError(f"a sender sent a frame that cannot be read: {error}") from error
 
 
-def decode_to_sender(data: bytes | memoryview) -> ToSender:
-    """Read a frame that the receiver wrote.
+def decode_to_sender(data: bytes | memoryview) -> list[ToSender]:
+    """Read a record that the receiver wrote.
 
     Raises:
-        ProtocolError: the bytes are not such a frame, or a number in it is out of bounds.
+        ProtocolError: the bytes are not such frames, or a number in them is out of bounds.
     """
     try:
         return _to_sender.decode(data)

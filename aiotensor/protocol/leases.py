@@ -1,64 +1,60 @@
 """Which blocks of memory are pinned, and by whom. A block is free when nothing pins it any more."""
 
-from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Generic, TypeVar
 
 from aiotensor.errors import ProtocolError
 
-__all__ = ["Freed", "Leases"]
+__all__ = ["Leases"]
+
+G = TypeVar("G")
 
 
-class Freed(NamedTuple):
-    """The size of a block that became free, and whom the budget had granted its bytes to."""
+class _Block(Generic[G]):
+    __slots__ = ("grant", "is_owned", "sent")
 
-    nbytes: int
-    holder: Hashable
-
-
-class _Block:
-    __slots__ = ("holder", "is_owned", "nbytes", "sent")
-
-    def __init__(self, nbytes: int, holder: Hashable, *, is_owned: bool) -> None:
-        self.nbytes = nbytes
-        self.holder = holder
-        self.is_owned = is_owned
+    def __init__(self, grant: G) -> None:
+        self.grant = grant
+        self.is_owned = True
         self.sent = 0
 
 
-class Leases:
-    """Count the pins of numbered blocks.
+class Leases(Generic[G]):
+    """Count the pins of numbered blocks, and hand back what was granted for a block when it is free.
 
-    A block is pinned by its owner, if a caller allocated it and may still write to it, and once for each
-    tensor announced over it; so it can be sent several times, or to several receivers.
+    A block is pinned by its owner (the copy that fills it, or the caller who allocated it) and once for
+    each tensor announced over it; so it can be sent several times, or to several receivers, and nobody on
+    the other side can free what is still being written here.
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: dict[int, _Block[G]] = {}
         self._next = 0
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def own(self, nbytes: int) -> int:
-        """Number a new block that a caller owns."""
-        return self._new(_Block(nbytes, None, is_owned=True))
+    @property
+    def are_sent(self) -> bool:
+        """Say whether the other side has a pin of any block."""
+        return any(block.sent for block in self._blocks.values())
 
-    def open(self, nbytes: int, holder: Hashable) -> int:
-        """Number a new block for one tensor, pinned by its announcement from the start."""
-        number = self._new(_Block(nbytes, holder, is_owned=False))
-        self.pin(number)
+    def own(self, grant: G) -> int:
+        """Number a new block, whose owner may still write to it."""
+        number = self._next
+        self._next += 1
+        self._blocks[number] = _Block(grant)
         return number
 
-    def size_of(self, number: int) -> int:
-        """Return the bytes of a block."""
-        return self._blocks[number].nbytes
+    def grant_of(self, number: int) -> G:
+        """Return what was granted for a block."""
+        return self._blocks[number].grant
 
     def pin(self, number: int) -> None:
         """Pin a block for one more announcement."""
         self._blocks[number].sent += 1
 
-    def unpin(self, number: int) -> Freed | None:
-        """Take the pin of one announcement back; return what that freed.
+    def unpin(self, number: int) -> G | None:
+        """Take the pin of one announcement back; return the grant if that freed the block.
 
         Raises:
             ProtocolError: no announcement pins such a block.
@@ -69,13 +65,13 @@ class Leases:
         block.sent -= 1
         return self._freed(number, block)
 
-    def disown(self, number: int) -> Freed | None:
-        """Note that the owner let go of a block; return what that freed."""
+    def disown(self, number: int) -> G | None:
+        """Note that the owner let go of a block; return the grant if that freed it."""
         block = self._blocks[number]
         block.is_owned = False
         return self._freed(number, block)
 
-    def unpin_all(self) -> list[Freed]:
+    def unpin_all(self) -> list[G]:
         """Take back the pins of all announcements, since nobody is left to do so; return what that freed."""
         freed = []
         for number, block in list(self._blocks.items()):
@@ -83,14 +79,12 @@ class Leases:
             freed.append(self._freed(number, block))
         return [one for one in freed if one is not None]
 
-    def _new(self, block: _Block) -> int:
-        number = self._next
-        self._next += 1
-        self._blocks[number] = block
-        return number
+    def grants(self) -> list[G]:
+        """List what was granted for the blocks in use."""
+        return [block.grant for block in self._blocks.values()]
 
-    def _freed(self, number: int, block: _Block) -> Freed | None:
+    def _freed(self, number: int, block: _Block[G]) -> G | None:
         if block.is_owned or block.sent:
             return None
         del self._blocks[number]
-        return Freed(block.nbytes, block.holder)
+        return block.grant

@@ -11,6 +11,8 @@ A tensor can be taken only from a whole message, so a message arrives whole or n
     (unknown) --join--> joined --leave--> left      what is whole stays until it is taken
                            |
                            '----lose----> lost      nothing of it can be taken any more
+                           ^               |
+                           '-----join------'        what it sent before stays lost
 
 Taking has two steps, so that a taker can change its mind: `hold` reserves the tensor, then `finish`
 takes it or `put_back` leaves it claimable. A *claim* says that somebody waits for one tensor by its
@@ -65,14 +67,29 @@ class _Message(Generic[T]):
 class _Sender(Generic[T]):
     """One sender and its messages."""
 
-    __slots__ = ("discarded", "ended", "joined", "left", "limit", "loss", "messages", "pid")
+    __slots__ = (
+        "discarded",
+        "ended",
+        "first",
+        "joined",
+        "last_loss",
+        "left",
+        "limit",
+        "loss",
+        "messages",
+        "next",
+        "pid",
+    )
 
     def __init__(self) -> None:
         self.joined = False
         self.left = False
-        self.loss: AioTensorError | None = None
+        self.loss: AioTensorError | None = None  # while it is gone
+        self.last_loss: AioTensorError | None = None
         self.pid: int | None = None
         self.limit = 0
+        self.first = 0  # messages below it belonged to a connection that was lost
+        self.next = 0
         self.messages: dict[int, _Message[T]] = {}
         self.ended = NumberSet()
         self.discarded: OrderedDict[int, None] = OrderedDict()
@@ -102,46 +119,62 @@ class Mailbox(Generic[T]):
 
     # What senders do
 
-    def join(self, sender: str, pid: int, limit: int) -> None:
-        """Note that a sender introduced itself, and how many messages it may have open.
+    def join(self, sender: str, pid: int, limit: int, first: int = 0) -> list[Key]:
+        """Note that a sender introduced itself, and return the keys whose waiters are to be woken.
+
+        Args:
+            sender: its id; that of one that was lost may come back.
+            pid: its process.
+            limit: how many messages it may have open.
+            first: the number of its first message; what it sent before is lost.
 
         Raises:
-            ProtocolError: a sender of this name was here before.
+            ProtocolError: a sender of this name is here, or left, or counts its messages anew.
         """
         record = self._senders.setdefault(sender, _Sender())
-        if record.joined:
+        if (record.joined and record.loss is None) or first < record.next:
             raise ProtocolError(f"sender {sender} introduced itself twice")
         self._strangers.pop(sender, None)
+        self._departed.pop(sender, None)
         record.joined = True
+        record.loss = None
         record.pid = pid
         record.limit = limit
+        record.first = record.next = first
+        return self._waiting(sender) if first else []
 
     def expects(self, sender: str, message: int) -> bool:
         """Say whether a tensor of this message would be filed, or dropped because the message has ended.
 
         Raises:
-            ProtocolError: the message was whole, or is one more than the sender may have.
+            ProtocolError: the message was whole, is out of turn, or is one more than the sender may have.
         """
         record = self._joined(sender)
+        found = record.messages.get(message)
+        if found is not None:
+            if found.count is not None:
+                raise ProtocolError(f"sender {sender} sent a tensor of message {message}, which was whole")
+            return True
+        if message >= record.next:
+            if message > record.next:
+                raise ProtocolError(f"sender {sender} sent message {message} before message {record.next}")
+            record.next += 1
+        elif message not in record.ended:
+            raise ProtocolError(f"sender {sender} went back to message {message}")
         if message in record.ended:
             return False
-        found = record.messages.get(message)
-        if found is not None and found.count is not None:
-            raise ProtocolError(f"sender {sender} sent a tensor of message {message}, which was whole")
-        if found is None and len(record.messages) >= record.limit:
+        if len(record.messages) >= record.limit:
             raise ProtocolError(
                 f"sender {sender} has more than the {record.limit} messages in flight that it announced"
             )
         return True
 
     def put(self, key: Key, item: T) -> None:
-        """File a tensor of an open message; see `expects`.
+        """File a tensor of a message that `expects` it.
 
         Raises:
-            ProtocolError: the message does not expect it, or has it already.
+            ProtocolError: the message has it already, or not the one before it.
         """
-        if not self.expects(key.sender, key.message):
-            raise ProtocolError(f"message {key.message} of sender {key.sender} has ended")
         messages = self._senders[key.sender].messages
         message = messages.get(key.message) or _Message()
         if key.tensor != len(message.tensors) or key.tensor >= MAX_TENSORS:
@@ -165,8 +198,11 @@ class Mailbox(Generic[T]):
             raise ProtocolError(f"sender {sender} ended message {number} with a wrong count of tensors")
         message.count = count
         keys = [Key(sender, number, tensor) for tensor in range(count)]
-        self._arrivals.update(dict.fromkeys(keys))
-        return keys + [key for key in self._waiting(sender, number) if not 0 <= key.tensor < count]
+        for key in keys:
+            self._arrivals[key] = None
+        if (sender, number) in self._claims:
+            keys += [key for key in self._waiting(sender, number) if not 0 <= key.tensor < count]
+        return keys
 
     def leave(self, sender: str) -> list[Key]:
         """Note that a sender closed: what is whole stays, what is not is discarded."""
@@ -185,7 +221,7 @@ class Mailbox(Generic[T]):
         if record.left:
             return []
         record.joined = True
-        record.loss = error
+        record.loss = record.last_loss = error
         for number in list(record.messages):
             self._drop(sender, record, number)
         self._remember(self._departed, sender)
@@ -257,9 +293,11 @@ class Mailbox(Generic[T]):
         name = f"tensor {key.tensor} of message {key.message} of sender {key.sender}"
         if key.message in record.ended:
             if key.message in record.discarded:
-                raise _lost(key.sender, record) if record.loss else DiscardedError(f"{name} was discarded")
+                if record.loss is not None or key.message < record.first:
+                    raise _lost(key.sender, record)
+                raise DiscardedError(f"{name} was discarded")
             raise AlreadyTakenError(f"{name} was received before; keep the tensor, or send it again")
-        if record.loss is not None:
+        if record.loss is not None or key.message < record.first:
             raise _lost(key.sender, record)
         message = record.messages.get(key.message)
         if message is None or message.count is None:
@@ -360,8 +398,9 @@ class Mailbox(Generic[T]):
 
 def _lost(sender: str, record: _Sender[T]) -> PeerLostError:
     error = PeerLostError(
-        f"sender {sender} (pid {record.pid}) is gone before its tensors were taken: {record.loss}",
+        f"the connection to sender {sender} (pid {record.pid}) was lost before its tensors were taken: "
+        f"{record.last_loss or 'it was to another receiver'}",
         pid=record.pid,
     )
-    error.__cause__ = record.loss
+    error.__cause__ = record.last_loss
     return error

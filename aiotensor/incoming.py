@@ -1,0 +1,409 @@
+"""What senders say, and what they are told: admits them, opens their tensors, files them, returns leases.
+
+A sender is admitted for all that it may ever use here: its messages in flight and its arena count against
+the receiver's limits from the introduction on, so that no later frame can exceed them.
+"""
+
+import asyncio
+import logging
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from aiotensor import placements
+from aiotensor.answers import Answers
+from aiotensor.descriptors import close_all
+from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError
+from aiotensor.home import FreedItems
+from aiotensor.links.base import ReceiverLink
+from aiotensor.placements import MappedSegment
+from aiotensor.protocol.frames import (
+    VERSION,
+    Attach,
+    Bye,
+    Detach,
+    Discard,
+    End,
+    Hello,
+    Put,
+    ToReceiver,
+    Welcome,
+    decode_to_receiver,
+    encode,
+)
+from aiotensor.protocol.mailbox import Key, Mailbox
+from aiotensor.types import TensorHandle
+from aiotensor.worker import Worker
+
+__all__ = ["Incoming", "Item", "Limits"]
+
+logger = logging.getLogger("aiotensor.receiver")
+
+
+class Limits(NamedTuple):
+    """What all senders together may use of a receiver; None for no limit."""
+
+    senders: int | None
+    mapped_bytes: int | None
+    unclaimed_messages: int | None
+    frame_bytes: int
+
+
+class Item(NamedTuple):
+    """A tensor that arrived, under the name that its sender gave it."""
+
+    handle: TensorHandle
+    tensor: torch.Tensor
+
+
+class _Segment:
+    """A segment that a sender attached, and the views of it that live."""
+
+    def __init__(self, mapped: MappedSegment) -> None:
+        self.mapped = mapped
+        self.leases = 0
+        self.is_attached = True
+
+
+class _Peer:
+    """A sender that is connected."""
+
+    def __init__(self, link: ReceiverLink) -> None:
+        self.link = link
+        self.sender: str | None = None  # known when it has introduced itself
+        self.max_messages = 0
+        self.arena_bytes = 0
+        self.segments: dict[int, _Segment] = {}
+        self.mapped: dict[int, MappedSegment] = {}
+
+
+class _Watch(weakref.ref[memoryview]):
+    """Notice the end of a view's storage; a plain finalizer costs ten times as much."""
+
+    __slots__ = ("number",)
+
+    number: int
+
+
+class _Lease(NamedTuple):
+    """A block that a living tensor pins."""
+
+    peer: _Peer
+    segment: _Segment
+    block: int
+    nbytes: int
+    watch: _Watch
+
+
+class Incoming:
+    """Everything that senders do to one receiver; belongs to the event loop's thread.
+
+    Args:
+        limits: what all senders together may use.
+        wake: called with the keys whose waiters should look again.
+        fail: called when nothing more will arrive.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        wake: Callable[[Sequence[Key]], None],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self.limits = limits
+        self.mailbox: Mailbox[Item] = Mailbox()
+        self.leased_bytes = self.peak_leased_bytes = 0
+        self.senders_lost = self.senders_refused = 0
+        self.lingering_bytes = 0  # of segments whose sender is gone, and that living views keep
+        self._wake = wake
+        self._fail = fail
+        self._is_closed = False
+        self._peers: dict[ReceiverLink, _Peer] = {}
+        self._senders: dict[str, _Peer] = {}
+        self._leases: dict[int, _Lease] = {}
+        self._next_lease = 0
+
+    def open(self) -> None:
+        """Move into the running loop."""
+        loop = asyncio.get_running_loop()
+        self.answers = Answers(loop)
+        self._freed: FreedItems[int] = FreedItems(loop, self._leases_ended)
+        self._worker = Worker("aiotensor-receiver")
+
+    @property
+    def senders(self) -> int:
+        """Count the senders that are connected."""
+        return len(self._senders)
+
+    @property
+    def leases(self) -> int:
+        """Count the blocks that living tensors pin."""
+        return len(self._leases)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Count the bytes of arenas that are mapped here, or may be."""
+        return self.lingering_bytes + sum(peer.arena_bytes for peer in self._senders.values())
+
+    @property
+    def promised_messages(self) -> int:
+        """Count the messages that may be unclaimed here at once."""
+        return sum(peer.max_messages for peer in self._senders.values())
+
+    def link_of(self, sender: str) -> ReceiverLink | None:
+        """Return the link to a sender, if it is connected."""
+        peer = self._senders.get(sender)
+        return None if peer is None else peer.link
+
+    async def close(self) -> None:
+        """Say goodbye to every sender, and let go of their memory; views of it that live keep it.
+
+        Waits until the links have taken what the senders are to be told.
+        """
+        self._is_closed = True
+        self.answers.flush()
+        peers = list(self._peers.values())
+        for peer in peers:
+            peer.link.write(encode(Bye()))
+            self._forget(peer)
+        self.mailbox.clear()
+        try:
+            for peer in peers:
+                await peer.link.flush()
+            await self._worker.settle()
+        finally:
+            self._worker.close()
+
+    # What links say
+
+    def link_opened(self, link: ReceiverLink) -> None:
+        """Take a connection, or refuse it."""
+        self._peers[link] = _Peer(link)
+        limit = self.limits.senders
+        if limit is not None and len(self._peers) > limit:
+            self._refuse(self._peers[link], f"it has as many senders as max_senders={limit} allows")
+
+    def record_arrived(
+        self, link: ReceiverLink, data: bytes | memoryview, descriptors: Sequence[int]
+    ) -> None:
+        """Take frames from a sender."""
+        peer = self._peers.get(link)
+        if peer is None:
+            close_all(descriptors)
+            return
+        unclaimed = list(descriptors)
+        try:
+            if len(data) > self.limits.frame_bytes:
+                raise ProtocolError(f"it sent a record of more than {self.limits.frame_bytes} bytes")
+            for frame in decode_to_receiver(data):
+                if link not in self._peers:
+                    break  # it left, or was refused
+                self._handle(peer, frame, unclaimed)
+        except ProtocolError as error:
+            logger.error("sender %s broke the protocol, its link is closed: %s", peer.sender, str(error))
+            self._lose(peer, error)
+            link.close()
+        finally:
+            close_all(unclaimed)
+
+    def link_lost(self, link: ReceiverLink, reason: str) -> None:
+        """Note that a sender is gone."""
+        peer = self._peers.get(link)
+        if peer is not None:
+            self._lose(peer, PeerLostError(reason))
+
+    def listener_failed(self, error: BaseException) -> None:
+        """Note that nothing more will arrive."""
+        self._fail(error)
+
+    # Frames
+
+    def _handle(self, peer: _Peer, frame: ToReceiver, descriptors: list[int]) -> None:
+        if isinstance(frame, Hello):
+            self._admit(peer, frame)
+            return
+        sender = peer.sender
+        if sender is None:
+            raise ProtocolError("it sent a frame before it introduced itself")
+        match frame:
+            case Put():
+                self._file(peer, sender, frame)
+            case End():
+                self._wake(self.mailbox.end(sender, frame.message, frame.count))
+            case Discard():
+                self._wake(self.mailbox.withdraw(sender, frame.message))
+            case Attach():
+                self._attach(peer, frame, descriptors)
+            case Detach():
+                self._detach(peer, frame)
+            case Bye():
+                keys = self.mailbox.leave(sender)
+                self._forget(peer)
+                peer.link.close()
+                self._wake(keys)
+
+    def _admit(self, peer: _Peer, hello: Hello) -> None:
+        if peer.sender is not None:
+            raise ProtocolError("it introduced itself twice")
+        # First: it says what differs.
+        peer.link.write(encode(Welcome(VERSION, os.getpid(), self.limits.frame_bytes)))
+        if hello.version != VERSION:
+            raise ProtocolError(f"it speaks version {hello.version}, this receiver speaks {VERSION}")
+        for limit, present, wanted, what, name in (
+            (
+                self.limits.mapped_bytes,
+                self.mapped_bytes,
+                hello.arena_bytes,
+                "bytes of shared memory",
+                "max_mapped_bytes",
+            ),
+            (
+                self.limits.unclaimed_messages,
+                self.promised_messages,
+                hello.max_concurrent_videos,
+                "messages in flight",
+                "max_unclaimed_messages",
+            ),
+        ):
+            if limit is not None and present + wanted > limit:
+                self._refuse(
+                    peer,
+                    f"{present} {what} are promised to others and this sender wants {wanted}, which is more "
+                    f"than {name}={limit} allows",
+                )
+                return
+        keys = self.mailbox.join(hello.sender, hello.pid, hello.max_concurrent_videos, hello.first_message)
+        peer.sender = hello.sender
+        peer.max_messages = hello.max_concurrent_videos
+        peer.arena_bytes = hello.arena_bytes
+        self._senders[hello.sender] = peer
+        self._wake(keys)
+
+    def _attach(self, peer: _Peer, frame: Attach, descriptors: list[int]) -> None:
+        attached = sum(segment.mapped.nbytes for segment in peer.segments.values())
+        if frame.segment in peer.segments:
+            raise ProtocolError(f"it attached segment {frame.segment} twice")
+        if attached + frame.nbytes > placements.segment_bytes(peer.arena_bytes):
+            raise ProtocolError(
+                f"it attached {attached + frame.nbytes} bytes and announced an arena of {peer.arena_bytes}"
+            )
+        if not descriptors:
+            self._refuse(peer, "its memory did not arrive: no descriptors are left here (ulimit -n)")
+            return
+        descriptor = descriptors.pop(0)
+        try:
+            mapped = placements.open_segment(descriptor, frame.nbytes)
+        except OSError as error:
+            self._refuse(peer, f"its memory cannot be mapped here: {error}")
+            return
+        finally:
+            close_all([descriptor])
+        peer.segments[frame.segment] = _Segment(mapped)
+        peer.mapped[frame.segment] = mapped
+
+    def _detach(self, peer: _Peer, frame: Detach) -> None:
+        segment = peer.segments.pop(frame.segment, None)
+        if segment is None:
+            raise ProtocolError(f"it detached segment {frame.segment}, which it never attached")
+        del peer.mapped[frame.segment]
+        self._let_go(segment)
+
+    def _file(self, peer: _Peer, sender: str, put: Put) -> None:
+        """Open a tensor that arrived, and keep it until somebody takes it."""
+        mailbox = self.mailbox
+        if not mailbox.expects(sender, put.message):
+            self.answers.discarded(peer.link, put.message)
+            if put.block is not None:
+                self.answers.released(peer.link, put.block)
+            return
+        opened = placements.open_tensor(put.placement, put.payload, put.dtype, put.shape, peer.mapped)
+        tensor = opened.tensor
+        if put.requires_grad or put.is_parameter:
+            tensor = _with_gradient_flags(tensor, put)
+        handle = TensorHandle(sender, put.message, put.tensor, put.dtype, put.shape, put.device)
+        mailbox.put(Key(sender, put.message, put.tensor), Item(handle, tensor))
+        if opened.owner is not None and opened.segment is not None:
+            if put.block is None:
+                raise ProtocolError("it placed a tensor in a block without a number")
+            self._lease(peer, opened.segment, opened.owner, put.block)
+        if put.last:
+            self._wake(mailbox.end(sender, put.message, put.tensor + 1))
+
+    # Leases
+
+    def _lease(self, peer: _Peer, mapped: MappedSegment, owner: memoryview, block: int) -> None:
+        segment = next(one for one in peer.segments.values() if one.mapped is mapped)
+        number = self._next_lease
+        self._next_lease += 1
+        watch = _Watch(owner, self._storage_ended)
+        watch.number = number
+        self._leases[number] = _Lease(peer, segment, block, owner.nbytes, watch)
+        segment.leases += 1
+        self.leased_bytes += owner.nbytes
+        self.peak_leased_bytes = max(self.peak_leased_bytes, self.leased_bytes)
+
+    def _storage_ended(self, watch: _Watch) -> None:
+        """Note that a tensor's storage was freed; in any thread, perhaps inside the garbage collector."""
+        self._freed(watch.number)
+
+    def _leases_ended(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            lease = self._leases.pop(number)
+            self.leased_bytes -= lease.nbytes
+            lease.segment.leases -= 1
+            if lease.segment.is_attached:
+                self.answers.released(lease.peer.link, lease.block)
+            elif not lease.segment.leases:
+                self.lingering_bytes -= lease.segment.mapped.nbytes
+                self._unmap(lease.segment)
+
+    def _let_go(self, segment: _Segment) -> None:
+        """Note that a segment's sender is gone or needs it no more."""
+        segment.is_attached = False
+        if segment.leases:
+            self.lingering_bytes += segment.mapped.nbytes
+        else:
+            self._unmap(segment)
+
+    def _unmap(self, segment: _Segment) -> None:
+        if self._is_closed:
+            segment.mapped.close()
+        else:
+            # Unmapping much memory takes milliseconds.
+            self._worker.submit(segment.mapped.close)
+
+    # Ends
+
+    def _refuse(self, peer: _Peer, reason: str) -> None:
+        self.senders_refused += 1
+        logger.warning("a sender is refused: %s", reason)
+        peer.link.write(encode(Bye(reason)))
+        self._lose(peer, PeerLostError(reason), was_refused=True)
+        peer.link.close()
+
+    def _lose(self, peer: _Peer, error: AioTensorError, *, was_refused: bool = False) -> None:
+        self._forget(peer)
+        if peer.sender is not None:
+            self.senders_lost += not was_refused
+            self._wake(self.mailbox.lose(peer.sender, error))
+
+    def _forget(self, peer: _Peer) -> None:
+        self._peers.pop(peer.link, None)
+        self.answers.forget(peer.link)
+        if peer.sender is not None:
+            self._senders.pop(peer.sender, None)
+        for segment in peer.segments.values():
+            self._let_go(segment)
+        peer.segments.clear()
+        peer.mapped.clear()
+
+
+def _with_gradient_flags(tensor: torch.Tensor, put: Put) -> torch.Tensor:
+    if put.requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ProtocolError(f"it sent a tensor of dtype {put.dtype} that requires a gradient")
+    if put.is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad=put.requires_grad)
+    return tensor.requires_grad_(put.requires_grad)

@@ -1,0 +1,400 @@
+"""The socket link: processes of one user on one machine find each other by the path of a socket.
+
+Each sender has a connection of its own, a `SOCK_SEQPACKET` socket, so each side hears at once when the
+other dies. The receiver may start later than its senders, and may be restarted: they find it again.
+"""
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import socket
+import stat
+import struct
+from collections.abc import Sequence
+from urllib.parse import unquote, urlsplit
+
+import anyio.to_thread
+
+from aiotensor.descriptors import close_all
+from aiotensor.errors import AccessDeniedError, AioTensorError, PeerLostError, UsageError
+from aiotensor.gates import Waiters
+from aiotensor.links.base import ReceiverEvents, SenderEvents
+from aiotensor.links.records import RecordSocket, close_after_fork
+
+__all__ = ["UnixListener", "UnixSenderLink", "path_of"]
+
+logger = logging.getLogger("aiotensor.links")
+
+_MAX_PATH_BYTES = 107  # of a socket's address on Linux
+_BACKLOG = 128
+_CREDENTIALS = struct.Struct("3i")  # of the peer: pid, uid, gid
+
+# Nothing tells when a socket appears at a path, so a sender without a receiver looks for it now and then,
+# and only then: a connected pair does nothing while it is idle.
+_FIRST_RETRY_S = 0.005
+_LAST_RETRY_S = 0.25
+
+# With no descriptor left, a listening socket would stay readable and keep the loop busy.
+_ACCEPT_PAUSE_S = 1.0
+
+
+def path_of(address: str) -> str:
+    """Return the path of an address such as ``unix:///run/user/1000/engine.sock``.
+
+    Raises:
+        ValueError: it is no such address, or its path is too long for a socket.
+    """
+    parts = urlsplit(address)
+    path = unquote(parts.path)
+    if parts.scheme != "unix" or parts.netloc or parts.query or parts.fragment or not path.startswith("/"):
+        raise ValueError(
+            f"no link serves the address {address!r}: write unix:// and an absolute path, "
+            "for example unix:///run/user/1000/engine.sock"
+        )
+    if path.endswith("/") or "\0" in path:
+        raise ValueError(f"the address {address!r} does not name a file")
+    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+        raise ValueError(
+            f"the path {path!r} is longer than the {_MAX_PATH_BYTES} bytes that a socket's address has: "
+            "choose a shorter folder"
+        )
+    return path
+
+
+def _new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+
+
+def _check_user(sock: socket.socket) -> None:
+    """Refuse a peer that is another user.
+
+    Raises:
+        AccessDeniedError: it is.
+    """
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(credentials)
+    if uid != os.geteuid():
+        raise AccessDeniedError(
+            f"the other side (pid {pid}) runs as user {uid}, this process as user {os.geteuid()}: "
+            "run both as the same user"
+        )
+
+
+class UnixSenderLink:
+    """A sender's end: connects when the receiver is there, and again after it was lost.
+
+    Args:
+        path: of the receiver's socket.
+    """
+
+    comes_back = True
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._sock: RecordSocket | None = None
+        self._events: SenderEvents | None = None
+        self._retry: asyncio.TimerHandle | None = None
+        self._delay = _FIRST_RETRY_S
+        self._waiters = Waiters()
+
+    async def open(self, events: SenderEvents) -> None:
+        """Connect if the receiver is there, else begin to look for it."""
+        self._loop = asyncio.get_running_loop()
+        self._events = events
+        try:
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_ready(self) -> bool:
+        """Say whether a receiver is connected and reads."""
+        return self._sock is not None and self._sock.is_flushed
+
+    async def ready(self) -> None:
+        """Wait until the receiver is connected and reads, or something else has changed."""
+        if self._sock is not None:
+            await self._sock.flush()
+        elif self._events is not None:
+            if self._retry is None:
+                self._look()
+            if self._sock is None:
+                await self._waiters.wait()
+
+    def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send a record."""
+        if self._sock is None:
+            raise UsageError("no receiver is connected")
+        self._sock.write(data, [os.dup(descriptor) for descriptor in descriptors])
+
+    async def flush(self) -> None:
+        """Wait until the kernel has everything that was written."""
+        if self._sock is not None:
+            await self._sock.flush()
+
+    def drop(self, *, retry: bool) -> None:
+        """Close the connection, and look for another."""
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+        if retry:
+            self._look_later()
+        self._waiters.wake()
+
+    def close(self) -> None:
+        """Close the connection, and look for no other."""
+        self._events = None
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        self.drop(retry=False)
+
+    def _connect(self) -> None:
+        """Connect now, or arrange for a later try.
+
+        Raises:
+            AccessDeniedError: the receiver is another user.
+            UsageError: what is there is no receiver.
+        """
+        events = self._events
+        if events is None:
+            return
+        sock = _new_socket()
+        try:
+            sock.connect(self._path)
+            _check_user(sock)
+        except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
+            sock.close()  # it is not there, it is gone, or too many others connect right now
+            self._look_later()
+            return
+        except PermissionError as error:
+            sock.close()
+            raise AccessDeniedError(
+                f"this user may not connect to {self._path}: run both sides as the same user, in a folder "
+                "that it may enter"
+            ) from error
+        except OSError as error:
+            sock.close()
+            raise UsageError(f"nothing can be sent to {self._path}: {error.strerror}") from error
+        except BaseException:
+            sock.close()
+            raise
+        self._sock = RecordSocket(sock, on_record=self._record_arrived, on_closed=self._lost)
+        self._sock.write(events.introduction())
+        self._waiters.wake()
+
+    def _look(self) -> None:
+        self._retry = None
+        try:
+            self._connect()
+        except AioTensorError as error:
+            if self._events is not None:
+                self._events.link_lost(error)
+            self._waiters.wake()
+
+    def _look_later(self) -> None:
+        if self._events is not None and self._retry is None:
+            self._retry = self._loop.call_later(self._delay, self._look)
+            self._delay = min(2 * self._delay, _LAST_RETRY_S)
+
+    def _record_arrived(self, data: memoryview, descriptors: list[int]) -> None:
+        close_all(descriptors)  # nothing on the way back has any
+        self._delay = _FIRST_RETRY_S
+        if self._events is not None:
+            self._events.record_arrived(data)
+
+    def _lost(self, reason: str) -> None:
+        self.drop(retry=True)
+        if self._events is not None:
+            self._events.link_lost(PeerLostError(reason))
+
+
+class _UnixReceiverLink:
+    """A receiver's end of one connection."""
+
+    def __init__(self, listener: "UnixListener", sock: socket.socket, max_record_bytes: int) -> None:
+        self._listener = listener
+        self._sock = RecordSocket(
+            sock, on_record=self._record_arrived, on_closed=self._lost, max_bytes=max_record_bytes
+        )
+
+    def write(self, data: bytes) -> None:
+        """Send a record back; a socket that the kernel refuses to write to is at its end."""
+        try:
+            self._sock.write(data)
+        except OSError as error:
+            self._sock.close()
+            self._lost(f"writing failed: {error}")
+
+    async def flush(self) -> None:
+        """Wait until the kernel has everything that was written."""
+        await self._sock.flush()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._sock.close()
+        self._listener._links.discard(self)
+
+    def _record_arrived(self, data: memoryview, descriptors: list[int]) -> None:
+        self._listener._record_arrived(self, data, descriptors)
+
+    def _lost(self, reason: str) -> None:
+        self._listener._lost(self, reason)
+
+
+class UnixListener:
+    """Listen at a path, and take over what a dead receiver left there.
+
+    Args:
+        path: where senders look.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._sock: socket.socket | None = None
+        self._file: tuple[int, int] | None = None
+        self._links: set[_UnixReceiverLink] = set()
+        self._events: ReceiverEvents | None = None
+        self._pause: asyncio.TimerHandle | None = None
+
+    async def open(self, events: ReceiverEvents, max_record_bytes: int) -> None:
+        """Make the socket, and accept whoever connects."""
+        self._loop = asyncio.get_running_loop()
+        self._max_record_bytes = max_record_bytes
+        sock = _new_socket()
+        try:
+            # In a thread: it waits for another process that does the same in this folder.
+            await anyio.to_thread.run_sync(self._bind, sock)
+        except BaseException:
+            self._unlink()
+            sock.close()
+            raise
+        close_after_fork(sock)
+        self._sock = sock
+        self._events = events
+        self._loop.add_reader(sock.fileno(), self._accept)
+
+    async def close(self) -> None:
+        """Take the socket away and close every connection."""
+        self._events = None
+        sock, self._sock = self._sock, None
+        if sock is None:
+            return
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(sock.fileno())
+        self._unlink()
+        sock.close()
+        for link in list(self._links):
+            link.close()
+
+    def _bind(self, sock: socket.socket) -> None:
+        """Give the socket its path, which only this user may use.
+
+        Raises:
+            UsageError: a receiver listens there, or no socket can be there.
+        """
+        # The file gets the mode that the socket has now, so that there is no moment when others may connect.
+        os.fchmod(sock.fileno(), 0o600)
+        try:
+            folder = os.open(os.path.dirname(self._path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                # Two receivers that find the same stale socket must not both replace it.
+                fcntl.flock(folder, fcntl.LOCK_EX)
+                self._remove_stale()
+                sock.bind(self._path)
+                status = os.stat(self._path)
+                self._file = status.st_dev, status.st_ino
+                # While the folder is locked: a socket that does not listen looks stale.
+                sock.listen(_BACKLOG)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise UsageError(
+                    f"there is a file at {self._path} already that is no socket of this user: "
+                    "choose another path"
+                ) from error
+            raise UsageError(f"nobody can listen at {self._path}: {error.strerror}") from error
+
+    def _remove_stale(self) -> None:
+        """Remove the socket of a receiver that is dead.
+
+        Raises:
+            UsageError: it is alive.
+        """
+        with _new_socket() as probe:
+            try:
+                probe.connect(self._path)
+            except FileNotFoundError:
+                return
+            except ConnectionRefusedError:
+                if self._may_remove():
+                    os.unlink(self._path)
+                return  # if not, binding says what is wrong
+            except BlockingIOError:
+                pass  # it has a line of senders, so it is alive
+        raise UsageError(
+            f"a receiver listens at {self._path} already: close that one, or choose another path"
+        )
+
+    def _may_remove(self) -> bool:
+        """Say whether there is a socket of this user, and not somebody's file."""
+        try:
+            status = os.lstat(self._path)
+        except FileNotFoundError:
+            return False
+        return stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid()
+
+    def _unlink(self) -> None:
+        """Remove our socket's file, if it is still ours."""
+        if self._file is None:
+            return
+        with contextlib.suppress(OSError):
+            status = os.stat(self._path)
+            if (status.st_dev, status.st_ino) == self._file:
+                os.unlink(self._path)
+        self._file = None
+
+    def _accept(self) -> None:
+        while self._sock is not None and self._events is not None:
+            try:
+                sock, _ = self._sock.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                logger.error("a sender cannot be accepted: %s", error)
+                self._loop.remove_reader(self._sock.fileno())
+                self._pause = self._loop.call_later(_ACCEPT_PAUSE_S, self._resume)
+                return
+            sock.setblocking(False)
+            try:
+                _check_user(sock)
+            except AccessDeniedError as error:
+                logger.error("a sender was refused: %s", error)
+                sock.close()
+                continue
+            link = _UnixReceiverLink(self, sock, self._max_record_bytes)
+            self._links.add(link)
+            self._events.link_opened(link)
+
+    def _resume(self) -> None:
+        if self._sock is not None:
+            self._loop.add_reader(self._sock.fileno(), self._accept)
+
+    def _record_arrived(self, link: _UnixReceiverLink, data: memoryview, descriptors: list[int]) -> None:
+        if self._events is None:
+            close_all(descriptors)
+            return
+        self._events.record_arrived(link, data, descriptors)
+
+    def _lost(self, link: _UnixReceiverLink, reason: str) -> None:
+        self._links.discard(link)
+        if self._events is not None:
+            self._events.link_lost(link, reason)

@@ -1,0 +1,65 @@
+"""Blocks that callers allocated, so that sending one of them, or a part of it, copies nothing."""
+
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from aiotensor.placements.arena import Place
+
+__all__ = ["Allocation", "Allocations", "Block"]
+
+
+class Block(NamedTuple):
+    """A place in the arena, and the number that it is pinned by."""
+
+    number: int
+    place: Place
+
+
+class Allocation(NamedTuple):
+    """A block that a caller has, and the addresses of its memory here."""
+
+    block: Block
+    start: int
+    stop: int
+
+
+class Allocations:
+    """Know the memory that callers allocated and still have.
+
+    Args:
+        on_freed: called with the block's number when its storage was freed, in whichever thread that
+            happens, perhaps inside the garbage collector: it may only enqueue.
+    """
+
+    def __init__(self, on_freed: Callable[[int], None]) -> None:
+        self._on_freed = on_freed
+        self._by_number: dict[int, Allocation] = {}
+
+    def add(self, block: Block, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the tensor over a new block, and watch for the end of its storage."""
+        owner = block.place.view()  # torch keeps this very object until the storage is freed
+        tensor = torch.frombuffer(owner, dtype=dtype).view(shape)
+        start = tensor.data_ptr()
+        self._by_number[block.number] = Allocation(block, start, start + block.place.nbytes)
+        weakref.finalize(owner, self._on_freed, block.number).atexit = False
+        return tensor
+
+    def forget(self, number: int) -> None:
+        """Note, in the event loop, that a block's storage was freed."""
+        self._by_number.pop(number, None)
+
+    def find(self, tensor: torch.Tensor) -> Allocation | None:
+        """Return the block that a contiguous tensor lies in, or None if the tensor must be copied.
+
+        A block whose peer may be gone is not found: it belongs to a connection that has ended.
+        """
+        if not self._by_number or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            return None
+        start = tensor.data_ptr()
+        for allocation in self._by_number.values():
+            if allocation.start <= start < allocation.stop:
+                return None if allocation.block.place.segment.is_retired else allocation
+        return None
