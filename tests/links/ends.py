@@ -6,7 +6,8 @@ import os
 import socket
 from collections.abc import Callable
 
-from aiotensor.links.records import MAX_RECORD_BYTES, RecordSocket
+from aiotensor.links.records import RecordSocket
+from aiotensor.protocol.frames import MAX_RECORD_BYTES
 
 
 class End:
@@ -16,11 +17,11 @@ class End:
         self.arrived: asyncio.Queue[tuple[bytes, list[int]]] = asyncio.Queue()
         self.closed: list[str] = []
         self.was_closed = asyncio.Event()
-        on_record: Callable[[bytes, list[int]], None] | None = self._on_record if reads else None
+        on_record: Callable[[memoryview, list[int]], None] | None = self._on_record if reads else None
         self.socket = RecordSocket(sock, on_record=on_record, on_closed=self._on_closed)
 
-    def _on_record(self, data: bytes, descriptors: list[int]) -> None:
-        self.arrived.put_nowait((data, descriptors))
+    def _on_record(self, data: memoryview, descriptors: list[int]) -> None:
+        self.arrived.put_nowait((bytes(data), descriptors))  # the record is valid during this call
 
     def _on_closed(self, reason: str) -> None:
         self.closed.append(reason)

@@ -113,8 +113,8 @@ async def test_the_handler_of_a_record_may_close_the_socket() -> None:
     arrived: list[bytes] = []
     has_closed = asyncio.Event()
 
-    def take_one(data: bytes, _: list[int]) -> None:
-        arrived.append(data)
+    def take_one(data: memoryview, _: list[int]) -> None:
+        arrived.append(bytes(data))
         sock.close()
         has_closed.set()
 
