@@ -27,6 +27,7 @@ __all__ = [
 
 _MAX_DESCRIPTORS = 8
 _READ_FLAGS = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+_UNHEARD = (BrokenPipeError, ConnectionResetError, ConnectionRefusedError)
 RECORDS_A_TURN = 4  # of many frames each; then other callbacks of the loop have their turn
 
 
@@ -72,6 +73,7 @@ class RecordReader:
     def __init__(self, sock: socket.socket, max_bytes: int = MAX_RECORD_BYTES) -> None:
         self._sock = sock
         self._buffer = memoryview(bytearray(max_bytes + 1))
+        self.was_reset = False  # the other side closed before it had read everything
         self._ancillary_bytes = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
 
     def read(self) -> tuple[memoryview, list[int]] | None:
@@ -95,6 +97,7 @@ class RecordReader:
             except ConnectionResetError:
                 # The other side closed before it had read everything. The kernel says so once, ahead of
                 # the other side's last words, which are still to be read.
+                self.was_reset = True
                 continue
         descriptors: list[int] = []
         if ancillary:
@@ -138,6 +141,7 @@ class RecordSocket:
         self._outbox: deque[tuple[bytes, Sequence[int]]] = deque()
         self._flushed: list[asyncio.Future[None]] = []
         self._is_closed = False
+        self._is_unheard = False  # nobody reads what is written, but there may be something to read
         if on_record is not None:
             self._reader = RecordReader(sock, max_bytes)
             self._loop.add_reader(sock.fileno(), self._readable)
@@ -153,17 +157,16 @@ class RecordSocket:
         Raises:
             OSError: the kernel refused the record (no memory, too many descriptors on their way).
         """
-        if self._is_closed:
+        if self._is_closed or self._is_unheard:
             close_all(descriptors)
             return
         if not self._outbox:
             try:
                 if self._send(data, descriptors):
                     return
-            except (BrokenPipeError, ConnectionResetError, ConnectionRefusedError):
+            except _UNHEARD as error:
                 close_all(descriptors)
-                # Not from here: the writer is in the middle of something.
-                self._loop.call_soon(self._end, "nobody reads it any more")
+                self._stop_writing(error)
                 return
             except BaseException:
                 close_all(descriptors)
@@ -196,10 +199,7 @@ class RecordSocket:
         self._sock.close()
         # Their owner owns this socket: without the cycle it is freed at once.
         self._on_record = self._on_closed = None
-        for _, descriptors in self._outbox:
-            close_all(descriptors)
-        self._outbox.clear()
-        self._wake_flushers()
+        self._drop_outbox()
 
     def _send(self, data: bytes, descriptors: Sequence[int]) -> bool:
         """Hand one record to the kernel; False if it has no room now."""
@@ -220,10 +220,24 @@ class RecordSocket:
                     return
                 self._outbox.popleft()
             self._loop.remove_writer(self._sock.fileno())
+        except _UNHEARD as error:
+            self._stop_writing(error)
+            return
         except OSError as error:
             self._end(f"writing failed: {error}")
             return
         self._wake_flushers()
+
+    def _stop_writing(self, error: OSError) -> None:
+        """Note that the other side closed. Its last words may still be here: their end is read after them."""
+        self._is_unheard = True
+        self._loop.remove_writer(self._sock.fileno())
+        self._drop_outbox()
+        if self._on_record is None:
+            # Not from here: the writer is in the middle of something.
+            self._loop.call_soon(self._end, "nobody reads it any more")
+        elif isinstance(error, ConnectionResetError):
+            self._reader.was_reset = True
 
     def _readable(self) -> None:
         for _ in range(RECORDS_A_TURN):
@@ -240,6 +254,10 @@ class RecordSocket:
             if record is None:
                 return
             self._on_record(*record)
+        if not self._is_closed and self._reader.was_reset:
+            # uvloop watches a socket no more once it had an error. All that will ever come is here.
+            self._loop.remove_reader(self._sock.fileno())
+            self._loop.call_soon(self._readable)
 
     def _end(self, reason: str) -> None:
         if not self._is_closed:
@@ -247,6 +265,12 @@ class RecordSocket:
             self.close()
             if on_closed is not None:
                 on_closed(reason)
+
+    def _drop_outbox(self) -> None:
+        for _, descriptors in self._outbox:
+            close_all(descriptors)
+        self._outbox.clear()
+        self._wake_flushers()
 
     def _wake_flushers(self) -> None:
         for future in self._flushed:

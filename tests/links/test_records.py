@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from aiotensor.links.records import RECORDS_A_TURN, RecordReader, record_pair
+from aiotensor.links.records import RecordReader, record_pair
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
 from tests.links.ends import End, fill, is_open, open_sockets, read_all, turns
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from aiotensor.links.records import RecordReader, RecordSocket, record_pair
+from aiotensor.links.records import RECORDS_A_TURN, RecordReader, RecordSocket, record_pair
 from tests.links.ends import End, fill, is_open, open_sockets, turns
 
 
@@ -51,6 +51,53 @@ async def test_last_words_arrive_also_from_one_who_has_not_read_everything(
     assert end.arrived.qsize() == 1
 
 
+async def test_many_last_words_arrive_whole_from_one_who_has_not_read_everything(
+    pair: tuple[End, socket.socket],
+) -> None:
+    end, far = pair
+    end.socket.write(b"never read")
+    for number in range(5 * RECORDS_A_TURN):
+        far.send(bytes([number]))
+    far.close()
+    await end.was_closed.wait()
+
+    assert end.arrived.qsize() == 5 * RECORDS_A_TURN
+
+
+async def test_last_words_arrive_whole_although_writing_failed_before_they_were_read(
+    pair: tuple[End, socket.socket],
+) -> None:
+    end, far = pair
+    for number in range(5 * RECORDS_A_TURN):
+        far.send(bytes([number]))
+    far.close()
+    end.socket.write(b"to nobody")
+    end.socket.write(b"to nobody either")
+    await end.was_closed.wait()
+
+    words = [await end.read() for _ in range(end.arrived.qsize())]
+    assert words == [bytes([number]) for number in range(5 * RECORDS_A_TURN)]
+    assert end.closed == ["the other side closed the connection"]
+
+
+async def test_last_words_arrive_whole_although_what_waited_for_room_has_failed(
+    pair: tuple[End, socket.socket],
+) -> None:
+    end, far = pair
+    fill(end)
+    reading_end, writing_end = os.pipe()
+    end.socket.write(b"queued", [reading_end, writing_end])
+    for number in range(5 * RECORDS_A_TURN):
+        far.send(bytes([number]))
+    far.close()
+    await end.socket.flush()
+    await end.was_closed.wait()
+
+    assert end.arrived.qsize() == 5 * RECORDS_A_TURN
+    assert not is_open(reading_end)
+    assert not is_open(writing_end)
+
+
 async def test_an_end_that_never_reads_learns_by_writing() -> None:
     near, far = record_pair()
     end = End(near, reads=False)
@@ -78,7 +125,7 @@ async def test_what_waited_for_room_learns_of_the_end_and_its_descriptors_are_cl
     await flushing
     await end.was_closed.wait()
 
-    assert [reason[:15] for reason in end.closed] == ["writing failed:"]
+    assert end.closed == ["nobody reads it any more"]
     assert not is_open(reading_end)
     assert not is_open(writing_end)
 
