@@ -10,116 +10,135 @@ amounts = st.integers(0, LIMIT)
 holders = st.sampled_from([None, "a", "b", "c"])
 
 
-class Grant:
-    """An amount that was granted, and whether its holder is known to give it back."""
+class Cells:
+    """A space of a few cells; a place is the first of the cells in it."""
 
-    def __init__(self, amount: int, holder: str | None) -> None:
-        self.amount = amount
-        self.holder = holder
-        self.will_come_back = holder is None
+    def __init__(self, cells: int = LIMIT) -> None:
+        self.cells = cells
+        self.taken: dict[int, int] = {}
+
+    def first_fit(self, amount: int) -> int | None:
+        for start in range(self.cells - amount + 1):
+            stop = start + amount
+            if all(stop <= other or other + length <= start for other, length in self.taken.items()):
+                return start
+        return None
+
+    def allocate(self, amount: int) -> int | None:
+        start = self.first_fit(amount)
+        if start is not None:
+            self.taken[start] = amount
+        return start
+
+    def free(self, place: int) -> None:
+        del self.taken[place]
 
 
 class BudgetMachine(RuleBasedStateMachine):
-    """Keep a list of grants and a line of tickets, beside `Budget`."""
+    """Keep a list of grants, a line of tickets and cells of its own, beside `Budget`."""
 
-    @initialize()
-    def begin(self) -> None:
-        self.budget = Budget(LIMIT)
-        self.grants: dict[Ticket, Grant] = {}
-        self.line: list[tuple[Ticket, int, str | None]] = []
+    @initialize(has_space=st.booleans())
+    def begin(self, has_space: bool) -> None:
+        self.space = Cells() if has_space else None
+        self.cells = Cells() if has_space else None  # as they should be
+        self.budget: Budget[int] = Budget(LIMIT, self.space)
+        self.grants: list[Ticket[int]] = []
+        self.line: list[Ticket[int]] = []
         self.peak = 0
-        self.settled: set[str | None] = {None}
+        self.settled: set[Ticket[int]] = set()
+        self.settled_holders: set[object] = set()
         self.came_again = False
 
     @property
     def in_use(self) -> int:
-        return sum(grant.amount for grant in self.grants.values())
+        return sum(ticket.amount for ticket in self.grants)
 
-    def grant_in_order(self) -> list[Ticket]:
+    def fits(self, amount: int) -> bool:
+        has_place = self.cells is None or not amount or self.cells.first_fit(amount) is not None
+        return self.in_use + amount <= LIMIT and has_place
+
+    def grant_in_order(self) -> list[Ticket[int]]:
         granted = []
-        while self.line and self.in_use + self.line[0][1] <= LIMIT:
-            ticket, amount, holder = self.line.pop(0)
-            self.note_grant(ticket, amount, holder)
+        while self.line and self.fits(self.line[0].amount):
+            ticket = self.line.pop(0)
+            self.note_grant(ticket)
             granted.append(ticket)
-        self.peak = max(self.peak, self.in_use)
         return granted
 
-    def note_grant(self, ticket: Ticket, amount: int, holder: str | None) -> None:
-        self.grants[ticket] = Grant(amount, holder)
-        self.came_again |= holder is not None and holder in self.settled
+    def note_grant(self, ticket: Ticket[int]) -> None:
+        place = self.cells.allocate(ticket.amount) if self.cells is not None and ticket.amount else None
+        assert ticket.place == place
+        self.grants.append(ticket)
+        self.peak = max(self.peak, self.in_use)
+        self.came_again |= ticket.holder in self.settled_holders
 
     @rule(amount=amounts, holder=holders)
     def request(self, amount: int, holder: str | None) -> None:
         ticket = self.budget.request(amount, holder)
-        self.line.append((ticket, amount, holder))
+        self.line.append(ticket)
         granted = self.grant_in_order()
         assert ticket.granted == (ticket in granted)
+        assert (ticket.amount, ticket.holder) == (amount, holder)
 
     @rule(amount=st.integers(0, LIMIT + 2), holder=holders)
     def try_request(self, amount: int, holder: str | None) -> None:
-        expected = not self.line and self.in_use + amount <= LIMIT
-        assert self.budget.try_request(amount, holder) == expected
-        if expected:
-            self.note_grant(Ticket(amount, holder), amount, holder)
-            self.peak = max(self.peak, self.in_use)
+        expected = not self.line and self.fits(amount)
+        ticket = self.budget.try_request(amount, holder)
+        assert (ticket is not None) == expected
+        if ticket is not None:
+            assert ticket.granted
+            self.note_grant(ticket)
 
     @precondition(lambda self: self.grants)
     @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        ticket = data.draw(st.sampled_from(list(self.grants)))
-        grant = self.grants[ticket]
-        part = data.draw(st.integers(0, grant.amount))
-        grant.amount -= part
-        if not grant.amount:
-            del self.grants[ticket]
-        assert self.budget.release(part, grant.holder) == self.grant_in_order()
-
-    @precondition(lambda self: any(ticket.granted for ticket in self.grants))
-    @rule(data=st.data())
-    def withdraw_what_was_granted(self, data: st.DataObject) -> None:
-        whole = [ticket for ticket, grant in self.grants.items() if ticket.granted]
-        ticket = data.draw(st.sampled_from(whole))
-        if self.grants[ticket].amount < ticket.amount:
-            return  # part of it was released: it is no longer there to be withdrawn
-        del self.grants[ticket]
-        assert self.budget.withdraw(ticket) == self.grant_in_order()
+    def release_what_was_granted(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.sampled_from(self.grants))
+        self.grants.remove(ticket)
+        if self.cells is not None and ticket.place is not None:
+            self.cells.free(ticket.place)
+        assert self.budget.release(ticket) == self.grant_in_order()
+        assert not ticket.granted
 
     @precondition(lambda self: self.line)
     @rule(data=st.data())
-    def withdraw_what_waits(self, data: st.DataObject) -> None:
-        entry = data.draw(st.sampled_from(self.line))
-        self.line.remove(entry)
-        assert self.budget.withdraw(entry[0]) == self.grant_in_order()
-        assert not entry[0].granted
+    def release_what_waits(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.sampled_from(self.line))
+        self.line.remove(ticket)
+        assert self.budget.release(ticket) == self.grant_in_order()
+        assert not ticket.granted
 
-    @precondition(lambda self: any(grant.holder for grant in self.grants.values()))
+    @precondition(lambda self: any(ticket.holder for ticket in self.grants))
     @rule(holder=holders)
     def settle(self, holder: str | None) -> None:
         self.budget.settle(holder)
-        for grant in self.grants.values():
-            grant.will_come_back |= grant.holder == holder
-        self.settled.add(holder)
+        self.settled.update(ticket for ticket in self.grants if ticket.holder == holder)
+        self.settled_holders.add(holder)
+        self.settled_holders.discard(None)
 
     @invariant()
     def it_counts_what_is_in_use_and_never_more_than_the_limit(self) -> None:
         assert self.budget.in_use == self.in_use <= LIMIT
         assert self.budget.peak == self.peak
         assert self.budget.waiting == len(self.line)
-        assert not any(ticket.granted for ticket, _, _ in self.line)
-        assert not self.line or self.in_use + self.line[0][1] > LIMIT, "the first in line would fit"
+        assert all(ticket.granted for ticket in self.grants)
+        assert not any(ticket.granted for ticket in self.line)
+        assert not self.line or not self.fits(self.line[0].amount), "the first in line would fit"
+
+    @invariant()
+    def places_are_taken_by_what_is_in_use_and_by_nothing_else(self) -> None:
+        if self.space is not None and self.cells is not None:
+            assert self.space.taken == self.cells.taken
 
     @invariant()
     def it_is_stuck_only_if_all_in_use_belongs_to_those_who_wait(self) -> None:
-        waiting = {holder for _, _, holder in self.line} - {None}
-        kept = [
-            grant for grant in self.grants.values() if grant.holder in waiting and not grant.will_come_back
-        ]
-        nobody_can_go_on = bool(self.line) and sum(grant.amount for grant in kept) == self.in_use
-        ticket = self.budget.stuck()
-        if ticket is not None:
+        waiting = {ticket.holder for ticket in self.line} - {None}
+        kept = [ticket for ticket in self.grants if ticket.holder in waiting and ticket not in self.settled]
+        nobody_can_go_on = bool(self.line) and sum(ticket.amount for ticket in kept) == self.in_use
+        latest = self.budget.stuck()
+        if latest is not None:
             assert nobody_can_go_on
-            assert ticket in [waiter for waiter, _, _ in self.line]
-            assert any(grant.holder == ticket.holder and grant.amount for grant in kept)
+            assert latest in self.line
+            assert any(ticket.holder == latest.holder and ticket.amount for ticket in kept)
         elif not self.came_again:  # what it then gets may be taken for what comes back
             assert not nobody_can_go_on
 
@@ -129,77 +148,157 @@ TestAnyOrderOfRequestsAndReleases.settings = settings(max_examples=150, stateful
 
 
 def test_a_big_request_is_not_overtaken_by_small_ones() -> None:
-    budget = Budget(10)
-    budget.request(6)
+    budget: Budget[None] = Budget(10)
+    first = budget.request(6)
     big = budget.request(10)
     small = budget.request(1)
 
     assert not budget.try_request(1)
     assert not small.granted
-    assert budget.release(6) == [big]
-    assert budget.release(10) == [small]
+    assert budget.release(first) == [big]
+    assert budget.release(big) == [small]
 
 
 def test_one_release_grants_all_that_fits_in_order() -> None:
-    budget = Budget(10)
-    budget.request(10)
+    budget: Budget[None] = Budget(10)
+    first = budget.request(10)
     waiting = [budget.request(amount) for amount in (4, 3, 4, 1)]
 
-    assert budget.release(10) == waiting[:2]
+    assert budget.release(first) == waiting[:2]
     assert budget.in_use == 7
 
 
-def test_a_request_withdrawn_from_the_front_lets_those_behind_through() -> None:
-    budget = Budget(10)
+def test_a_waiting_ticket_released_from_the_front_lets_those_behind_through() -> None:
+    budget: Budget[None] = Budget(10)
     budget.request(6)
     big = budget.request(10)
     small = budget.request(4)
 
-    assert budget.withdraw(big) == [small]
+    assert budget.release(big) == [small]
 
 
-def test_a_request_withdrawn_after_its_grant_gives_it_back() -> None:
-    budget = Budget(10)
+def test_a_waiting_ticket_released_from_the_middle_lets_nobody_through() -> None:
+    budget: Budget[None] = Budget(10)
+    first = budget.request(6)
+    big, middle, small = budget.request(10), budget.request(1), budget.request(4)
+
+    assert budget.release(middle) == []
+    assert budget.release(first) == [big]
+    assert not small.granted
+
+
+def test_a_ticket_released_after_its_grant_gives_it_back() -> None:
+    budget: Budget[None] = Budget(10)
     ticket = budget.request(10, "a")
     waiting = budget.request(10, "b")
 
-    assert budget.withdraw(ticket) == [waiting]
+    assert budget.release(ticket) == [waiting]
     assert budget.in_use == 10
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["granted", "waiting"])
+def test_a_ticket_is_released_once(waits: bool) -> None:
+    budget: Budget[None] = Budget(10)
+    budget.request(5)
+    ticket = budget.request(10 if waits else 5)
+    budget.release(ticket)
+
+    with pytest.raises(ValueError, match=r"not in deque"):
+        budget.release(ticket)
+    assert (budget.in_use, budget.waiting) == (5, 0)
 
 
 @pytest.mark.parametrize("amount", [-1, 11])
 def test_what_could_never_be_granted_is_refused_at_once(amount: int) -> None:
-    budget = Budget(10)
+    budget: Budget[None] = Budget(10)
 
     with pytest.raises(ValueError, match=f"between 0 and the limit of 10, got {amount}"):
         budget.request(amount)
     assert budget.waiting == 0
 
 
+def test_a_try_that_does_not_fit_leaves_no_trace() -> None:
+    space = Cells(10)
+    budget = Budget(10, space)
+    budget.request(6)
+
+    assert budget.try_request(5) is None
+    assert (budget.in_use, budget.peak, budget.waiting, space.taken) == (6, 6, 0, {0: 6})
+
+
 def test_the_peak_stays_when_everything_was_given_back() -> None:
-    budget = Budget(10)
-    budget.request(7)
-    budget.release(7)
+    budget: Budget[None] = Budget(10)
+    budget.release(budget.request(7))
 
     assert (budget.in_use, budget.peak) == (0, 7)
 
 
+def test_a_place_is_free_before_the_next_in_line_gets_one() -> None:
+    space = Cells(10)
+    budget = Budget(10, space)
+    first = budget.request(10)
+    waiting = [budget.request(4), budget.request(6)]
+
+    assert budget.release(first) == waiting
+    assert [ticket.place for ticket in waiting] == [0, 4]
+
+
+def test_one_that_fits_the_count_but_not_the_space_waits_and_so_do_those_behind_it() -> None:
+    space = Cells(10)
+    budget = Budget(10, space)
+    low, middle, high = budget.request(4), budget.request(2), budget.request(4)
+    budget.release(low)
+    budget.release(high)
+    assert budget.in_use == 2  # eight of ten are free, but in two pieces
+
+    big = budget.request(5)
+    small = budget.request(1)
+    assert (big.granted, small.granted) == (False, False)
+    assert budget.try_request(1) is None
+
+    assert budget.release(middle) == [big, small]
+    assert [ticket.place for ticket in (big, small)] == [0, 5]
+
+
+def test_one_in_line_for_the_space_that_gives_up_lets_those_behind_through() -> None:
+    budget = Budget(10, Cells(10))
+    low, _, high = budget.request(4), budget.request(2), budget.request(4)
+    budget.release(low)
+    budget.release(high)
+    big, small = budget.request(5), budget.request(4)
+
+    assert budget.release(big) == [small]
+    assert small.place == 0
+
+
+def test_nothing_lies_nowhere() -> None:
+    space = Cells(10)
+    budget = Budget(10, space)
+    budget.request(10)
+    nothing = budget.request(0)
+
+    assert nothing.granted
+    assert nothing.place is None
+    assert budget.release(nothing) == []
+    assert space.taken == {0: 10}
+
+
 def test_it_is_stuck_when_all_that_hold_wait_for_more_and_the_latest_gives_way() -> None:
-    budget = Budget(10)
+    budget: Budget[None] = Budget(10)
     budget.request(5, "a")
-    budget.request(5, "b")
+    of_b = budget.request(5, "b")
     first = budget.request(5, "a")
     assert budget.stuck() is None  # b may still give its part back
 
     second = budget.request(5, "b")
     assert budget.stuck() is second
-    budget.withdraw(second)
+    budget.release(second)
     assert budget.stuck() is None
-    assert budget.release(5, "b") == [first]
+    assert budget.release(of_b) == [first]
 
 
 def test_one_that_holds_nothing_is_not_asked_to_give_way() -> None:
-    budget = Budget(10)
+    budget: Budget[None] = Budget(10)
     budget.request(10, "a")
     greedy = budget.request(5, "a")
     budget.request(5, "new")
@@ -208,10 +307,10 @@ def test_one_that_holds_nothing_is_not_asked_to_give_way() -> None:
 
 
 def test_it_is_not_stuck_while_something_in_use_will_come_back() -> None:
-    budget = Budget(10)
+    budget: Budget[None] = Budget(10)
     budget.request(5, "a")
     budget.request(5)
-    budget.request(5, "a")
+    budget.request(6, "a")
     assert budget.stuck() is None
 
     budget = Budget(10)
@@ -220,3 +319,27 @@ def test_it_is_not_stuck_while_something_in_use_will_come_back() -> None:
     budget.settle("b")
     budget.request(5, "a")
     assert budget.stuck() is None
+
+
+def test_it_is_stuck_by_a_hole_that_only_those_who_wait_could_close() -> None:
+    budget = Budget(10, Cells(10))
+    low, of_a, high = budget.request(4), budget.request(2, "a"), budget.request(4)
+    budget.release(low)
+    budget.release(high)
+    other = budget.request(5, "b")
+    assert budget.stuck() is None
+
+    more = budget.request(5, "a")
+    assert budget.stuck() is more
+    budget.release(more)
+    assert budget.release(of_a) == [other]
+
+
+def test_what_is_kept_elsewhere_may_make_it_stuck() -> None:
+    budget: Budget[None] = Budget(10)
+    budget.request(4)
+    budget.request(6, "a")
+    more = budget.request(1, "a")
+
+    assert budget.stuck(elsewhere=3) is None
+    assert budget.stuck(elsewhere=4) is more

@@ -7,8 +7,12 @@ from hypothesis import strategies as st
 
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.frames import (
+    LEAST_FRAME_BYTES,
+    MAX_RECORD_BYTES,
     VERSION,
+    Attach,
     Bye,
+    Detach,
     Discard,
     Discarded,
     End,
@@ -24,11 +28,14 @@ from aiotensor.protocol.frames import (
     encode,
 )
 
-Decode = Callable[[bytes], ToReceiver | ToSender]
+Frames = list[ToReceiver] | list[ToSender]
+Decode = Callable[[bytes], Frames]
 
 LARGEST = 2**63 - 1
 numbers = st.integers(0, LARGEST)
 names = st.text(min_size=1, max_size=64)
+versions = st.integers(-(2**63), LARGEST)
+reasons = st.text(max_size=100)
 
 puts = st.builds(
     Put,
@@ -45,20 +52,27 @@ puts = st.builds(
     is_parameter=st.booleans(),
 )
 frames_to_receiver = st.one_of(
-    st.builds(Hello, st.integers(-(2**63), LARGEST), numbers, st.integers(1, LARGEST), numbers),
+    st.builds(Hello, versions, numbers, names, st.integers(1, LARGEST), numbers, numbers),
+    st.builds(Attach, numbers, names, numbers),
+    st.builds(Detach, numbers),
     puts,
     st.builds(End, numbers, numbers),
     st.builds(Discard, numbers),
-    st.just(Bye()),
+    st.builds(Bye, reasons),
 )
 many_numbers = st.lists(numbers, max_size=20).map(tuple)
 frames_to_sender = st.one_of(
-    st.builds(Welcome, st.integers(-(2**63), LARGEST), numbers),
+    st.builds(Welcome, versions, numbers, st.integers(LEAST_FRAME_BYTES, LARGEST)),
     st.builds(Taken, many_numbers),
     st.builds(Discarded, many_numbers),
     st.builds(Release, many_numbers),
-    st.just(Bye()),
+    st.builds(Bye, reasons),
 )
+batches_to_receiver = st.lists(frames_to_receiver, max_size=4)
+batches_to_sender = st.lists(frames_to_sender, max_size=4)
+batches: st.SearchStrategy[Frames] = st.one_of(batches_to_receiver, batches_to_sender)
+
+HELLO = ["hello", VERSION, 1, "s", 1, 1]
 
 PUT = ["put", 0, 0, "uint8", [2, 3], "cpu", "inline", b"123456"]
 
@@ -66,31 +80,65 @@ both_ways = pytest.mark.parametrize("decode", [decode_to_receiver, decode_to_sen
 
 
 def read_or_refuse(decode: Decode, data: bytes) -> None:
-    """Anything may come of bytes but another exception, or a frame that is none."""
+    """Anything may come of bytes but another exception, or frames that are none."""
     try:
-        frame = decode(data)
+        frames = decode(data)
     except ProtocolError:
         return
-    assert isinstance(frame, ToReceiver | ToSender)
-    assert decode(encode(frame)) == frame
+    assert all(isinstance(frame, ToReceiver | ToSender) for frame in frames)
+    assert decode(encode(*frames)) == frames
+
+
+def record_of(*frames: object) -> bytes:
+    """Make a record of what may be no frames."""
+    return msgspec.msgpack.encode(frames)
 
 
 @settings(deadline=None)
-@given(frame=frames_to_receiver)
-def test_what_a_sender_writes_the_receiver_reads(frame: ToReceiver) -> None:
-    assert decode_to_receiver(encode(frame)) == frame
+@given(frames=batches_to_receiver)
+def test_what_a_sender_writes_the_receiver_reads_in_that_order(frames: list[ToReceiver]) -> None:
+    assert decode_to_receiver(encode(*frames)) == frames
 
 
 @settings(deadline=None)
-@given(frame=frames_to_sender)
-def test_what_the_receiver_writes_a_sender_reads(frame: ToSender) -> None:
-    assert decode_to_sender(encode(frame)) == frame
+@given(frames=batches_to_sender)
+def test_what_the_receiver_writes_a_sender_reads_in_that_order(frames: list[ToSender]) -> None:
+    assert decode_to_sender(encode(*frames)) == frames
 
 
-def test_a_frame_of_4096_numbers_fits() -> None:
+@both_ways
+def test_a_record_may_hold_no_frame(decode: Decode) -> None:
+    assert decode(encode()) == []
+
+
+def test_a_record_is_read_where_it_lies() -> None:
+    record = b"before" + encode(Taken((1, 2)), Bye()) + b"behind"
+
+    assert decode_to_sender(memoryview(record)[6:-6]) == [Taken((1, 2)), Bye()]
+
+
+def test_as_many_frames_as_a_record_has_room_for_are_read() -> None:
+    frames = [Discard(0)] * (MAX_RECORD_BYTES // len(encode(Discard(0))))
+    record = encode(*frames)
+
+    assert len(record) <= MAX_RECORD_BYTES
+    assert decode_to_receiver(record) == frames
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_one_frame_that_cannot_be_read_spoils_its_record(place: int) -> None:
+    frames: list[object] = [["discard", 1], ["discard", 2]]
+    frames.insert(place, ["discard", -1])
+
+    with pytest.raises(ProtocolError):
+        decode_to_receiver(record_of(*frames))
+
+
+def test_a_frame_of_4096_numbers_fits_and_a_record_is_long_enough_for_it() -> None:
     frame = Taken((LARGEST,) * 4096)
 
-    assert decode_to_sender(encode(frame)) == frame
+    assert decode_to_sender(encode(frame)) == [frame]
+    assert len(encode(frame)) <= MAX_RECORD_BYTES
 
 
 @both_ways
@@ -98,31 +146,33 @@ def test_a_frame_of_4096_numbers_fits() -> None:
 @given(data=st.binary(max_size=100))
 @example(b"")
 @example(b"\xc1")
-@example(msgspec.msgpack.encode(["put", 0, 0]))
-@example(b"\x92\xa3bye\xa1\xff")  # text that is no UTF-8, in a field that is ignored
-@example(b"\x92\xa7discard\xa1\xff")
-@example(b"\x91\xa3\xff\xff\xff")
-def test_any_bytes_are_a_frame_or_refused(decode: Decode, data: bytes) -> None:
+@example(b"\xc0")
+@example(record_of(["put", 0, 0]))
+@example(b"\x91\x93\xa3bye\xa0\xa1\xff")  # text that is no UTF-8, in a field that is ignored
+@example(b"\x91\x92\xa3bye\xa1\xff")
+@example(b"\x91\x92\xa7discard\xa1\xff")
+@example(b"\x91\x91\xa3\xff\xff\xff")
+def test_any_bytes_are_frames_or_refused(decode: Decode, data: bytes) -> None:
     read_or_refuse(decode, data)
 
 
 @both_ways
 @settings(deadline=None)
-@given(frame=frames_to_receiver | frames_to_sender, data=st.data())
-def test_any_part_of_a_frame_is_a_frame_or_refused(
-    decode: Decode, frame: ToReceiver | ToSender, data: st.DataObject
+@given(frames=batches, data=st.data())
+def test_any_part_of_a_record_is_frames_or_refused(
+    decode: Decode, frames: Frames, data: st.DataObject
 ) -> None:
-    encoded = encode(frame)
+    encoded = encode(*frames)
     read_or_refuse(decode, encoded[: data.draw(st.integers(0, len(encoded) - 1))])
 
 
 @both_ways
 @settings(deadline=None)
-@given(frame=frames_to_receiver | frames_to_sender, data=st.data())
-def test_a_frame_with_one_byte_changed_is_a_frame_or_refused(
-    decode: Decode, frame: ToReceiver | ToSender, data: st.DataObject
+@given(frames=batches, data=st.data())
+def test_a_record_with_one_byte_changed_is_frames_or_refused(
+    decode: Decode, frames: Frames, data: st.DataObject
 ) -> None:
-    encoded = bytearray(encode(frame))
+    encoded = bytearray(encode(*frames))
     encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
     read_or_refuse(decode, bytes(encoded))
 
@@ -130,7 +180,7 @@ def test_a_frame_with_one_byte_changed_is_a_frame_or_refused(
 @both_ways
 @pytest.mark.parametrize("depth", [10, 1_000, 60_000])
 def test_a_frame_of_lists_in_lists_is_a_frame_or_refused_at_any_depth(decode: Decode, depth: int) -> None:
-    read_or_refuse(decode, b"\x92" + msgspec.msgpack.encode("bye") + b"\x91" * depth + b"\xc0")
+    read_or_refuse(decode, b"\x91\x93" + msgspec.msgpack.encode("bye") + b"\xa0" + b"\x91" * depth + b"\xc0")
 
 
 @both_ways
@@ -140,7 +190,9 @@ def test_a_frame_with_something_behind_it_is_refused(decode: Decode) -> None:
 
 
 @pytest.mark.parametrize(
-    "frame", [Hello(VERSION, 1, 1, 1), Discard(0), End(0, 1)], ids=lambda frame: type(frame).__name__
+    "frame",
+    [Hello(VERSION, 1, "s", 1, 1), Attach(0, "arena", 1), Detach(0), Discard(0), End(0, 1)],
+    ids=lambda frame: type(frame).__name__,
 )
 def test_a_sender_refuses_what_only_senders_say(frame: ToReceiver) -> None:
     with pytest.raises(ProtocolError, match="receiver sent a frame that cannot be read"):
@@ -160,11 +212,28 @@ def test_a_receiver_refuses_what_only_receivers_say(frame: ToSender) -> None:
 @pytest.mark.parametrize(
     "items",
     [
-        ["hello", VERSION, -1, 1, 1],
-        ["hello", VERSION, 1, 0, 1],
-        ["hello", VERSION, 1, 1, -1],
-        ["hello", VERSION, 1, 1, 2**63],
-        ["hello", "1", 1, 1, 1],
+        ["hello", VERSION, -1, "s", 1, 1],
+        ["hello", VERSION, 1, "", 1, 1],
+        ["hello", VERSION, 1, "x" * 65, 1, 1],
+        ["hello", VERSION, 1, b"s", 1, 1],
+        ["hello", VERSION, 1, "s", 0, 1],
+        ["hello", VERSION, 1, "s", 1, -1],
+        ["hello", VERSION, 1, "s", 1, 2**63],
+        ["hello", VERSION, 1, "s", 1, 1, -1],
+        ["hello", VERSION, 1, "s", 1, 1, 2**63],
+        ["hello", VERSION, 1, "s", 1, 1, None],
+        ["hello", "1", 1, "s", 1, 1],
+        ["hello", VERSION, 1, "s", 1],
+        ["attach", -1, "arena", 1],
+        ["attach", 2**63, "arena", 1],
+        ["attach", 0, "", 1],
+        ["attach", 0, "x" * 65, 1],
+        ["attach", 0, "arena", -1],
+        ["attach", 0, "arena", 2**63],
+        ["attach", 0, "arena"],
+        ["detach", -1],
+        ["detach", 2**63],
+        ["detach"],
         ["end", -1, 1],
         ["end", 0, -1],
         ["end", 2**63, 1],
@@ -175,6 +244,9 @@ def test_a_receiver_refuses_what_only_receivers_say(frame: ToSender) -> None:
         ["discard", True],
         ["discard"],
         ["discarded", [0]],
+        ["bye", "x" * 1025],
+        ["bye", 0],
+        ["bye", None],
         [],
         {"type": "bye"},
         "bye",
@@ -184,11 +256,49 @@ def test_a_receiver_refuses_what_only_receivers_say(frame: ToSender) -> None:
 )
 def test_a_number_out_of_bounds_or_a_wrong_type_is_refused(items: object) -> None:
     with pytest.raises(ProtocolError):
-        decode_to_receiver(msgspec.msgpack.encode(items))
+        decode_to_receiver(record_of(items))
+
+
+@both_ways
+@pytest.mark.parametrize("record", [["bye", ""], {}, {"type": "bye"}, "bye", None, 0], ids=repr)
+def test_a_record_that_is_no_list_of_frames_is_refused(decode: Decode, record: object) -> None:
+    with pytest.raises(ProtocolError):
+        decode(msgspec.msgpack.encode(record))
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        ["welcome", VERSION, -1],
+        ["welcome", VERSION, 1, LEAST_FRAME_BYTES - 1],
+        ["welcome", VERSION, 1, 0],
+        ["welcome", VERSION, 1, -1],
+        ["welcome", VERSION, 1, None],
+        ["welcome", "1", 1],
+        ["welcome", VERSION],
+        ["bye", "x" * 1025],
+        ["bye", 0],
+    ],
+    ids=repr,
+)
+def test_a_sender_refuses_numbers_out_of_bounds_too(items: object) -> None:
+    with pytest.raises(ProtocolError):
+        decode_to_sender(record_of(items))
+
+
+def test_what_may_be_left_out_has_a_default() -> None:
+    assert decode_to_receiver(record_of(HELLO)) == [Hello(VERSION, 1, "s", 1, 1, 0)]
+    assert decode_to_sender(record_of(["welcome", VERSION, 1])) == [Welcome(VERSION, 1, LEAST_FRAME_BYTES)]
+    assert decode_to_sender(record_of(["bye"])) == [Bye("")]
+    assert decode_to_receiver(record_of(["bye"])) == [Bye("")]
+
+
+def test_the_longest_reason_is_read() -> None:
+    assert decode_to_sender(encode(Bye("x" * 1024))) == [Bye("x" * 1024)]
 
 
 def test_a_put_without_its_optional_fields_has_their_defaults() -> None:
-    frame = decode_to_receiver(msgspec.msgpack.encode(PUT))
+    [frame] = decode_to_receiver(record_of(PUT))
 
     assert frame == Put(0, 0, "uint8", (2, 3), "cpu", "inline", b"123456", None, False, False, False)
 
@@ -223,11 +333,11 @@ def test_a_put_without_its_optional_fields_has_their_defaults() -> None:
 )
 def test_a_put_with_one_wrong_field_is_refused(field: int, value: object) -> None:
     items: list[object] = [*PUT, None, False, False, False]
-    decode_to_receiver(msgspec.msgpack.encode(items))  # which is right as it is
+    decode_to_receiver(record_of(items))  # which is right as it is
 
     items[field] = value
     with pytest.raises(ProtocolError):
-        decode_to_receiver(msgspec.msgpack.encode(items))
+        decode_to_receiver(record_of(items))
 
 
 @pytest.mark.parametrize("tag", ["taken", "discarded", "release"])
@@ -235,10 +345,10 @@ def test_a_put_with_one_wrong_field_is_refused(field: int, value: object) -> Non
     "value", [[-1], [2**63], [0] * 4097, 0, None, ["0"]], ids=lambda value: str(value)[:9]
 )
 def test_numbers_out_of_bounds_and_too_many_are_refused(tag: str, value: object) -> None:
-    decode_to_sender(msgspec.msgpack.encode([tag, [0, 1]]))
+    decode_to_sender(record_of([tag, [0, 1]]))
 
     with pytest.raises(ProtocolError):
-        decode_to_sender(msgspec.msgpack.encode([tag, value]))
+        decode_to_sender(record_of([tag, value]))
 
 
 unknown_items = st.recursive(
@@ -248,13 +358,17 @@ unknown_items = st.recursive(
 )
 
 
-@both_ways
 @settings(deadline=None)
-@given(unknown=st.lists(unknown_items, min_size=1, max_size=3), data=st.data())
-def test_fields_that_a_later_version_added_are_ignored(
-    decode: Decode, unknown: list[object], data: st.DataObject
-) -> None:
-    frame = data.draw(frames_to_receiver if decode is decode_to_receiver else frames_to_sender)
-    items = [*msgspec.msgpack.decode(encode(frame)), *unknown]
+@given(unknown=st.lists(unknown_items, min_size=1, max_size=3), frame=frames_to_receiver)
+def test_fields_that_a_later_sender_added_are_ignored(unknown: list[object], frame: ToReceiver) -> None:
+    items = [*msgspec.msgpack.decode(encode(frame))[0], *unknown]
 
-    assert decode(msgspec.msgpack.encode(items)) == frame
+    assert decode_to_receiver(record_of(items, ["bye"])) == [frame, Bye()]
+
+
+@settings(deadline=None)
+@given(unknown=st.lists(unknown_items, min_size=1, max_size=3), frame=frames_to_sender)
+def test_fields_that_a_later_receiver_added_are_ignored(unknown: list[object], frame: ToSender) -> None:
+    items = [*msgspec.msgpack.decode(encode(frame))[0], *unknown]
+
+    assert decode_to_sender(record_of(items, ["bye"])) == [frame, Bye()]

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.leases import Freed, Leases
+from aiotensor.protocol.leases import Leases
 
 
 class LeasesMachine(RuleBasedStateMachine):
@@ -12,43 +12,35 @@ class LeasesMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.leases = Leases()
+        self.leases: Leases[str] = Leases()
         self.pins: dict[int, int] = {}
         self.owned: set[int] = set()
-        self.freed: dict[int, Freed] = {}  # what each living block has to give back one day
+        self.granted: dict[int, str] = {}  # what each living block has to give back one day
         self.used: set[int] = set()
 
-    def new(self, number: int, freed: Freed) -> None:
+    def expected(self, number: int) -> str | None:
+        return None if self.pins[number] or number in self.owned else self.granted.pop(number)
+
+    @rule()
+    def own(self) -> None:
+        grant = f"grant {len(self.used)}"
+        number = self.leases.own(grant)
         assert number not in self.used, "a number was given out twice"
         self.used.add(number)
-        self.freed[number] = freed
-
-    def expected(self, number: int) -> Freed | None:
-        return None if self.pins[number] or number in self.owned else self.freed.pop(number)
-
-    @rule(nbytes=st.integers(1, 100))
-    def own(self, nbytes: int) -> None:
-        number = self.leases.own(nbytes)
-        self.new(number, Freed(nbytes, None))
+        self.granted[number] = grant
         self.owned.add(number)
         self.pins[number] = 0
 
-    @rule(nbytes=st.integers(1, 100), holder=st.sampled_from(["a", "b"]))
-    def open(self, nbytes: int, holder: str) -> None:
-        number = self.leases.open(nbytes, holder)
-        self.new(number, Freed(nbytes, holder))
-        self.pins[number] = 1
-
-    @precondition(lambda self: self.freed)
+    @precondition(lambda self: self.granted)
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(sorted(self.freed)))
+        number = data.draw(st.sampled_from(sorted(self.granted)))
         self.leases.pin(number)
         self.pins[number] += 1
 
     @rule(number=st.integers(0, 12))
     def unpin(self, number: int) -> None:
-        if number not in self.freed or not self.pins[number]:
+        if number not in self.granted or not self.pins[number]:
             with pytest.raises(ProtocolError, match=rf"block {number} "):
                 self.leases.unpin(number)
             return
@@ -64,14 +56,19 @@ class LeasesMachine(RuleBasedStateMachine):
 
     @rule()
     def unpin_all(self) -> None:
-        expected = [self.freed[number] for number in sorted(self.freed) if number not in self.owned]
         self.pins = dict.fromkeys(self.pins, 0)
-        self.freed = {number: freed for number, freed in self.freed.items() if number in self.owned}
+        expected = [self.granted.pop(number) for number in sorted(self.granted) if number not in self.owned]
         assert self.leases.unpin_all() == expected
 
     @invariant()
-    def it_counts_the_blocks_that_are_not_free(self) -> None:
-        assert len(self.leases) == len(self.freed)
+    def it_knows_the_blocks_that_are_not_free_and_what_they_were_granted(self) -> None:
+        assert len(self.leases) == len(self.granted)
+        assert self.leases.grants() == list(self.granted.values())
+        assert all(self.leases.grant_of(number) == grant for number, grant in self.granted.items())
+
+    @invariant()
+    def it_knows_whether_the_other_side_has_any(self) -> None:
+        assert self.leases.are_sent == any(self.pins[number] for number in self.granted)
 
 
 TestAnyOrderOfPinsAndUnpins = LeasesMachine.TestCase
@@ -79,38 +76,62 @@ TestAnyOrderOfPinsAndUnpins.settings = settings(max_examples=60, stateful_step_c
 
 
 def test_a_block_of_one_tensor_is_free_when_its_tensor_is_given_back() -> None:
-    leases = Leases()
-    number = leases.open(100, "message")
+    leases: Leases[str] = Leases()
+    number = leases.own("a hundred bytes")
+    leases.pin(number)
+    assert leases.disown(number) is None
 
-    assert leases.unpin(number) == Freed(100, "message")
+    assert leases.unpin(number) == "a hundred bytes"
     assert len(leases) == 0
 
 
+def test_a_block_that_was_never_announced_is_free_when_its_owner_lets_go() -> None:
+    leases: Leases[str] = Leases()
+
+    assert leases.disown(leases.own("a hundred bytes")) == "a hundred bytes"
+    assert leases.grants() == []
+
+
 def test_an_owned_block_outlives_the_tensors_sent_over_it() -> None:
-    leases = Leases()
-    number = leases.own(100)
+    leases: Leases[str] = Leases()
+    number = leases.own("a hundred bytes")
     leases.pin(number)
     leases.pin(number)
 
     assert leases.unpin(number) is None
     assert leases.unpin(number) is None
-    assert leases.disown(number) == Freed(100, None)
+    assert leases.disown(number) == "a hundred bytes"
 
 
 def test_a_block_that_is_still_being_read_outlives_its_owner() -> None:
-    leases = Leases()
-    number = leases.own(100)
+    leases: Leases[str] = Leases()
+    number = leases.own("a hundred bytes")
     leases.pin(number)
 
     assert leases.disown(number) is None
-    assert leases.unpin(number) == Freed(100, None)
+    assert leases.grant_of(number) == "a hundred bytes"
+    assert leases.unpin(number) == "a hundred bytes"
+
+
+def test_when_nobody_is_left_to_read_only_owned_blocks_stay() -> None:
+    leases: Leases[str] = Leases()
+    sent, written, unsent = leases.own("sent"), leases.own("being written"), leases.own("unsent")
+    for number in (sent, written):
+        leases.pin(number)
+    leases.disown(sent)
+
+    assert leases.unpin_all() == ["sent"]
+    assert leases.unpin_all() == []
+    assert leases.disown(written) == "being written"
+    assert leases.disown(unsent) == "unsent"
 
 
 def test_a_block_given_back_once_too_often_is_an_offence_of_the_peer() -> None:
-    leases = Leases()
-    number = leases.own(100)
+    leases: Leases[str] = Leases()
+    number = leases.own("a hundred bytes")
 
     with pytest.raises(ProtocolError, match="once too often"):
         leases.unpin(number)
     with pytest.raises(ProtocolError, match="once too often"):
         leases.unpin(number + 1)
+    assert leases.disown(number) == "a hundred bytes"

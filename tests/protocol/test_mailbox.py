@@ -13,18 +13,37 @@ def joined(limit: int = 8) -> Mailbox[str]:
     return mailbox
 
 
-def with_message(number: int = 0, count: int = 1) -> Mailbox[str]:
-    mailbox = joined()
+def put(mailbox: Mailbox[str], number: int, tensor: int, item: str = "x", sender: str = "s") -> None:
+    """File a tensor as the receiver does: after asking whether it is expected."""
+    assert mailbox.expects(sender, number)
+    mailbox.put(Key(sender, number, tensor), item)
+
+
+def send(mailbox: Mailbox[str], number: int, count: int = 1) -> None:
     for tensor in range(count):
-        mailbox.put(Key("s", number, tensor), f"tensor {tensor}")
+        put(mailbox, number, tensor, f"tensor {tensor}")
     mailbox.end("s", number, count)
+
+
+def with_message(count: int = 1) -> Mailbox[str]:
+    mailbox = joined()
+    send(mailbox, 0, count)
+    return mailbox
+
+
+def lost(count: int = 1) -> Mailbox[str]:
+    """A mailbox whose sender was lost after so many messages."""
+    mailbox = joined()
+    for number in range(count):
+        send(mailbox, number)
+    mailbox.lose("s", PeerLostError("killed"))
     return mailbox
 
 
 def test_the_tensors_of_a_message_can_be_taken_when_it_is_whole_and_not_before() -> None:
     mailbox = joined()
-    mailbox.put(Key("s", 0, 0), "frames")
-    mailbox.put(Key("s", 0, 1), "times")
+    put(mailbox, 0, 0, "frames")
+    put(mailbox, 0, 1, "times")
     assert mailbox.hold(Key("s", 0, 0)) is None
     assert mailbox.next_unclaimed() is None
 
@@ -48,8 +67,8 @@ def test_a_tensor_cannot_be_taken_again_while_others_of_its_message_are_left() -
 
 
 def test_what_a_closed_sender_left_behind_can_be_taken_or_discarded() -> None:
-    mailbox = with_message(0)
-    mailbox.put(Key("s", 1, 0), "of another")
+    mailbox = with_message()
+    put(mailbox, 1, 0, "of another")
     mailbox.end("s", 1, 1)
     mailbox.leave("s")
 
@@ -61,7 +80,7 @@ def test_what_a_closed_sender_left_behind_can_be_taken_or_discarded() -> None:
 
 def test_who_waits_for_what_a_closed_sender_did_not_complete_is_told() -> None:
     mailbox = with_message()
-    mailbox.put(Key("s", 1, 0), "half of it")
+    put(mailbox, 1, 0, "half of it")
     mailbox.claim(Key("s", 1, 0))
     mailbox.claim(Key("s", 2, 0))
 
@@ -93,7 +112,7 @@ def test_there_is_nothing_to_discard_of_a_lost_sender() -> None:
 def test_who_waits_for_a_tensor_beyond_the_end_is_told_that_it_will_never_come() -> None:
     mailbox = joined()
     mailbox.claim(Key("s", 0, 5))
-    mailbox.put(Key("s", 0, 0), "only one")
+    put(mailbox, 0, 0, "only one")
 
     assert Key("s", 0, 5) in mailbox.end("s", 0, 1)
     with pytest.raises(DiscardedError, match="ended after 1 tensors"):
@@ -110,40 +129,45 @@ def test_a_number_that_no_tensor_can_have_is_one_that_was_never_sent() -> None:
 def test_each_offence_of_a_sender_is_named() -> None:
     mailbox = with_message()
     with pytest.raises(ProtocolError, match="before it introduced itself"):
-        mailbox.put(Key("stranger", 0, 0), "x")
+        mailbox.expects("stranger", 0)
     with pytest.raises(ProtocolError, match="message 0, which was whole"):
-        mailbox.put(Key("s", 0, 1), "x")
+        put(mailbox, 0, 1, "x")
     mailbox.hold(Key("s", 0, 0))
     mailbox.finish(Key("s", 0, 0))
     assert not mailbox.expects("s", 0)  # nor is it an offence: it may have been discarded long ago
     assert mailbox.end("s", 0, 1) == []
     with pytest.raises(ProtocolError, match="ended message 1 with a wrong count"):
         mailbox.end("s", 1, 0)
-    mailbox.put(Key("s", 1, 0), "x")
+    put(mailbox, 1, 0, "x")
     with pytest.raises(ProtocolError, match="tensor 0 of message 1 out of turn"):
-        mailbox.put(Key("s", 1, 0), "x")
+        put(mailbox, 1, 0, "x")
     with pytest.raises(ProtocolError, match="ended message 1 with a wrong count"):
         mailbox.end("s", 1, 2)
+    with pytest.raises(ProtocolError, match="tensor 2 of message 1 out of turn"):
+        put(mailbox, 1, 2, "x")
     mailbox.discard("s", 1)
-    with pytest.raises(ProtocolError, match="message 1 of sender s has ended"):
-        mailbox.put(Key("s", 1, 1), "x")
+    assert not mailbox.expects("s", 1)
+    with pytest.raises(ProtocolError, match="message 3 before message 2"):
+        mailbox.expects("s", 3)
+    with pytest.raises(ProtocolError, match="discarded message 2, which it never sent"):
+        mailbox.withdraw("s", 2)
 
 
 def test_more_messages_than_a_sender_announced_are_an_offence() -> None:
     mailbox = joined(limit=2)
-    mailbox.put(Key("s", 0, 0), "x")
-    mailbox.put(Key("s", 1, 0), "x")
+    put(mailbox, 0, 0, "x")
+    put(mailbox, 1, 0, "x")
     with pytest.raises(ProtocolError, match="more than the 2 messages in flight"):
-        mailbox.put(Key("s", 2, 0), "x")
+        put(mailbox, 2, 0, "x")
 
-    mailbox.put(Key("s", 1, 1), "another of a message that is counted")
+    put(mailbox, 1, 1, "another of a message that is counted")
     mailbox.discard("s", 0)
-    mailbox.put(Key("s", 2, 0), "there is room again")
+    put(mailbox, 3, 0, "there is room again")
 
 
 def test_a_count_that_cannot_be_true_is_refused_without_counting_to_it() -> None:
     mailbox = joined()
-    mailbox.put(Key("s", 0, 0), "x")
+    put(mailbox, 0, 0, "x")
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError, match="wrong count"):
@@ -241,3 +265,213 @@ def test_a_tensor_that_is_being_taken_outlives_the_memory_of_its_sender(
     mailbox.lose("another", PeerLostError("killed"))
 
     assert not getattr(mailbox, how)(Key("s", 0, 0))
+
+
+# Messages come in the order of their numbers
+
+
+def test_a_message_that_was_discarded_before_it_came_counts_when_it_comes() -> None:
+    mailbox = joined()
+    assert mailbox.discard("s", 0) == (False, [])
+    with pytest.raises(ProtocolError, match="message 1 before message 0"):
+        mailbox.expects("s", 1)
+
+    assert not mailbox.expects("s", 0)
+    assert not mailbox.expects("s", 0)  # nor are its other tensors
+    send(mailbox, 1)
+
+
+def test_a_message_cannot_be_begun_again_after_others() -> None:
+    mailbox = joined()
+    assert mailbox.expects("s", 0)  # and then no tensor of it could be opened
+    put(mailbox, 1, 0)
+
+    with pytest.raises(ProtocolError, match="went back to message 0"):
+        mailbox.expects("s", 0)
+
+
+def test_a_message_may_grow_while_later_ones_arrive_and_are_taken() -> None:
+    mailbox = joined()
+    put(mailbox, 0, 0)
+    send(mailbox, 1)
+    mailbox.hold(Key("s", 1, 0))
+    assert mailbox.finish(Key("s", 1, 0))
+    put(mailbox, 0, 1)
+
+    assert mailbox.end("s", 0, 2) == [Key("s", 0, 0), Key("s", 0, 1)]
+
+
+def test_a_message_has_no_more_tensors_than_a_message_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox_module, "MAX_TENSORS", 2)
+    mailbox = joined()
+    put(mailbox, 0, 0)
+    put(mailbox, 0, 1)
+
+    with pytest.raises(ProtocolError, match="tensor 2 of message 0 out of turn"):
+        put(mailbox, 0, 2)
+
+
+def test_a_message_that_its_sender_takes_back_is_discarded_and_who_waits_is_told() -> None:
+    mailbox = joined()
+    put(mailbox, 0, 0)
+    mailbox.claim(Key("s", 0, 0))
+
+    assert mailbox.withdraw("s", 0) == [Key("s", 0, 0)]
+    assert mailbox.withdraw("s", 0) == []
+    assert mailbox.messages_discarded == 1
+    with pytest.raises(DiscardedError):
+        mailbox.hold(Key("s", 0, 0))
+
+
+# A sender that was lost and comes back
+
+
+def test_a_lost_sender_comes_back_and_goes_on_where_it_was() -> None:
+    mailbox = lost(2)
+    mailbox.join("s", 43, 1, 2)
+    send(mailbox, 2)
+
+    assert list(mailbox.unclaimed()) == ["tensor 0"]
+    assert mailbox.next_unclaimed() == Key("s", 2, 0)
+    assert mailbox.hold(Key("s", 2, 0)) == "tensor 0"
+    assert mailbox.finish(Key("s", 2, 0))
+
+
+def test_what_was_sent_before_a_loss_stays_lost_when_the_sender_is_back() -> None:
+    mailbox = lost(1)  # of which one had arrived, and two more were on their way
+    mailbox.join("s", 43, 8, 3)
+
+    for number in range(3):
+        with pytest.raises(PeerLostError, match="killed"):
+            mailbox.hold(Key("s", number, 0))
+    assert mailbox.hold(Key("s", 3, 0)) is None
+
+
+def test_what_was_taken_before_a_loss_stays_taken() -> None:
+    mailbox = with_message()
+    mailbox.hold(Key("s", 0, 0))
+    mailbox.finish(Key("s", 0, 0))
+    mailbox.lose("s", PeerLostError("killed"))
+    mailbox.join("s", 43, 8, 1)
+
+    with pytest.raises(AlreadyTakenError):
+        mailbox.hold(Key("s", 0, 0))
+
+
+def test_who_waits_for_what_was_sent_before_a_loss_is_told_when_the_sender_is_back() -> None:
+    mailbox: Mailbox[str] = Mailbox()
+    early, late, of_another = Key("s", 1, 0), Key("s", 2, 0), Key("another", 0, 0)
+    for key in (early, late, of_another):
+        mailbox.claim(key)
+
+    assert sorted(mailbox.join("s", 42, 8, 2)) == [early, late]  # each looks for itself
+    with pytest.raises(PeerLostError, match="another receiver"):
+        mailbox.hold(early)
+    assert mailbox.hold(late) is None
+
+
+def test_nobody_is_woken_for_a_sender_that_comes_for_the_first_time() -> None:
+    mailbox: Mailbox[str] = Mailbox()
+    mailbox.claim(Key("s", 0, 0))
+
+    assert mailbox.join("s", 42, 8) == []
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_sender_that_comes_back_and_counts_anew_is_refused(first: int) -> None:
+    mailbox = lost(2)
+
+    with pytest.raises(ProtocolError, match="introduced itself twice"):
+        mailbox.join("s", 43, 8, first)
+    with pytest.raises(PeerLostError):
+        mailbox.hold(Key("s", 0, 0))
+    mailbox.join("s", 43, 8, 2)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("has_left", [False, True], ids=["is here", "left"])
+def test_a_sender_that_is_here_or_left_cannot_come_again(has_left: bool, first: int) -> None:
+    mailbox = with_message()
+    if has_left:
+        mailbox.leave("s")
+
+    with pytest.raises(ProtocolError, match="introduced itself twice"):
+        mailbox.join("s", 43, 8, first)
+    assert mailbox.hold(Key("s", 0, 0)) == "tensor 0"
+
+
+@pytest.mark.parametrize("number", [0, 1, 4])
+def test_a_sender_that_is_back_sends_from_its_first_message_on(number: int) -> None:
+    mailbox = lost(1)
+    mailbox.join("s", 43, 8, 3)
+
+    if number < 1:  # it had ended: as with any that has
+        assert not mailbox.expects("s", number)
+    else:
+        with pytest.raises(ProtocolError, match=r"went back to message 1|message 4 before message 3"):
+            mailbox.expects("s", number)
+    put(mailbox, 3, 0)
+
+
+def test_a_sender_that_is_back_has_the_limit_and_the_pid_that_it_told_last() -> None:
+    mailbox = lost(1)
+    mailbox.join("s", 43, 1, 1)
+    put(mailbox, 1, 0)
+
+    with pytest.raises(ProtocolError, match="more than the 1 messages"):
+        mailbox.expects("s", 2)
+    mailbox.lose("s", PeerLostError("killed again"))
+    with pytest.raises(PeerLostError, match=r"pid 43\).*killed again") as caught:
+        mailbox.hold(Key("s", 0, 0))
+    assert caught.value.pid == 43
+
+
+def test_what_was_given_up_before_a_loss_is_not_expected_after_it() -> None:
+    mailbox = joined()
+    mailbox.discard("s", 1)
+    mailbox.lose("s", PeerLostError("killed"))
+    mailbox.join("s", 43, 8, 1)
+
+    assert not mailbox.expects("s", 1)
+    with pytest.raises(DiscardedError):
+        mailbox.hold(Key("s", 1, 0))
+
+
+def test_a_tensor_held_through_a_loss_and_a_return_is_taken_and_cannot_be_put_back() -> None:
+    mailbox = with_message(count=2)
+    mailbox.hold(Key("s", 0, 0))
+    mailbox.hold(Key("s", 0, 1))
+    mailbox.lose("s", PeerLostError("killed"))
+    mailbox.join("s", 43, 8, 1)
+    send(mailbox, 1)
+
+    assert not mailbox.finish(Key("s", 0, 0))
+    assert mailbox.put_back(Key("s", 0, 1)) == []
+    assert mailbox.next_unclaimed() == Key("s", 1, 0)
+
+
+def test_a_sender_that_is_back_is_not_among_those_that_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox_module, "_REMEMBERED_SENDERS", 1)
+    mailbox = lost(1)
+    mailbox.join("s", 43, 8, 1)
+    for name in ("a", "b", "c"):
+        mailbox.join(name, 1, 1)
+        mailbox.lose(name, PeerLostError("killed"))
+
+    send(mailbox, 1)
+    with pytest.raises(PeerLostError):
+        mailbox.hold(Key("s", 0, 0))
+
+
+def test_a_sender_of_which_only_a_discard_was_known_is_kept_once_it_is_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mailbox_module, "_REMEMBERED_SENDERS", 1)
+    mailbox: Mailbox[str] = Mailbox()
+    mailbox.discard("s", 0)
+    mailbox.join("s", 42, 8)
+    for name in ("a", "b", "c"):
+        mailbox.discard(name, 0)
+
+    assert not mailbox.expects("s", 0)
+    assert mailbox.hold(Key("a", 0, 0)) is None, "it is like one that was never heard of"

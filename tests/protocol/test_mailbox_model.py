@@ -17,7 +17,7 @@ from aiotensor.protocol.mailbox import Key, Mailbox
 
 LIMIT = 2
 senders = st.sampled_from(["a", "b", "c"])
-messages = st.integers(0, 4)
+messages = st.integers(0, 6)
 seldom = st.integers(0, 5).map(lambda number: number == 5)  # else every sender ends before much happens
 tensors = st.integers(0, 2)
 keys = st.builds(Key, senders, messages, tensors)
@@ -43,13 +43,15 @@ class MailboxMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.mailbox: Mailbox[str] = Mailbox()
         self.state = dict.fromkeys("abc", "unknown")
+        self.first = dict.fromkeys("abc", 0)  # below it everything is lost
+        self.next = dict.fromkeys("abc", 0)
         self.messages: dict[tuple[str, int], Known] = {}
         self.ended: dict[tuple[str, int], str] = {}
         self.arrivals: list[Key] = []
         self.held: dict[Key, bool] = {}  # and whether the message is still there
         self.claims: Counter[Key] = Counter()
         self.taken: set[Key] = set()
-        self.join("a")
+        self.join("a", 0)
 
     # What the model says
 
@@ -67,12 +69,16 @@ class MailboxMachine(RuleBasedStateMachine):
 
     def expected(self, sender: str, number: int) -> bool | None:
         """Whether a tensor is filed or dropped, or None if it is an offence."""
-        ended, known = self.ended.get((sender, number)), self.messages.get((sender, number))
-        if self.state[sender] != "joined" or (known is not None and known.is_whole):
+        has_ended, known = (sender, number) in self.ended, self.messages.get((sender, number))
+        if self.state[sender] != "joined":
             return None
-        if ended is not None:
+        if known is not None:
+            return None if known.is_whole else True
+        if number > self.next[sender] or (number < self.next[sender] and not has_ended):
+            return None
+        if has_ended:
             return False
-        return None if known is None and len(self.of(sender)) >= LIMIT else True
+        return True if len(self.of(sender)) < LIMIT else None
 
     def what_hold_finds(self, key: Key) -> type[AioTensorError] | str | None:
         known = self.messages.get(key[:2])
@@ -80,6 +86,8 @@ class MailboxMachine(RuleBasedStateMachine):
             case _, "taken":
                 return AlreadyTakenError
             case "lost", _:
+                return PeerLostError
+            case _ if key.message < self.first[key.sender]:
                 return PeerLostError
             case _, "discarded":
                 return DiscardedError
@@ -91,31 +99,57 @@ class MailboxMachine(RuleBasedStateMachine):
 
     # What senders do
 
-    @rule(sender=senders)
-    def join(self, sender: str) -> None:
-        if self.state[sender] == "unknown":
-            self.mailbox.join(sender, 7, LIMIT)
+    @rule(sender=senders, ahead=st.integers(-1, 2))
+    def join(self, sender: str, ahead: int) -> None:
+        first = max(0, self.next[sender] + ahead)
+        if self.state[sender] in ("unknown", "lost") and first >= self.next[sender]:
+            woken = self.mailbox.join(sender, 7, LIMIT, first)
             self.state[sender] = "joined"
+            self.first[sender] = self.next[sender] = first
+            self.same_keys(woken, self.claimed(sender) if first else ())
             return
         with pytest.raises(ProtocolError, match="introduced itself twice"):
-            self.mailbox.join(sender, 7, LIMIT)
+            self.mailbox.join(sender, 7, LIMIT, first)
 
-    @rule(key=keys)
     def put(self, key: Key) -> None:
         expected = self.expected(key.sender, key.message)
+        if self.state[key.sender] == "joined" and self.next[key.sender] == key.message:
+            self.next[key.sender] += 1
         if expected is None:
             with pytest.raises(ProtocolError):
                 self.mailbox.expects(key.sender, key.message)
-        else:
-            assert self.mailbox.expects(key.sender, key.message) == expected
+            self.breaks_the_link(key.sender)
+            return
+        assert self.mailbox.expects(key.sender, key.message) == expected
+        if not expected:
+            return
         known = self.messages.get(key[:2], Known())
-        if not expected or key.tensor != len(known.arrived):
-            with pytest.raises(ProtocolError):
+        if key.tensor != len(known.arrived):
+            with pytest.raises(ProtocolError, match="out of turn"):
                 self.mailbox.put(key, "never filed")
+            self.breaks_the_link(key.sender)
             return
         self.mailbox.put(key, item_of(key))
         self.messages[key[:2]] = known
         known.arrived.add(key.tensor)
+
+    def breaks_the_link(self, sender: str) -> None:
+        """Do what the receiver does to a sender that broke the protocol."""
+        if self.state[sender] == "joined":
+            self.lose(sender, is_meant=True)
+
+    @rule(sender=senders, data=st.data())
+    def put_in_turn(self, sender: str, data: st.DataObject) -> None:
+        numbers = {self.next[sender]} if len(self.of(sender)) < LIMIT else set()
+        numbers |= {number for number in self.of(sender) if not self.messages[sender, number].is_whole}
+        if self.state[sender] == "joined" and numbers:
+            number = data.draw(st.sampled_from(sorted(numbers)))
+            self.put(Key(sender, number, len(self.messages.get((sender, number), Known()).arrived)))
+
+    @rule(key=keys, is_meant=seldom)
+    def put_anything(self, key: Key, is_meant: bool) -> None:
+        if is_meant:
+            self.put(key)
 
     @rule(sender=senders, number=messages, count=st.integers(0, 3))
     def end(self, sender: str, number: int, count: int) -> None:
@@ -136,9 +170,10 @@ class MailboxMachine(RuleBasedStateMachine):
             self.arrivals += new
             self.same_keys(self.mailbox.end(sender, number, count), {*new, *self.claimed(sender, number)})
 
-    @rule(sender=senders, number=messages, count=st.integers(1, 3))
-    def put_a_whole_message(self, sender: str, number: int, count: int) -> None:
-        if self.expected(sender, number) and (sender, number) not in self.messages:
+    @rule(sender=senders, count=st.integers(1, 3))
+    def put_a_whole_message(self, sender: str, count: int) -> None:
+        number = self.next[sender]
+        if self.expected(sender, number):
             for tensor in range(count):
                 self.put(Key(sender, number, tensor))
             self.end(sender, number, count)
@@ -171,6 +206,18 @@ class MailboxMachine(RuleBasedStateMachine):
         self.same_keys(woken, self.claimed(sender))
 
     @rule(sender=senders, number=messages)
+    def withdraw(self, sender: str, number: int) -> None:
+        is_there, has_ended = (sender, number) in self.messages, (sender, number) in self.ended
+        if self.state[sender] != "joined" or not (is_there or has_ended):
+            with pytest.raises(ProtocolError):
+                self.mailbox.withdraw(sender, number)
+            return
+        woken = self.mailbox.withdraw(sender, number)
+        if is_there:
+            self.drop(sender, number)
+        self.same_keys(woken, self.claimed(sender, number) if is_there else ())
+
+    @rule(sender=senders, number=messages)
     def discard(self, sender: str, number: int) -> None:
         had_arrived, woken = self.mailbox.discard(sender, number)
         is_there = (sender, number) in self.messages
@@ -180,6 +227,15 @@ class MailboxMachine(RuleBasedStateMachine):
             self.same_keys(woken, self.claimed(sender, number))
         else:
             assert woken == []
+
+    @rule(sender=senders, ahead=st.integers(0, 2))
+    def discard_what_is_to_come(self, sender: str, ahead: int) -> None:
+        self.discard(sender, self.next[sender] + ahead)
+
+    @precondition(lambda self: "lost" in self.state.values())
+    @rule(data=st.data(), ahead=st.integers(0, 2))
+    def come_back(self, data: st.DataObject, ahead: int) -> None:
+        self.join(data.draw(st.sampled_from([s for s in "abc" if self.state[s] == "lost"])), ahead)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), is_all=seldom)
