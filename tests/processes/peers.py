@@ -13,7 +13,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import uvloop
 
-from aiotensor import TensorHandle, TensorQueue, TensorReceiver, TensorSender
+from aiotensor import TensorHandle, TensorReceiver, TensorSender
+from aiotensor.links import Endpoint
 from tests.pairs import pattern
 
 P = ParamSpec("P")
@@ -26,7 +27,7 @@ _spawn = multiprocessing.get_context("spawn")
 class State:
     """What a peer process has between calls."""
 
-    queue: TensorQueue
+    endpoint: Endpoint
     senders: list[TensorSender] = field(default_factory=list)
     receivers: list[TensorReceiver] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -44,9 +45,9 @@ class State:
 class Peer:
     """A child process, as the test sees it."""
 
-    def __init__(self, queue: TensorQueue, *, uvloop: bool = True) -> None:
+    def __init__(self, endpoint: Endpoint, *, uvloop: bool = True) -> None:
         self._connection, theirs = _spawn.Pipe()
-        self.process = _spawn.Process(target=_main, args=(queue, theirs, uvloop), daemon=True)
+        self.process = _spawn.Process(target=_main, args=(endpoint, theirs, uvloop), daemon=True)
         self.process.start()
         theirs.close()
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -120,27 +121,27 @@ class Peer:
 
 
 @asynccontextmanager
-async def peers(queue: TensorQueue, count: int) -> AsyncIterator[list[Peer]]:
+async def peers(endpoint: Endpoint, count: int) -> AsyncIterator[list[Peer]]:
     """Start children, and end them with the block."""
     started: list[Peer] = []
     try:
         for _ in range(count):
-            started.append(Peer(queue))
+            started.append(Peer(endpoint))
         yield started
     finally:
         for peer in started:
             await peer.close()
 
 
-def _main(queue: TensorQueue, connection: Connection, use_uvloop: bool) -> None:
+def _main(endpoint: Endpoint, connection: Connection, use_uvloop: bool) -> None:
     torch.set_num_threads(1)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop if use_uvloop else None) as runner:
-        runner.run(_serve(queue, connection))
+        runner.run(_serve(endpoint, connection))
 
 
-async def _serve(queue: TensorQueue, connection: Connection) -> None:
+async def _serve(endpoint: Endpoint, connection: Connection) -> None:
     loop = asyncio.get_running_loop()
-    state = State(queue)
+    state = State(endpoint)
     finished = loop.create_future()
     running: set[asyncio.Task[None]] = set()
 
@@ -186,14 +187,14 @@ async def _answer(
 
 
 async def open_sender(state: State, max_concurrent_videos: int = 8, arena_bytes: int = 1 << 30) -> str:
-    sender = TensorSender(state.queue, max_concurrent_videos, arena_bytes)
+    sender = TensorSender(state.endpoint, max_concurrent_videos, arena_bytes)
     await sender.__aenter__()
     state.senders.append(sender)
     return sender.id
 
 
 async def open_receiver(state: State) -> None:
-    receiver = TensorReceiver(state.queue)
+    receiver = TensorReceiver(state.endpoint)
     await receiver.__aenter__()
     state.receivers.append(receiver)
 
