@@ -89,8 +89,9 @@ def _loop_lag(report: Report) -> Figure | None:
                 alpha=1.0 if busy else 0.35,
                 label=label if busy else None,
             )
-            axes.bar_label(bars, fmt="%.2g", fontsize=7, padding=2)
+            axes.bar_label(bars, fmt="%.2g", fontsize=7, padding=3, rotation=90)
     axes.set_xticks(range(len(_LAGS)), list(_LAGS.values()))
+    axes.margins(y=0.1)
     axes.grid(visible=False, axis="x")
     axes.set_ylabel("milliseconds late, less is better")
     axes.legend(loc="upper left", fontsize=9)

@@ -16,7 +16,7 @@ WORKLOADS = {
             title="Round trip of a tensor from ordinary memory",
             score="median_s",
             more_is_better=False,
-            full=Effort(rounds=3, bytes=256 * _MIB, most=400, fewest=5),
+            full=Effort(rounds=3, bytes=256 * _MIB, most=400, fewest=8),
             quick=Effort(rounds=2, bytes=96 * _MIB, most=150, fewest=3),
         ),
         Workload(
@@ -48,7 +48,7 @@ WORKLOADS = {
             title="Many senders to one receiver",
             score="tensors_per_s",
             more_is_better=True,
-            full=Effort(rounds=1, bytes=1024 * _MIB, most=50_000, fewest=20, seconds=0.7),
+            full=Effort(rounds=2, bytes=1024 * _MIB, most=50_000, fewest=20, seconds=0.5),
             quick=Effort(rounds=1, bytes=256 * _MIB, most=20_000, fewest=10, seconds=0.2),
             sizes=(4 * _KIB, _MIB),
             senders=(1, 4, 16),
