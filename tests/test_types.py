@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiotensor.types import Delivery, ReceiverStatistics, SenderStatistics, TensorHandle, Usage
+from aiotensor.types import Delivery, Holder, ReceiverStatistics, SenderStatistics, TensorHandle, Usage
 
 HANDLE = TensorHandle("0123456789abcdef" * 2, 3, 1, "uint8", (120, 720, 1280, 3), "cpu")
 
@@ -48,7 +48,10 @@ def test_a_handle_can_be_a_key() -> None:
     assert {HANDLE: "found"}[same] == "found"
 
 
-RECORDS = [HANDLE, Usage(1, 2, 3), SenderStatistics(*range(11)), ReceiverStatistics(*range(11))]
+HOLDER = Holder(3, "open", 100, 0.5)
+SENT = SenderStatistics(8, 1, 2, 0, 0.5, (HOLDER,), *range(9))
+RECEIVED = ReceiverStatistics(*range(17))
+RECORDS = [HANDLE, Usage(1, 2, 3), HOLDER, SENT, RECEIVED]
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
@@ -69,7 +72,21 @@ def test_a_delivery_is_a_handle_and_its_tensor_and_cannot_be_changed() -> None:
         delivery.tensor = torch.ones(3)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("record", RECORDS[1:], ids=lambda record: type(record).__name__)
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_a_record_can_be_told_to_others(record: msgspec.Struct) -> None:
+    told = json.loads(json.dumps(msgspec.to_builtins(record)))
+
+    assert list(told) == list(record.__struct_fields__)
+    assert msgspec.convert(told, type(record)) == record
+
+
+def test_statistics_name_who_holds_what() -> None:
+    assert SENT.holders[0].bytes == 100
+    assert SENT.holders[0].message == 3
+    assert msgspec.structs.replace(HOLDER, message=None).message is None
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
 def test_every_field_of_a_record_is_explained(record: msgspec.Struct) -> None:
     for field in record.__struct_fields__:
         assert f"\n        {field}: " in str(type(record).__doc__)

@@ -1,97 +1,193 @@
+import gc
 import threading
+from collections.abc import Iterator
 
 import numpy as np
+import pytest
 import torch
 
 from aiotensor import placements
-from aiotensor.placements import Allocations, new_shared
+from aiotensor.placements import Allocations, Block
+from aiotensor.placements.dtypes import DTYPES, name_of_dtype
+from tests.placements.segments import MIB, arena_of, bytes_of, other_side_of, place_in, random_tensor
 
-WANTED = threading.Event()  # never set
-MIB = 1 << 20
 
-
-class Freed:
-    """Collect the numbers of the blocks that were freed."""
+class Desk:
+    """Allocate from an arena, and collect the numbers of the blocks that were freed."""
 
     def __init__(self) -> None:
-        self.blocks: list[int] = []
-        self.allocations = Allocations(self.blocks.append)
+        self.freed: list[int] = []
+        self.allocations = Allocations(self.freed.append)
+        self._context = arena_of(8 * MIB)
+        self.arena = self._context.__enter__()
+        self.blocks: dict[int, Block] = {}
+
+    def close(self) -> None:
+        self._context.__exit__(None, None, None)
 
     def allocate(
-        self, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8, block: int = 7
+        self, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8, number: int = 7
     ) -> torch.Tensor:
         nbytes = int(np.prod(shape)) * dtype.itemsize
-        return self.allocations.add(new_shared(nbytes), block, dtype, shape)
+        self.blocks[number] = Block(number, place_in(self.arena, nbytes))
+        return self.allocations.add(self.blocks[number], dtype, shape)
+
+    def take_back(self, number: int) -> None:
+        """Do what the sender does when it hears of a freed block."""
+        self.allocations.forget(number)
+        self.arena.free(self.blocks.pop(number).place)
 
 
-def test_an_allocated_tensor_and_its_contiguous_views_are_sent_where_they_lie() -> None:
-    freed = Freed()
-    tensor = freed.allocate((4, 6), torch.float32)
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    desk = Desk()
+    yield desk
+    desk.close()
+
+
+def is_found(desk: Desk, tensor: torch.Tensor, number: int = 7) -> bool:
+    allocation = desk.allocations.find(tensor)
+    assert allocation is None or allocation.block == desk.blocks[number]
+    return allocation is not None
+
+
+def test_an_allocated_tensor_and_its_contiguous_views_are_sent_where_they_lie(desk: Desk) -> None:
+    desk.allocate((100,), number=6)  # so that the offsets differ
+    tensor = desk.allocate((4, 6), torch.float32)
     tensor.copy_(torch.arange(24.0).reshape(4, 6))
+    segment = desk.blocks[7].place.segment
+    segments = {segment.number: other_side_of(segment)}
 
     for view in (tensor, tensor[1:3], tensor[2], tensor[3, 5], tensor.reshape(-1), tensor.view(torch.int32)):
-        plan = placements.plan(view, freed.allocations)
-        assert (plan.new_bytes, plan.block, plan.is_quick) == (0, 7, True)
-        opened = placements.open_tensor(*plan.place(WANTED), str(view.dtype)[6:], tuple(view.shape)).tensor
+        plan = placements.plan(view, desk.allocations)
+        assert plan.new_bytes == 0
+        assert plan.allocation is not None
+        assert plan.allocation.block == desk.blocks[7]
+        placed = placements.place_allocated(view, plan.allocation)
+        name = name_of_dtype(view.dtype)
+        assert name is not None
+        opened = placements.open_tensor(*placed, name, tuple(view.shape), segments).tensor
         assert torch.equal(opened, view)
         opened.reshape(-1)[-1] = 5
         assert view.reshape(-1)[-1] == 5, "it is not the same memory"
 
 
-def test_what_is_not_contiguous_in_allocated_memory_is_copied() -> None:
-    freed = Freed()
-    tensor = freed.allocate((4, 6), torch.complex64)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+def test_a_tensor_of_any_dtype_is_allocated_and_seen_on_the_other_side(
+    desk: Desk, dtype: torch.dtype
+) -> None:
+    source = random_tensor((3, 5), dtype)
+    tensor = desk.allocate((3, 5), dtype)
+    tensor.view(-1).view(torch.uint8).copy_(source.view(-1).view(torch.uint8))
+    allocation = desk.allocations.find(tensor)
+    assert allocation is not None
+    assert (tensor.dtype, tuple(tensor.shape), tensor.is_contiguous()) == (dtype, (3, 5), True)
+
+    placed = placements.place_allocated(tensor, allocation)
+    segment = allocation.block.place.segment
+    segments = {segment.number: other_side_of(segment)}
+    opened = placements.open_tensor(*placed, str(name_of_dtype(dtype)), (3, 5), segments)
+    assert opened.tensor.dtype is dtype
+    assert bytes_of(opened.tensor) == bytes_of(source)
+
+
+def test_what_is_not_contiguous_in_allocated_memory_is_copied(desk: Desk) -> None:
+    tensor = desk.allocate((4, 6), torch.complex64)
+    assert is_found(desk, tensor)
 
     for view in (tensor.t(), tensor[:, 1:3], tensor[::2], tensor.expand(2, 4, 6)):
-        assert freed.allocations.find(view) is None
+        assert not is_found(desk, view)
     for view in (tensor.conj(), tensor.conj().imag[:1, :1], torch._neg_view(tensor)):
-        assert freed.allocations.find(view) is None
+        assert not is_found(desk, view)
 
 
-def test_memory_that_nobody_allocated_here_is_copied() -> None:
-    freed = Freed()
-    tensor = freed.allocate((4, 6))
+def test_memory_that_nobody_allocated_here_is_copied(desk: Desk) -> None:
+    tensor = desk.allocate((4, 6))
+    other = Desk()
 
-    assert freed.allocations.find(tensor.clone()) is None
-    assert freed.allocations.find(torch.zeros(3)) is None
-    assert Freed().allocations.find(tensor) is None
-
-
-def test_another_storage_over_allocated_memory_is_copied() -> None:
-    freed = Freed()
-    tensor = freed.allocate((4, 6))
-
-    assert freed.allocations.find(torch.from_numpy(tensor.numpy())) is None
+    assert not is_found(desk, tensor.clone())
+    assert not is_found(desk, torch.zeros(3))
+    assert not is_found(other, tensor)
+    other.close()
 
 
-def test_an_empty_view_of_allocated_memory_travels_in_the_frame() -> None:
-    freed = Freed()
-    plan = placements.plan(freed.allocate((4, 6))[:0], freed.allocations)
+def test_a_copied_block_beside_an_allocated_one_is_not_taken_for_it(desk: Desk) -> None:
+    places = [place_in(desk.arena, 64) for _ in range(3)]
+    allocated = desk.allocations.add(Block(7, places[1]), torch.uint8, (64,))
+    desk.blocks[7] = Block(7, places[1])
+    neighbours = [torch.frombuffer(place.view(), dtype=torch.uint8) for place in (places[0], places[2])]
+    assert {abs(one.data_ptr() - allocated.data_ptr()) for one in neighbours} == {64}
 
-    assert (plan.new_bytes, plan.block) == (0, None)
-    assert plan.place(WANTED).placement == "inline"
+    assert is_found(desk, allocated[63:])
+    for one in neighbours:
+        assert not is_found(desk, one)
 
 
-def test_a_block_is_freed_once_when_the_last_view_of_it_is_gone() -> None:
-    freed = Freed()
-    tensor = freed.allocate((4, 6))
+def test_each_of_several_blocks_is_found_by_its_own_number(desk: Desk) -> None:
+    tensors = {number: desk.allocate((1000,), number=number) for number in range(5)}
+
+    for number, tensor in tensors.items():
+        assert is_found(desk, tensor, number)
+        assert is_found(desk, tensor[-1:], number)
+
+
+@pytest.mark.parametrize("way", ["numpy", "numpy slice", "detached", "buffer", "storage", "dlpack"])
+def test_whatever_way_a_view_of_allocated_memory_was_made_it_is_sent_where_it_lies(
+    desk: Desk, way: str
+) -> None:
+    tensor = desk.allocate((4, 6), torch.int32)
+    match way:
+        case "numpy":
+            view = torch.from_numpy(tensor.numpy())
+        case "numpy slice":
+            view = torch.from_numpy(tensor.numpy()[1:3])
+        case "detached":
+            view = tensor.detach().view(-1)
+        case "buffer":
+            view = torch.frombuffer(tensor.numpy().reshape(-1), dtype=torch.uint8)
+        case "storage":
+            view = torch.empty(0, dtype=torch.int32).set_(tensor.untyped_storage(), 6, (6,), (1,))
+        case _:
+            view = torch.from_dlpack(tensor)  # type: ignore[attr-defined]
+    del tensor
+
+    assert desk.freed == []
+    assert is_found(desk, view)
+
+
+def test_an_empty_view_of_allocated_memory_travels_in_the_frame(desk: Desk) -> None:
+    tensor = desk.allocate((4, 6))
+
+    assert placements.plan(tensor[:0], desk.allocations) == (0, None)
+
+
+@pytest.mark.parametrize("nbytes", [1, placements.MAX_INLINE_BYTES, placements.MAX_INLINE_BYTES + 1])
+def test_allocated_memory_is_never_copied_however_small_it_is(desk: Desk, nbytes: int) -> None:
+    plan = placements.plan(desk.allocate((nbytes,)), desk.allocations)
+
+    assert plan.new_bytes == 0
+    assert plan.allocation is not None
+
+
+def test_a_block_is_freed_once_when_the_last_view_of_it_is_gone(desk: Desk) -> None:
+    tensor = desk.allocate((4, 6))
     view = tensor[1:2]
     array = tensor.numpy()
     del tensor
-    assert freed.blocks == []
-    assert freed.allocations.find(view) == 7
+    assert desk.freed == []
+    assert is_found(desk, view)
 
     del view
-    assert freed.blocks == []
+    assert desk.freed == []
 
     del array
-    assert freed.blocks == [7]
+    assert desk.freed == [7]
 
 
-def test_a_block_that_is_freed_in_another_thread_is_reported_there() -> None:
+def test_a_block_that_is_freed_in_another_thread_is_reported_there(desk: Desk) -> None:
     where: list[int | None] = []
     allocations = Allocations(lambda _: where.append(threading.get_ident()))
-    held = [allocations.add(new_shared(64), 0, torch.uint8, (64,))]
+    held = [allocations.add(Block(0, place_in(desk.arena, 64)), torch.uint8, (64,))]
     thread = threading.Thread(target=held.clear)
     thread.start()
     thread.join()
@@ -99,34 +195,75 @@ def test_a_block_that_is_freed_in_another_thread_is_reported_there() -> None:
     assert where == [thread.ident]
 
 
-def test_a_new_block_at_an_old_address_is_the_new_block() -> None:
-    freed = Freed()
-    addresses = []
-    for block in range(20):
-        tensor = freed.allocate((MIB,), block=block)
-        addresses.append(tensor.data_ptr())
-        assert freed.allocations.find(tensor) == block
+def test_a_block_in_a_cycle_is_reported_by_the_garbage_collector(desk: Desk) -> None:
+    cycle: list[object] = [desk.allocate((64,))]
+    cycle.append(cycle)
+    del cycle
+    gc.collect(0)
+
+    assert desk.freed == [7]
+
+
+def test_a_forgotten_block_is_not_found(desk: Desk) -> None:
+    tensor = desk.allocate((64,))
+    desk.allocations.forget(7)
+
+    assert desk.allocations.find(tensor) is None
+    desk.allocations.forget(7)  # nor does it matter when nothing is known of it
+
+
+def test_a_new_block_at_an_old_address_is_the_new_block(desk: Desk) -> None:
+    addresses = set()
+    for number in range(5):
+        tensor = desk.allocate((MIB,), number=number)
+        addresses.add(tensor.data_ptr())
+        assert is_found(desk, tensor, number)
         del tensor
+        assert desk.freed.pop() == number
+        desk.take_back(number)
 
-    assert freed.blocks == list(range(20))
-    assert len(set(addresses)) < 20, "no address was used twice: this showed nothing"
+    assert len(addresses) == 1, "no address was used twice: this showed nothing"
 
 
-def test_memory_of_others_at_the_address_of_a_freed_block_is_copied() -> None:
-    freed = Freed()
-    tensor = freed.allocate((MIB,))
+def test_a_copy_at_the_address_of_a_freed_block_is_not_taken_for_it(desk: Desk) -> None:
+    tensor = desk.allocate((MIB,))
     address = tensor.data_ptr()
     del tensor
-    others = [torch.empty(0, dtype=torch.uint8).set_(new_shared(MIB).storage) for _ in range(3)]
+    desk.take_back(7)
+    place = place_in(desk.arena, MIB)
+    copied = torch.frombuffer(place.view(), dtype=torch.uint8)
 
-    assert any(other.data_ptr() == address for other in others), "it was not used again: this showed nothing"
-    assert [freed.allocations.find(other) for other in others] == [None] * 3
+    assert copied.data_ptr() == address
+    assert desk.allocations.find(copied) is None
 
 
-def test_a_late_word_of_an_old_block_leaves_the_new_one_at_its_address_known() -> None:
-    freed = Freed()
-    tensor = freed.allocate((64,), block=2)
-    freed.allocations._freed(tensor.data_ptr(), 1)
+def test_a_block_of_a_connection_that_ended_is_copied_and_stays_usable(desk: Desk) -> None:
+    tensor = desk.allocate((4, 6))
+    tensor.fill_(3)
+    desk.arena.detach(retire=True)
 
-    assert freed.blocks == [1]
-    assert freed.allocations.find(tensor) == 2
+    assert desk.allocations.find(tensor) is None
+    assert tensor.tolist() == [[3] * 6] * 4
+    newer = desk.allocate((4, 6), number=8)
+    assert is_found(desk, newer, 8)
+    tensor = tensor[:1]
+    assert not is_found(desk, tensor)
+    del tensor
+    assert desk.freed == [7]
+    desk.take_back(7)
+
+
+def test_a_block_whose_peer_left_nothing_behind_is_sent_to_the_next_one(desk: Desk) -> None:
+    tensor = desk.allocate((4, 6))
+    desk.arena.detach(retire=False)
+
+    assert is_found(desk, tensor)
+
+
+def test_an_allocated_tensor_outlives_the_arena() -> None:
+    desk = Desk()
+    tensor = desk.allocate((MIB,))
+    tensor.fill_(3)
+    desk.close()
+
+    assert tensor.sum() == 3 * MIB

@@ -1,7 +1,3 @@
-import os
-import threading
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 import torch
@@ -30,24 +26,10 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 def place(source: torch.Tensor) -> bytes:
     """Return the bytes of a tensor that travels in the frame."""
-    placed = placements.plan(source, placements.Allocations(print)).place(threading.Event())
+    assert placements.plan(source, placements.Allocations(print)) == (0, None)
+    placed = placements.place_inline(source)
     assert placed.placement == "inline"
-    assert placed.descriptors == []
     return placed.payload
-
-
-def descriptors(count: int) -> list[int]:
-    return [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
-
-
-def are_closed(numbers: Sequence[int]) -> bool:
-    for number in numbers:
-        try:
-            os.fstat(number)
-        except OSError:
-            continue
-        return False
-    return True
 
 
 @settings(max_examples=300, deadline=None)
@@ -102,6 +84,11 @@ def test_no_element_is_no_byte_whatever_its_strides(source: torch.Tensor) -> Non
 def test_a_conjugate_view_ships_the_values_that_it_shows() -> None:
     assert place(torch.tensor([1 + 2j]).conj()) == place(torch.tensor([1 - 2j]))
     assert place(torch.tensor([1 + 2j]).conj().imag) == place(torch.tensor([-2.0]))
+    assert place(torch._neg_view(torch.tensor([2.0]))) == place(torch.tensor([-2.0]))
+
+
+def test_a_parameter_ships_its_values() -> None:
+    assert place(torch.nn.Parameter(torch.tensor([2.0]))) == place(torch.tensor([2.0]))
 
 
 def test_an_opened_tensor_has_memory_of_its_own() -> None:
@@ -133,13 +120,11 @@ def test_an_empty_tensor_has_no_bytes() -> None:
 # The table of openers
 
 
-def test_an_inline_tensor_has_no_owner_and_uses_the_descriptors_up() -> None:
-    numbers = descriptors(2)
-    opened = placements.open_tensor("inline", b"\x01\x02", numbers, "uint8", (2,))
+def test_an_inline_tensor_lies_in_no_segment() -> None:
+    opened = placements.open_tensor("inline", b"\x01\x02", "uint8", (2,), {})
 
     assert opened.tensor.tolist() == [1, 2]
-    assert opened.owner is None
-    assert are_closed(numbers)
+    assert (opened.segment, opened.owner) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -152,21 +137,21 @@ def test_an_inline_tensor_has_no_owner_and_uses_the_descriptors_up() -> None:
         ("inline", b"", "uint8", (2**63 - 1, 2), "more than can be addressed"),
         ("inline", b"", "float64", (2**60,), "more than can be addressed"),
         ("inline", b"", "uint8", (0, 2**62, 2), "more than can be addressed"),
-        ("memfd", b"", "uint8", (2**63 - 1,) * 64, "more than can be addressed"),
+        ("arena", bytes(16), "uint8", (2**63 - 1,) * 64, "more than can be addressed"),
+        ("arena", bytes(16), "uint8", (1,), "in segment 0, which it never attached"),
+        ("arena", b"\xff" * 16, "uint8", (1,), "in segment 18446744073709551615, which it never attached"),
+        ("arena", b"", "uint8", (1,), "by 0 bytes, which name no place"),
     ],
 )
-def test_what_cannot_be_is_refused_and_its_descriptors_are_closed(
+def test_what_cannot_be_is_refused(
     placement: str, payload: bytes, dtype: str, shape: tuple[int, ...], reason: str
 ) -> None:
-    numbers = descriptors(2)
     with pytest.raises(ProtocolError, match=reason):
-        placements.open_tensor(placement, payload, numbers, dtype, shape)
-
-    assert are_closed(numbers)
+        placements.open_tensor(placement, payload, dtype, shape, {})
 
 
 def test_an_empty_tensor_as_large_as_can_be_addressed_is_opened() -> None:
-    opened = placements.open_tensor("inline", b"", [], "uint8", (0, 2**62))
+    opened = placements.open_tensor("inline", b"", "uint8", (0, 2**62), {})
 
     assert opened.tensor.shape == (0, 2**62)
 
@@ -177,13 +162,11 @@ def test_an_empty_tensor_as_large_as_can_be_addressed_is_opened() -> None:
 @pytest.mark.parametrize("shape", [(MAX_INLINE_BYTES,), (0, 1 << 30), ()], ids=str)
 def test_a_small_or_empty_tensor_travels_in_the_frame(shape: tuple[int, ...]) -> None:
     source = torch.empty(shape, dtype=torch.uint8)
-    plan = placements.plan(source, placements.Allocations(print))
 
-    assert (plan.new_bytes, plan.block, plan.is_quick) == (0, None, True)
+    assert placements.plan(source, placements.Allocations(print)) == (0, None)
 
 
 def test_an_expanded_tensor_is_as_large_as_what_it_shows() -> None:
     source = torch.zeros(1, dtype=torch.uint8).expand(MAX_INLINE_BYTES + 1)
-    plan = placements.plan(source, placements.Allocations(print))
 
-    assert (plan.new_bytes, plan.block, plan.is_quick) == (MAX_INLINE_BYTES + 1, None, False)
+    assert placements.plan(source, placements.Allocations(print)) == (MAX_INLINE_BYTES + 1, None)

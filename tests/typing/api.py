@@ -12,6 +12,7 @@ import aiotensor
 from aiotensor import (
     AioTensorError,
     Delivery,
+    Holder,
     OpenMessage,
     ReceiverStatistics,
     SenderStatistics,
@@ -46,6 +47,29 @@ async def send_one(queue: TensorQueue, tensor: torch.Tensor, array: npt.NDArray[
         await sender.send([tensor])  # type: ignore[arg-type]
         await sender.send(b"bytes")  # type: ignore[arg-type]
         await sender.send(None)  # type: ignore[arg-type]
+
+
+async def meet_at_an_address(address: str) -> None:
+    async with (
+        TensorReceiver(
+            address,
+            max_senders=4,
+            max_mapped_bytes=None,
+            max_unclaimed_messages=None,
+            max_frame_bytes=1 << 15,
+        ) as receiver,
+        TensorSender(address, keep_warm_seconds=None, long_wait_seconds=2.5) as sender,
+    ):
+        assert_type(receiver, TensorReceiver)
+        assert_type(sender, TensorSender)
+    TensorReceiver("unix:///run/user/1000/engine.sock", max_senders=None)
+    TensorSender("unix:///run/user/1000/engine.sock", 8, 1 << 30)
+
+    TensorSender(address, 8, 1 << 30, 30.0)  # type: ignore[call-arg]
+    TensorSender(address, keep_warm_seconds="30")  # type: ignore[arg-type]
+    TensorReceiver(address, 4)  # type: ignore[call-arg]
+    TensorReceiver(address, max_frame_bytes=None)  # type: ignore[arg-type]
+    TensorReceiver(b"unix:///run/user/1000/engine.sock")  # type: ignore[arg-type]
 
 
 async def send_several(sender: TensorSender, tensors: Sequence[torch.Tensor]) -> list[TensorHandle]:
@@ -113,8 +137,21 @@ def look_at_numbers(sender: TensorSender, receiver: TensorReceiver) -> tuple[int
     received = receiver.statistics()
     assert_type(sent, SenderStatistics)
     assert_type(received, ReceiverStatistics)
+    assert_type(sent.longest_wait_s, float)
+    assert_type(sent.holders, tuple[Holder, ...])
+    assert_type(sent.receivers_lost + sent.warm_bytes, int)
+    assert_type(received.max_senders, int | None)
+    assert_type(received.mapped_bytes + received.promised_messages + received.senders_refused, int)
     sent.in_flight = 0  # type: ignore[misc]
     return sent.peak_in_flight + sent.waiting, received.leased_bytes
+
+
+def say_who_holds_it(holder: Holder) -> str:
+    assert_type(holder.message, int | None)
+    assert_type(holder.bytes, int)
+    assert_type(holder.seconds, float)
+    holder.bytes = 0  # type: ignore[misc]
+    return holder.state
 
 
 async def tell_errors_apart(receiver: TensorReceiver, sender: TensorSender, handle: TensorHandle) -> str:

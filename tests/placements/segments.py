@@ -1,0 +1,82 @@
+"""What the tests of shared memory share: a clock, places, and memory to look at."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from aiotensor import placements
+from aiotensor.placements import Arena, MappedSegment, Place, open_segment
+from aiotensor.placements.arena import Segment
+
+MIB = 1 << 20
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def arena_of(nbytes: int = 8 * MIB, clock: Clock | None = None) -> Iterator[Arena]:
+    """Make an arena, and close it."""
+    arena = Arena(nbytes, clock or Clock())
+    try:
+        yield arena
+    finally:
+        arena.close()
+
+
+@contextmanager
+def segment_of(nbytes: int = 8 * MIB) -> Iterator[Segment]:
+    """Open a segment, and close it."""
+    segment = Segment(3, nbytes)
+    segment.open()
+    try:
+        yield segment
+    finally:
+        segment.close()
+
+
+def place_in(arena: Arena, nbytes: int) -> Place:
+    """Allocate a block, in a segment that is open."""
+    place = arena.allocate(nbytes)
+    assert place is not None
+    place.segment.open()
+    return place
+
+
+def warm(place: Place) -> Place:
+    """Get memory for a block."""
+    cold = place.cold
+    place.segment.fill(cold)
+    place.segment.filled(cold)
+    return place
+
+
+def other_side_of(segment: Segment) -> MappedSegment:
+    """Map a segment once more, as the receiver does."""
+    return open_segment(segment.descriptor, segment.nbytes)
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype = torch.uint8, seed: int = 0) -> torch.Tensor:
+    tensor = placements.new_tensor(shape, dtype)
+    values = np.random.default_rng(seed).integers(0, 256, tensor.nbytes, np.uint8)
+    tensor.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(values))
+    return tensor
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def open_files() -> set[str]:
+    # But for the one that lists them.
+    return {name for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")}
