@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -20,7 +21,12 @@ from tests.pairs import pattern
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_spawn = multiprocessing.get_context("spawn")
+# Children come from a server that has imported what takes long.
+_contexts: dict[str, SpawnContext | ForkServerContext] = {
+    "spawn": multiprocessing.get_context("spawn"),
+    "forkserver": multiprocessing.get_context("forkserver"),
+}
+_contexts["forkserver"].set_forkserver_preload(["pytest", "torch", "uvloop", "aiotensor"])
 
 
 @dataclass
@@ -45,9 +51,10 @@ class State:
 class Peer:
     """A child process, as the test sees it."""
 
-    def __init__(self, endpoint: Endpoint, *, uvloop: bool = True) -> None:
-        self._connection, theirs = _spawn.Pipe()
-        self.process = _spawn.Process(target=_main, args=(endpoint, theirs, uvloop), daemon=True)
+    def __init__(self, endpoint: Endpoint, *, uvloop: bool = True, method: str = "forkserver") -> None:
+        context = _contexts[method]
+        self._connection, theirs = context.Pipe()
+        self.process = context.Process(target=_main, args=(endpoint, theirs, uvloop), daemon=True)
         self.process.start()
         theirs.close()
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -121,12 +128,12 @@ class Peer:
 
 
 @asynccontextmanager
-async def peers(endpoint: Endpoint, count: int) -> AsyncIterator[list[Peer]]:
+async def peers(endpoint: Endpoint, count: int, method: str = "forkserver") -> AsyncIterator[list[Peer]]:
     """Start children, and end them with the block."""
     started: list[Peer] = []
     try:
         for _ in range(count):
-            started.append(Peer(endpoint))
+            started.append(Peer(endpoint, method=method))
         yield started
     finally:
         for peer in started:

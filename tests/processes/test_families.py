@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
 async def test_senders_in_several_processes_feed_one_receiver_in_any_order(endpoint: Endpoint) -> None:
-    async with peers.peers(endpoint, 3) as children, TensorReceiver(endpoint) as receiver:
+    async with peers.peers(endpoint, 3, "spawn") as children, TensorReceiver(endpoint) as receiver:
         for child in children:
             await child.call(peers.open_sender, 64)
         sending = [

@@ -1,0 +1,176 @@
+"""The socket link between users, and without descriptors. In children, which may change what they are."""
+
+# ruff: noqa: ASYNC240 - the paths of tests are quick
+import asyncio
+import os
+import resource
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from aiotensor.errors import AccessDeniedError
+from tests.links.unix_ends import Receiver, Sender, connecting, in_child, listening
+
+_NOBODY = 65534
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+
+
+def _connect_as_nobody(path: Path) -> str:
+    os.setuid(_NOBODY)
+    return asyncio.run(_connect(path))
+
+
+async def _connect(path: Path) -> str:
+    sender = Sender(path)
+    try:
+        await sender.link.open(sender)
+    except AccessDeniedError as error:
+        return str(error)
+    sender.link.close()
+    return "connected"
+
+
+def _connect_raw_as_nobody(path: Path) -> bytes:
+    os.setuid(_NOBODY)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.connect(str(path))
+        try:
+            sock.send(b"let me in")
+        except BrokenPipeError:
+            return b""  # so quick was the refusal
+        try:
+            return sock.recv(100)
+        except ConnectionResetError:
+            return b""
+
+
+@needs_root
+async def test_another_user_may_not_connect(path: Path) -> None:
+    path.parent.chmod(0o755)
+    async with listening(path) as receiver:
+        assert "may not connect" in await in_child(_connect_as_nobody, path)
+        assert not receiver.links
+
+
+@needs_root
+async def test_another_user_may_not_enter_the_folder(path: Path) -> None:
+    async with listening(path) as receiver:
+        assert "may not connect" in await in_child(_connect_as_nobody, path)
+        assert not receiver.links
+
+
+@needs_root
+async def test_a_sender_refuses_a_receiver_that_is_another_user(path: Path) -> None:
+    path.parent.chmod(0o755)
+    async with listening(path) as receiver:
+        path.chmod(0o666)
+        answer = await in_child(_connect_as_nobody, path)
+        assert f"runs as user 0, this process as user {_NOBODY}" in answer
+        assert receiver.arrived.empty()
+
+
+@needs_root
+async def test_a_receiver_refuses_a_sender_that_is_another_user(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.parent.chmod(0o755)
+    async with listening(path) as receiver, connecting(path):
+        assert await receiver.arrived.get() == b"introduction 1"
+        path.chmod(0o666)
+        assert await in_child(_connect_raw_as_nobody, path) == b""
+        assert f"runs as user {_NOBODY}, this process as user 0" in caplog.text
+        assert len(receiver.links) == 1
+        assert receiver.arrived.empty()
+
+
+@needs_root
+async def test_root_does_not_send_to_another_users_receiver(path: Path) -> None:
+    path.parent.chmod(0o777)
+    done = path.with_name("done")
+    listening_there = asyncio.create_task(in_child(_listen_as_nobody, path, done))
+    while not path.exists():
+        await asyncio.sleep(0.01)
+    assert f"runs as user {_NOBODY}" in await _connect_when_it_listens(path)
+    done.touch()
+    assert await listening_there == 0
+
+
+def _listen_as_nobody(path: Path, done: Path) -> int:
+    os.setuid(_NOBODY)
+
+    async def listen() -> int:
+        async with listening(path) as receiver:
+            while not done.exists():
+                await asyncio.sleep(0.01)
+            return receiver.arrived.qsize()
+
+    return asyncio.run(listen())
+
+
+async def _connect_when_it_listens(path: Path) -> str:
+    while True:
+        sender = Sender(path)
+        try:
+            await sender.link.open(sender)
+        except AccessDeniedError as error:
+            return str(error)
+        assert not sender.is_ready()  # its file was there before it listened
+        sender.link.close()
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_receiver_without_descriptors_accepts_later_and_does_not_spin(loop: str, path: Path) -> None:
+    accepted, tries, seconds = asyncio.run(in_child(_accept_without_descriptors, path, loop))
+    assert accepted
+    assert tries == 1
+    assert seconds < 0.1
+
+
+def _accept_without_descriptors(path: Path, loop: str) -> tuple[bool, int, float]:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if loop == "uvloop" else None) as runner:
+        return runner.run(_accept_later(path))
+
+
+async def _accept_later(path: Path) -> tuple[bool, int, float]:
+    async with listening(path) as receiver:
+        clients = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))  # no number is free below it
+        for client in clients:
+            client.connect(str(path))
+            client.send(b"hello")
+        tries = _count_pauses(receiver)
+        while not tries:
+            await asyncio.sleep(0)
+        before = time.process_time()
+        await asyncio.sleep(0.5)
+        seconds = time.process_time() - before
+        counted = len(tries)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        accepted = [await receiver.arrived.get() for _ in clients] == [b"hello"] * 2
+        for client in clients:
+            client.close()
+        return accepted, counted, seconds
+
+
+def _count_pauses(receiver: Receiver) -> list[float]:
+    """Note when it gives up accepting for a while."""
+    loop = asyncio.get_running_loop()
+    pauses: list[float] = []
+    accept = receiver.listener._accept
+
+    def counted() -> None:
+        accept()
+        pauses.append(time.monotonic())
+
+    sock = receiver.listener._sock
+    assert sock is not None
+    loop.add_reader(sock.fileno(), counted)
+    return pauses
