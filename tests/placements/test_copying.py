@@ -132,6 +132,35 @@ def test_both_threads_copy(helper: Executor) -> None:
     assert len(seen) == 2
 
 
+def test_a_copy_ends_only_when_the_helper_has_ended_its_part(helper: Executor) -> None:
+    main = threading.get_ident()
+    has_begun, is_awaited = threading.Event(), threading.Event()
+
+    class Awaited(Executor):
+        def submit(self, work, /, *args, **kwargs):  # type: ignore[no-untyped-def]
+            running = helper.submit(work, *args, **kwargs)
+
+            class Part(Future[None]):
+                def result(self, timeout: float | None = None) -> None:
+                    is_awaited.set()
+                    running.result(10)
+
+            return Part()
+
+    def look() -> bool:
+        if threading.get_ident() == main:
+            assert has_begun.wait(10)
+        else:
+            has_begun.set()
+            is_awaited.wait(1)
+        return False
+
+    source = random_tensor((4 * MIB,))
+
+    assert copied(source, lambda s, place: copy_in_threads(s, place, look, Awaited())) == bytes_of(source)
+    assert is_awaited.is_set()
+
+
 def test_what_is_gathered_in_pieces_arrives_whole(monkeypatch: pytest.MonkeyPatch, helper: Executor) -> None:
     monkeypatch.setattr(raw, "_PIECE_BYTES", 1000)
     source = random_tensor((123, 457)).t()

@@ -1,0 +1,307 @@
+import errno
+import fcntl
+import mmap
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiotensor.placements import arena as arena_module
+from aiotensor.placements import segment_bytes
+from aiotensor.placements.arena import Segment
+from tests.placements.segments import (
+    MIB,
+    open_files,
+    segment_of,
+)
+
+
+@contextmanager
+def lowered(limit: int, value: int) -> Iterator[None]:
+    """Lower a limit of this process."""
+    soft, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (value, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(limit, (soft, hard))
+
+
+def bytes_given(segment: Segment) -> int:
+    """Ask the kernel how much memory a segment has."""
+    return os.fstat(segment.descriptor).st_blocks * 512
+
+
+def filled(segment: Segment, *chunks: int) -> None:
+    segment.fill(list(chunks))
+    segment.filled(list(chunks))
+
+
+# A segment
+
+
+def test_nobody_can_change_the_size_of_a_segment_or_take_its_seals_off() -> None:
+    with segment_of(MIB) as segment:
+        for size in (0, MIB - 1, MIB + 1):
+            with pytest.raises(PermissionError):
+                os.ftruncate(segment.descriptor, size)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(segment.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        assert os.fstat(segment.descriptor).st_size == MIB
+
+
+def test_a_segment_has_no_name_and_no_child_inherits_it() -> None:
+    with segment_of() as segment:
+        assert os.readlink(f"/proc/self/fd/{segment.descriptor}").startswith("/memfd:")
+        assert not os.get_inheritable(segment.descriptor)
+
+
+def test_a_segment_takes_no_memory_until_it_is_filled() -> None:
+    with segment_of(1 << 36) as segment:
+        assert bytes_given(segment) == 0
+        assert segment.warm_bytes == 0
+        assert not segment.is_warm(0, 1)
+        assert not segment.has_idle
+
+
+@pytest.mark.parametrize("nbytes", [1, mmap.PAGESIZE - 1, mmap.PAGESIZE, mmap.PAGESIZE + 1, 10 * MIB + 1])
+def test_a_segment_is_whole_pages_and_holds_what_was_asked_for(nbytes: int) -> None:
+    with segment_of(nbytes) as segment:
+        assert segment.nbytes == segment_bytes(nbytes) == os.fstat(segment.descriptor).st_size
+        assert nbytes <= segment.nbytes < nbytes + mmap.PAGESIZE
+        assert segment.nbytes % mmap.PAGESIZE == 0
+        assert segment.blocks.allocate(nbytes) is not None
+
+
+def test_a_segment_that_is_open_stays_as_it_is() -> None:
+    with segment_of() as segment:
+        before, files = segment.descriptor, open_files()
+        segment.open()
+
+        assert segment.descriptor == before
+        assert open_files() == files
+
+
+def test_a_segment_that_was_never_opened_can_be_closed_and_so_can_a_closed_one() -> None:
+    before = open_files()
+    segment = Segment(0, MIB)
+    segment.close()
+    segment.open()
+    segment.close()
+    segment.close()
+
+    assert open_files() == before
+
+
+def test_a_range_is_warm_when_every_chunk_that_it_touches_is_noted_as_filled() -> None:
+    with segment_of() as segment:
+        assert segment.cold(MIB - 1, 2) == [0, 1]
+        segment.fill([1, 2])
+        assert not segment.is_warm(MIB, 1), "the worker fills, and only then the loop takes note"
+        segment.filled([1, 2])
+
+        assert segment.cold(MIB - 1, 2) == [0]
+        assert segment.cold(0, 4 * MIB) == [0, 3]
+        for offset, nbytes, expected in [
+            (MIB, 2 * MIB, True),
+            (MIB, 1, True),
+            (3 * MIB - 1, 1, True),
+            (MIB - 1, 2, False),
+            (3 * MIB - 1, 2, False),
+            (0, MIB, False),
+        ]:
+            assert segment.is_warm(offset, nbytes) == expected
+        assert segment.warm_bytes == bytes_given(segment) == 2 * MIB
+
+
+def test_the_last_chunk_ends_where_the_segment_ends() -> None:
+    with segment_of(5 * MIB // 2) as segment:
+        filled(segment, 0, 2)
+
+        assert segment.warm_bytes == bytes_given(segment) == 3 * MIB // 2
+        assert segment.has_idle
+        assert segment.take_idle(0) == [0, 2]
+        segment.give_back([0, 2])
+        assert bytes_given(segment) == 0
+
+
+def test_filling_what_holds_something_changes_nothing() -> None:
+    with segment_of() as segment:
+        filled(segment, 0)
+        segment.view(0, 5)[:] = b"hello"
+        filled(segment, 0, 1)
+
+        assert bytes(segment.view(0, 5)) == b"hello"
+
+
+def test_memory_that_is_given_back_is_free_and_reads_as_zero_when_it_comes_again() -> None:
+    with segment_of() as segment:
+        filled(segment, 0, 1, 2)
+        segment.view(0, 3 * MIB)[:] = b"x" * (3 * MIB)
+        segment.give_back([0, 2])
+
+        assert bytes_given(segment) == MIB
+        filled(segment, 0)
+        assert bytes(segment.view(0, MIB)) == bytes(MIB)
+        assert bytes(segment.view(MIB, MIB)) == b"x" * MIB
+
+
+def test_only_chunks_that_no_block_touches_are_idle() -> None:
+    with segment_of(8 * MIB) as segment:
+        low, middle, high = (segment.blocks.allocate(nbytes) for nbytes in (2 * MIB, 3 * MIB // 2, 64))
+        assert low is not None
+        assert middle is not None
+        assert high is not None
+        assert (low, middle, high) == (0, 2 * MIB, 8 * MIB - 64)
+        filled(segment, *range(8))
+
+        assert segment.take_idle(0) == [4, 5, 6]
+        assert segment.warm_bytes == 5 * MIB
+        segment.blocks.free(middle)
+        assert segment.take_idle(0) == [2, 3]
+        segment.blocks.free(low)
+        segment.blocks.free(high)
+        assert segment.take_idle(0) == [0, 1, 7]
+
+
+def test_there_is_something_idle_until_it_is_taken() -> None:
+    with segment_of(2 * MIB) as segment:
+        offset = segment.blocks.allocate(2 * MIB)
+        assert offset is not None
+        filled(segment, 0)
+        seen = [segment.has_idle]
+        segment.blocks.free(offset)
+        seen.append(segment.has_idle)
+        segment.take_idle(0)
+        seen.append(segment.has_idle)
+
+        assert seen == [False, True, False]
+
+
+def test_what_is_taken_as_idle_counts_as_cold_and_is_taken_once() -> None:
+    with segment_of(2 * MIB) as segment:
+        filled(segment, 0, 1)
+
+        assert segment.take_idle(0) == [0, 1]
+        assert segment.take_idle(0) == []
+        assert segment.cold(0, 2 * MIB) == [0, 1]
+        assert segment.warm_bytes == 0
+
+
+def test_a_chunk_is_idle_from_when_the_last_block_left_it() -> None:
+    with segment_of(4 * MIB) as segment:
+        filled(segment, 0, 1, 2, 3)
+        segment.leave(0, 2 * MIB, now=10.0)
+        segment.leave(MIB, MIB, now=20.0)
+
+        assert segment.take_idle(9.9) == [2, 3]  # they never held anything
+        assert segment.take_idle(10.0) == [0]
+        assert segment.has_idle
+        assert segment.take_idle(19.9) == []
+        assert segment.take_idle(20.0) == [1]
+
+
+sizes = st.one_of(st.integers(1, 4096), st.integers(MIB // 2, 3 * MIB))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    nbytes=st.integers(MIB // 2, 12 * MIB),
+    wanted=st.lists(st.tuples(sizes, st.booleans()), max_size=12),
+    chunks=st.sets(st.integers(0, 11)),
+)
+def test_a_warm_chunk_is_idle_exactly_if_no_block_has_a_byte_in_it(
+    nbytes: int, wanted: list[tuple[int, bool]], chunks: set[int]
+) -> None:
+    segment = Segment(0, nbytes)  # never opened: this is arithmetic
+    blocks = {offset: size for size, _ in wanted if (offset := segment.blocks.allocate(size)) is not None}
+    for offset, (_, is_freed) in zip(list(blocks), wanted, strict=False):
+        if is_freed:
+            segment.blocks.free(offset)
+            del blocks[offset]
+    warm_chunks = {chunk for chunk in chunks if chunk * MIB < segment.nbytes}
+    segment.filled(list(warm_chunks))
+    touched = {
+        chunk
+        for offset in blocks
+        for chunk in range(offset // MIB, (offset + segment.blocks.length_of(offset) - 1) // MIB + 1)
+    }
+
+    assert segment.has_idle == bool(warm_chunks - touched)
+    assert segment.take_idle(0) == sorted(warm_chunks - touched)
+    assert all(segment.is_warm(chunk * MIB, 1) for chunk in warm_chunks & touched)
+
+
+def test_a_view_outlives_its_segment_and_nothing_is_given_back_under_it() -> None:
+    with segment_of() as segment:
+        filled(segment, 0)
+        view = segment.view(0, 5)
+        view[:] = b"hello"
+    segment.give_back([0])
+
+    assert bytes(view) == b"hello"
+
+
+def test_memory_is_mapped_when_it_is_first_written_where_the_kernel_cannot_do_it_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(arena_module, "_MADV_POPULATE_WRITE", 9999)
+    with segment_of() as segment:
+        filled(segment, 0)
+        segment.view(0, 5)[:] = b"hello"
+
+        assert bytes_given(segment) == MIB
+        assert bytes(segment.view(0, 6)) == b"hello\0"
+
+
+# A machine that is short of something
+
+
+def test_a_segment_for_which_there_is_no_room_says_so_and_leaves_nothing_behind() -> None:
+    before = open_files()
+    segment = Segment(0, 2 * MIB)
+    with lowered(resource.RLIMIT_FSIZE, MIB), pytest.raises(OSError, match="File too large"):
+        segment.open()
+
+    assert open_files() == before
+    segment.open()
+    segment.close()
+
+
+@pytest.mark.parametrize("spare", [0, 1])  # the descriptor, and the one that the mapping keeps
+def test_a_segment_for_which_there_is_no_descriptor_says_so_and_leaves_nothing_behind(spare: int) -> None:
+    before = open_files()
+    next_free = os.dup(0)
+    os.close(next_free)
+    segment = Segment(0, MIB)
+    with lowered(resource.RLIMIT_NOFILE, next_free + spare), pytest.raises(OSError) as caught:  # noqa: PT011
+        segment.open()
+
+    assert caught.value.errno == errno.EMFILE
+    assert open_files() == before
+
+
+def test_a_segment_that_has_no_room_for_its_addresses_says_so() -> None:
+    before = open_files()
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        Segment(0, 1 << 60).open()
+
+    assert open_files() == before
+
+
+def test_memory_that_the_machine_does_not_have_is_an_error_and_not_warm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(descriptor: int, start: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with segment_of() as segment:
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(OSError, match="No space left"):
+            segment.fill([0])
+
+        assert segment.cold(0, 1) == [0]
