@@ -1,6 +1,7 @@
 """Real processes that tests drive: a peer runs coroutine functions of the tests, and answers."""
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -100,8 +101,9 @@ class Peer:
     async def close(self) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._connection.fileno())
-        if self.process.is_alive():
-            self.kill()
+        with contextlib.suppress(ProcessLookupError):  # who started it knows of its end later than it ends
+            if self.process.is_alive():
+                self.kill()
         await self.ended()
         self._connection.close()
         self.process.close()

@@ -1,0 +1,113 @@
+"""Many messages within narrow limits: nothing grows, and an idle pair does nothing."""
+
+import asyncio
+import ctypes
+import gc
+import os
+import resource
+import subprocess
+import time
+
+import pytest
+import torch
+
+from aiotensor import TensorHandle
+from aiotensor.links import Endpoint
+from tests.pairs import pattern
+from tests.processes import peers, watch
+
+_SENDS = int(os.environ.get("AIOTENSOR_SENDS", "100000"))
+_CLONE_NEWNS = 0x20000
+_GROWTH_KIB = 4096  # of an allocator that has not met every size in its warm-up
+
+
+def _small_shm() -> str:
+    """Give this process a /dev/shm of 64 MB; say why not, if it may not."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS) != 0:
+        return f"unshare: {os.strerror(ctypes.get_errno())}"
+    for command in (
+        ["mount", "--make-rprivate", "/"],
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "/dev/shm"],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return f"{' '.join(command)}: {done.stderr.strip()}"
+    return ""
+
+
+async def _live_narrowly(state: peers.State) -> str:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
+    problem = _small_shm()
+    if not problem:
+        filesystem = os.statvfs("/dev/shm")
+        assert filesystem.f_frsize * filesystem.f_blocks == 64 << 20
+    return problem
+
+
+def _tensor(number: int) -> torch.Tensor:
+    return pattern(number, 8192 if number % 10 == 9 else 512)  # 64 KiB and 4 KiB
+
+
+async def _send(state: peers.State, count: int) -> None:
+    for number in range(count):
+        await state.sender.send(_tensor(number))
+    await state.sender.drain()
+
+
+async def _receive(state: peers.State, count: int) -> bool:
+    good = True
+    for number in range(count):
+        delivery = await anext(state.receiver)
+        good &= bool(delivery.tensor[-1] == (delivery.tensor.numel() - 1) * 31 + number)
+    return good
+
+
+async def _collect(state: peers.State) -> None:
+    gc.collect()
+
+
+@pytest.mark.asyncio(loop_factories=["uvloop"])  # that of the children
+async def test_many_sends_within_128_descriptors_and_a_small_shm_leave_memory_flat(address: str) -> None:
+    async with peers.peers(address, 2) as [engine, api]:
+        for child in (engine, api):
+            problem = await child.call(_live_narrowly)
+            if problem:
+                pytest.skip(f"this needs a mount namespace of its own: {problem}")
+        await engine.call(peers.open_receiver)
+        await api.call(peers.open_sender, 64, 64 << 20)
+
+        async def many(count: int) -> tuple[list[int], list[int]]:
+            receiving = engine.start(_receive, count)
+            await api.call(_send, count)
+            assert await receiving
+            for child in (engine, api):
+                await child.call(_collect)
+            pids = (engine.pid, api.pid)
+            return [watch.resident_kib(pid) for pid in pids], [watch.descriptors(pid) for pid in pids]
+
+        memory, descriptors = await many(_SENDS // 10)
+        began = time.monotonic()
+        memory_after, descriptors_after = await many(_SENDS)
+        print(f"{(time.monotonic() - began) * 100_000 / _SENDS:.1f} s for 100,000 sends")  # noqa: T201
+        assert descriptors_after == descriptors
+        for before, after in zip(memory, memory_after, strict=True):
+            assert after - before < _GROWTH_KIB, (memory, memory_after)
+
+
+async def test_an_idle_pair_does_nothing(endpoint: Endpoint) -> None:
+    async with peers.peers(endpoint, 2) as [engine, api]:
+        await engine.call(peers.open_receiver)
+        await api.call(peers.open_sender)
+        for count in (10, 100_000):
+            handle: TensorHandle = await api.call(peers.send_pattern, 0, count)
+            assert await engine.call(peers.receive_pattern, handle, 0)
+        await api.call(peers.drain)
+        await asyncio.sleep(0.2)  # what was freed is said to the other side
+        pids = (engine.pid, api.pid)
+        before = [(watch.seconds(pid), watch.switches(pid)) for pid in pids]
+        await asyncio.sleep(2)
+        for pid, (seconds, switches) in zip(pids, before, strict=True):
+            assert watch.seconds(pid) - seconds <= 0.011
+            assert watch.switches(pid) == switches

@@ -1,0 +1,143 @@
+"""Either side is killed at any moment, many times; the survivor stays whole, and the next one is served."""
+
+import asyncio
+import contextlib
+import gc
+import os
+import random
+import time
+
+import pytest
+import torch
+
+from aiotensor import PeerLostError, TensorHandle, TensorReceiver, TensorSender
+from tests.pairs import BIG, pattern, settled, until
+from tests.processes import peers, watch
+from tests.processes.peers import Peer
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+_ROUNDS = int(os.environ.get("AIOTENSOR_KILLS", "200")) // 4  # for each side, on each loop
+_ARENA = 8 << 20
+_LONGEST_MOMENT_S = 0.03
+
+
+@pytest.fixture
+def moments() -> random.Random:
+    """Choose when to kill; pytest shows the seed of a test that failed."""
+    seed = int(os.environ.get("AIOTENSOR_SEED", "0")) or random.SystemRandom().getrandbits(32)
+    print(f"AIOTENSOR_SEED={seed}")  # noqa: T201
+    return random.Random(seed)
+
+
+async def _send_for_ever(state: peers.State) -> None:
+    seed = 0
+    while True:
+        await state.sender.send(pattern(seed, (10, BIG // 10, BIG)[seed % 3]))
+        seed += 1
+
+
+async def _receive_for_ever(state: peers.State) -> None:
+    async for delivery in state.receiver:
+        assert torch.equal(delivery.tensor, pattern(int(delivery.tensor[0]), delivery.tensor.numel()))
+
+
+async def test_a_receiver_survives_its_killed_senders(address: str, moments: random.Random) -> None:
+    me = os.getpid()
+    async with TensorReceiver(address) as receiver:
+        left: list[tuple[int, int]] = []
+        for index in range(_ROUNDS):
+            child = Peer(address)
+            try:
+                name = await child.call(peers.open_sender, 8, _ARENA)
+                await child.call(peers.send_pattern, 0, 10)
+                child.start(_send_for_ever)
+                delivery = await anext(receiver)
+                beyond = TensorHandle(name, 1 << 40, 0, "int64", (1,), "cpu")
+                waiting = asyncio.create_task(receiver.receive(beyond))
+                taking = asyncio.create_task(_check_all(receiver))
+                await asyncio.sleep(moments.random() * _LONGEST_MOMENT_S)
+                kept = delivery.tensor
+                killed = time.monotonic()
+                child.kill()
+                with pytest.raises(PeerLostError) as caught:
+                    await waiting
+                assert caught.value.pid == child.pid
+                assert time.monotonic() - killed < 1
+                taking.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await taking
+            finally:
+                await child.close()
+            assert torch.equal(kept, pattern(0, 10))
+            del delivery, kept, caught
+            await until(lambda: receiver.statistics().leases == 0)
+            await until(lambda: watch.memfds(me) == 0)
+            statistics = receiver.statistics()
+            assert (statistics.senders, statistics.unclaimed_tensors, statistics.mapped_bytes) == (0, 0, 0)
+            assert statistics.senders_lost == index + 1
+            left.append((watch.memfds(me), watch.descriptors(me)))
+        assert len(set(left[1:])) == 1, left
+        assert os.listdir(os.path.dirname(address.removeprefix("unix://"))) == ["s"]
+        async with TensorSender(address) as sender:
+            assert torch.equal(await receiver.receive(await sender.send(pattern(5, BIG))), pattern(5, BIG))
+
+
+async def _check_all(receiver: TensorReceiver) -> None:
+    async for delivery in receiver:
+        assert torch.equal(delivery.tensor, pattern(int(delivery.tensor[0]), delivery.tensor.numel()))
+        await asyncio.sleep(0)
+
+
+async def test_a_sender_survives_its_killed_receivers(address: str, moments: random.Random) -> None:
+    me = os.getpid()
+    async with TensorSender(address, 2, _ARENA) as sender:
+        left: list[tuple[int, int]] = []
+        for index in range(_ROUNDS):
+            child = Peer(address)
+            try:
+                opening = child.start(peers.open_receiver)
+                first = await _send_to_the_next(sender)
+                await opening
+                assert await child.call(peers.receive_pattern, first, 0, keep=True)
+                lost = sender.statistics().receivers_lost
+                if index % 2:
+                    child.start(_receive_for_ever)  # else it takes nothing, and both permits are soon held
+                sending = [asyncio.create_task(_send_until_lost(sender, number)) for number in range(3)]
+                await asyncio.sleep(moments.random() * _LONGEST_MOMENT_S)
+                killed = time.monotonic()
+                child.kill()
+                assert set(await asyncio.gather(*sending)) <= {child.pid, None}
+                assert time.monotonic() - killed < 1
+            finally:
+                await child.close()
+            await settled(sender)
+            gc.collect()
+            assert sender.statistics().receivers_lost > lost
+            await until(lambda: not sender._outgoing._link.is_ready)
+            left.append((watch.memfds(me), watch.descriptors(me)))
+        assert {mapped for mapped, _ in left} <= {0, 1}, left  # the segment that the next receiver gets
+        assert len({count - mapped for mapped, count in left[1:]}) == 1, left
+        async with TensorReceiver(address) as receiver:
+            handle = await sender.send(pattern(5, BIG))
+            assert torch.equal(await receiver.receive(handle), pattern(5, BIG))
+
+
+async def _send_to_the_next(sender: TensorSender) -> TensorHandle:
+    """Send to the receiver that has just begun, or will."""
+    while True:
+        # A process that is being killed has its listening socket a little longer than its connections.
+        with contextlib.suppress(PeerLostError):
+            return await sender.send(pattern(0, BIG))
+
+
+async def _send_until_lost(sender: TensorSender, number: int) -> int | None:
+    """Send until the receiver is lost, and say which one it was, if that ended a wait."""
+    seed, lost = number, sender.statistics().receivers_lost
+    while sender.statistics().receivers_lost == lost:
+        try:
+            await sender.send(pattern(seed, (10, BIG // 10, BIG)[seed % 3]))
+        except PeerLostError as error:
+            return error.pid
+        seed += 3
+    return None

@@ -1,0 +1,44 @@
+"""What a process has: memory, descriptors, time. Of any process of this user, by its number."""
+
+import os
+import re
+from pathlib import Path
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def memfds(pid: int) -> int:
+    """Count the mappings of shared memory of the library."""
+    return Path(f"/proc/{pid}/maps").read_text().count("memfd:aiotensor")
+
+
+def descriptors(pid: int) -> int:
+    """Count the descriptors that are open."""
+    own = pid == os.getpid()
+    return len(os.listdir(f"/proc/{pid}/fd")) - own  # the one that lists them
+
+
+def status(pid: int, *names: str) -> int:
+    """Sum numbers of the process's status."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    found = [re.search(rf"^{name}:\s+(\d+)", text, re.MULTILINE) for name in names]
+    return sum(int(match.group(1)) for match in found if match is not None)
+
+
+def resident_kib(pid: int) -> int:
+    """Count the memory that is the process's alone, and the shared memory that it has mapped."""
+    return status(pid, "RssAnon", "RssShmem")
+
+
+def seconds(pid: int) -> float:
+    """Return the processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def switches(pid: int) -> int:
+    """Count how often the threads of a process have slept."""
+    tasks = os.listdir(f"/proc/{pid}/task")
+    texts = [Path(f"/proc/{pid}/task/{task}/status").read_text() for task in tasks]
+    found = [re.search(r"^voluntary_ctxt_switches:\s+(\d+)", text, re.MULTILINE) for text in texts]
+    return sum(int(match.group(1)) for match in found if match is not None)
