@@ -13,7 +13,7 @@ def test_the_help_of_the_demo_shows_its_options() -> None:
     result = CliRunner().invoke(aiotensor, ["demo", "--help"])
 
     assert result.exit_code == 0
-    for word in ("CLIPS", "--requests", "--concurrency", "--max-concurrent-videos"):
+    for word in ("CLIPS", "--requests", "--concurrency", "--max-concurrent-videos", "--workers", "--link"):
         assert word in result.output
 
 
@@ -25,12 +25,20 @@ def test_the_version_is_one_line() -> None:
     assert result.output.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", ["--requests", "--concurrency", "--max-concurrent-videos"])
+@pytest.mark.parametrize("option", ["--requests", "--concurrency", "--max-concurrent-videos", "--workers"])
 def test_a_limit_of_zero_is_refused_by_name(option: str) -> None:
     result = CliRunner().invoke(aiotensor, ["demo", option, "0"])
 
     assert result.exit_code == 2
     assert option in result.output
+
+
+def test_a_queue_with_several_workers_is_refused_with_what_to_do() -> None:
+    result = CliRunner().invoke(aiotensor, ["demo", "--link", "queue", "--workers", "2"])
+
+    assert result.exit_code == 2
+    assert "--link queue serves one worker, not 2" in result.output
+    assert "--link unix" in result.output
 
 
 def test_a_file_that_does_not_exist_is_named_before_anything_starts(tmp_path: Path) -> None:

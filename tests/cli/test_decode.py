@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 from aiotensor.cli.demo.clips import sample_clips
-from aiotensor.cli.demo.decode import EmptyVideoError, UnreadableVideoError, VideoTooLargeError, decode
+from aiotensor.cli.demo.decode import (
+    DecodedVideo,
+    EmptyVideoError,
+    UnreadableVideoError,
+    VideoSize,
+    VideoTooLargeError,
+    decode,
+    measure,
+)
 
 RED, BLUE = (220, 20, 20), (20, 20, 220)
 PLENTY = 1 << 30
@@ -46,6 +54,78 @@ def test_a_stream_without_timestamps_is_timed_by_its_frame_rate(make_video: Call
     video = decode(io.BytesIO(make_video([RED] * 5, container="m4v")), max_bytes=PLENTY)
 
     np.testing.assert_allclose(video.times, np.arange(5) / 25)
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska", "m4v"])
+def test_the_size_is_known_before_decoding_whatever_the_container_says(
+    make_video: Callable[..., bytes], container: str
+) -> None:
+    file = make_video([RED] * 3 + [BLUE] * 4, size=(64, 48), container=container)
+
+    size = measure(io.BytesIO(file))
+
+    assert size == VideoSize(frames=7, height=48, width=64)
+    assert size.nbytes == 7 * (64 * 48 * 3 + 8)
+
+
+def room(frames: int) -> DecodedVideo:
+    return DecodedVideo(
+        frames=np.full((frames, 48, 64, 3), 99, np.uint8), times=np.full(frames, 99, np.float64)
+    )
+
+
+@pytest.mark.parametrize("frames", [5, 8])
+def test_frames_are_decoded_into_the_memory_given_and_what_is_left_of_it_stays(
+    make_video: Callable[..., bytes], frames: int
+) -> None:
+    file, into = make_video([RED] * 5), room(frames)
+
+    video = decode(io.BytesIO(file), max_bytes=PLENTY, into=into)
+
+    np.testing.assert_array_equal(video.frames, decode(io.BytesIO(file), max_bytes=PLENTY).frames)
+    assert video.frames.flags.c_contiguous
+    assert np.shares_memory(video.frames, into.frames)
+    assert np.shares_memory(video.times, into.times)
+    np.testing.assert_allclose(into.times, [0, 0.04, 0.08, 0.12, 0.16] + [99] * (frames - 5), atol=0.001)
+    assert (into.frames[5:] == 99).all()
+
+
+def test_more_frames_than_the_memory_holds_come_in_memory_of_their_own(
+    make_video: Callable[..., bytes],
+) -> None:
+    file, into = make_video([RED] * 3 + [BLUE] * 4), room(4)
+
+    video = decode(io.BytesIO(file), max_bytes=PLENTY, into=into)
+
+    np.testing.assert_array_equal(video.frames, decode(io.BytesIO(file), max_bytes=PLENTY).frames)
+    assert len(video.times) == 7
+    assert not np.shares_memory(video.frames, into.frames)
+    assert not np.shares_memory(video.times, into.times)
+
+
+def test_the_byte_limit_holds_also_when_the_memory_given_is_shorter(make_video: Callable[..., bytes]) -> None:
+    file = io.BytesIO(make_video([RED] * 7))
+
+    with pytest.raises(VideoTooLargeError, match="with 7 frames"):
+        decode(file, max_bytes=6 * (64 * 48 * 3 + 8), into=room(4))
+
+
+@pytest.mark.parametrize("function", [measure, lambda file: decode(file, max_bytes=PLENTY)])
+def test_a_file_can_be_measured_and_decoded_again_and_again(
+    make_video: Callable[..., bytes], function: Callable[[io.BytesIO], object]
+) -> None:
+    file = io.BytesIO(make_video([RED] * 3))
+
+    function(file)
+
+    assert len(decode(file, max_bytes=PLENTY).frames) == 3
+
+
+def test_what_is_no_video_has_no_size() -> None:
+    with pytest.raises(EmptyVideoError, match="empty"):
+        measure(io.BytesIO(b""))
+    with pytest.raises(UnreadableVideoError, match="no video"):
+        measure(io.BytesIO(b"just a letter to a friend\n" * 100))
 
 
 def test_an_empty_file_is_called_empty() -> None:
@@ -93,7 +173,7 @@ def test_a_playlist_cannot_make_the_server_open_another_file(
 
 @pytest.mark.parametrize("container", ["mp4", "matroska"])
 def test_decoding_stops_at_the_byte_limit(make_video: Callable[..., bytes], container: str) -> None:
-    frame = 64 * 48 * 3
+    frame = 64 * 48 * 3 + 8
     file = make_video([RED] * 10, size=(64, 48), container=container)
 
     assert len(decode(io.BytesIO(file), max_bytes=10 * frame).frames) == 10

@@ -36,7 +36,8 @@ def demo(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             if process.poll() is None:  # a test failed half-way
-                os.killpg(process.pid, signal.SIGKILL)
+                for pid in processes_in_session(process.pid):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def run(*arguments: str | Path) -> tuple[int, dict[str, Any], str, str]:
@@ -54,20 +55,24 @@ def pids_of_children(process: subprocess.Popen[str]) -> tuple[int, int]:
     return int(words[2]), int(words[-1])
 
 
-def wait_for_uploads(process: subprocess.Popen[str]) -> None:
+def wait_for_uploads(process: subprocess.Popen[str]) -> list[int]:
+    """Read the lines up to the first upload, and return the processes of the workers."""
     assert process.stderr
+    name, _, pids = process.stderr.readline().partition(": ")
+    assert name == "its workers"
     assert process.stderr.readline().startswith("uploading")
+    return [int(pid) for pid in pids.split(",")]
 
 
-def processes_in_group(group: int) -> list[int]:
+def processes_in_session(session: int) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                state, _, its_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+                state, _, _, its_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if int(its_group) == group and state != "Z":
+            if int(its_session) == session and state != "Z":
                 found.append(int(entry.name))
     return found
 
@@ -83,9 +88,11 @@ def assert_all_ended(pids: list[int]) -> None:
             assert select.select([end], [], [], 30)[0], f"process {pid} lives on"
 
 
-def test_the_demo_hands_over_every_video_and_fills_its_permits(temporary: Path) -> None:
+@pytest.mark.parametrize(("link", "workers"), [("unix", 2), ("unix", 1), ("queue", 1)])
+def test_the_demo_hands_over_every_video_and_copies_none(temporary: Path, link: str, workers: int) -> None:
     status, last, output, errors = run(
-        "--requests", "6", "--concurrency", "5", "--max-concurrent-videos", "2"
+        *("--requests", "6", "--concurrency", "5", "--max-concurrent-videos", "2"),
+        *("--link", link, "--workers", str(workers)),
     )
 
     assert status == 0
@@ -94,10 +101,19 @@ def test_the_demo_hands_over_every_video_and_fills_its_permits(temporary: Path) 
     pixels = 132 * 1280 * 720 + 250 * 640 * 272 + 120 * 176 * 144
     assert last["bytes"] == 2 * (3 * pixels + 8 * (132 + 250 + 120))
     assert (last["refused"], last["failed"], last["lost"], last["mismatched"]) == (0, 0, 0, 0)
-    assert last["peak_in_flight"] == last["max_concurrent_videos"] == 2
+    assert last["max_concurrent_videos"] == 2
+    if workers == 1:
+        assert last["peak_in_flight"] == 2  # five uploads at once fill the permits
+    assert (last["link"], len(last["workers"])) == (link, workers)
+    for worker in last["workers"]:
+        assert worker["videos"] == worker["videos_in_place"]
+        assert worker["peak_in_flight"] <= 2
+        assert worker["peak_shared_bytes"] <= worker["shared_bytes_limit"]
+    assert sum(worker["videos"] for worker in last["workers"]) == 6
+    assert sum(worker["bytes_in_place"] for worker in last["workers"]) == last["bytes"]
     assert "bikes.mp4" in output
     assert "30 (1.20 s), 76 (3.04 s), 137 (5.48 s), 187 (7.48 s), 242 (9.68 s)" in output
-    assert [line.split()[0] for line in errors.splitlines()] == ["engine:", "uploading"]
+    assert [line.split()[0] for line in errors.splitlines()] == ["engine:", "its", "uploading"]
     assert list(temporary.iterdir()) == []
 
 
@@ -150,16 +166,17 @@ def test_ctrl_c_ends_every_process_and_leaves_nothing_behind(
     assert process.returncode == status
     assert output == ""
     assert errors == "stopped\n"
-    assert_all_ended(processes_in_group(process.pid))
+    assert_all_ended(processes_in_session(process.pid))
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.parametrize("link", ["unix", "queue"])
 @pytest.mark.parametrize(("victim", "name"), [(0, "engine"), (1, "API server")])
 @pytest.mark.parametrize("moment", ["at the start", "while uploading"])
 def test_a_child_that_dies_ends_the_run_with_its_name(
-    temporary: Path, victim: int, name: str, moment: str
+    temporary: Path, victim: int, name: str, moment: str, link: str
 ) -> None:
-    with demo("--requests", "100000") as process:
+    with demo("--requests", "100000", "--link", link) as process:
         children = pids_of_children(process)
         if moment == "while uploading":
             wait_for_uploads(process)
@@ -168,20 +185,40 @@ def test_a_child_that_dies_ends_the_run_with_its_name(
 
     assert process.returncode == 1
     assert output == ""
-    assert errors == f"error: the {name} process was killed by SIGKILL before the work was done\n"
-    assert_all_ended(processes_in_group(process.pid))
+    *warnings, last = errors.splitlines()
+    assert last == f"error: the {name} process was killed by SIGKILL before the work was done"
+    # Each worker's sender may say that it has lost the engine, before the worker is told to stop.
+    assert all(victim == 0 and line.startswith("the receiver ") for line in warnings)
+    assert_all_ended(processes_in_session(process.pid))
     assert list(temporary.iterdir()) == []
 
 
-def test_no_child_outlives_a_command_that_was_killed(temporary: Path) -> None:
+def test_a_worker_that_dies_ends_the_run_with_its_number(temporary: Path) -> None:
     with demo("--requests", "100000") as process:
-        children = pids_of_children(process)
-        wait_for_uploads(process)
+        pids_of_children(process)
+        victim = wait_for_uploads(process)[1]
+        os.kill(victim, signal.SIGKILL)
+        output, errors = process.communicate()
+
+    assert process.returncode == 1
+    assert output == ""
+    assert errors == f"error: a worker of the API server (process {victim}) died before the work was done\n"
+    assert_all_ended(processes_in_session(process.pid))
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", ["at the start", "while uploading"])
+@pytest.mark.parametrize("link", ["unix", "queue"])
+def test_no_child_outlives_a_command_that_was_killed(temporary: Path, link: str, moment: str) -> None:
+    with demo("--requests", "100000", "--link", link) as process:
+        pids_of_children(process)
+        if moment == "while uploading":
+            wait_for_uploads(process)
         process.kill()
         process.wait()
-        assert_all_ended(list(children))
+        assert_all_ended(processes_in_session(process.pid))
 
-    assert list(temporary.glob("**/engine.sock")) == []
+    assert list(temporary.glob("**/*.sock")) == []
 
 
 def test_a_temporary_folder_too_deep_for_a_socket_is_named(

@@ -12,7 +12,7 @@ SENT = (Fingerprint("float64", (2,), 1), Fingerprint("uint8", (2, 4, 4, 3), 2))
 
 
 def answer(received: tuple[Fingerprint, Fingerprint]) -> httpx.Response:
-    body = VideoAnswer("clip.mp4", 112, 0.1, 0.1, 0.1, sent=SENT, received=received, cuts=[])
+    body = VideoAnswer("clip.mp4", 7, 112, 0.1, 0.1, 0.1, 0.1, sent=SENT, received=received, cuts=[])
     return httpx.Response(200, content=msgspec.json.encode(body))
 
 

@@ -10,6 +10,7 @@ from aiotensor.cli.extras import missing_extra
 __all__ = ["demo"]
 
 NEEDED = ["av", "fastapi", "httpx", "python_multipart", "rich", "uvicorn", "uvloop"]
+WORKERS = 2
 
 
 @click.command()
@@ -35,20 +36,46 @@ NEEDED = ["av", "fastapi", "httpx", "python_multipart", "rich", "uvicorn", "uvlo
     type=click.IntRange(min=1),
     default=3,
     show_default=True,
-    help="Videos that the server decodes or has on their way to the engine at once. Others wait.",
+    help="Videos that each worker decodes or has on their way to the engine at once. Others wait.",
 )
-def demo(clips: tuple[Path, ...], requests: int, concurrency: int, max_concurrent_videos: int) -> None:
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    help=f"Worker processes of the API server.  [default: {WORKERS}, or 1 with --link queue]",
+)
+@click.option(
+    "--link",
+    type=click.Choice(["unix", "queue"]),
+    default="unix",
+    show_default=True,
+    help="How the workers reach the engine: by the path of a socket, or by a queue that is handed to one "
+    "child process.",
+)
+def demo(
+    clips: tuple[Path, ...],
+    requests: int,
+    concurrency: int,
+    max_concurrent_videos: int,
+    workers: int | None,
+    link: str,
+) -> None:
     """Upload videos to a server that hands them to an engine process.
 
     CLIPS are video files of your own. Without them the demo takes three short clips that come with
     its dependencies.
 
-    Starts an API server (FastAPI) and an engine (a small torch model that finds scene cuts), uploads
-    the clips, and shows what was found and how long it took. The last line of standard output is one
-    JSON object. The exit status is 1 if a video was lost, or arrived changed.
+    Starts an API server (FastAPI on uvicorn, with several workers) and an engine (a small torch model
+    that finds scene cuts), uploads the clips, and shows what was found and how long it took. The last
+    line of standard output is one JSON object. The exit status is 1 if a video was lost, or arrived
+    changed.
     """
     if sentence := missing_extra("aiotensor demo", NEEDED, extra="demo"):
         raise click.ClickException(sentence)
+    if link == "queue" and workers not in (None, 1):
+        raise click.UsageError(
+            f"--link queue serves one worker, not {workers}: a queue can only be handed to a child of this "
+            "process, and uvicorn's workers are none. Leave --workers out, or use --link unix"
+        )
     try:
         from aiotensor.cli.demo.run import Options, run_demo
 
@@ -58,6 +85,8 @@ def demo(clips: tuple[Path, ...], requests: int, concurrency: int, max_concurren
             requests=requests,
             concurrency=concurrency,
             max_concurrent_videos=max_concurrent_videos,
+            workers=workers or (WORKERS if link == "unix" else 1),
+            link=link,
         )
         status = run_demo(options)
     except ClipsMissingError as error:

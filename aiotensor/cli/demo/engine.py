@@ -19,7 +19,7 @@ import zmq.asyncio
 from aiotensor import AioTensorError, TensorQueue, TensorReceiver
 from aiotensor.cli.demo.fingerprint import fingerprint
 from aiotensor.cli.demo.messages import AnalyseVideo, EngineFailure, EngineReply, VideoAnalysis
-from aiotensor.cli.demo.processes import parent_gone, report_ready, threads_per_process
+from aiotensor.cli.demo.processes import parent_gone, report_ready
 from aiotensor.cli.demo.scene import SceneCuts
 
 __all__ = ["Engine", "run_engine"]
@@ -90,12 +90,12 @@ class Engine:
         )
 
 
-async def _main(queue: TensorQueue, socket_path: Path, pipe: Connection) -> None:
+async def _main(endpoint: TensorQueue | str, socket_path: Path, pipe: Connection) -> None:
     context = zmq.asyncio.Context()
     try:
         socket = context.socket(zmq.ROUTER)
         socket.bind(f"ipc://{socket_path}")
-        async with TensorReceiver(queue) as receiver, anyio.create_task_group() as group:
+        async with TensorReceiver(endpoint) as receiver, anyio.create_task_group() as group:
             group.start_soon(Engine(receiver, socket).serve)
             report_ready(pipe)
             await parent_gone(pipe)
@@ -106,14 +106,15 @@ async def _main(queue: TensorQueue, socket_path: Path, pipe: Connection) -> None
         shutil.rmtree(socket_path.parent, ignore_errors=True)
 
 
-def run_engine(queue: TensorQueue, socket_path: Path, pipe: Connection) -> None:
+def run_engine(endpoint: TensorQueue | str, socket_path: Path, threads: int, pipe: Connection) -> None:
     """Run the engine until the parent closes the pipe.
 
     Args:
-        queue: where tensors arrive.
+        endpoint: where tensors arrive.
         socket_path: where the socket for requests is made; the folder goes when the engine ends.
+        threads: how many torch may use.
         pipe: the child's end of the pipe to the parent.
     """
-    torch.set_num_threads(threads_per_process())
+    torch.set_num_threads(threads)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_main(queue, socket_path, pipe))
+        runner.run(_main(endpoint, socket_path, pipe))

@@ -10,6 +10,7 @@ from typing import Self
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from aiotensor.cli.demo.messages import AnalyseVideo, EngineFailure, EngineReply, VideoAnalysis
 
@@ -22,6 +23,9 @@ class EngineError(Exception):
 
 class EngineClient:
     """Ask the engine, any number of questions at a time; the answers come in any order.
+
+    Each worker of the server has one. The engine may start later, and may be another one afterwards; what
+    it was asked before it went is answered with `EngineError`.
 
     Args:
         socket_path: the engine's socket.
@@ -37,8 +41,9 @@ class EngineClient:
     async def __aenter__(self) -> Self:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(f"ipc://{self._socket_path}")
-        self._reader = asyncio.create_task(self._read())
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
         return self
 
     async def __aexit__(
@@ -47,9 +52,11 @@ class EngineClient:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._reader.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._reader
+        for task in self._tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        self._socket.disable_monitor()
         self._context.destroy(linger=0)
 
     async def analyse(self, request: AnalyseVideo) -> VideoAnalysis:
@@ -76,3 +83,10 @@ class EngineClient:
             answered = self._waiting.get(number)
             if answered is not None and not answered.done():  # otherwise nobody waits any more
                 answered.set_result(self._replies.decode(body))
+
+    async def _watch(self) -> None:
+        while True:
+            await recv_monitor_message(self._events)
+            for answered in self._waiting.values():
+                if not answered.done():
+                    answered.set_exception(EngineError("it ended before it answered"))

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from aiotensor.types import TensorHandle
+from aiotensor import SenderStatistics, TensorHandle
 
 __all__ = [
     "AnalyseVideo",
@@ -12,6 +12,9 @@ __all__ = [
     "Fingerprint",
     "VideoAnalysis",
     "VideoAnswer",
+    "WorkerMessage",
+    "WorkerReport",
+    "WorkerStarted",
 ]
 
 
@@ -85,8 +88,10 @@ class VideoAnswer(msgspec.Struct, frozen=True):
 
     Attributes:
         name: the name of the uploaded file.
+        worker: the process id of the worker that served it.
         bytes: the bytes of both tensors.
         decode_seconds: how long decoding took.
+        memory_seconds: how long it took to get shared memory for the frames.
         transport_seconds: from the start of the first send until the engine held both tensors, without
             the time that the request waited for its turn there.
         model_seconds: how long the model ran.
@@ -96,10 +101,43 @@ class VideoAnswer(msgspec.Struct, frozen=True):
     """
 
     name: str
+    worker: int
     bytes: int
     decode_seconds: float
+    memory_seconds: float
     transport_seconds: float
     model_seconds: float
     sent: tuple[Fingerprint, Fingerprint]
     received: tuple[Fingerprint, Fingerprint]
     cuts: list[Cut]
+
+
+class WorkerStarted(msgspec.Struct, frozen=True, tag="started"):
+    """A worker of the API server serves requests now.
+
+    Attributes:
+        pid: its process id.
+    """
+
+    pid: int
+
+
+class WorkerReport(msgspec.Struct, frozen=True, tag="report"):
+    """What a worker of the API server has done. It sends nothing after this.
+
+    Attributes:
+        pid: its process id.
+        videos: videos that it sent.
+        videos_in_place: those that the decoder wrote straight into the shared memory that the engine read.
+        bytes_in_place: bytes of their tensors, none of which were copied.
+        sender: what its sender counted.
+    """
+
+    pid: int
+    videos: int
+    videos_in_place: int
+    bytes_in_place: int
+    sender: SenderStatistics
+
+
+WorkerMessage = WorkerStarted | WorkerReport

@@ -18,13 +18,34 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from aiotensor import SenderStatistics
-from aiotensor.cli.demo.messages import VideoAnswer
+from aiotensor.cli.demo.messages import VideoAnswer, WorkerReport
 from aiotensor.cli.demo.uploads import Outcome, Upload
 
-__all__ = ["Summary", "progress_bar", "results", "summarise", "verdict"]
+__all__ = ["Summary", "WorkerSummary", "progress_bar", "results", "summarise", "verdict"]
 
 CUTS_SHOWN = 12
+
+
+class WorkerSummary(msgspec.Struct, frozen=True):
+    """What one worker of the API server did, as it counted.
+
+    Attributes:
+        pid: its process id.
+        videos: videos that it sent to the engine.
+        videos_in_place: those that the decoder wrote straight into the shared memory that the engine read.
+        bytes_in_place: bytes of their tensors, which nothing copied.
+        peak_in_flight: the most videos that it had in flight at once.
+        peak_shared_bytes: the most shared memory that it had in use at once.
+        shared_bytes_limit: how much it may have in use.
+    """
+
+    pid: int
+    videos: int
+    videos_in_place: int
+    bytes_in_place: int
+    peak_in_flight: int
+    peak_shared_bytes: int
+    shared_bytes_limit: int
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -38,9 +59,11 @@ class Summary(msgspec.Struct, frozen=True):
         failed: uploads that the server or the engine could not answer.
         lost: uploads that were sent and never answered.
         mismatched: uploads that arrived at the engine with other bytes, shapes or dtypes.
-        peak_in_flight: the most videos that the sender had in flight at once, as it counted them.
-        max_concurrent_videos: how many it may have.
+        peak_in_flight: the most videos that any one worker had in flight at once.
+        max_concurrent_videos: how many each may have.
         seconds: from the first upload to the last answer.
+        link: how the workers reached the engine.
+        workers: what each of them did.
     """
 
     videos: int
@@ -53,9 +76,13 @@ class Summary(msgspec.Struct, frozen=True):
     peak_in_flight: int
     max_concurrent_videos: int
     seconds: float
+    link: str
+    workers: list[WorkerSummary]
 
 
-def summarise(uploads: Sequence[Upload], statistics: SenderStatistics, seconds: float) -> Summary:
+def summarise(
+    uploads: Sequence[Upload], reports: Sequence[WorkerReport], seconds: float, *, link: str
+) -> Summary:
     """Count what happened."""
     outcomes = [upload.outcome for upload in uploads]
     answers = [upload.answer for upload in uploads if upload.answer and upload.outcome is Outcome.ANSWERED]
@@ -67,9 +94,11 @@ def summarise(uploads: Sequence[Upload], statistics: SenderStatistics, seconds: 
         failed=outcomes.count(Outcome.FAILED),
         lost=outcomes.count(Outcome.LOST),
         mismatched=outcomes.count(Outcome.MISMATCHED),
-        peak_in_flight=statistics.peak_in_flight,
-        max_concurrent_videos=statistics.max_concurrent_videos,
+        peak_in_flight=max(report.sender.peak_in_flight for report in reports),
+        max_concurrent_videos=max(report.sender.max_concurrent_videos for report in reports),
         seconds=round(seconds, 3),
+        link=link,
+        workers=[_worker(report) for report in reports],
     )
 
 
@@ -88,7 +117,7 @@ def progress_bar(console: Console) -> Progress:
 
 
 def results(uploads: Sequence[Upload]) -> list[RenderableType]:
-    """Draw one row for each clip, and one line for each clip with cuts and for each that went wrong."""
+    """Draw one row for each clip, then one line for its cuts, and one for each clip that went wrong."""
     by_clip: dict[Path, list[Upload]] = {}
     for upload in uploads:
         by_clip.setdefault(upload.clip, []).append(upload)
@@ -98,7 +127,7 @@ def results(uploads: Sequence[Upload]) -> list[RenderableType]:
         answers = [upload.answer for upload in group if upload.answer]
         if answers:
             table.add_row(clip.name, str(len(answers)), *_measurements(answers))
-            cuts += [_cuts(clip, answers[0])] if answers[0].cuts else []
+            cuts.append(_cuts(clip, answers[0]))
         reasons = dict.fromkeys((upload.outcome, upload.reason) for upload in group if upload.reason)
         problems += [
             Text.assemble((outcome, "bold red"), f" {clip}: {reason}") for outcome, reason in reasons
@@ -106,14 +135,37 @@ def results(uploads: Sequence[Upload]) -> list[RenderableType]:
     return [*([table] if table.row_count else []), *cuts, *problems]
 
 
-def verdict(summary: Summary, *, good: bool) -> Text:
-    """Say in one sentence how it went."""
+def verdict(summary: Summary, *, good: bool) -> list[Text]:
+    """Say how each worker did, and in one sentence how it went."""
     bad = [name for name in ("refused", "failed", "lost", "mismatched") if getattr(summary, name)]
     what = ", ".join(f"{getattr(summary, name)} {name}" for name in bad) or "none lost, none mismatched"
-    return Text.assemble(
-        f"{summary.videos} videos, {summary.bytes / 1e9:.2f} GB of tensors in {summary.seconds:.1f} s, "
-        f"at most {summary.peak_in_flight} of {summary.max_concurrent_videos} in flight: ",
+    count = len(summary.workers)
+    workers = [
+        Text(
+            f"worker {worker.pid}: {worker.videos} videos, "
+            f"at most {worker.peak_in_flight} of {summary.max_concurrent_videos} in flight "
+            f"and {worker.peak_shared_bytes / 1e6:.0f} of {worker.shared_bytes_limit / 1e6:.0f} MB shared; "
+            f"{worker.videos_in_place} decoded in place, {worker.bytes_in_place / 1e9:.2f} GB not copied"
+        )
+        for worker in summary.workers
+    ]
+    sentence = Text.assemble(
+        f"{summary.videos} videos, {summary.frames} frames, {summary.bytes / 1e9:.2f} GB of tensors in "
+        f"{summary.seconds:.1f} s, link {summary.link}, {count} worker{'s' * (count > 1)}: ",
         (what, "bold red" if not good else "bold yellow" if bad else "bold green"),
+    )
+    return [*workers, sentence]
+
+
+def _worker(report: WorkerReport) -> WorkerSummary:
+    return WorkerSummary(
+        pid=report.pid,
+        videos=report.videos,
+        videos_in_place=report.videos_in_place,
+        bytes_in_place=report.bytes_in_place,
+        peak_in_flight=report.sender.peak_in_flight,
+        peak_shared_bytes=report.sender.peak_bytes_in_use,
+        shared_bytes_limit=report.sender.arena_bytes,
     )
 
 
@@ -121,7 +173,8 @@ def _empty_table() -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     # Only names give way: the table fits into 80 columns, also because of the headings of two lines.
     table.add_column("clip", vertical="bottom", overflow="fold")
-    for heading in ("up-\nloads", "frames", "size", "MB", "decode\nms", "transport\nms", "cuts\nfound"):
+    headings = ("up-\nloads", "frames", "size", "MB", "decode\nms", "memory\nms", "trans-\nport ms")
+    for heading in headings:
         table.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
     return table
 
@@ -133,12 +186,14 @@ def _measurements(answers: Sequence[VideoAnswer]) -> list[str]:
         f"{width}x{height}",
         f"{answers[0].bytes / 1e6:.1f}",
         f"{1000 * median(answer.decode_seconds for answer in answers):.1f}",
+        f"{1000 * median(answer.memory_seconds for answer in answers):.1f}",
         f"{1000 * median(answer.transport_seconds for answer in answers):.1f}",
-        str(len(answers[0].cuts)),
     ]
 
 
 def _cuts(clip: Path, answer: VideoAnswer) -> Text:
+    if not answer.cuts:
+        return Text(f"no cuts in {clip.name}")
     shown = ", ".join(f"{cut.frame} ({cut.seconds:.2f} s)" for cut in answer.cuts[:CUTS_SHOWN])
     more = len(answer.cuts) - CUTS_SHOWN
     return Text(f"cuts in {clip.name} at frame {shown}" + (f" and {more} more" if more > 0 else ""))

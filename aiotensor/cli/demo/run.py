@@ -4,27 +4,46 @@ import asyncio
 import itertools
 import json
 import signal
+import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 import anyio
+import anyio.to_thread
 import msgspec
 import zmq
 from rich.console import Console
 from rich.text import Text
 
-from aiotensor import SenderStatistics, TensorQueue
+from aiotensor import TensorQueue
+from aiotensor.cli.demo.decode import VideoError, measure
 from aiotensor.cli.demo.engine import run_engine
-from aiotensor.cli.demo.processes import Child, ProcessDiedError, running
+from aiotensor.cli.demo.messages import WorkerReport
+from aiotensor.cli.demo.processes import (
+    Child,
+    Process,
+    ProcessDiedError,
+    running,
+    threads_per_process,
+)
 from aiotensor.cli.demo.report import progress_bar, results, summarise, verdict
-from aiotensor.cli.demo.server import run_server
-from aiotensor.cli.demo.uploads import Upload, get_statistics, http_client, upload_all
+from aiotensor.cli.demo.server import run_server, server_command
+from aiotensor.cli.demo.settings import Settings
+from aiotensor.cli.demo.uploads import Upload, http_client, upload_all
+from aiotensor.cli.demo.workers import Workers
 
 __all__ = ["Options", "run_demo"]
+
+SOCKETS = ("engine.sock", "tensors.sock", "workers.sock")
+
+# Of shared memory for each worker.
+LEAST_ARENA_BYTES = 1 << 24
+MOST_ARENA_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +55,9 @@ class Options:
         own_clips: whether the user named them; then a file that is no video is no failure of the demo.
         requests: uploads in all; each clip is uploaded at least once.
         concurrency: uploads on their way at once.
-        max_concurrent_videos: videos that the server may decode or have on their way to the engine at once.
+        max_concurrent_videos: videos that each worker may decode or have on their way to the engine at once.
+        workers: processes of the API server; 1 with a queue.
+        link: how they reach the engine, ``"unix"`` or ``"queue"``.
     """
 
     clips: Sequence[Path]
@@ -44,6 +65,16 @@ class Options:
     requests: int
     concurrency: int
     max_concurrent_videos: int
+    workers: int
+    link: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Processes:
+    server: Process
+    engine: Child
+    workers: Workers
+    base_url: str
 
 
 def run_demo(options: Options) -> int:
@@ -54,17 +85,20 @@ def run_demo(options: Options) -> int:
 async def _main(options: Options) -> int:
     errors = Console(stderr=True)
     with (
-        tempfile.TemporaryDirectory(prefix="aiotensor-", ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryDirectory(prefix="aiotensor-", ignore_cleanup_errors=True) as name,
         closing(TensorQueue()) as queue,
+        # Port 0: the kernel picks a free one, and it is ours before anybody hears of it.
+        socket.create_server(("127.0.0.1", 0)) as listener,
     ):
-        engine_socket = Path(folder, "engine.sock")
-        if len(bytes(engine_socket)) > zmq.IPC_PATH_MAX_LEN:
+        folder = Path(name)
+        if max(len(bytes(folder / file)) for file in SOCKETS) > zmq.IPC_PATH_MAX_LEN:
             return _fail(errors, f"the path {folder} is too long for a socket: set TMPDIR to a shorter one")
-        engine = Child("engine", run_engine, queue, engine_socket)
-        server = Child("API server", run_server, queue, engine_socket, options.max_concurrent_videos)
-        with anyio.CancelScope() as scope, _cancelled_by_signals(scope, [server, engine]) as signals:
+        arena_bytes = await anyio.to_thread.run_sync(_arena_bytes, options.clips)
+        processes = _processes(options, folder, arena_bytes, queue, listener)
+        ours = [processes.server, processes.engine]
+        with anyio.CancelScope() as scope, _cancelled_by_signals(scope, ours) as signals:
             try:
-                run = await _run(options, server, engine, errors)
+                run = await _run(options, processes, errors)
             except ProcessDiedError as error:
                 return _fail(errors, str(error))
     if signals:
@@ -73,58 +107,96 @@ async def _main(options: Options) -> int:
     return _show(options, *run)
 
 
+def _processes(
+    options: Options, folder: Path, arena_bytes: int, queue: TensorQueue, listener: socket.socket
+) -> _Processes:
+    engine_socket, tensors_socket, workers_socket = (folder / file for file in SOCKETS)
+    address = f"unix://{quote(str(tensors_socket))}" if options.link == "unix" else None
+    settings = Settings(
+        address=address,
+        engine_socket=str(engine_socket),
+        workers_socket=str(workers_socket),
+        supervised=options.workers > 1,
+        max_concurrent_videos=options.max_concurrent_videos,
+        arena_bytes=arena_bytes,
+        threads=threads_per_process(options.workers + 1),
+    )
+    if address is None:
+        server: Process = Child("API server", run_server, queue, settings, listener)
+    else:
+        server = server_command("API server", settings, listener, options.workers)
+    return _Processes(
+        server=server,
+        engine=Child("engine", run_engine, address or queue, engine_socket, settings.threads),
+        workers=Workers(workers_socket, options.workers),
+        base_url=f"http://127.0.0.1:{listener.getsockname()[1]}",
+    )
+
+
+def _arena_bytes(clips: Iterable[Path]) -> int:
+    """Choose how much shared memory each worker gets: room for the largest clip twice."""
+    largest = 0
+    for clip in clips:
+        with suppress(VideoError, OSError), clip.open("rb") as file:  # the server says what is wrong with it
+            largest = max(largest, measure(file).nbytes)
+    return min(max(2 * largest, LEAST_ARENA_BYTES), MOST_ARENA_BYTES)
+
+
 def _fail(errors: Console, reason: str) -> int:
     errors.print(Text.assemble(("error", "bold red"), f": {reason}"), soft_wrap=True)
     return 1
 
 
 async def _run(
-    options: Options, server: Child, engine: Child, errors: Console
-) -> tuple[list[Upload], SenderStatistics, float]:
+    options: Options, processes: _Processes, errors: Console
+) -> tuple[list[Upload], list[WorkerReport], float]:
     clips = list(itertools.islice(itertools.cycle(options.clips), max(options.requests, len(options.clips))))
+    server, engine, workers = processes.server, processes.engine, processes.workers
     deaths: list[ProcessDiedError] = []
 
-    async def end_with(child: Child) -> None:
-        deaths.append(await child.death())
+    async def end_with(death: Callable[[], Awaitable[ProcessDiedError]]) -> None:
+        deaths.append(await death())
         group.cancel_scope.cancel()
 
-    async with running(server, engine), anyio.create_task_group() as group:
-        group.start_soon(end_with, server)
-        group.start_soon(end_with, engine)
-        errors.print(f"engine: process {engine.pid}, API server: process {server.pid}", highlight=False)
-        with errors.status("starting"):
-            base_url = await server.ready()
-            await engine.ready()
-        errors.print(f"uploading {len(clips)} videos to {base_url}", highlight=False)
-        async with http_client(base_url) as client:
-            began = time.monotonic()
-            with progress_bar(errors) as bar:
-                task = bar.add_task("uploading", total=len(clips))
-                uploads = await upload_all(
-                    client, clips, concurrency=options.concurrency, on_done=lambda _: bar.advance(task)
-                )
-            seconds = time.monotonic() - began
-            statistics = await get_statistics(client)
-        group.cancel_scope.cancel()
-    if deaths:
-        raise deaths[0]
-    return uploads, statistics, seconds
+    async with workers:
+        async with running(server, engine), anyio.create_task_group() as group:
+            for death in (server.death, engine.death, workers.loss):
+                group.start_soon(end_with, death)
+            errors.print(f"engine: process {engine.pid}, API server: process {server.pid}", highlight=False)
+            with errors.status("starting"):
+                await engine.ready()
+                pids = await workers.started()
+                await server.ready()
+            errors.print(f"its workers: {', '.join(map(str, pids))}", highlight=False)
+            errors.print(f"uploading {len(clips)} videos to {processes.base_url}", highlight=False)
+            async with http_client(processes.base_url) as client:
+                began = time.monotonic()
+                with progress_bar(errors) as bar:
+                    task = bar.add_task("uploading", total=len(clips))
+                    uploads = await upload_all(
+                        client, clips, concurrency=options.concurrency, on_done=lambda _: bar.advance(task)
+                    )
+                seconds = time.monotonic() - began
+            group.cancel_scope.cancel()
+        if deaths:
+            raise deaths[0]
+        return uploads, await workers.reports(), seconds
 
 
-def _show(options: Options, uploads: list[Upload], statistics: SenderStatistics, seconds: float) -> int:
-    summary = summarise(uploads, statistics, seconds)
+def _show(options: Options, uploads: list[Upload], reports: list[WorkerReport], seconds: float) -> int:
+    summary = summarise(uploads, reports, seconds, link=options.link)
     wrong = summary.lost or summary.mismatched or summary.failed
     good = bool(summary.videos) and not wrong and (options.own_clips or not summary.refused)
     output = Console()
     # Soft wrap: the terminal breaks long lines, and a file or a pipe gets them whole.
-    for part in [*results(uploads), verdict(summary, good=good)]:
+    for part in [*results(uploads), *verdict(summary, good=good)]:
         output.print(part, highlight=False, soft_wrap=isinstance(part, Text))
     print(json.dumps(msgspec.to_builtins(summary)), flush=True)
     return 0 if good else 1
 
 
 @contextmanager
-def _cancelled_by_signals(scope: anyio.CancelScope, children: Sequence[Child]) -> Iterator[list[int]]:
+def _cancelled_by_signals(scope: anyio.CancelScope, children: Sequence[Process]) -> Iterator[list[int]]:
     """Cancel a scope at the first Ctrl-C or SIGTERM, and kill the children at the second."""
     received: list[int] = []
     loop = asyncio.get_running_loop()

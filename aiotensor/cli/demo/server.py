@@ -1,6 +1,15 @@
-"""The API server process: FastAPI on uvicorn and uvloop, with a tensor sender beside it."""
+"""The API server: FastAPI on uvicorn and uvloop, with a tensor sender in each worker.
+
+uvicorn starts workers, and each calls `create_app`; what it must know is in the environment:
+
+    uvicorn aiotensor.cli.demo.server:create_app --factory --workers 2
+
+A `TensorQueue` can only be handed to a child process, so with one there is a single worker, which is
+the demo's own child: `run_server`.
+"""
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
@@ -19,31 +28,71 @@ from fastapi import FastAPI, HTTPException, Request, Response, UploadFile
 
 from aiotensor import TensorQueue, TensorSender
 from aiotensor.cli.demo.engine_client import EngineClient
-from aiotensor.cli.demo.processes import parent_gone, report_ready, threads_per_process
+from aiotensor.cli.demo.messages import WorkerStarted
+from aiotensor.cli.demo.processes import Command, parent_gone, report_ready
+from aiotensor.cli.demo.settings import Settings
 from aiotensor.cli.demo.videos import Refusal, Videos
+from aiotensor.cli.demo.workers import WorkerLink
 
-__all__ = ["make_app", "run_server"]
+__all__ = ["create_app", "make_app", "run_server", "server_command"]
 
 T = TypeVar("T")
 
+# A worker that imports torch on a busy machine answers uvicorn late. It is not hung, as uvicorn would think.
+HEALTH_CHECK = 120  # seconds
 
-def make_app(queue: TensorQueue, engine_socket: Path, *, max_concurrent_videos: int) -> FastAPI:
+
+def server_command(name: str, settings: Settings, listener: socket.socket, workers: int) -> Command:
+    """Make the process in which uvicorn runs the server; several workers make it their supervisor.
+
+    Args:
+        name: what to call it in messages.
+        settings: for the workers.
+        listener: the socket that all of them accept connections from.
+        workers: how many.
+    """
+    arguments = ["aiotensor.cli.demo.server:create_app", "--factory", f"--workers={workers}"]
+    arguments += [f"--fd={listener.fileno()}", "--loop=uvloop", "--lifespan=on", "--ws=none"]
+    arguments += ["--log-level=warning", "--no-access-log", f"--timeout-worker-healthcheck={HEALTH_CHECK}"]
+    return Command(name, "uvicorn", arguments, settings.environment(), [listener.fileno()])
+
+
+def create_app() -> FastAPI:
+    """Make the application in a worker that uvicorn started.
+
+    Raises:
+        LookupError: the environment does not say where the engine is.
+    """
+    settings = Settings.from_environment()
+    if settings.address is None:
+        raise LookupError("these settings are for a server that was handed a queue")
+    torch.set_num_threads(settings.threads)
+    return make_app(settings.address, settings)
+
+
+def make_app(endpoint: TensorQueue | str, settings: Settings) -> FastAPI:
     """Make the application.
 
     Args:
-        queue: where the engine receives tensors.
-        engine_socket: where it takes requests.
-        max_concurrent_videos: how many videos may be decoded or on their way at once; others wait.
+        endpoint: where the engine receives tensors.
+        settings: everything else.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with (
-            TensorSender(queue, max_concurrent_videos=max_concurrent_videos) as sender,
-            EngineClient(engine_socket) as engine,
-        ):
-            app.state.videos = Videos(sender, engine)
-            yield
+        async with WorkerLink(settings) as link:
+            async with (
+                TensorSender(
+                    endpoint,
+                    max_concurrent_videos=settings.max_concurrent_videos,
+                    arena_bytes=settings.arena_bytes,
+                ) as sender,
+                EngineClient(Path(settings.engine_socket)) as engine,
+            ):
+                videos = app.state.videos = Videos(sender, engine)
+                link.send(WorkerStarted(os.getpid()))
+                yield
+            link.send(videos.report())
 
     app = FastAPI(title="aiotensor demo", lifespan=lifespan)
 
@@ -61,7 +110,7 @@ def make_app(queue: TensorQueue, engine_socket: Path, *, max_concurrent_videos: 
 
     @app.get("/statistics")
     async def get_statistics(request: Request) -> Response:
-        """Say what the sender holds now, and what it has done."""
+        """Say what this worker's sender holds now, and what it has done."""
         videos: Videos = request.app.state.videos
         return _json(videos.statistics())
 
@@ -104,12 +153,9 @@ class _Server(uvicorn.Server):
             self._on_started()
 
 
-async def _main(app: FastAPI, pipe: Connection) -> bool:
-    # Port 0: the kernel picks a free one, and it is ours before anybody hears of it.
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
+async def _main(app: FastAPI, listener: socket.socket, pipe: Connection) -> bool:
     config = uvicorn.Config(app, lifespan="on", ws="none", log_config=None)
-    server = _Server(config, on_started=lambda: report_ready(pipe, f"http://127.0.0.1:{port}"))
+    server = _Server(config, on_started=partial(report_ready, pipe))
 
     def stop(_: asyncio.Task[None]) -> None:
         server.should_exit = True
@@ -125,17 +171,16 @@ async def _main(app: FastAPI, pipe: Connection) -> bool:
     return server.started
 
 
-def run_server(queue: TensorQueue, engine_socket: Path, max_concurrent_videos: int, pipe: Connection) -> None:
-    """Run the API server until the parent closes the pipe.
+def run_server(queue: TensorQueue, settings: Settings, listener: socket.socket, pipe: Connection) -> None:
+    """Run the API server, as a child with a queue to the engine, until the parent closes the pipe.
 
     Args:
         queue: where the engine receives tensors.
-        engine_socket: where it takes requests.
-        max_concurrent_videos: how many videos may be decoded or on their way at once; others wait.
-        pipe: the child's end of the pipe to the parent; gets the server's address once it is ready.
+        settings: everything else.
+        listener: the socket to accept connections from.
+        pipe: the child's end of the pipe to the parent.
     """
-    torch.set_num_threads(threads_per_process())
-    app = make_app(queue, engine_socket, max_concurrent_videos=max_concurrent_videos)
+    torch.set_num_threads(settings.threads)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        if not runner.run(_main(app, pipe)):
+        if not runner.run(_main(make_app(queue, settings), listener, pipe)):
             raise SystemExit(1)  # uvicorn said why

@@ -10,10 +10,9 @@ import anyio.to_thread
 import httpx
 import msgspec
 
-from aiotensor import SenderStatistics
 from aiotensor.cli.demo.messages import VideoAnswer
 
-__all__ = ["Outcome", "Upload", "get_statistics", "http_client", "upload_all"]
+__all__ = ["Outcome", "Upload", "http_client", "upload_all"]
 
 
 class Outcome(StrEnum):
@@ -45,7 +44,8 @@ class Upload:
 
 def http_client(base_url: str) -> httpx.AsyncClient:
     """Make a client that waits as long as the server does, and uses no proxy from the environment."""
-    limits = httpx.Limits(max_connections=None)
+    # A connection stays with the worker that accepted it: as from so many users, each upload has its own.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     return httpx.AsyncClient(base_url=base_url, timeout=None, limits=limits, trust_env=False)  # noqa: S113
 
 
@@ -77,12 +77,6 @@ async def upload_all(
         for _ in range(min(concurrency, len(clips))):
             group.start_soon(work)
     return uploads
-
-
-async def get_statistics(client: httpx.AsyncClient) -> SenderStatistics:
-    """Ask the server what its sender has done."""
-    response = await client.get("/statistics")
-    return msgspec.json.decode(response.raise_for_status().content, type=SenderStatistics)
 
 
 async def _upload(client: httpx.AsyncClient, clip: Path) -> Upload:
