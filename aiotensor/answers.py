@@ -3,7 +3,7 @@
 import asyncio
 
 from aiotensor.links.base import ReceiverLink
-from aiotensor.protocol.frames import Discarded, Release, Taken, encode
+from aiotensor.protocol.frames import Bye, Discarded, Release, Taken, ToSender, encode
 
 __all__ = ["Answers"]
 
@@ -17,6 +17,7 @@ class _Pending:
         self.taken: list[int] = []
         self.discarded: list[int] = []
         self.blocks: list[int] = []
+        self.goodbye: list[Bye] = []
 
 
 class Answers:
@@ -42,6 +43,10 @@ class Answers:
         """Give a block of memory back."""
         self._to(link).blocks.append(block)
 
+    def goodbye(self, link: ReceiverLink) -> None:
+        """Say that this is the end, together with all that comes before it."""
+        self._to(link).goodbye.append(Bye())
+
     def forget(self, link: ReceiverLink) -> None:
         """Drop what a sender is to be told: it is gone."""
         self._pending.pop(link, None)
@@ -50,7 +55,7 @@ class Answers:
         """Send everything now."""
         pending, self._pending = self._pending, {}
         for link, answers in pending.items():
-            frames = [
+            frames: list[ToSender] = [
                 make(tuple(numbers[start : start + _NUMBERS_A_FRAME]))
                 for make, numbers in (
                     (Taken, answers.taken),
@@ -59,6 +64,7 @@ class Answers:
                 )
                 for start in range(0, len(numbers), _NUMBERS_A_FRAME)
             ]
+            frames += answers.goodbye
             if sum(map(len, (answers.taken, answers.discarded, answers.blocks))) <= _NUMBERS_A_FRAME:
                 link.write(encode(*frames))
             else:

@@ -119,7 +119,10 @@ class Gate(Generic[P]):
 
     def try_acquire(self, amount: int, holder: Hashable = None) -> Ticket[P] | None:
         """Take the amount if it is free and nobody waits in line."""
-        return self.budget.try_request(amount, holder)
+        ticket = self.budget.try_request(amount, holder)
+        if ticket is not None:
+            ticket.since = asyncio.get_running_loop().time()
+        return ticket
 
     def release(self, ticket: Ticket[P]) -> None:
         """Give back what was granted, or leave the line, and wake whoever that lets through."""

@@ -164,10 +164,11 @@ class Incoming:
         Waits until the links have taken what the senders are to be told.
         """
         self._is_closed = True
-        self.answers.flush()
         peers = list(self._peers.values())
         for peer in peers:
-            peer.link.write(encode(Bye()))
+            self.answers.goodbye(peer.link)
+        self.answers.flush()
+        for peer in peers:
             self._forget(peer)
         self.mailbox.clear()
         try:
@@ -275,6 +276,10 @@ class Incoming:
                     f"than {name}={limit} allows",
                 )
                 return
+        earlier = self._senders.get(hello.sender)
+        if earlier is not None:  # it broke off and came back, and the end of the old connection is unread
+            self._lose(earlier, PeerLostError("it connected again"))
+            earlier.link.close()
         keys = self.mailbox.join(hello.sender, hello.pid, hello.max_concurrent_videos, hello.first_message)
         peer.sender = hello.sender
         peer.max_messages = hello.max_concurrent_videos

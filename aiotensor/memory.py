@@ -23,7 +23,7 @@ class _Copy:
         self.holder = holder
         self.cold = cold
         self.is_running = True
-        self.is_filled = False  # the cold chunks have memory now
+        self.filled: list[int] = []  # those of the cold chunks that have memory now
         self.is_abandoned = False
         self.unpins = False  # who asked for it has gone: the end of it takes the pin back
 
@@ -73,9 +73,10 @@ class Memory:
 
     def copy_now(self, source: torch.Tensor, block: Block) -> None:
         """Copy a tensor on this thread."""
-        segment, cold = block.place.segment, block.place.cold
-        segment.fill(cold)
-        segment.filled(cold)
+        segment = block.place.segment
+        for chunk in block.place.cold:
+            segment.fill([chunk])
+            segment.filled([chunk])
         placements.copy_now(source, block.place)
 
     async def copy(self, source: torch.Tensor, block: Block, holder: Hashable) -> None:
@@ -215,15 +216,14 @@ class Memory:
             if copy.is_abandoned:
                 raise CopyAbandonedError
             place.segment.fill([chunk])
-        copy.is_filled = True
+            copy.filled.append(chunk)
         if source is not None:
             placements.copy_in_threads(source, place, lambda: copy.is_abandoned, self._worker.helper)
 
     def _copied(self, copy: _Copy) -> None:
         copy.is_running = False
         self._copies.discard(copy)
-        if copy.is_filled:
-            copy.block.place.segment.filled(copy.cold)
+        copy.block.place.segment.filled(copy.filled)
         if copy.unpins:
             self.unpin_owner(copy.block.number)
         if self._is_closed and not self._copies:

@@ -270,6 +270,16 @@ class Outgoing:
         if message is not None:
             self.abandon(message)
 
+    async def allocate(self, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """Wait for a block that the caller owns, and return a tensor over it."""
+        try:
+            tensor = await self.memory.allocate(nbytes, dtype, shape)
+        except placements.CopyAbandonedError:
+            raise self.why_not() from None
+        if self._is_closed:
+            raise self.why_not()
+        return tensor
+
     async def drain(self) -> None:
         """Wait until the messages of this moment have ended."""
         sent = set(self._messages)

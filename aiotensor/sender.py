@@ -177,7 +177,7 @@ class TensorSender:
         self._check_fits(nbytes)
         if nbytes == 0:
             return placements.new_tensor(sizes, dtype)
-        return await self._outgoing.memory.allocate(nbytes, dtype, sizes)
+        return await self._outgoing.allocate(nbytes, dtype, sizes)
 
     def discard(self, handle: TensorHandle) -> None:
         """Take back the whole message of a handle, because nobody wants it any more.

@@ -5,10 +5,12 @@ import gc
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 import uvloop
+
+from tests.pairs import Links
 
 
 def pytest_collection_finish() -> None:
@@ -20,6 +22,14 @@ def pytest_collection_finish() -> None:
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Run every async test on asyncio's own loop and on uvloop."""
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(params=["queue", "unix"])
+def link(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run a test over every link."""
+    before, Links.current = Links.current, request.param
+    yield request.param
+    Links.current = before
 
 
 def our_descriptors() -> dict[int, str]:

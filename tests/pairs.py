@@ -1,8 +1,10 @@
 """A sender and a receiver in one process, and what tests wait for."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -17,14 +19,33 @@ class Pair(NamedTuple):
     receiver: TensorReceiver
 
 
+class Links:
+    """Which link the running test is about; the fixture `link` of conftest.py sets it."""
+
+    current = "queue"
+
+
+@contextmanager
+def endpoint(link: str | None = None) -> Iterator[str | TensorQueue]:
+    """Make a place where a sender and a receiver meet, and see that nothing of it is left in the end."""
+    if (link or Links.current) == "queue":
+        queue = TensorQueue()
+        yield queue
+        queue.close()
+        return
+    with tempfile.TemporaryDirectory(prefix="aiotensor-") as folder:
+        yield f"unix://{folder}/socket"
+        assert not os.listdir(folder)
+
+
 @asynccontextmanager
 async def pair(max_concurrent_videos: int = 8, arena_bytes: int = 1 << 30) -> AsyncIterator[Pair]:
-    queue = TensorQueue()
-    async with (
-        TensorReceiver(queue) as receiver,
-        TensorSender(queue, max_concurrent_videos, arena_bytes) as sender,
-    ):
-        yield Pair(sender, receiver)
+    with endpoint() as place:
+        async with (
+            TensorReceiver(place) as receiver,
+            TensorSender(place, max_concurrent_videos, arena_bytes) as sender,
+        ):
+            yield Pair(sender, receiver)
 
 
 def pattern(seed: int, count: int) -> torch.Tensor:

@@ -1,26 +1,32 @@
 """What becomes of a peer that sends what the protocol forbids."""
 
 import asyncio
+import fcntl
 import os
 import secrets
+import struct
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 import torch
 
 from aiotensor import (
+    AioTensorError,
     DiscardedError,
     PeerLostError,
     ProtocolError,
     TensorHandle,
-    TensorQueue,
     TensorReceiver,
     TensorSender,
 )
-from aiotensor.links.queue import QueueSenderLink
+from aiotensor.links import Endpoint, connect
 from aiotensor.protocol.frames import (
+    MAX_RECORD_BYTES,
     VERSION,
+    Attach,
     Bye,
+    Detach,
     Discard,
     Discarded,
     End,
@@ -31,35 +37,54 @@ from aiotensor.protocol.frames import (
     ToReceiver,
     ToSender,
     Welcome,
+    decode_to_sender,
     encode,
 )
-from tests.pairs import BIG, pair, pattern, settled, until
+from tests.pairs import BIG, endpoint, pair, pattern, settled, until
 
-pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
 
 class Rogue:
     """A sender that says what it likes."""
 
-    def __init__(self, queue: TensorQueue) -> None:
+    def __init__(self, place: Endpoint) -> None:
         self.id = secrets.token_hex(16)
-        self.link = QueueSenderLink(queue, self.id)
+        self.link = connect(place, self.id)
         self.lost = asyncio.Event()
+        self.heard: list[ToSender] = []
 
-    async def open(self, hello: Hello | bytes) -> None:
-        await self.link.open(hello if isinstance(hello, bytes) else encode(hello), self)
+    async def open(self, **changes: object) -> None:
+        self.hello = hello(sender=self.id, **changes)
+        await self.link.open(self)
 
     def say(self, frame: ToReceiver | bytes, descriptors: Sequence[int] = ()) -> None:
         self.link.write(frame if isinstance(frame, bytes) else encode(frame), descriptors)
 
-    def frame_arrived(self, data: bytes) -> None:
-        pass
+    def introduction(self) -> bytes:
+        return encode(self.hello)
 
-    def link_lost(self, reason: str) -> None:
+    def record_arrived(self, data: bytes | memoryview) -> None:
+        self.heard += decode_to_sender(data)
+
+    def link_lost(self, error: AioTensorError) -> None:
+        self.link.close()
         self.lost.set()
 
 
-HELLO = Hello(VERSION, os.getpid(), 2, 1 << 20)
+def hello(**changes: object) -> Hello:
+    fields: dict[str, object] = {
+        "version": VERSION,
+        "pid": os.getpid(),
+        "sender": "0" * 32,
+        "max_concurrent_videos": 2,
+        "arena_bytes": ARENA,
+    }
+    return Hello(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+ARENA = 1 << 20
+WHERE = struct.Struct("<QQ")
 
 
 def put(**changes: object) -> Put:
@@ -77,10 +102,9 @@ def put(**changes: object) -> Put:
 
 BROKEN: dict[str, list[ToReceiver | bytes]] = {
     "random bytes": [b"\xff\x00nonsense"],
-    "an empty frame": [b""],
     "a frame for the other direction": [encode(Taken((0,)))],
     "another version": [],
-    "a second introduction": [HELLO],
+    "a second introduction": [hello()],
     "an unknown dtype": [put(dtype="float7")],
     "a dtype that is a name in torch": [put(dtype="nn")],
     "an unknown placement": [put(placement="carrier pigeon")],
@@ -97,7 +121,11 @@ BROKEN: dict[str, list[ToReceiver | bytes]] = {
     "an end twice": [put(last=True), End(0, 1)],
     "a count beyond all memory": [put(), End(0, 2**60)],
     "more messages than announced": [put(), put(message=1), put(message=2)],
-    "words after the goodbye": [Bye(), put()],
+    "a message out of turn": [put(message=1)],
+    "a record that is too long": [b"a" * (MAX_RECORD_BYTES + 1)],
+    "a place in no segment": [put(placement="arena", payload=WHERE.pack(0, 0), block=0)],
+    "a place that cannot be read": [put(placement="arena", payload=b"here", block=0)],
+    "the detaching of nothing": [Detach(0)],
 }
 
 
@@ -105,47 +133,127 @@ BROKEN: dict[str, list[ToReceiver | bytes]] = {
 async def test_a_sender_that_breaks_the_protocol_is_cut_off_and_harms_no_other(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    queue = TensorQueue()
-    async with TensorReceiver(queue) as receiver, TensorSender(queue) as honest:
+    with endpoint() as place:
+        await _cut_off(place, BROKEN[name], caplog, VERSION + (name == "another version"))
+
+
+# What is said of a segment of one page that is there.
+MISPLACED: dict[str, ToReceiver] = {
+    "beyond the end": put(shape=(3,), payload=WHERE.pack(0, 4094)),
+    "far beyond the end": put(shape=(3,), payload=WHERE.pack(0, 2**63)),
+    "larger than the segment": put(shape=(4097,), payload=WHERE.pack(0, 0)),
+    "not aligned": put(dtype="int64", shape=(1,), payload=WHERE.pack(0, 4)),
+    "no bytes": put(shape=(0,), payload=WHERE.pack(0, 0)),
+    "no number": put(shape=(1,), payload=WHERE.pack(0, 0), block=None),
+    "attached again": Attach(0, "arena", 4096),
+}
+
+
+@pytest.mark.parametrize("name", MISPLACED)
+async def test_a_tensor_is_never_opened_outside_its_segment(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    frame = MISPLACED[name]
+    if isinstance(frame, Put):
+        block = None if name == "no number" else 0
+        frame = msgspec.structs.replace(frame, placement="arena", block=block)
+    with endpoint() as place:
+        await _cut_off(place, [frame], caplog, segments=[Attach(0, "arena", 4096)])
+
+
+@pytest.mark.parametrize(
+    ("size", "seals", "announced"),
+    [
+        (4096, fcntl.F_SEAL_GROW, 4096),
+        (4096, fcntl.F_SEAL_SHRINK, 8192),
+        (8192, fcntl.F_SEAL_SHRINK, 4096),
+        (2 * ARENA, fcntl.F_SEAL_SHRINK, 2 * ARENA),
+        (0, fcntl.F_SEAL_SHRINK, 0),
+    ],
+)
+async def test_memory_that_could_shrink_or_is_not_what_was_announced_is_refused(
+    size: int, seals: int, announced: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with endpoint() as place:
+        await _cut_off(place, [], caplog, segments=[Attach(0, "arena", announced)], size=size, seals=seals)
+
+
+async def _cut_off(
+    place: Endpoint,
+    frames: Sequence[ToReceiver | bytes],
+    caplog: pytest.LogCaptureFixture,
+    version: int = VERSION,
+    *,
+    segments: Sequence[Attach] = (),
+    size: int = 4096,
+    seals: int = fcntl.F_SEAL_SHRINK,
+) -> None:
+    """Say forbidden things to a receiver, and see that only their sender hears of it."""
+    async with TensorReceiver(place) as receiver, TensorSender(place) as honest:
         before = await honest.send(pattern(1, BIG))
-        rogue = Rogue(queue)
-        await rogue.open(Hello(VERSION + 1, 1, 1, 1) if name == "another version" else HELLO)
-        for frame in BROKEN[name]:
+        rogue = Rogue(place)
+        await rogue.open(version=version)
+        for segment in segments:
+            memfd = os.memfd_create("rogue", os.MFD_ALLOW_SEALING)
+            os.ftruncate(memfd, size)
+            fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, seals)
+            rogue.say(segment, [memfd])
+            os.close(memfd)
+        for frame in frames:
             rogue.say(frame)
         await rogue.lost.wait()
         handle = TensorHandle(rogue.id, 0, 0, "uint8", (3,), "cpu")
-        if name != "words after the goodbye":
+        if version == VERSION:  # else it never came in
             with pytest.raises(PeerLostError) as caught:
                 await receiver.receive(handle)
             assert isinstance(caught.value.__cause__, ProtocolError)
-            assert "broke the protocol" in caplog.text
+        assert "broke the protocol" in caplog.text
+        assert receiver.statistics().senders == 1
         for seed, sent in ((1, before), (2, await honest.send(pattern(2, BIG)))):
             assert torch.equal(await receiver.receive(sent), pattern(seed, BIG))
-        rogue.link.close()
 
 
-async def test_a_tensor_whose_descriptor_did_not_arrive_is_discarded_alone() -> None:
-    queue = TensorQueue()
-    async with TensorReceiver(queue) as receiver:
-        rogue = Rogue(queue)
-        await rogue.open(HELLO)
-        rogue.say(put(placement="memfd", payload=b"\x91\x00", last=True))
-        rogue.say(put(message=1, last=True))
-        assert torch.equal((await anext(receiver)).tensor, torch.tensor([97, 98, 99], dtype=torch.uint8))
-        with pytest.raises(DiscardedError):
-            await receiver.receive(TensorHandle(rogue.id, 0, 0, "uint8", (3,), "cpu"))
-        rogue.link.close()
+async def test_what_follows_a_goodbye_is_not_read() -> None:
+    with endpoint() as place:
+        async with TensorReceiver(place) as receiver:
+            rogue = Rogue(place)
+            await rogue.open()
+            rogue.say(encode(put(last=True), Bye(), put(message=1, last=True)))
+            rogue.say(b"nonsense")
+            await rogue.lost.wait()
+            assert (await anext(receiver)).handle.message == 0
+            with pytest.raises(DiscardedError, match="never sent"):
+                await receiver.receive(TensorHandle(rogue.id, 1, 0, "uint8", (3,), "cpu"))
+
+
+async def test_a_sender_whose_memory_does_not_arrive_is_refused_with_the_reason() -> None:
+    with endpoint() as place:
+        async with TensorReceiver(place) as receiver:
+            rogue = Rogue(place)
+            await rogue.open()
+            rogue.say(Attach(0, "arena", 4096))
+            await rogue.lost.wait()
+            reasons = [frame.reason for frame in rogue.heard if isinstance(frame, Bye)]
+            assert len(reasons) == 1
+            assert "ulimit -n" in reasons[0]
+            assert receiver.statistics().senders_refused == 1
 
 
 async def test_descriptors_of_a_sender_that_was_cut_off_are_closed() -> None:
-    queue = TensorQueue()
-    async with TensorReceiver(queue) as receiver:
-        rogue = Rogue(queue)
-        await rogue.open(HELLO)
+    with endpoint() as place:
+        await _say_with_descriptors(place)
+
+
+async def _say_with_descriptors(place: Endpoint) -> None:
+    async with TensorReceiver(place) as receiver:
+        rogue = Rogue(place)
+        await rogue.open()
         await until(lambda: receiver.statistics().senders == 1)
         read, write = os.pipe()
-        rogue.say(b"nonsense", [os.dup(write)])
+        rogue.say(put(), [write])  # which needs none
+        rogue.say(b"nonsense", [write])
         rogue.say(put(), [write])  # arrives when its sender is known no more
+        os.close(write)
         await rogue.lost.wait()
         assert await asyncio.to_thread(os.read, read, 1) == b""  # every writing end is closed
         os.close(read)
@@ -158,7 +266,14 @@ FORBIDDEN: dict[str, ToSender | bytes] = {
     "taking what was never sent": Taken((99,)),
     "discarding what was never sent": Discarded((99,)),
     "a block that nobody sent": Release((99,)),
+    "a block that is still being written": Release((1,)),
 }
+
+
+def _say(receiver: TensorReceiver, sender: TensorSender, record: bytes) -> None:
+    link = receiver._incoming.link_of(sender.id)
+    assert link is not None
+    link.write(record)
 
 
 @pytest.mark.parametrize("name", FORBIDDEN)
@@ -170,7 +285,7 @@ async def test_a_receiver_that_breaks_the_protocol_ends_the_senders_waits(
         waiting = asyncio.create_task(sender.send(pattern(1, 3)))
         await until(lambda: sender.statistics().waiting == 1 and receiver.statistics().senders == 1)
         frame = FORBIDDEN[name]
-        receiver._links[sender.id].write(frame if isinstance(frame, bytes) else encode(frame))
+        _say(receiver, sender, frame if isinstance(frame, bytes) else encode(frame))
         with pytest.raises(PeerLostError, match="broke the protocol") as caught:
             await waiting
         assert isinstance(caught.value.__cause__, ProtocolError)
@@ -184,5 +299,5 @@ async def test_taking_a_message_that_is_not_whole_breaks_the_protocol() -> None:
             async with sender.message() as message:
                 await message.send(pattern(0, 3))
                 await until(lambda: receiver.statistics().unclaimed_tensors == 1)
-                receiver._links[sender.id].write(encode(Taken((0,))))
+                _say(receiver, sender, encode(Taken((0,))))
                 await until(lambda: sender.statistics().in_flight == 0)

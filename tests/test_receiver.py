@@ -25,7 +25,7 @@ from aiotensor import (
 from aiotensor import receiver as receiver_module
 from tests.pairs import BIG, pair, pattern, settled, until
 
-pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
 
 async def test_handles_are_received_in_any_order() -> None:

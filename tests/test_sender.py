@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -26,9 +27,9 @@ from aiotensor import (
     WouldBlockError,
 )
 from aiotensor.protocol.frames import MAX_TENSORS
-from tests.pairs import BIG, pair, pattern, settled, until
+from tests.pairs import BIG, endpoint, pair, pattern, settled, until
 
-pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
 
 async def test_the_third_of_two_permits_waits_until_a_message_is_taken() -> None:
@@ -245,24 +246,24 @@ async def test_cancelling_a_wait_for_bytes_gives_the_permit_back() -> None:
         await settled(sender)
 
 
-def _held_up() -> tuple[threading.Event, threading.Event, Callable[[int, bytes, int], int]]:
-    """Make a write that stops half way until it is let go, and the events of both."""
+def _held_up() -> tuple[threading.Event, threading.Event, Callable[..., None]]:
+    """Make a step of a copy that stops half way until it is let go, and the events of both."""
     copying, go_on = threading.Event(), threading.Event()
-    pwrite = os.pwrite
+    copyto = np.copyto
 
-    def slow_write(descriptor: int, data: bytes, offset: int) -> int:
+    def slow_copyto(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
         copying.set()
         go_on.wait()
-        return pwrite(descriptor, data[: 1 << 20], offset)
+        copyto(target, source)
 
-    return copying, go_on, slow_write
+    return copying, go_on, slow_copyto
 
 
 async def test_cancelling_in_the_middle_of_a_copy_gives_everything_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    copying, go_on, slow_write = _held_up()
-    monkeypatch.setattr(os, "pwrite", slow_write)
+    copying, go_on, slow_copyto = _held_up()
+    monkeypatch.setattr(np, "copyto", slow_copyto)
     async with pair(max_concurrent_videos=1) as (sender, receiver):
         sending = asyncio.create_task(sender.send(torch.zeros(1 << 25, dtype=torch.uint8)))
         await asyncio.to_thread(copying.wait)
@@ -279,12 +280,12 @@ async def test_cancelling_in_the_middle_of_a_copy_gives_everything_back(
 
 
 async def test_discarding_in_the_middle_of_a_copy_ends_the_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    copying, go_on, slow_write = _held_up()
+    copying, go_on, slow_copyto = _held_up()
     async with pair() as (sender, _):
         message = sender.message()
         await message.__aenter__()
         first = await message.send(pattern(0, 1))
-        monkeypatch.setattr(os, "pwrite", slow_write)
+        monkeypatch.setattr(np, "copyto", slow_copyto)
         sending = asyncio.create_task(message.send(torch.zeros(1 << 25, dtype=torch.uint8)))
         await asyncio.to_thread(copying.wait)
         sender.discard(first)
@@ -362,7 +363,6 @@ async def test_send_nowait_refuses_while_the_link_is_behind() -> None:
 async def test_allocated_memory_is_sent_without_a_copy_and_counts_until_all_have_let_go() -> None:
     async with pair(arena_bytes=BIG * 8) as (sender, receiver):
         tensor = await sender.allocate((BIG // 100, 100), torch.int64)
-        assert tensor.is_shared()  # type: ignore[no-untyped-call]
         tensor.copy_(pattern(3, BIG).reshape(-1, 100))
         handle = await sender.send(tensor)
         part = await sender.send(tensor[10:20])  # a contiguous view, from the same block
@@ -421,8 +421,14 @@ async def test_bad_arguments_say_what_to_do() -> None:
         TensorSender(queue, max_concurrent_videos=2.5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="TensorQueue"):
         TensorSender(5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="TensorQueue"):
-        TensorSender("unix:///nowhere")  # type: ignore[arg-type]
+    for address in ("tcp://127.0.0.1:80", "unix://relative/path", "/run/socket", "unix:///run/"):
+        with pytest.raises(ValueError, match=r"unix:///run|does not name a file"):
+            TensorSender(address)
+    with pytest.raises(ValueError, match="107 bytes"):
+        TensorSender("unix:///" + "a" * 107)
+    for seconds in ({"keep_warm_seconds": 0}, {"long_wait_seconds": -1}):
+        with pytest.raises(ValueError, match="positive, or None"):
+            TensorSender(queue, **seconds)
     async with pair(arena_bytes=100) as (sender, _):
         with pytest.raises(TypeError, match="numpy array"):
             await sender.send([1, 2, 3])  # type: ignore[arg-type]
@@ -487,8 +493,13 @@ async def test_drain_waits_for_what_was_sent_before_it_and_for_nothing_later() -
 
 
 async def test_a_sender_is_opened_in_one_task_and_closed_in_another() -> None:
-    async with pair() as (_, receiver):
-        sender = TensorSender(receiver._listener._tensor_queue)  # type: ignore[attr-defined]
+    with endpoint() as place:
+        await _open_and_close_in_tasks(place)
+
+
+async def _open_and_close_in_tasks(place: str | TensorQueue) -> None:
+    async with TensorReceiver(place) as receiver:
+        sender = TensorSender(place)
         await asyncio.create_task(sender.__aenter__())
         handle = await asyncio.create_task(sender.send(pattern(0, BIG)))
         await asyncio.create_task(sender.aclose())
@@ -521,9 +532,10 @@ async def test_statistics_count_what_was_done() -> None:
         assert found.bytes_sent == (BIG + 2 + 3 + 4) * 8
 
 
-@pytest.mark.parametrize("call", ["memfd_create", "ftruncate", "pwrite", "posix_fallocate"])
+@pytest.mark.parametrize("what", ["send", "allocate"])
+@pytest.mark.parametrize("call", ["memfd_create", "ftruncate", "posix_fallocate"])
 async def test_a_machine_without_memory_left_is_an_error_of_send_and_nothing_is_held(
-    call: str, monkeypatch: pytest.MonkeyPatch
+    call: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -531,7 +543,7 @@ async def test_a_machine_without_memory_left_is_an_error_of_send_and_nothing_is_
     async with pair(max_concurrent_videos=1) as (sender, receiver):
         monkeypatch.setattr(os, call, refuse)
         with pytest.raises(OSError, match="No space left"):
-            if call == "posix_fallocate":
+            if what == "allocate":
                 await sender.allocate((BIG,), torch.int64)
             else:
                 await sender.send(pattern(0, BIG))
@@ -613,8 +625,9 @@ async def test_cancelling_aclose_cancels_nobody_else() -> None:
         assert all(isinstance(result, ClosedError) for result in results), results
         with pytest.raises(asyncio.CancelledError):
             await closing
-        await until(lambda: not sender._outgoing._worker._running)
-        sender._outgoing._worker.close()
+        worker = sender._outgoing.memory._worker
+        await until(lambda: not worker._running)
+        worker.close()
 
 
 async def test_the_block_of_a_message_that_was_discarded_under_it_ends_with_an_error() -> None:

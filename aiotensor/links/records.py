@@ -240,24 +240,26 @@ class RecordSocket:
             self._reader.was_reset = True
 
     def _readable(self) -> None:
-        for _ in range(RECORDS_A_TURN):
-            if self._is_closed or self._on_record is None:  # a record's handler may close the socket
-                return
-            try:
-                record = self._reader.read()
-            except EOFError:
-                self._end("the other side closed the connection")
-                return
-            except OSError as error:
-                self._end(f"reading failed: {error}")
-                return
-            if record is None:
-                return
-            self._on_record(*record)
-        if not self._is_closed and self._reader.was_reset:
+        # One record a turn: asking for a second one that is not there costs more than the loop's next look,
+        # and one record has all the frames of a turn of the other side.
+        if self._is_closed or self._on_record is None:
+            return
+        try:
+            record = self._reader.read()
+        except EOFError:
+            self._end("the other side closed the connection")
+        except OSError as error:
+            self._end(f"reading failed: {error}")
+        else:
+            if record is not None:
+                self._on_record(*record)
+        if self._is_open() and self._reader.was_reset:
             # uvloop watches a socket no more once it had an error. All that will ever come is here.
             self._loop.remove_reader(self._sock.fileno())
             self._loop.call_soon(self._readable)
+
+    def _is_open(self) -> bool:
+        return not self._is_closed
 
     def _end(self, reason: str) -> None:
         if not self._is_closed:

@@ -14,6 +14,7 @@ import math
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -63,6 +64,8 @@ class Segment:
         self._mapping: mmap.mmap | None = None
         self._view = memoryview(b"")
         self._warm: set[int] = set()
+        self._leaving: set[int] = set()  # chunks to be given back, unless they are filled before
+        self._changing = threading.Lock()  # filling a chunk and giving it back exclude each other
         self._left: dict[int, float] = {}  # when a warm chunk was last left by a block
 
     def open(self) -> None:
@@ -111,11 +114,13 @@ class Segment:
         """
         for chunk in chunks:
             start, length = self._chunk(chunk)
-            # Not by touching the pages: where memory is short that would be a signal and not an error.
-            os.posix_fallocate(self.descriptor, start, length)
-            mapping = self._mapping
-            if mapping is not None:
-                _populate(mapping, start, length)
+            with self._changing:
+                self._leaving.discard(chunk)
+                # Not by touching the pages: where memory is short that would be a signal and not an error.
+                os.posix_fallocate(self.descriptor, start, length)
+                mapping = self._mapping
+                if mapping is not None:
+                    _populate(mapping, start, length)
 
     def filled(self, chunks: list[int]) -> None:
         """Note that chunks have memory."""
@@ -130,6 +135,7 @@ class Segment:
         """Return the chunks that are in no block and were left before a time; they count as cold now."""
         idle = [chunk for chunk in self._idle() if self._left.get(chunk, 0.0) <= before]
         self._warm.difference_update(idle)
+        self._leaving.update(idle)
         return idle
 
     @property
@@ -151,10 +157,11 @@ class Segment:
     def give_back(self, chunks: list[int]) -> None:
         """Give the memory of chunks back to the kernel. Not for the event loop."""
         for chunk in chunks:
-            mapping = self._mapping
-            if mapping is None:
-                return
-            mapping.madvise(mmap.MADV_REMOVE, *self._chunk(chunk))
+            with self._changing:
+                mapping = self._mapping
+                if chunk in self._leaving and mapping is not None:
+                    self._leaving.discard(chunk)
+                    mapping.madvise(mmap.MADV_REMOVE, *self._chunk(chunk))
 
     def _chunk(self, chunk: int) -> tuple[int, int]:
         start = chunk * _CHUNK_BYTES
