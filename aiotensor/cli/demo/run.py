@@ -14,7 +14,6 @@ from pathlib import Path
 from urllib.parse import quote
 
 import anyio
-import anyio.to_thread
 import msgspec
 import zmq
 from rich.console import Console
@@ -79,10 +78,11 @@ class _Processes:
 
 def run_demo(options: Options) -> int:
     """Run the demo, and return the exit status of the command."""
-    return asyncio.run(_main(options))
+    arena_bytes = _arena_bytes(options.clips)  # while there is nothing yet that would be left behind
+    return asyncio.run(_main(options, arena_bytes))
 
 
-async def _main(options: Options) -> int:
+async def _main(options: Options, arena_bytes: int) -> int:
     errors = Console(stderr=True)
     with (
         tempfile.TemporaryDirectory(prefix="aiotensor-", ignore_cleanup_errors=True) as name,
@@ -93,7 +93,6 @@ async def _main(options: Options) -> int:
         folder = Path(name)
         if max(len(bytes(folder / file)) for file in SOCKETS) > zmq.IPC_PATH_MAX_LEN:
             return _fail(errors, f"the path {folder} is too long for a socket: set TMPDIR to a shorter one")
-        arena_bytes = await anyio.to_thread.run_sync(_arena_bytes, options.clips)
         processes = _processes(options, folder, arena_bytes, queue, listener)
         ours = [processes.server, processes.engine]
         with anyio.CancelScope() as scope, _cancelled_by_signals(scope, ours) as signals:
