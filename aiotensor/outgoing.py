@@ -475,13 +475,15 @@ class Outgoing:
 
     def _peer_lost(self, reason: str) -> PeerLostError:
         pid = self._receiver_pid
-        return PeerLostError(f"the receiver (pid {pid}) is gone: {reason}", pid=pid)
+        name = "the receiver" if pid is None else f"the receiver (pid {pid})"
+        return PeerLostError(f"{name} is gone: {reason}", pid=pid)
 
     def _lose(self, error: AioTensorError) -> None:
         """End what is on its way, and what waits."""
         if self._is_connected:
             self.receivers_lost += 1
-            logger.warning("%s; %s messages in flight are lost", error, len(self._messages))
+            level = logging.WARNING if self._messages else logging.INFO
+            logger.log(level, "%s; %s messages in flight are lost", error, len(self._messages))
         self._is_connected = False
         self._receiver_pid = None
         self._outbox.clear()

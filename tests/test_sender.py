@@ -5,6 +5,7 @@ import errno
 import gc
 import os
 import socket
+import tempfile
 import threading
 from collections.abc import Callable
 
@@ -678,3 +679,87 @@ async def test_one_message_that_waits_twice_is_not_taken_for_two() -> None:
             handles = await asyncio.gather(*parts)
         for handle in handles:
             await receiver.receive(handle)
+
+
+@pytest.mark.parametrize("what", ["a permit", "800000 bytes of shared memory"])
+async def test_a_long_wait_says_once_who_holds_what_and_since_when(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    permits = 1 if what == "a permit" else 2
+    with endpoint() as place:
+        async with (
+            TensorReceiver(place) as receiver,
+            TensorSender(place, permits, BIG * 8, long_wait_seconds=0.01) as sender,
+        ):
+            held = await sender.send(pattern(0, BIG))
+            waiting = asyncio.create_task(sender.send(pattern(1, BIG)))
+            await until(lambda: "has waited" in caplog.text)
+            assert sender.statistics().longest_wait_s > 0
+            holder = sender.statistics().holders[0]
+            assert (holder.message, holder.state, holder.bytes) == (0, "waiting to be taken", BIG * 8)
+            assert holder.seconds > 0
+            await asyncio.sleep(0.03)  # no second line comes
+            assert caplog.text.count("has waited") == 1
+            assert f"for {what}; receiver: pid {os.getpid()}; held by: message 0" in caplog.text
+            await receiver.receive(held)
+            gc.collect()
+            await receiver.receive(await waiting)
+            assert sender.statistics().longest_wait_s == 0
+
+
+async def test_a_wait_for_a_receiver_that_is_not_there_ends_when_it_comes() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        place = f"unix://{folder}/socket"
+        async with TensorSender(place) as sender:
+            with pytest.raises(WouldBlockError, match="no receiver is here"):
+                sender.send_nowait(pattern(0, 3))
+            waiting = [asyncio.create_task(sender.send(pattern(0, count))) for count in (3, BIG)]
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await sender.send(pattern(1, 3))
+            async with TensorReceiver(place) as receiver:
+                for sending, count in zip(waiting, (3, BIG), strict=True):
+                    assert torch.equal(await receiver.receive(await sending), pattern(0, count))
+
+
+async def test_what_was_in_flight_is_lost_aloud_and_later_sends_go_to_the_next_receiver() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        place = f"unix://{folder}/socket"
+        async with TensorSender(place, max_concurrent_videos=2) as sender:
+            async with TensorReceiver(place) as receiver:
+                kept = await receiver.receive(await sender.send(pattern(0, BIG)))
+                allocated = await sender.allocate((BIG,), torch.int64)
+                allocated.copy_(pattern(5, BIG))
+                lost = [await sender.send(pattern(seed, BIG)) for seed in (1, 2)]
+                waiting = asyncio.create_task(sender.send(pattern(3, BIG)))
+                draining = asyncio.create_task(sender.drain())
+                await until(lambda: sender.statistics().waiting == 1)
+            for task in (waiting, draining):
+                with pytest.raises(PeerLostError):
+                    await task
+            assert sender.statistics().in_flight == 0
+            async with TensorReceiver(place) as receiver:
+                for seed in range(10, 20):  # as much as would overwrite the old memory
+                    handle = await sender.send(pattern(seed, BIG))
+                    assert torch.equal(await receiver.receive(handle), pattern(seed, BIG))
+                # The old receiver may read where this lies, so it is copied, and arrives all the same.
+                handle = await sender.send(allocated)
+                assert torch.equal(await receiver.receive(handle), pattern(5, BIG))
+                for handle in lost:
+                    with pytest.raises(PeerLostError):
+                        await receiver.receive(handle)
+            assert torch.equal(kept, pattern(0, BIG))
+            await until(lambda: sender.statistics().receivers_lost == 2)
+            del allocated
+            await settled(sender)
+
+
+async def test_a_numpy_view_of_allocated_memory_is_sent_without_a_copy() -> None:
+    async with pair() as (sender, receiver):
+        tensor = await sender.allocate((100, 1000), torch.int64)
+        tensor.copy_(pattern(0, 100_000).view(100, 1000))
+        in_use = sender.statistics().bytes_in_use
+        received = await receiver.receive(await sender.send(tensor.numpy()[10:20]))
+        assert sender.statistics().bytes_in_use == in_use
+        tensor[10, 0] = -1
+        assert received[0, 0] == -1  # it is the same memory

@@ -1,6 +1,6 @@
 import errno
-import math
 import fcntl
+import math
 import mmap
 import os
 import resource
