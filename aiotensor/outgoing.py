@@ -207,6 +207,8 @@ class Outgoing:
                 return self._announce(message, source, placed, allocation.block, last=last)
             if not plan.new_bytes and allocation is None:
                 return self._announce(message, source, placements.place_inline(source), None, last=last)
+            if allocation is not None:
+                self._check_moves(source.nbytes, allocation.block)
             return await self._put_copy(message, source, last=last)
         finally:
             message.sending -= 1
@@ -296,6 +298,7 @@ class Outgoing:
 
     async def _room(self, message: Message) -> None:
         """Wait until the receiver is there and reads."""
+        self._check_open(message)  # lost while it was copied, it must not wait for the next receiver
         while not self._link.is_ready:
             await self._link.ready()
             self._check_open(message)
@@ -303,6 +306,17 @@ class Outgoing:
     def _check_open(self, message: Message) -> None:
         if message.state is not State.OPEN:
             raise self.why_not(message)
+
+    def _check_moves(self, nbytes: int, block: Block) -> None:
+        """Refuse to copy an allocated tensor that would wait for the memory that it holds itself."""
+        held = self.memory.size_of(block.number)
+        if held + nbytes > self.max_bytes:
+            raise self._would_block(
+                "an earlier receiver may still read where this tensor lies, so it has to be copied, and "
+                f"the {held} bytes that it holds leave no room for that: send a clone of it, and free it",
+                0,
+                nbytes,
+            )
 
     def _parked_for_good(self) -> int:
         """Count the bytes of blocks whose sends wait for a permit, if every permit waits for bytes."""

@@ -763,3 +763,18 @@ async def test_a_numpy_view_of_allocated_memory_is_sent_without_a_copy() -> None
         assert sender.statistics().bytes_in_use == in_use
         tensor[10, 0] = -1
         assert received[0, 0] == -1  # it is the same memory
+
+
+async def test_an_allocated_tensor_that_can_no_longer_be_sent_in_place_does_not_wait_for_itself() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        place = f"unix://{folder}/socket"
+        async with TensorSender(place, arena_bytes=BIG * 8) as sender:
+            tensor = await sender.allocate((BIG,), torch.int64)
+            async with TensorReceiver(place) as receiver:
+                view = await receiver.receive(await sender.send(tensor))
+            async with TensorReceiver(place) as receiver:
+                with pytest.raises(WouldBlockError, match="send a clone"):
+                    await sender.send(tensor)
+                tensor = tensor.clone()
+                assert torch.equal(await receiver.receive(await sender.send(tensor)), tensor)
+            del view
