@@ -202,7 +202,7 @@ class Outgoing:
                 await self._room(message)
             self._check_open(message)
             allocation = plan.allocation
-            if allocation is not None and not allocation.block.place.segment.is_retired:
+            if allocation is not None and allocation.can_be_sent:
                 placed = placements.place_allocated(source, allocation)
                 return self._announce(message, source, placed, allocation.block, last=last)
             if not plan.new_bytes and allocation is None:
@@ -235,7 +235,7 @@ class Outgoing:
     def put_nowait(self, message: Message, source: torch.Tensor, plan: Plan) -> TensorHandle:
         """Do the same for the one tensor of a message, on this thread, or raise `WouldBlockError`."""
         allocation = plan.allocation
-        if allocation is not None:
+        if allocation is not None and allocation.can_be_sent:
             placed = placements.place_allocated(source, allocation)
             return self._announce(message, source, placed, allocation.block, last=True)
         if not plan.new_bytes:

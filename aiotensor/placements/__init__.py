@@ -56,7 +56,7 @@ class Plan(NamedTuple):
 
     Attributes:
         new_bytes: bytes of shared memory that must be granted, to copy it into; 0 if none.
-        allocation: the block that it lies in already, or None.
+        allocation: the block that it lies in already, or None; if it cannot be sent there, it is copied.
     """
 
     new_bytes: int
@@ -79,8 +79,8 @@ def plan(source: torch.Tensor, allocations: Allocations) -> Plan:
     if nbytes == 0:
         return _INLINE
     allocation = allocations.find(source)
-    if allocation is not None:
-        return Plan(0, allocation)
+    if allocation is not None and (nbytes > MAX_INLINE_BYTES or allocation.can_be_sent):
+        return Plan(0 if allocation.can_be_sent else nbytes, allocation)
     return _INLINE if nbytes <= MAX_INLINE_BYTES else Plan(nbytes, None)
 
 

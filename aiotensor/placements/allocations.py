@@ -25,6 +25,11 @@ class Allocation(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def can_be_sent(self) -> bool:
+        """Say whether the memory may be shared as it is: no receiver that is gone can still read it."""
+        return not self.block.place.segment.is_retired
+
 
 class Allocations:
     """Know the memory that callers allocated and still have.
@@ -52,14 +57,11 @@ class Allocations:
         self._by_number.pop(number, None)
 
     def find(self, tensor: torch.Tensor) -> Allocation | None:
-        """Return the block that a contiguous tensor lies in, or None if the tensor must be copied.
-
-        A block whose peer may be gone is not found: it belongs to a connection that has ended.
-        """
+        """Return the block that a contiguous tensor lies in, or None if it lies in none."""
         if not self._by_number or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return None
         start = tensor.data_ptr()
         for allocation in self._by_number.values():
             if allocation.start <= start < allocation.stop:
-                return None if allocation.block.place.segment.is_retired else allocation
+                return allocation
         return None

@@ -237,17 +237,24 @@ def test_a_copy_at_the_address_of_a_freed_block_is_not_taken_for_it(desk: Desk) 
     assert desk.allocations.find(copied) is None
 
 
+def can_be_sent(desk: Desk, tensor: torch.Tensor) -> bool:
+    allocation = desk.allocations.find(tensor)
+    assert allocation is not None
+    return allocation.can_be_sent
+
+
 def test_a_block_of_a_connection_that_ended_is_copied_and_stays_usable(desk: Desk) -> None:
     tensor = desk.allocate((4, 6))
     tensor.fill_(3)
     desk.arena.detach(retire=True)
 
-    assert desk.allocations.find(tensor) is None
+    assert not can_be_sent(desk, tensor)
     assert tensor.tolist() == [[3] * 6] * 4
     newer = desk.allocate((4, 6), number=8)
     assert is_found(desk, newer, 8)
+    assert can_be_sent(desk, newer)
     tensor = tensor[:1]
-    assert not is_found(desk, tensor)
+    assert not can_be_sent(desk, tensor)
     del tensor
     assert desk.freed == [7]
     desk.take_back(7)
