@@ -3,9 +3,7 @@
     permit -> room on the link -> bytes -> place -> announce      any step fails: all of it back
 
 A message holds its permit until the receiver has taken all its tensors or either side discarded it. A
-block of shared memory is pinned by the tensor announced over it until the receiver gives it back. A
-message gets its number with its first announcement, so the receiver hears of every number once and of
-nothing that was given up before.
+block of shared memory is pinned by the tensor announced over it until the receiver gives it back.
 
 When the receiver is gone, whatever is in flight is lost, and whoever waits is told. A link that comes back
 then waits for the next receiver, and so does what is sent from then on.
@@ -13,43 +11,25 @@ then waits for the next receiver, and so does what is sent from then on.
 
 import asyncio
 import logging
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 
 from aiotensor import placements
+from aiotensor.conversation import Conversation
 from aiotensor.errors import (
     AioTensorError,
     ClosedError,
     DiscardedError,
-    PeerLostError,
-    ProtocolError,
     WouldBlockError,
 )
 from aiotensor.gates import Gate, StuckError, Waiters
 from aiotensor.links.base import SenderLink
 from aiotensor.memory import Memory
 from aiotensor.message import Message, State
-from aiotensor.outbox import Outbox
 from aiotensor.placements import Arena, Block, Place, Placed, Plan
 from aiotensor.protocol.credits import Ticket
-from aiotensor.protocol.frames import (
-    VERSION,
-    Attach,
-    Bye,
-    Discard,
-    Discarded,
-    End,
-    Hello,
-    Put,
-    Release,
-    Taken,
-    Welcome,
-    decode_to_sender,
-    encode,
-)
 from aiotensor.types import Holder, TensorHandle, Usage
 
 __all__ = ["Outgoing"]
@@ -91,10 +71,8 @@ class Outgoing:
         keep_warm_s: float | None,
         long_wait_s: float | None,
     ) -> None:
-        self.sender = sender
         self.failure: AioTensorError | None = None  # nothing can be sent any more
         self.messages_sent = self.messages_discarded = self.tensors_sent = self.bytes_sent = 0
-        self.receivers_lost = 0
         self.max_bytes = max_bytes
         self._link = link
         self._long_wait_s = long_wait_s
@@ -103,22 +81,18 @@ class Outgoing:
             max_messages, long_wait_s=long_wait_s, on_long_wait=lambda _: self._report_wait("a permit")
         )
         self._is_closed = False
-        self._is_connected = False
         self._messages: set[Message] = set()
-        self._announced: dict[int, Message] = {}
-        self._next_number = 0
         self._parked = 0
         self._drainers = Waiters()
-        self._receiver_pid: int | None = None
+        self._conversation = Conversation(sender, link, max_messages, max_bytes, self)
         self.memory: Memory  # from `open` on: it belongs to a loop
 
     async def open(self, on_freed: Callable[[int], None]) -> None:
         """Begin to connect; `on_freed` is told of allocated blocks that were freed, from any thread."""
         self._loop = asyncio.get_running_loop()
-        self._outbox = Outbox(self._write)
         self.memory = Memory(self.max_bytes, self._gate_over, on_freed, self._keep_warm_s)
         try:
-            await self._link.open(self)
+            await self._conversation.open()
         except BaseException:
             self.memory.close()
             raise
@@ -132,21 +106,13 @@ class Outgoing:
             for message in [message for message in self._messages if message.state is State.OPEN]:
                 self.abandon(message)
             await self.memory.settle()
-            if self._is_connected:
-                self._outbox.add(Bye())
-                self._outbox.flush()
-                await self._link.flush()
-            self._disconnect()
+            await self._conversation.say_goodbye()
+            self._conversation.close()
             await self.memory.aclose()
         finally:
-            self._disconnect()
+            self._conversation.close()
             self.memory.close()
             self._drainers.wake()
-
-    def _disconnect(self) -> None:
-        self._is_connected = False
-        self._outbox.clear()
-        self._link.close()
 
     def _gate_over(self, arena: Arena) -> Gate[Place]:
         return Gate(
@@ -186,7 +152,11 @@ class Outgoing:
     def begin_nowait(self, nbytes: int) -> Message:
         """Give a permit to a new message, or raise `WouldBlockError`."""
         if not self._link.is_ready:
-            reason = "the receiver is slow to read the link" if self._is_connected else "no receiver is here"
+            reason = (
+                "the receiver is slow to read the link"
+                if self._conversation.is_connected
+                else "no receiver is here"
+            )
             raise self._would_block(reason, 1, nbytes)
         permit = self.permits.try_acquire(1)
         if permit is None:
@@ -254,7 +224,7 @@ class Outgoing:
         if message.number is None:
             self._end(message, State.DISCARDED)  # an empty one: nobody has heard of it
             return
-        self._outbox.add(End(message.number, message.count))
+        self._conversation.complete(message)
         self._make_whole(message)
 
     def abandon(self, message: Message) -> None:
@@ -263,12 +233,11 @@ class Outgoing:
             return
         self._end(message, State.DISCARDED)
         self.messages_discarded += 1
-        if message.number is not None:
-            self._outbox.add(Discard(message.number))
+        self._conversation.discard(message)
 
     def abandon_number(self, number: int) -> None:
         """Discard a message by its number, if it has not ended."""
-        message = self._announced.get(number)
+        message = self._conversation.find(number)
         if message is not None:
             self.abandon(message)
 
@@ -349,38 +318,9 @@ class Outgoing:
         number: int | None = None
         if block is not None:
             number = block.number
-            segment = block.place.segment
-            if not segment.is_attached:
-                self._outbox.flush()
-                # At once and alone: the kernel may refuse the descriptor, and then nothing was sent.
-                attach = encode(Attach(segment.number, placed.placement, segment.nbytes))
-                self._link.write(attach, [segment.descriptor])
-                segment.is_attached = True
+            self._conversation.attach(block)
             self.memory.pin(number)
-        if message.number is None:
-            message.number = self._next_number
-            self._next_number += 1
-            self._announced[message.number] = message
-        dtype, device, shape = (
-            str(placements.name_of_dtype(source.dtype)),
-            str(source.device),
-            tuple(source.shape),
-        )
-        handle = TensorHandle(self.sender, message.number, message.count, dtype, shape, device)
-        put = Put(
-            message.number,
-            message.count,
-            dtype,
-            shape,
-            device,
-            placed.placement,
-            placed.payload,
-            number,
-            last,
-            source.requires_grad,
-            type(source) is torch.nn.Parameter,
-        )
-        self._outbox.add(put, len(placed.payload))
+        handle = self._conversation.announce(message, source, placed, number, last=last)
         nbytes = source.nbytes
         message.count += 1
         message.nbytes += nbytes
@@ -401,106 +341,26 @@ class Outgoing:
         was_open = message.state is State.OPEN
         message.state = state
         self._messages.discard(message)
-        if message.number is not None:
-            self._announced.pop(message.number, None)
+        self._conversation.forget(message)
         if was_open:
             self.memory.abandon(message)
             self.memory.gate.budget.settle(message)
         self.permits.release(message.permit)
         self._drainers.wake()
 
-    # What the link says
+    # What the receiver says
 
-    def introduction(self) -> bytes:
-        """Make the first record of a connection."""
-        self._is_connected = True
-        self._outbox.clear()
-        return encode(
-            Hello(
-                VERSION,
-                os.getpid(),
-                self.sender,
-                self.permits.budget.limit,
-                self.max_bytes,
-                self._next_number,
-            )
-        )
+    def message_ended(self, message: Message, state: State) -> None:
+        """Note that the receiver took a message, or gave it up."""
+        self.messages_discarded += state is State.DISCARDED
+        self._end(message, state)
 
-    def record_arrived(self, data: bytes | memoryview) -> None:
-        """Take frames from the receiver."""
-        try:
-            for frame in decode_to_sender(data):
-                if self._is_connected:
-                    self._handle_frame(frame)
-        except ProtocolError as error:
-            logger.error("the receiver (pid %s) broke the protocol: %s", self._receiver_pid, str(error))
-            self._drop(f"it broke the protocol: {error}", error, retry=False)
+    def blocks_released(self, blocks: Iterable[int]) -> None:
+        """Take blocks back."""
+        self.memory.unpin(blocks)
 
-    def link_lost(self, error: AioTensorError) -> None:
-        """Note that the receiver is gone, or will not have us."""
-        if isinstance(error, PeerLostError):
-            error = self._peer_lost(str(error))
-        self._lose(error)
-
-    def _handle_frame(self, frame: Welcome | Taken | Discarded | Release | Bye) -> None:
-        match frame:
-            case Taken():
-                for number in frame.messages:
-                    message = self._answered(number)
-                    if message is not None:
-                        if message.state is not State.WHOLE:
-                            raise ProtocolError(f"it took message {number}, which was not whole")
-                        self._end(message, State.TAKEN)
-            case Release():
-                self.memory.unpin(frame.blocks)
-            case Discarded():
-                for number in frame.messages:
-                    message = self._answered(number)
-                    if message is not None:
-                        self.messages_discarded += 1
-                        self._end(message, State.DISCARDED)
-            case Welcome():
-                self._receiver_pid = frame.pid
-                if frame.version != VERSION:
-                    raise ProtocolError(f"it speaks version {frame.version}, this sender speaks {VERSION}")
-                self._outbox.max_bytes = frame.max_frame_bytes
-            case Bye(reason=""):
-                self._drop("it closed", retry=True)
-            case Bye():
-                self._drop(f"it refused this sender: {frame.reason}", retry=False)
-
-    def _answered(self, number: int) -> Message | None:
-        """Find the message of an answer, or None if it was discarded here in the meantime."""
-        if number >= self._next_number:
-            raise ProtocolError(f"it answered message {number}, which was never sent")
-        return self._announced.get(number)
-
-    def _write(self, record: bytes) -> None:
-        try:
-            self._link.write(record)
-        except OSError as error:
-            self._drop(f"writing to it failed: {error}", retry=True)
-
-    def _drop(self, reason: str, cause: ProtocolError | None = None, *, retry: bool) -> None:
-        self._link.drop(retry=retry)
-        error = self._peer_lost(reason)
-        error.__cause__ = cause
-        self._lose(error)
-
-    def _peer_lost(self, reason: str) -> PeerLostError:
-        pid = self._receiver_pid
-        name = "the receiver" if pid is None else f"the receiver (pid {pid})"
-        return PeerLostError(f"{name} is gone: {reason}", pid=pid)
-
-    def _lose(self, error: AioTensorError) -> None:
+    def receiver_lost(self, error: AioTensorError) -> int:
         """End what is on its way, and what waits."""
-        if self._is_connected:
-            self.receivers_lost += 1
-            level = logging.WARNING if self._messages else logging.INFO
-            logger.log(level, "%s; %s messages in flight are lost", error, len(self._messages))
-        self._is_connected = False
-        self._receiver_pid = None
-        self._outbox.clear()
         if not self._link.comes_back:
             self.failure = error
             self.permits.fail(self.why_not)
@@ -508,11 +368,13 @@ class Outgoing:
         else:
             self.permits.fail_waiting(lambda: _again(error))
             self.memory.gate.fail_waiting(lambda: _again(error))
-        for message in list(self._messages):
+        lost = list(self._messages)
+        for message in lost:
             message.loss = error
             self._end(message, State.LOST)
         self.memory.peer_lost()
         self._drainers.wake()
+        return len(lost)
 
     # Small things
 
@@ -525,6 +387,11 @@ class Outgoing:
         if self._is_closed:
             return ClosedError("this TensorSender was closed")
         return DiscardedError("this message was discarded: begin a new one")
+
+    @property
+    def receivers_lost(self) -> int:
+        """Count the receivers that were lost."""
+        return self._conversation.receivers_lost
 
     def usage(self) -> "MemoryUsage":
         """Count what is in use; before opening nothing is."""
@@ -567,7 +434,9 @@ class Outgoing:
             "a send has waited %g s for %s; receiver: %s; held by: %s%s",
             self._long_wait_s,
             what,
-            f"pid {self._receiver_pid}" if self._is_connected else "none is connected",
+            f"pid {self._conversation.receiver_pid}"
+            if self._conversation.is_connected
+            else "none is connected",
             named or "nobody",
             more,
         )

@@ -19,6 +19,7 @@ from aiotensor.placements.raw import copy_of, is_addressable, new_tensor
 from aiotensor.placements.source import Sendable, as_tensor, check_dtype
 
 __all__ = [
+    "ARENA",
     "MAX_INLINE_BYTES",
     "QUICK_BYTES",
     "Allocations",

@@ -1,0 +1,256 @@
+"""What a sender says to its receiver, and what it hears: messages by their numbers, over one link.
+
+A message gets its number with its first announcement, so the receiver hears of every number once and of
+nothing that was given up before. Numbers go on counting when the link comes back.
+"""
+
+import logging
+import os
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from aiotensor import placements
+from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError
+from aiotensor.links.base import SenderLink
+from aiotensor.message import Message, State
+from aiotensor.outbox import Outbox
+from aiotensor.placements import Block, Placed
+from aiotensor.protocol.frames import (
+    VERSION,
+    Attach,
+    Bye,
+    Discard,
+    Discarded,
+    End,
+    Hello,
+    Put,
+    Release,
+    Taken,
+    Welcome,
+    decode_to_sender,
+    encode,
+)
+from aiotensor.types import TensorHandle
+
+__all__ = ["Conversation", "ConversationEvents"]
+
+logger = logging.getLogger("aiotensor.sender")
+
+
+class ConversationEvents(Protocol):
+    """What a sender wants to be told of."""
+
+    def message_ended(self, message: Message, state: State) -> None:
+        """Note that the receiver took a message, or gave it up."""
+
+    def blocks_released(self, blocks: Iterable[int]) -> None:
+        """Note that the receiver gave blocks back.
+
+        Raises:
+            ProtocolError: it did not have them.
+        """
+
+    def receiver_lost(self, error: AioTensorError) -> int:
+        """Note that the receiver is gone, or will not have us; return how many messages that loses."""
+
+
+class Conversation:
+    """Speak with one receiver after the other.
+
+    Args:
+        sender: the sender's id.
+        link: the road to the receiver.
+        max_messages: how many messages will be in flight at most.
+        max_bytes: how much shared memory will be used at most.
+        events: who is told.
+    """
+
+    def __init__(
+        self, sender: str, link: SenderLink, max_messages: int, max_bytes: int, events: ConversationEvents
+    ) -> None:
+        self.link = link
+        self.is_connected = False
+        self.receiver_pid: int | None = None
+        self.receivers_lost = 0
+        self._sender = sender
+        self._max_messages = max_messages
+        self._max_bytes = max_bytes
+        self._events = events
+        self._announced: dict[int, Message] = {}
+        self._next_number = 0
+
+    async def open(self) -> None:
+        """Begin to connect."""
+        self._outbox = Outbox(self._write)
+        await self.link.open(self)
+
+    async def say_goodbye(self) -> None:
+        """Tell the receiver that this is the end; wait until the link has taken it."""
+        if self.is_connected:
+            self._outbox.add(Bye())
+            self._outbox.flush()
+            await self.link.flush()
+
+    def close(self) -> None:
+        """Close the link."""
+        self.is_connected = False
+        self._outbox.clear()
+        self.link.close()
+
+    def find(self, number: int) -> Message | None:
+        """Return the message of a number, if it was announced and has not ended."""
+        return self._announced.get(number)
+
+    # What is said
+
+    def attach(self, block: Block) -> None:
+        """Hand over the memory that a block lies in, if the receiver does not have it.
+
+        Raises:
+            OSError: the kernel refused the descriptor; nothing was sent.
+        """
+        segment = block.place.segment
+        if not segment.is_attached:
+            self._outbox.flush()
+            # At once and alone, so that whoever sends hears of an error.
+            attach = encode(Attach(segment.number, placements.ARENA, segment.nbytes))
+            self.link.write(attach, [segment.descriptor])
+            segment.is_attached = True
+
+    def announce(
+        self, message: Message, source: torch.Tensor, placed: Placed, block: int | None, *, last: bool
+    ) -> TensorHandle:
+        """Tell of a tensor. From here on it is the receiver's."""
+        if message.number is None:
+            message.number = self._next_number
+            self._next_number += 1
+            self._announced[message.number] = message
+        dtype, device, shape = (
+            str(placements.name_of_dtype(source.dtype)),
+            str(source.device),
+            tuple(source.shape),
+        )
+        put = Put(
+            message.number,
+            message.count,
+            dtype,
+            shape,
+            device,
+            placed.placement,
+            placed.payload,
+            block,
+            last,
+            source.requires_grad,
+            type(source) is torch.nn.Parameter,
+        )
+        self._outbox.add(put, len(placed.payload))
+        return TensorHandle(self._sender, message.number, message.count, dtype, shape, device)
+
+    def complete(self, message: Message) -> None:
+        """Tell that all tensors of a message were announced."""
+        if message.number is not None:
+            self._outbox.add(End(message.number, message.count))
+
+    def discard(self, message: Message) -> None:
+        """Take a message back, if the receiver has heard of it."""
+        if message.number is not None:
+            self._outbox.add(Discard(message.number))
+
+    def forget(self, message: Message) -> None:
+        """Note that a message has ended; later answers to it mean nothing."""
+        if message.number is not None:
+            self._announced.pop(message.number, None)
+
+    # What is heard
+
+    def introduction(self) -> bytes:
+        """Make the first record of a connection."""
+        self.is_connected = True
+        self._outbox.clear()
+        return encode(
+            Hello(
+                VERSION,
+                os.getpid(),
+                self._sender,
+                self._max_messages,
+                self._max_bytes,
+                self._next_number,
+            )
+        )
+
+    def record_arrived(self, data: bytes | memoryview) -> None:
+        """Take frames from the receiver."""
+        try:
+            for frame in decode_to_sender(data):
+                if self.is_connected:
+                    self._handle_frame(frame)
+        except ProtocolError as error:
+            logger.error("the receiver (pid %s) broke the protocol: %s", self.receiver_pid, str(error))
+            self._drop(f"it broke the protocol: {error}", error, retry=False)
+
+    def link_lost(self, error: AioTensorError) -> None:
+        """Note that the receiver is gone, or will not have us."""
+        if isinstance(error, PeerLostError):
+            error = self._peer_lost(str(error))
+        self._lose(error)
+
+    def _handle_frame(self, frame: Welcome | Taken | Discarded | Release | Bye) -> None:
+        match frame:
+            case Taken():
+                for number in frame.messages:
+                    message = self._answered(number)
+                    if message is not None:
+                        if message.state is not State.WHOLE:
+                            raise ProtocolError(f"it took message {number}, which was not whole")
+                        self._events.message_ended(message, State.TAKEN)
+            case Release():
+                self._events.blocks_released(frame.blocks)
+            case Discarded():
+                for number in frame.messages:
+                    message = self._answered(number)
+                    if message is not None:
+                        self._events.message_ended(message, State.DISCARDED)
+            case Welcome():
+                self.receiver_pid = frame.pid
+                if frame.version != VERSION:
+                    raise ProtocolError(f"it speaks version {frame.version}, this sender speaks {VERSION}")
+                self._outbox.max_bytes = frame.max_frame_bytes
+            case Bye(reason=""):
+                self._drop("it closed", retry=True)
+            case Bye():
+                self._drop(f"it refused this sender: {frame.reason}", retry=False)
+
+    def _answered(self, number: int) -> Message | None:
+        """Find the message of an answer, or None if it was discarded here in the meantime."""
+        if number >= self._next_number:
+            raise ProtocolError(f"it answered message {number}, which was never sent")
+        return self._announced.get(number)
+
+    def _write(self, record: bytes) -> None:
+        try:
+            self.link.write(record)
+        except OSError as error:
+            self._drop(f"writing to it failed: {error}", retry=True)
+
+    def _drop(self, reason: str, cause: ProtocolError | None = None, *, retry: bool) -> None:
+        self.link.drop(retry=retry)
+        error = self._peer_lost(reason)
+        error.__cause__ = cause
+        self._lose(error)
+
+    def _peer_lost(self, reason: str) -> PeerLostError:
+        pid = self.receiver_pid
+        name = "the receiver" if pid is None else f"the receiver (pid {pid})"
+        return PeerLostError(f"{name} is gone: {reason}", pid=pid)
+
+    def _lose(self, error: AioTensorError) -> None:
+        was_connected, self.is_connected = self.is_connected, False
+        self.receiver_pid = None
+        self._outbox.clear()
+        lost = self._events.receiver_lost(error)
+        if was_connected:
+            self.receivers_lost += 1
+            level = logging.WARNING if lost else logging.INFO
+            logger.log(level, "%s; %s messages in flight are lost", error, lost)
