@@ -429,14 +429,14 @@ class Outgoing:
             f"({holder.state}, {holder.bytes} bytes, {holder.seconds:.1f} s)"
             for holder in holders[:_NAMED_HOLDERS]
         )
+        pid = self._conversation.receiver_pid
+        receiver = f"pid {pid}" if pid is not None else "none has answered"
         more = f"; and {len(holders) - _NAMED_HOLDERS} more" if len(holders) > _NAMED_HOLDERS else ""
         logger.warning(
             "a send has waited %g s for %s; receiver: %s; held by: %s%s",
             self._long_wait_s,
             what,
-            f"pid {self._conversation.receiver_pid}"
-            if self._conversation.is_connected
-            else "none is connected",
+            receiver,
             named or "nobody",
             more,
         )
