@@ -7,7 +7,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line, and exit with its status."""
-    if sentence := missing_extra("aiotensor", ["click"], extra="demo"):
+    if sentence := missing_extra("aiotensor", ["click"], extra="cli"):
         raise SystemExit(sentence)  # Python prints it to stderr and exits with status 1
     from aiotensor.cli.command import aiotensor
 

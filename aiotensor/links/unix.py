@@ -327,7 +327,9 @@ class UnixListener:
         Raises:
             UsageError: it is alive.
         """
-        with _new_socket() as probe:
+        # A datagram socket never connects to one with connections: if that lives, the kernel says that it is
+        # of another kind, and the receiver does not notice.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
             try:
                 probe.connect(self._path)
             except FileNotFoundError:
@@ -336,8 +338,9 @@ class UnixListener:
                 if self._may_remove():
                     os.unlink(self._path)
                 return  # if not, binding says what is wrong
-            except BlockingIOError:
-                pass  # it has a line of senders, so it is alive
+            except OSError as error:
+                if error.errno != errno.EPROTOTYPE:
+                    raise
         raise UsageError(
             f"a receiver listens at {self._path} already: close that one, or choose another path"
         )

@@ -64,7 +64,7 @@ def test_a_missing_dependency_is_one_sentence_with_what_to_install(module: str) 
     assert result.returncode == 1
     assert result.stdout == ""
     assert module in result.stderr
-    assert "pip install 'aiotensor[demo]'" in result.stderr
+    assert f"pip install 'aiotensor[{'cli' if module == 'click' else 'demo'}]'" in result.stderr
     assert result.stderr.count("\n") == 1
 
 
