@@ -321,6 +321,7 @@ class Outgoing:
             self._conversation.attach(block)
             self.memory.pin(number)
         handle = self._conversation.announce(message, source, placed, number, last=last)
+        self._check_open(message)  # a full record went out first, and the link may have broken under it
         nbytes = source.nbytes
         message.count += 1
         message.nbytes += nbytes
