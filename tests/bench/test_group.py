@@ -1,7 +1,6 @@
 """One contender in real processes: what it measures, and how it is ended when it goes wrong."""
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -147,13 +146,13 @@ def test_an_answer_with_another_content_is_reported(groups: Groups, contender_of
 
 def test_leaving_ends_what_still_runs(contender_of: ContenderOf, tmp_path: Path) -> None:
     started = tmp_path / "started"
-    endless = f"import pathlib, threading; pathlib.Path({str(started)!r}).touch(); threading.Event().wait()"
+    os.mkfifo(started)
+    endless = f"import threading; open({str(started)!r}, 'w').close(); threading.Event().wait()"
     one = contender_of("endless", endless)
     # As an interrupt does: in another thread than the one that waits for the group.
     with ThreadPoolExecutor() as pool, Groups() as groups:
         future = pool.submit(run, groups, one)
-        while not started.exists():
-            time.sleep(0.01)
+        started.read_bytes()  # returns when the child has opened the other end and closed it
     with pytest.raises(RuntimeError, match="ended from outside"):
         future.result()
 
