@@ -58,6 +58,9 @@ class Home:
             UsageError: the object came here by a fork, lives in another thread or loop, or was not opened.
             ClosedError: the object was closed.
         """
+        # A running loop knows its thread and its process: one look answers all, nearly always.
+        if self._loop is not None and not self.is_closed and asyncio._get_running_loop() is self._loop:
+            return
         self.check_place()
         if self.is_closed:
             raise ClosedError(f"this {self._name} was closed: make a new one")
@@ -97,12 +100,13 @@ class FreedItems(Generic[T]):
     this: append, and wake the loop.
 
     Args:
-        loop: the loop to wake.
+        loop: the loop to wake, of this thread.
         handle: a bound method, called in the loop with all that was freed meanwhile.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, handle: Callable[[list[T]], None]) -> None:
         self._loop = loop
+        self._thread = threading.get_ident()
         # Weak, so that a tensor that lives long does not keep its closed receiver alive.
         self._handle = weakref.WeakMethod(handle)
         self._items: deque[T] = deque()
@@ -113,8 +117,10 @@ class FreedItems(Generic[T]):
         self._items.append(item)
         if not self._is_scheduled:
             self._is_scheduled = True
+            in_loop = threading.get_ident() == self._thread  # it is awake then
+            schedule = self._loop.call_soon if in_loop else self._loop.call_soon_threadsafe
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-                self._loop.call_soon_threadsafe(self._collect)
+                schedule(self._collect)
 
     def _collect(self) -> None:
         self._is_scheduled = False  # before looking, so that a later item schedules again

@@ -7,7 +7,6 @@ the receiver's limits from the introduction on, so that no later frame can excee
 import asyncio
 import logging
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from aiotensor.descriptors import close_all
 from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError
 from aiotensor.home import FreedItems
 from aiotensor.links.base import ReceiverLink
-from aiotensor.placements import MappedSegment
+from aiotensor.placements import MappedSegment, Owner, Watch
 from aiotensor.protocol.frames import (
     VERSION,
     Attach,
@@ -80,14 +79,6 @@ class _Peer:
         self.mapped: dict[int, MappedSegment] = {}
 
 
-class _Watch(weakref.ref[memoryview]):
-    """Notice the end of a view's storage; a plain finalizer costs ten times as much."""
-
-    __slots__ = ("number",)
-
-    number: int
-
-
 class _Lease(NamedTuple):
     """A block that a living tensor pins."""
 
@@ -95,7 +86,7 @@ class _Lease(NamedTuple):
     segment: _Segment
     block: int
     nbytes: int
-    watch: _Watch
+    watch: Watch
 
 
 class Incoming:
@@ -333,24 +324,22 @@ class Incoming:
         if opened.owner is not None and opened.segment is not None:
             if put.block is None:
                 raise ProtocolError("it placed a tensor in a block without a number")
-            self._lease(peer, opened.segment, opened.owner, put.block)
+            self._lease(peer, peer.segments[opened.segment], opened.owner, put.block)
         if put.last:
             self._wake(mailbox.end(sender, put.message, put.tensor + 1))
 
     # Leases
 
-    def _lease(self, peer: _Peer, mapped: MappedSegment, owner: memoryview, block: int) -> None:
-        segment = next(one for one in peer.segments.values() if one.mapped is mapped)
+    def _lease(self, peer: _Peer, segment: _Segment, owner: Owner, block: int) -> None:
         number = self._next_lease
         self._next_lease += 1
-        watch = _Watch(owner, self._storage_ended)
-        watch.number = number
+        watch = placements.watch(owner, self._storage_ended, number)
         self._leases[number] = _Lease(peer, segment, block, owner.nbytes, watch)
         segment.leases += 1
         self.leased_bytes += owner.nbytes
         self.peak_leased_bytes = max(self.peak_leased_bytes, self.leased_bytes)
 
-    def _storage_ended(self, watch: _Watch) -> None:
+    def _storage_ended(self, watch: Watch) -> None:
         """Note that a tensor's storage was freed; in any thread, perhaps inside the garbage collector."""
         self._freed(watch.number)
 

@@ -17,6 +17,7 @@ from aiotensor.placements.dtypes import dtype_from_name, name_of_dtype
 from aiotensor.placements.inline import MAX_INLINE_BYTES, bytes_of, open_inline
 from aiotensor.placements.raw import copy_of, is_addressable, new_tensor
 from aiotensor.placements.source import Sendable, as_tensor, check_dtype
+from aiotensor.placements.views import Owner, Watch, watch
 
 __all__ = [
     "ARENA",
@@ -28,10 +29,12 @@ __all__ = [
     "CopyAbandonedError",
     "MappedSegment",
     "Opened",
+    "Owner",
     "Place",
     "Placed",
     "Plan",
     "Sendable",
+    "Watch",
     "as_tensor",
     "check_dtype",
     "copy_in_threads",
@@ -46,6 +49,7 @@ __all__ = [
     "place_inline",
     "plan",
     "segment_bytes",
+    "watch",
 ]
 
 ARENA = "arena"
@@ -104,8 +108,8 @@ class Opened(NamedTuple):
     """A tensor that arrived; if it lies in a segment, which, and the object whose end frees its block."""
 
     tensor: torch.Tensor
-    segment: MappedSegment | None = None
-    owner: memoryview | None = None
+    segment: int | None = None
+    owner: Owner | None = None
 
 
 Segments = Mapping[int, MappedSegment]
@@ -121,7 +125,7 @@ def _open_in_arena(payload: bytes, dtype: torch.dtype, shape: tuple[int, ...], s
     if segment is None:
         raise ProtocolError(f"the peer placed a tensor in segment {number}, which it never attached")
     tensor, owner = segment.tensor(offset, dtype, shape)
-    return Opened(tensor, segment, owner)
+    return Opened(tensor, number, owner)
 
 
 _OPENERS: dict[str, Callable[[bytes, torch.dtype, tuple[int, ...], Segments], Opened]] = {

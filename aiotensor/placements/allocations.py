@@ -1,12 +1,12 @@
 """Blocks that callers allocated, so that sending one of them, or a part of it, copies nothing."""
 
-import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from aiotensor.placements.arena import Place
+from aiotensor.placements.views import Watch, watch
 
 __all__ = ["Allocation", "Allocations", "Block"]
 
@@ -24,6 +24,7 @@ class Allocation(NamedTuple):
     block: Block
     start: int
     stop: int
+    watch: Watch
 
     @property
     def can_be_sent(self) -> bool:
@@ -40,16 +41,17 @@ class Allocations:
     """
 
     def __init__(self, on_freed: Callable[[int], None]) -> None:
-        self._on_freed = on_freed
+        # Not a method: nothing that watches may keep this, and through it the memory, alive.
+        self._freed: Callable[[Watch], None] = lambda watch: on_freed(watch.number)
         self._by_number: dict[int, Allocation] = {}
 
     def add(self, block: Block, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the tensor over a new block, and watch for the end of its storage."""
-        owner = block.place.view()  # torch keeps this very object until the storage is freed
-        tensor = torch.frombuffer(owner, dtype=dtype).view(shape)
+        tensor, owner = block.place.tensor(dtype, shape)
         start = tensor.data_ptr()
-        self._by_number[block.number] = Allocation(block, start, start + block.place.nbytes)
-        weakref.finalize(owner, self._on_freed, block.number).atexit = False
+        self._by_number[block.number] = Allocation(
+            block, start, start + block.place.nbytes, watch(owner, self._freed, block.number)
+        )
         return tensor
 
     def forget(self, number: int) -> None:

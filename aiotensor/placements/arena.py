@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from aiotensor.errors import ProtocolError
+from aiotensor.placements.views import View, view_over
 from aiotensor.protocol.blocks import Blocks
 
 __all__ = [
@@ -28,7 +29,6 @@ __all__ = [
     "MappedSegment",
     "Place",
     "Segment",
-    "View",
     "open_segment",
     "read_where",
     "segment_bytes",
@@ -62,7 +62,7 @@ class Segment:
         self.is_attached = False  # the other side has it
         self.is_retired = False  # nothing new is placed in it
         self._mapping: mmap.mmap | None = None
-        self._view = memoryview(b"")
+        self.memory = memoryview(b"")  # all of it, while it is open
         self._warm: set[int] = set()
         self._leaving: set[int] = set()  # chunks to be given back, unless they are filled before
         self._changing = threading.Lock()  # filling a chunk and giving it back exclude each other
@@ -85,18 +85,18 @@ class Segment:
             os.close(descriptor)
             raise
         self.descriptor = descriptor
-        self._view = memoryview(self._mapping)
+        self.memory = memoryview(self._mapping)
 
     def close(self) -> None:
         """Let go of the memory; whoever still has a view of it keeps it."""
         if self._mapping is not None:
             os.close(self.descriptor)
-            self._view = memoryview(b"")
+            self.memory = memoryview(b"")
             self._mapping = None
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return some of the memory, writable; the mapping lives at least as long as the view."""
-        return self._view[offset : offset + nbytes]
+        return self.memory[offset : offset + nbytes]
 
     def is_warm(self, offset: int, nbytes: int) -> bool:
         """Say whether all of a range has memory."""
@@ -204,6 +204,10 @@ class Place(NamedTuple):
         """Return the memory of the block."""
         return self.segment.view(self.offset, self.nbytes)
 
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> View:
+        """Return a tensor over the whole block."""
+        return view_over(self.segment.memory, self.offset, dtype, shape, self.nbytes)
+
 
 class Arena:
     """Hand out blocks of one segment; begin another when a peer that is gone may still read the first.
@@ -285,7 +289,7 @@ class MappedSegment:
         self.nbytes = len(mapping)
         self._view: memoryview | None = memoryview(mapping)
 
-    def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> "View":
+    def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> View:
         """Return a tensor over some of the memory.
 
         Raises:
@@ -296,20 +300,11 @@ class MappedSegment:
             raise ProtocolError(
                 f"the peer placed a tensor of {nbytes} bytes at byte {offset} of a segment of {self.nbytes}"
             )
-        # torch keeps this very object until the storage is freed: its end is the end of the tensor.
-        owner = self._view[offset : offset + nbytes]
-        return View(torch.frombuffer(owner, dtype=dtype).view(shape), owner)
+        return view_over(self._view, offset, dtype, shape, nbytes)
 
     def close(self) -> None:
         """Let go of the memory; the last view of it unmaps it."""
         self._view = None
-
-
-class View(NamedTuple):
-    """A tensor over a block, and the object that lives exactly as long as the tensor's storage."""
-
-    tensor: torch.Tensor
-    owner: memoryview
 
 
 def open_segment(descriptor: int, nbytes: int) -> MappedSegment:

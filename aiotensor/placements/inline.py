@@ -1,28 +1,24 @@
 """Small tensors ride in the frame itself: no shared memory, no descriptor, nothing to give back."""
 
+import ctypes
 import math
 
 import torch
 
 from aiotensor.errors import ProtocolError
 from aiotensor.placements.raw import new_tensor, pieces
+from aiotensor.placements.views import view_over
 
 __all__ = ["MAX_INLINE_BYTES", "bytes_of", "open_inline"]
 
 # Above this a copy into shared memory is cheaper than two copies through the socket.
 MAX_INLINE_BYTES = 8 * 1024
 
-# The dtypes that numpy knows too; none of them can be conjugate.
-_PLAIN = frozenset(
-    {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32}
-    | {torch.float64, torch.bool}
-)
-
 
 def bytes_of(source: torch.Tensor) -> bytes:
     """Return the bytes of a tensor's values, in row-major order."""
-    if source.dtype in _PLAIN and source.is_contiguous() and not source.requires_grad and not source.is_neg():
-        return source.numpy().tobytes()  # what most small tensors are, at a fraction of the time
+    if source.is_contiguous() and not source.is_conj() and not source.is_neg():
+        return ctypes.string_at(source.data_ptr(), source.nbytes)  # half the time of any array's
     return b"".join(piece.tobytes() for piece in pieces(source))
 
 
@@ -40,4 +36,4 @@ def open_inline(payload: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> t
         )
     if not payload:
         return new_tensor(shape, dtype)
-    return torch.frombuffer(bytearray(payload), dtype=dtype).view(shape)
+    return view_over(bytearray(payload), 0, dtype, shape, needed).tensor

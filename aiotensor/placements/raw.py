@@ -40,7 +40,8 @@ def pieces(source: torch.Tensor) -> Iterator[RawBytes]:
 
 def is_addressable(shape: Sequence[int], itemsize: int) -> bool:
     """Say whether torch can compute the strides of a tensor, which also an empty one has."""
-    return math.prod(size for size in shape if size) * itemsize < 2**63
+    numel = math.prod(shape) or math.prod(size for size in shape if size)
+    return numel * itemsize < 2**63
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -76,19 +76,19 @@ def _refusal(tensor: torch.Tensor) -> str | None:
         return f"a tensor of layout {tensor.layout} cannot travel: send tensor.to_dense(), or its parts"
     if tensor.is_quantized:
         return "a quantized tensor would lose its scale: send tensor.int_repr() and its scale and zero point"
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         return "a tensor on the meta device has no values: send one on the cpu"
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         return f"a tensor on device {tensor.device} cannot travel on this link: send tensor.cpu()"
     if name_of_dtype(tensor.dtype) is None:
         return f"a tensor of {tensor.dtype} cannot travel: send tensor.view(torch.uint8)"
     if tensor.dim() > MAX_DIMENSIONS:
         return f"a tensor of {tensor.dim()} dimensions cannot travel: reshape it to at most {MAX_DIMENSIONS}"
     if not is_addressable(tensor.shape, tensor.element_size()):
-        return f"an empty tensor of shape {tuple(tensor.shape)} cannot travel: send one of smaller sizes"
+        return f"a tensor of shape {tuple(tensor.shape)} cannot travel: send one of smaller sizes"
     if tensor.requires_grad and not tensor.is_leaf:
         return "a tensor with a gradient history would lose it on the way: send tensor.detach()"
-    if any(name is not None for name in getattr(tensor, "names", ())):  # gone from recent releases
+    if hasattr(tensor, "names") and any(tensor.names):  # gone from recent releases
         return "a tensor with named dimensions would lose the names: send tensor.rename(None)"
     return None
 
