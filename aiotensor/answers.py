@@ -1,6 +1,7 @@
 """What a receiver has to tell its senders: collected in one turn of the loop, sent at its end."""
 
 import asyncio
+from collections.abc import Iterator
 
 from aiotensor.links.base import ReceiverLink
 from aiotensor.protocol.frames import Bye, Discarded, Release, Taken, ToSender, encode
@@ -13,11 +14,23 @@ _NUMBERS_A_FRAME = 4096
 class _Pending:
     """What one sender is to be told."""
 
+    __slots__ = ("blocks", "discarded", "says_goodbye", "taken")
+
     def __init__(self) -> None:
         self.taken: list[int] = []
         self.discarded: list[int] = []
         self.blocks: list[int] = []
-        self.goodbye: list[Bye] = []
+        self.says_goodbye = False
+
+    def frames(self) -> Iterator[ToSender]:
+        if self.taken:
+            yield from map(Taken, _parts(self.taken))
+        if self.discarded:
+            yield from map(Discarded, _parts(self.discarded))
+        if self.blocks:
+            yield from map(Release, _parts(self.blocks))
+        if self.says_goodbye:
+            yield Bye()
 
 
 class Answers:
@@ -45,7 +58,7 @@ class Answers:
 
     def goodbye(self, link: ReceiverLink) -> None:
         """Say that this is the end, together with all that comes before it."""
-        self._to(link).goodbye.append(Bye())
+        self._to(link).says_goodbye = True
 
     def forget(self, link: ReceiverLink) -> None:
         """Drop what a sender is to be told: it is gone."""
@@ -55,23 +68,22 @@ class Answers:
         """Send everything now."""
         pending, self._pending = self._pending, {}
         for link, answers in pending.items():
-            frames: list[ToSender] = [
-                make(tuple(numbers[start : start + _NUMBERS_A_FRAME]))
-                for make, numbers in (
-                    (Taken, answers.taken),
-                    (Discarded, answers.discarded),
-                    (Release, answers.blocks),
-                )
-                for start in range(0, len(numbers), _NUMBERS_A_FRAME)
-            ]
-            frames += answers.goodbye
-            if sum(map(len, (answers.taken, answers.discarded, answers.blocks))) <= _NUMBERS_A_FRAME:
+            frames = list(answers.frames())
+            if len(answers.taken) + len(answers.discarded) + len(answers.blocks) <= _NUMBERS_A_FRAME:
                 link.write(encode(*frames))
             else:
                 for frame in frames:
                     link.write(encode(frame))
 
     def _to(self, link: ReceiverLink) -> _Pending:
-        if not self._pending:
-            self._loop.call_soon(self.flush)
-        return self._pending.setdefault(link, _Pending())
+        pending = self._pending.get(link)
+        if pending is None:
+            if not self._pending:
+                self._loop.call_soon(self.flush)
+            pending = self._pending[link] = _Pending()
+        return pending
+
+
+def _parts(numbers: list[int]) -> Iterator[tuple[int, ...]]:
+    for start in range(0, len(numbers), _NUMBERS_A_FRAME):
+        yield tuple(numbers[start : start + _NUMBERS_A_FRAME])

@@ -34,10 +34,10 @@ from aiotensor.protocol.frames import (
     encode,
 )
 from aiotensor.protocol.mailbox import Key, Mailbox
-from aiotensor.types import TensorHandle
+from aiotensor.types import Delivery, TensorHandle
 from aiotensor.worker import Worker
 
-__all__ = ["Incoming", "Item", "Limits"]
+__all__ = ["Incoming", "Limits"]
 
 logger = logging.getLogger("aiotensor.receiver")
 
@@ -49,13 +49,6 @@ class Limits(NamedTuple):
     mapped_bytes: int | None
     unclaimed_messages: int | None
     frame_bytes: int
-
-
-class Item(NamedTuple):
-    """A tensor that arrived, under the name that its sender gave it."""
-
-    handle: TensorHandle
-    tensor: torch.Tensor
 
 
 class _Segment:
@@ -105,7 +98,7 @@ class Incoming:
         fail: Callable[[BaseException], None],
     ) -> None:
         self.limits = limits
-        self.mailbox: Mailbox[Item] = Mailbox()
+        self.mailbox: Mailbox[Delivery] = Mailbox()
         self.leased_bytes = self.peak_leased_bytes = 0
         self.senders_lost = self.senders_refused = 0
         self.lingering_bytes = 0  # of segments whose sender is gone, and that living views keep
@@ -186,7 +179,7 @@ class Incoming:
         if peer is None:
             close_all(descriptors)
             return
-        unclaimed = list(descriptors)
+        unclaimed = list(descriptors) if descriptors else []
         try:
             if len(data) > self.limits.frame_bytes:
                 raise ProtocolError(f"it sent a record of more than {self.limits.frame_bytes} bytes")
@@ -199,7 +192,8 @@ class Incoming:
             self._lose(peer, error)
             link.close()
         finally:
-            close_all(unclaimed)
+            if unclaimed:
+                close_all(unclaimed)
 
     def link_lost(self, link: ReceiverLink, reason: str) -> None:
         """Note that a sender is gone."""
@@ -214,12 +208,12 @@ class Incoming:
     # Frames
 
     def _handle(self, peer: _Peer, frame: ToReceiver, descriptors: list[int]) -> None:
-        if isinstance(frame, Hello):
-            self._admit(peer, frame)
-            return
         sender = peer.sender
         if sender is None:
-            raise ProtocolError("it sent a frame before it introduced itself")
+            if not isinstance(frame, Hello):
+                raise ProtocolError("it sent a frame before it introduced itself")
+            self._admit(peer, frame)
+            return
         match frame:
             case Put():
                 self._file(peer, sender, frame)
@@ -236,10 +230,10 @@ class Incoming:
                 self._forget(peer)
                 peer.link.close()
                 self._wake(keys)
+            case Hello():
+                raise ProtocolError("it introduced itself twice")
 
     def _admit(self, peer: _Peer, hello: Hello) -> None:
-        if peer.sender is not None:
-            raise ProtocolError("it introduced itself twice")
         # First: it says what differs.
         peer.link.write(encode(Welcome(VERSION, os.getpid(), self.limits.frame_bytes)))
         if hello.version != VERSION:
@@ -320,13 +314,13 @@ class Incoming:
         if put.requires_grad or put.is_parameter:
             tensor = _with_gradient_flags(tensor, put)
         handle = TensorHandle(sender, put.message, put.tensor, put.dtype, put.shape, put.device)
-        mailbox.put(Key(sender, put.message, put.tensor), Item(handle, tensor))
+        keys = mailbox.put(Key(sender, put.message, put.tensor), Delivery(handle, tensor), last=put.last)
         if opened.owner is not None and opened.segment is not None:
             if put.block is None:
                 raise ProtocolError("it placed a tensor in a block without a number")
             self._lease(peer, peer.segments[opened.segment], opened.owner, put.block)
-        if put.last:
-            self._wake(mailbox.end(sender, put.message, put.tensor + 1))
+        if keys:
+            self._wake(keys)
 
     # Leases
 

@@ -13,7 +13,7 @@ from aiotensor import links, placements
 from aiotensor.errors import ClosedError, PeerLostError, WouldBlockError
 from aiotensor.gates import Waiters
 from aiotensor.home import Home
-from aiotensor.incoming import Incoming, Item, Limits
+from aiotensor.incoming import Incoming, Limits
 from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_RECORD_BYTES
 from aiotensor.protocol.mailbox import Key
 from aiotensor.types import Delivery, ReceiverStatistics, TensorHandle, Usage
@@ -170,7 +170,8 @@ class TensorReceiver:
         item = self._mailbox.hold(key)
         if item is None:
             raise AssertionError("an arrival was gone between two lines without an await")
-        return Delivery(handle=item.handle, tensor=self._take(key, item))
+        self._take(key, item)
+        return item
 
     def discard(self, handle: TensorHandle) -> None:
         """Drop the whole message of a handle, because nobody wants it any more.
@@ -232,7 +233,7 @@ class TensorReceiver:
 
     # Taking
 
-    async def _hold(self, key: Key) -> Item:
+    async def _hold(self, key: Key) -> Delivery:
         """Wait for a tensor, and reserve it."""
         while (item := self._mailbox.hold(key)) is None:
             self._raise_if_failed()
@@ -246,7 +247,7 @@ class TensorReceiver:
                 raise ClosedError("this TensorReceiver was closed")
         return item
 
-    def _take(self, key: Key, item: Item) -> torch.Tensor:
+    def _take(self, key: Key, item: Delivery) -> torch.Tensor:
         if self._mailbox.finish(key):
             link = self._incoming.link_of(key.sender)
             if link is not None:

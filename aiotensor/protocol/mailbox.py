@@ -55,13 +55,12 @@ class Key(NamedTuple):
 class _Message(Generic[T]):
     """The tensors of one message that has not ended."""
 
-    __slots__ = ("count", "held", "taken", "tensors")
+    __slots__ = ("count", "held", "tensors")
 
     def __init__(self) -> None:
-        self.tensors: dict[int, T] = {}
+        self.tensors: dict[int, T] = {}  # those that nobody has taken
         self.count: int | None = None  # known when the message is whole
         self.held: set[int] = set()
-        self.taken: set[int] = set()
 
 
 class _Sender(Generic[T]):
@@ -150,27 +149,29 @@ class Mailbox(Generic[T]):
             ProtocolError: the message was whole, is out of turn, or is one more than the sender may have.
         """
         record = self._joined(sender)
-        found = record.messages.get(message)
-        if found is not None:
-            if found.count is not None:
-                raise ProtocolError(f"sender {sender} sent a tensor of message {message}, which was whole")
-            return True
         if message >= record.next:
             if message > record.next:
                 raise ProtocolError(f"sender {sender} sent message {message} before message {record.next}")
             record.next += 1
-        elif message not in record.ended:
-            raise ProtocolError(f"sender {sender} went back to message {message}")
-        if message in record.ended:
-            return False
+            if message in record.ended:
+                return False
+        else:
+            found = record.messages.get(message)
+            if found is None:
+                if message not in record.ended:
+                    raise ProtocolError(f"sender {sender} went back to message {message}")
+                return False
+            if found.count is not None:
+                raise ProtocolError(f"sender {sender} sent a tensor of message {message}, which was whole")
+            return True
         if len(record.messages) >= record.limit:
             raise ProtocolError(
                 f"sender {sender} has more than the {record.limit} messages in flight that it announced"
             )
         return True
 
-    def put(self, key: Key, item: T) -> None:
-        """File a tensor of a message that `expects` it.
+    def put(self, key: Key, item: T, *, last: bool = False) -> list[Key]:
+        """File a tensor of a message that `expects` it; after the last one, do what `end` does.
 
         Raises:
             ProtocolError: the message has it already, or not the one before it.
@@ -183,6 +184,7 @@ class Mailbox(Generic[T]):
             )
         message.tensors[key.tensor] = item
         messages[key.message] = message
+        return self._make_whole(key.sender, key.message, message) if last else []
 
     def end(self, sender: str, number: int, count: int) -> list[Key]:
         """Make a message whole, and return the keys that can now be taken or never will be.
@@ -196,13 +198,7 @@ class Mailbox(Generic[T]):
         message = record.messages.get(number)
         if message is None or message.count is not None or len(message.tensors) != count:
             raise ProtocolError(f"sender {sender} ended message {number} with a wrong count of tensors")
-        message.count = count
-        keys = [Key(sender, number, tensor) for tensor in range(count)]
-        for key in keys:
-            self._arrivals[key] = None
-        if (sender, number) in self._claims:
-            keys += [key for key in self._waiting(sender, number) if not 0 <= key.tensor < count]
-        return keys
+        return self._make_whole(sender, number, message)
 
     def leave(self, sender: str) -> list[Key]:
         """Note that a sender closed: what is whole stays, what is not is discarded."""
@@ -290,27 +286,41 @@ class Mailbox(Generic[T]):
         record = self._senders.get(key.sender)
         if record is None:
             return None
+        message = record.messages.get(key.message)
+        # What is among the messages has neither ended nor was it lost.
+        if (
+            message is None
+            or message.count is None
+            or key.tensor not in message.tensors
+            or key.tensor in message.held
+        ):
+            reason = self._why_never(key, record)
+            if reason is not None:
+                raise reason
+            return None
+        message.held.add(key.tensor)
+        self._arrivals.pop(key, None)
+        return message.tensors[key.tensor]
+
+    def _why_never(self, key: Key, record: _Sender[T]) -> AioTensorError | None:
+        """Make the error that says why a tensor cannot be held, or None if it may still arrive."""
         name = f"tensor {key.tensor} of message {key.message} of sender {key.sender}"
         if key.message in record.ended:
             if key.message in record.discarded:
                 if record.loss is not None or key.message < record.first:
-                    raise _lost(key.sender, record)
-                raise DiscardedError(f"{name} was discarded")
-            raise AlreadyTakenError(f"{name} was received before; keep the tensor, or send it again")
+                    return _lost(key.sender, record)
+                return DiscardedError(f"{name} was discarded")
+            return AlreadyTakenError(f"{name} was received before; keep the tensor, or send it again")
         if record.loss is not None or key.message < record.first:
-            raise _lost(key.sender, record)
+            return _lost(key.sender, record)
         message = record.messages.get(key.message)
         if message is None or message.count is None:
             if record.left:
-                raise DiscardedError(f"{name} was never sent: its sender (pid {record.pid}) closed")
+                return DiscardedError(f"{name} was never sent: its sender (pid {record.pid}) closed")
             return None
-        if key.tensor in message.taken or key.tensor in message.held:
-            raise AlreadyTakenError(f"{name} was received before; keep the tensor, or send it again")
-        if not 0 <= key.tensor < message.count:
-            raise DiscardedError(f"{name} was never sent: the message ended after {message.count} tensors")
-        message.held.add(key.tensor)
-        self._arrivals.pop(key, None)
-        return message.tensors[key.tensor]
+        if 0 <= key.tensor < message.count:
+            return AlreadyTakenError(f"{name} was received before; keep the tensor, or send it again")
+        return DiscardedError(f"{name} was never sent: the message ended after {message.count} tensors")
 
     def finish(self, key: Key) -> bool:
         """Take a held tensor, and say whether that was the last of its message."""
@@ -319,7 +329,6 @@ class Mailbox(Generic[T]):
         if record is None or message is None:
             return False  # discarded or lost while it was held: the taker has it all the same
         message.held.discard(key.tensor)
-        message.taken.add(key.tensor)
         del message.tensors[key.tensor]
         if message.tensors:
             return False
@@ -340,14 +349,12 @@ class Mailbox(Generic[T]):
 
     def next_unclaimed(self) -> Key | None:
         """Return the earliest arrival that nobody waits for by its handle, or None."""
-        return next(
-            (
-                key
-                for key in self._arrivals
-                if key.tensor not in self._claims.get((key.sender, key.message), ())
-            ),
-            None,
-        )
+        if not self._claims:
+            return next(iter(self._arrivals), None)
+        for key in self._arrivals:
+            if key.tensor not in self._claims.get((key.sender, key.message), ()):
+                return key
+        return None
 
     # What is there
 
@@ -362,6 +369,15 @@ class Mailbox(Generic[T]):
         for record in self._senders.values():
             record.messages.clear()
         self._arrivals.clear()
+
+    def _make_whole(self, sender: str, number: int, message: _Message[T]) -> list[Key]:
+        count = message.count = len(message.tensors)
+        keys = [Key(sender, number, tensor) for tensor in range(count)]
+        for key in keys:
+            self._arrivals[key] = None
+        if self._claims and (sender, number) in self._claims:
+            keys += [key for key in self._waiting(sender, number) if not 0 <= key.tensor < count]
+        return keys
 
     def _joined(self, sender: str) -> _Sender[T]:
         record = self._senders.get(sender)

@@ -19,11 +19,16 @@ class NumberSet:
         self._stops: list[int] = []  # exclusive, one for each start
 
     def __contains__(self, number: int) -> bool:
+        if not self._stops or number >= self._stops[-1]:
+            return False  # nearly always
         index = bisect_right(self._starts, number) - 1
         return index >= 0 and number < self._stops[index]
 
     def add(self, number: int) -> None:
         """Add a number; one that is already there changes nothing."""
+        if self._stops and number == self._stops[-1]:
+            self._stops[-1] += 1  # nearly always
+            return
         index = bisect_right(self._starts, number)  # of the first range that starts above the number
         if index and number < self._stops[index - 1]:
             return
