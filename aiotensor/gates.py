@@ -45,6 +45,17 @@ class Waiters:
                 future.set_result(None)
 
 
+class _Wait:
+    """One who waits in line."""
+
+    __slots__ = ("future", "is_reported", "since")
+
+    def __init__(self, future: asyncio.Future[None], since: float) -> None:
+        self.future = future
+        self.since = since
+        self.is_reported = False
+
+
 class Gate(Generic[P]):
     """Let callers wait for a budget, in order, and give back what a cancelled one had.
 
@@ -70,13 +81,13 @@ class Gate(Generic[P]):
         self._stuck_elsewhere = stuck_elsewhere
         self._long_wait_s = long_wait_s
         self._on_long_wait = on_long_wait
-        self._futures: dict[Ticket[P], asyncio.Future[None]] = {}
-        self._since: dict[Ticket[P], float] = {}
+        self._waits: dict[Ticket[P], _Wait] = {}  # the longest first
+        self._alarm: asyncio.TimerHandle | None = None
         self._failure: Callable[[], AioTensorError] | None = None
 
     def longest_wait_s(self, now: float) -> float:
         """Return the seconds that the longest of the present waits has lasted, by the loop's clock."""
-        return now - min(self._since.values(), default=now)
+        return now - next((wait.since for wait in self._waits.values()), now)
 
     async def acquire(self, amount: int, holder: Hashable = None) -> Ticket[P]:
         """Wait until the amount is granted, and return the ticket to give back.
@@ -94,15 +105,11 @@ class Gate(Generic[P]):
         if ticket.granted:
             ticket.since = loop.time()
             return ticket
-        future = loop.create_future()
-        self._futures[ticket] = future
-        self._since[ticket] = loop.time()
-        alarm = None
-        if self._long_wait_s is not None:
-            alarm = loop.call_later(self._long_wait_s, self._on_long_wait, amount)
+        wait = self._waits[ticket] = _Wait(loop.create_future(), loop.time())
+        self._set_alarm()
         self.refuse_if_stuck()
         try:
-            await future
+            await wait.future
             if self._failure is not None:  # since the grant, in the very same turn of the loop
                 raise self._failure()
         except BaseException:
@@ -110,10 +117,7 @@ class Gate(Generic[P]):
             self.release(ticket)
             raise
         finally:
-            if alarm is not None:
-                alarm.cancel()
-            self._futures.pop(ticket, None)
-            self._since.pop(ticket, None)
+            del self._waits[ticket]
         ticket.since = loop.time()
         return ticket
 
@@ -131,25 +135,46 @@ class Gate(Generic[P]):
     def fail(self, make_error: Callable[[], AioTensorError]) -> None:
         """End every wait with an error of its own, those that begin later too."""
         self._failure = make_error
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
         self.fail_waiting(make_error)
 
     def fail_waiting(self, make_error: Callable[[], AioTensorError]) -> None:
         """End every present wait with an error of its own."""
-        for future in self._futures.values():
-            if not future.done():
-                future.set_exception(make_error())
+        for wait in self._waits.values():
+            if not wait.future.done():
+                wait.future.set_exception(make_error())
 
     def refuse_if_stuck(self) -> None:
         """End the latest wait if nothing else could ever end one."""
         ticket = self.budget.stuck(self._stuck_elsewhere())
-        future = self._futures.get(ticket) if ticket is not None else None
-        if future is not None and not future.done():
-            future.set_exception(StuckError("everything in use is held by those who wait"))
+        wait = self._waits.get(ticket) if ticket is not None else None
+        if wait is not None and not wait.future.done():
+            wait.future.set_exception(StuckError("everything in use is held by those who wait"))
 
     def _wake(self, granted: list[Ticket[P]]) -> None:
         for ticket in granted:
-            future = self._futures.get(ticket)
-            if future is not None and not future.done():
-                future.set_result(None)
-        if self._futures:
+            wait = self._waits.get(ticket)
+            if wait is not None and not wait.future.done():
+                wait.future.set_result(None)
+        if self._waits:
             self.refuse_if_stuck()
+
+    def _set_alarm(self) -> None:
+        """Have the next long wait reported: one timer for all, since most waits are short."""
+        if self._alarm is not None or self._long_wait_s is None or self._failure is not None:
+            return
+        first = next((wait.since for wait in self._waits.values() if not wait.is_reported), None)
+        if first is not None:
+            loop = asyncio.get_running_loop()
+            self._alarm = loop.call_at(first + self._long_wait_s, self._report, self._long_wait_s)
+
+    def _report(self, long_wait_s: float) -> None:
+        self._alarm = None
+        now = asyncio.get_running_loop().time()
+        for ticket, wait in list(self._waits.items()):
+            if now >= wait.since + long_wait_s and not (wait.is_reported or wait.future.done()):
+                wait.is_reported = True
+                self._on_long_wait(ticket.amount)
+        self._set_alarm()

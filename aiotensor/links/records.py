@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 _MAX_DESCRIPTORS = 8
+_WRITE_FLAGS = int(socket.MSG_NOSIGNAL)  # plain numbers: the kernel is asked for every record
 _READ_FLAGS = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _UNHEARD = (BrokenPipeError, ConnectionResetError, ConnectionRefusedError)
 RECORDS_A_TURN = 4  # of many frames each; then other callbacks of the loop have their turn
@@ -99,17 +100,19 @@ class RecordReader:
                 # the other side's last words, which are still to be read.
                 self.was_reset = True
                 continue
-        descriptors: list[int] = []
-        if ancillary:
-            found = array.array("i")
-            for level, kind, data in ancillary:
-                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                    found.frombytes(data[: len(data) - len(data) % found.itemsize])
-            descriptors = found.tolist()
+        descriptors = _descriptors_of(ancillary) if ancillary else []
         if size == 0:
             close_all(descriptors)
             raise EOFError
         return self._buffer[:size], descriptors
+
+
+def _descriptors_of(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return found.tolist()
 
 
 class RecordSocket:
@@ -205,12 +208,12 @@ class RecordSocket:
         """Hand one record to the kernel; False if it has no room now."""
         try:
             if descriptors:
-                socket.send_fds(self._sock, [data], list(descriptors), socket.MSG_NOSIGNAL)
+                socket.send_fds(self._sock, [data], list(descriptors), _WRITE_FLAGS)
+                close_all(descriptors)
             else:
-                self._sock.send(data, socket.MSG_NOSIGNAL)
+                self._sock.send(data, _WRITE_FLAGS)
         except (BlockingIOError, InterruptedError):
             return False
-        close_all(descriptors)
         return True
 
     def _writable(self) -> None:
@@ -253,7 +256,7 @@ class RecordSocket:
         else:
             if record is not None:
                 self._on_record(*record)
-        if self._is_open() and self._reader.was_reset:
+        if self._reader.was_reset and self._is_open():
             # uvloop watches a socket no more once it had an error. All that will ever come is here.
             self._loop.remove_reader(self._sock.fileno())
             self._loop.call_soon(self._readable)

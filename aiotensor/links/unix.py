@@ -14,6 +14,7 @@ import socket
 import stat
 import struct
 from collections.abc import Sequence
+from functools import partial
 from urllib.parse import unquote, urlsplit
 
 import anyio.to_thread
@@ -202,7 +203,8 @@ class UnixSenderLink:
             self._delay = min(2 * self._delay, _LAST_RETRY_S)
 
     def _record_arrived(self, data: memoryview, descriptors: list[int]) -> None:
-        close_all(descriptors)  # nothing on the way back has any
+        if descriptors:
+            close_all(descriptors)  # nothing on the way back has any
         self._delay = _FIRST_RETRY_S
         if self._events is not None:
             self._events.record_arrived(data)
@@ -216,10 +218,15 @@ class UnixSenderLink:
 class _UnixReceiverLink:
     """A receiver's end of one connection."""
 
-    def __init__(self, listener: "UnixListener", sock: socket.socket, max_record_bytes: int) -> None:
+    def __init__(
+        self, listener: "UnixListener", sock: socket.socket, events: ReceiverEvents, max_record_bytes: int
+    ) -> None:
         self._listener = listener
         self._sock = RecordSocket(
-            sock, on_record=self._record_arrived, on_closed=self._lost, max_bytes=max_record_bytes
+            sock,
+            on_record=partial(events.record_arrived, self),
+            on_closed=self._lost,
+            max_bytes=max_record_bytes,
         )
 
     def write(self, data: bytes) -> None:
@@ -238,9 +245,6 @@ class _UnixReceiverLink:
         """Close the connection."""
         self._sock.close()
         self._listener._links.discard(self)
-
-    def _record_arrived(self, data: memoryview, descriptors: list[int]) -> None:
-        self._listener._record_arrived(self, data, descriptors)
 
     def _lost(self, reason: str) -> None:
         self._listener._lost(self, reason)
@@ -383,19 +387,13 @@ class UnixListener:
                 logger.error("a sender was refused: %s", error)
                 sock.close()
                 continue
-            link = _UnixReceiverLink(self, sock, self._max_record_bytes)
+            link = _UnixReceiverLink(self, sock, self._events, self._max_record_bytes)
             self._links.add(link)
             self._events.link_opened(link)
 
     def _resume(self) -> None:
         if self._sock is not None:
             self._loop.add_reader(self._sock.fileno(), self._accept)
-
-    def _record_arrived(self, link: _UnixReceiverLink, data: memoryview, descriptors: list[int]) -> None:
-        if self._events is None:
-            close_all(descriptors)
-            return
-        self._events.record_arrived(link, data, descriptors)
 
     def _lost(self, link: _UnixReceiverLink, reason: str) -> None:
         self._links.discard(link)
