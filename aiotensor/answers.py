@@ -1,7 +1,7 @@
 """What a receiver has to tell its senders: collected in one turn of the loop, sent at its end."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable
 
 from aiotensor.links.base import ReceiverLink
 from aiotensor.protocol.frames import Bye, Discarded, Release, Taken, ToSender, encode
@@ -22,15 +22,27 @@ class _Pending:
         self.blocks: list[int] = []
         self.says_goodbye = False
 
-    def frames(self) -> Iterator[ToSender]:
+    def frames(self) -> list[ToSender]:
+        frames: list[ToSender] = []
         if self.taken:
-            yield from map(Taken, _parts(self.taken))
+            frames += _split(Taken, self.taken)
         if self.discarded:
-            yield from map(Discarded, _parts(self.discarded))
+            frames += _split(Discarded, self.discarded)
         if self.blocks:
-            yield from map(Release, _parts(self.blocks))
+            frames += _split(Release, self.blocks)
         if self.says_goodbye:
-            yield Bye()
+            frames.append(Bye())
+        return frames
+
+
+def _split(make: Callable[[tuple[int, ...]], ToSender], numbers: list[int]) -> list[ToSender]:
+    """Make as few frames of numbers as their length allows."""
+    if len(numbers) <= _NUMBERS_A_FRAME:
+        return [make(tuple(numbers))]
+    return [
+        make(tuple(numbers[start : start + _NUMBERS_A_FRAME]))
+        for start in range(0, len(numbers), _NUMBERS_A_FRAME)
+    ]
 
 
 class Answers:
@@ -68,7 +80,7 @@ class Answers:
         """Send everything now."""
         pending, self._pending = self._pending, {}
         for link, answers in pending.items():
-            frames = list(answers.frames())
+            frames = answers.frames()
             if len(answers.taken) + len(answers.discarded) + len(answers.blocks) <= _NUMBERS_A_FRAME:
                 link.write(encode(*frames))
             else:
@@ -82,8 +94,3 @@ class Answers:
                 self._loop.call_soon(self.flush)
             pending = self._pending[link] = _Pending()
         return pending
-
-
-def _parts(numbers: list[int]) -> Iterator[tuple[int, ...]]:
-    for start in range(0, len(numbers), _NUMBERS_A_FRAME):
-        yield tuple(numbers[start : start + _NUMBERS_A_FRAME])

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 import torch
+from torch.nn import Parameter
 
 from aiotensor import placements
 from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError
@@ -127,11 +128,8 @@ class Conversation:
             message.number = self._next_number
             self._next_number += 1
             self._announced[message.number] = message
-        dtype, device, shape = (
-            str(placements.name_of_dtype(source.dtype)),
-            str(source.device),
-            tuple(source.shape),
-        )
+        dtype = placements.name_of_dtype(source.dtype) or ""
+        device, shape = placements.name_of_device(source), tuple(source.shape)
         put = Put(
             message.number,
             message.count,
@@ -143,7 +141,7 @@ class Conversation:
             block,
             last,
             source.requires_grad,
-            type(source) is torch.nn.Parameter,
+            type(source) is Parameter,
         )
         self._outbox.add(put, len(placed.payload))
         return TensorHandle(self._sender, message.number, message.count, dtype, shape, device)

@@ -63,7 +63,7 @@ class Gate(Generic[P]):
         limit: the most that can be in use at once.
         space: where amounts lie, if they lie anywhere.
         stuck_elsewhere: says how much of what is in use, outside the line, will never come back unless
-            somebody in the line goes on or gives up.
+            somebody in the line goes on or gives up; None if nobody here can ever be stuck.
         long_wait_s: after how many seconds a wait is reported; None for never.
         on_long_wait: called with the amount, once for each wait that lasts so long.
     """
@@ -73,7 +73,7 @@ class Gate(Generic[P]):
         limit: int,
         *,
         space: Space[P] | None = None,
-        stuck_elsewhere: Callable[[], int] = int,
+        stuck_elsewhere: Callable[[], int] | None = int,
         long_wait_s: float | None = None,
         on_long_wait: Callable[[int], None] = lambda amount: None,
     ) -> None:
@@ -130,7 +130,9 @@ class Gate(Generic[P]):
 
     def release(self, ticket: Ticket[P]) -> None:
         """Give back what was granted, or leave the line, and wake whoever that lets through."""
-        self._wake(self.budget.release(ticket))
+        granted = self.budget.release(ticket)
+        if self._waits:
+            self._wake(granted)
 
     def fail(self, make_error: Callable[[], AioTensorError]) -> None:
         """End every wait with an error of its own, those that begin later too."""
@@ -148,6 +150,8 @@ class Gate(Generic[P]):
 
     def refuse_if_stuck(self) -> None:
         """End the latest wait if nothing else could ever end one."""
+        if self._stuck_elsewhere is None:
+            return
         ticket = self.budget.stuck(self._stuck_elsewhere())
         wait = self._waits.get(ticket) if ticket is not None else None
         if wait is not None and not wait.future.done():
@@ -158,8 +162,7 @@ class Gate(Generic[P]):
             wait = self._waits.get(ticket)
             if wait is not None and not wait.future.done():
                 wait.future.set_result(None)
-        if self._waits:
-            self.refuse_if_stuck()
+        self.refuse_if_stuck()
 
     def _set_alarm(self) -> None:
         """Have the next long wait reported: one timer for all, since most waits are short."""

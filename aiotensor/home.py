@@ -31,6 +31,11 @@ class Home:
         self.is_closed = False
 
     @property
+    def was_entered(self) -> bool:
+        """Say whether the object was ever opened."""
+        return self._loop is not None
+
+    @property
     def is_open(self) -> bool:
         """Say whether the object was opened and not closed."""
         return self._loop is not None and not self.is_closed

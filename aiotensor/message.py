@@ -32,12 +32,24 @@ class Message:
 
     Args:
         permit: to give back when it ends.
-        since: when it began, by the clock of the loop.
     """
 
-    def __init__(self, permit: Ticket[None], since: float) -> None:
+    __slots__ = (
+        "awaits_bytes",
+        "count",
+        "has_bytes",
+        "loss",
+        "nbytes",
+        "number",
+        "permit",
+        "sending",
+        "since",
+        "state",
+    )
+
+    def __init__(self, permit: Ticket[None]) -> None:
         self.permit = permit
-        self.since = since
+        self.since = permit.since  # it began then, by the clock of the loop
         self.state = State.OPEN
         self.loss: AioTensorError | None = None  # why it is LOST
         self.number: int | None = None  # known with the first announcement
@@ -45,6 +57,7 @@ class Message:
         self.nbytes = 0  # of those tensors
         self.sending = 0  # sends that have not returned
         self.awaits_bytes = 0  # of those, the ones that wait for bytes
+        self.has_bytes = False  # of shared memory, or had
 
     @property
     def has_ended(self) -> bool:

@@ -10,9 +10,7 @@ then waits for the next receiver, and so does what is sent from then on.
 """
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import torch
 
@@ -22,32 +20,17 @@ from aiotensor.errors import (
     AioTensorError,
     ClosedError,
     DiscardedError,
-    WouldBlockError,
 )
 from aiotensor.gates import Gate, StuckError, Waiters
+from aiotensor.ledger import Ledger
 from aiotensor.links.base import SenderLink
 from aiotensor.memory import Memory
 from aiotensor.message import Message, State
 from aiotensor.placements import Arena, Block, Place, Placed, Plan
 from aiotensor.protocol.credits import Ticket
-from aiotensor.types import Holder, TensorHandle, Usage
+from aiotensor.types import TensorHandle
 
 __all__ = ["Outgoing"]
-
-logger = logging.getLogger("aiotensor.sender")
-
-_NAMED_HOLDERS = 8
-
-
-class MemoryUsage(NamedTuple):
-    """What a sender has in use of shared memory, and who."""
-
-    in_use: int
-    peak: int
-    warm: int
-    waiting: int
-    longest_wait_s: float
-    holders: list[Holder]
 
 
 class Outgoing:
@@ -78,19 +61,26 @@ class Outgoing:
         self._long_wait_s = long_wait_s
         self._keep_warm_s = keep_warm_s
         self.permits: Gate[None] = Gate(
-            max_messages, long_wait_s=long_wait_s, on_long_wait=lambda _: self._report_wait("a permit")
+            max_messages,
+            stuck_elsewhere=None,
+            long_wait_s=long_wait_s,
+            on_long_wait=lambda _: self._log_wait("a permit"),
         )
         self._is_closed = False
         self._messages: set[Message] = set()
         self._parked = 0
         self._drainers = Waiters()
         self._conversation = Conversation(sender, link, max_messages, max_bytes, self)
-        self.memory: Memory  # from `open` on: it belongs to a loop
+        self.memory: Memory  # from `open` on: they belong to a loop
+        self.ledger: Ledger
 
     async def open(self, on_freed: Callable[[int], None]) -> None:
         """Begin to connect; `on_freed` is told of allocated blocks that were freed, from any thread."""
         self._loop = asyncio.get_running_loop()
         self.memory = Memory(self.max_bytes, self._gate_over, on_freed, self._keep_warm_s)
+        self.ledger = Ledger(
+            self._messages, self.permits, self.memory, lambda: self._conversation.receiver_pid
+        )
         try:
             await self._conversation.open()
         except BaseException:
@@ -120,8 +110,11 @@ class Outgoing:
             space=arena,
             stuck_elsewhere=self._parked_for_good,
             long_wait_s=self._long_wait_s,
-            on_long_wait=lambda nbytes: self._report_wait(f"{nbytes} bytes of shared memory"),
+            on_long_wait=lambda nbytes: self._log_wait(f"{nbytes} bytes of shared memory"),
         )
+
+    def _log_wait(self, what: str) -> None:
+        self.ledger.log_wait(what, self._long_wait_s or 0.0)
 
     # One message
 
@@ -133,18 +126,15 @@ class Outgoing:
         """
         permit = self.permits.try_acquire(1)
         if permit is None:
-            permit = await self._wait_for_permit(block)
-        elif self.failure is not None or self._is_closed:
-            self.permits.release(permit)
-            raise self.why_not()
+            permit = await (self.permits.acquire(1) if block is None else self._acquire_with(block))
         return self._new_message(permit)
 
-    async def _wait_for_permit(self, block: int | None) -> Ticket[None]:
-        parked = 0 if block is None else self.memory.size_of(block)
+    async def _acquire_with(self, block: int) -> Ticket[None]:
+        """Wait for a permit with a block in hand."""
+        parked = self.memory.size_of(block)
         self._parked += parked
         try:
-            if parked:
-                self.memory.gate.refuse_if_stuck()
+            self.memory.gate.refuse_if_stuck()
             return await self.permits.acquire(1)
         finally:
             self._parked -= parked
@@ -157,10 +147,10 @@ class Outgoing:
                 if self._conversation.is_connected
                 else "no receiver is here"
             )
-            raise self._would_block(reason, 1, nbytes)
+            raise self.ledger.would_block(reason, 1, nbytes)
         permit = self.permits.try_acquire(1)
         if permit is None:
-            raise self._would_block("no permit is free", 1, nbytes)
+            raise self.ledger.would_block("no permit is free", 1, nbytes)
         return self._new_message(permit)
 
     async def put(self, message: Message, source: torch.Tensor, plan: Plan, *, last: bool) -> TensorHandle:
@@ -170,14 +160,16 @@ class Outgoing:
             # The link's queue is bounded only by this: nobody adds to it while it is behind.
             if not self._link.is_ready:
                 await self._room(message)
-            self._check_open(message)
+            if message.state is not State.OPEN:
+                raise self.why_not(message)
             allocation = plan.allocation
-            if allocation is not None and allocation.can_be_sent:
+            if allocation is None:
+                if not plan.new_bytes:
+                    return self._announce(message, source, placements.place_inline(source), None, last=last)
+            elif allocation.can_be_sent:
                 placed = placements.place_allocated(source, allocation)
                 return self._announce(message, source, placed, allocation.block, last=last)
-            if not plan.new_bytes and allocation is None:
-                return self._announce(message, source, placements.place_inline(source), None, last=last)
-            if allocation is not None:
+            else:
                 self._check_moves(source.nbytes, allocation.block)
             return await self._put_copy(message, source, last=last)
         finally:
@@ -210,9 +202,10 @@ class Outgoing:
             return self._announce(message, source, placed, allocation.block, last=True)
         if not plan.new_bytes:
             return self._announce(message, source, placements.place_inline(source), None, last=True)
+        message.has_bytes = True
         block = self.memory.try_acquire(plan.new_bytes, message)
         if block is None:
-            raise self._would_block("not enough shared memory is free", 1, plan.new_bytes)
+            raise self.ledger.would_block("not enough shared memory is free", 1, plan.new_bytes)
         try:
             self.memory.copy_now(source, block)
             return self._announce(message, source, placements.place_copy(block.place), block, last=True)
@@ -280,7 +273,7 @@ class Outgoing:
         """Refuse to copy an allocated tensor that would wait for the memory that it holds itself."""
         held = self.memory.size_of(block.number)
         if held + nbytes > self.max_bytes:
-            raise self._would_block(
+            raise self.ledger.would_block(
                 "an earlier receiver may still read where this tensor lies, so it has to be copied, and "
                 f"the {held} bytes that it holds leave no room for that: send a clone of it, and free it",
                 0,
@@ -294,10 +287,11 @@ class Outgoing:
 
     async def _acquire_bytes(self, nbytes: int, message: Message) -> Block:
         message.awaits_bytes += 1
+        message.has_bytes = True
         try:
             return await self.memory.acquire(nbytes, message)
         except StuckError:
-            raise self._would_block(
+            raise self.ledger.would_block(
                 "all shared memory is held by messages that wait for more, this one among them, so that "
                 "waiting would never end: raise arena_bytes or lower max_concurrent_videos",
                 0,
@@ -307,7 +301,7 @@ class Outgoing:
             message.awaits_bytes -= 1
 
     def _new_message(self, permit: Ticket[None]) -> Message:
-        message = Message(permit, self._loop.time())
+        message = Message(permit)
         self._messages.add(message)
         return message
 
@@ -321,7 +315,8 @@ class Outgoing:
             self._conversation.attach(block)
             self.memory.pin(number)
         handle = self._conversation.announce(message, source, placed, number, last=last)
-        self._check_open(message)  # a full record went out first, and the link may have broken under it
+        if message.state is not State.OPEN:  # a full record went out first, and the link broke under it
+            raise self.why_not(message)
         nbytes = source.nbytes
         message.count += 1
         message.nbytes += nbytes
@@ -334,8 +329,8 @@ class Outgoing:
     def _make_whole(self, message: Message) -> None:
         message.state = State.WHOLE
         self.messages_sent += 1
-        # What it holds comes back whatever else waits.
-        self.memory.gate.budget.settle(message)
+        if message.has_bytes:
+            self.memory.gate.budget.settle(message)  # what it holds comes back whatever else waits
 
     def _end(self, message: Message, state: State) -> None:
         """Give the permit back, and stop whatever of the message is still being sent."""
@@ -393,63 +388,6 @@ class Outgoing:
     def receivers_lost(self) -> int:
         """Count the receivers that were lost."""
         return self._conversation.receivers_lost
-
-    def usage(self) -> "MemoryUsage":
-        """Count what is in use; before opening nothing is."""
-        memory: Memory | None = getattr(self, "memory", None)
-        if memory is None:
-            return MemoryUsage(0, 0, 0, 0, 0.0, [])
-        budget, now = memory.gate.budget, self._loop.time()
-        longest = max(self.permits.longest_wait_s(now), memory.gate.longest_wait_s(now))
-        return MemoryUsage(
-            budget.in_use, budget.peak, memory.warm_bytes, budget.waiting, longest, self.holders()
-        )
-
-    def holders(self) -> list[Holder]:
-        """List who holds permits and memory, the longest first."""
-        now = self._loop.time()
-        held: dict[Message | None, int] = dict.fromkeys(self._messages, 0)
-        allocated_since = now
-        for ticket in self.memory.grants():
-            holder = ticket.holder if isinstance(ticket.holder, Message) else None
-            held[holder] = held.get(holder, 0) + ticket.amount
-            if holder is None:
-                allocated_since = min(allocated_since, ticket.since)
-        holders = [
-            Holder(None, "allocated", nbytes, now - allocated_since)
-            if message is None
-            else Holder(message.number, message.state.value, nbytes, now - message.since)
-            for message, nbytes in held.items()
-        ]
-        return sorted(holders, key=lambda holder: -holder.seconds)
-
-    def _report_wait(self, what: str) -> None:
-        holders = self.holders()
-        named = "; ".join(
-            f"{'memory from allocate()' if holder.message is None else f'message {holder.message}'} "
-            f"({holder.state}, {holder.bytes} bytes, {holder.seconds:.1f} s)"
-            for holder in holders[:_NAMED_HOLDERS]
-        )
-        pid = self._conversation.receiver_pid
-        receiver = f"pid {pid}" if pid is not None else "none has answered"
-        more = f"; and {len(holders) - _NAMED_HOLDERS} more" if len(holders) > _NAMED_HOLDERS else ""
-        logger.warning(
-            "a send has waited %g s for %s; receiver: %s; held by: %s%s",
-            self._long_wait_s,
-            what,
-            receiver,
-            named or "nobody",
-            more,
-        )
-
-    def _would_block(self, reason: str, messages: int, nbytes: int) -> WouldBlockError:
-        permits, memory = self.permits.budget, self.memory.gate.budget
-        return WouldBlockError(
-            f"{reason} ({permits.in_use} of {permits.limit} messages and {memory.in_use} of {memory.limit} "
-            f"bytes in use, {nbytes} bytes requested)",
-            messages=Usage(permits.limit, permits.in_use, messages),
-            bytes=Usage(memory.limit, memory.in_use, nbytes),
-        )
 
 
 def _again(error: AioTensorError) -> AioTensorError:

@@ -12,6 +12,7 @@ import torch
 from aiotensor import links, placements
 from aiotensor.errors import DiscardedError, TooLargeError, UsageError
 from aiotensor.home import FreedItems, Home
+from aiotensor.ledger import MemoryUsage
 from aiotensor.message import Message, State
 from aiotensor.outgoing import Outgoing
 from aiotensor.placements import Plan, Sendable
@@ -19,6 +20,8 @@ from aiotensor.protocol.frames import MAX_TENSORS
 from aiotensor.types import SenderStatistics, TensorHandle
 
 __all__ = ["OpenMessage", "TensorSender"]
+
+_UNUSED = MemoryUsage(0, 0, 0, 0, 0.0, [])
 
 
 class TensorSender:
@@ -209,7 +212,7 @@ class TensorSender:
         """Return what is in use and what was done; also after closing."""
         self._home.check_place()
         out = self._outgoing
-        usage = out.usage()
+        usage = out.ledger.usage() if self._home.was_entered else _UNUSED
         permits = out.permits.budget
         return SenderStatistics(
             max_concurrent_videos=permits.limit,
@@ -247,7 +250,8 @@ class TensorSender:
         self._check()
         source = placements.as_tensor(value)
         plan = placements.plan(source, self._outgoing.memory.allocations)
-        self._check_fits(plan.new_bytes)
+        if plan.new_bytes:
+            self._check_fits(plan.new_bytes)
         return source, plan
 
     def _check(self) -> None:

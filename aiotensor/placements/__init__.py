@@ -7,13 +7,14 @@ what arrived to `open_tensor`.
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from aiotensor.errors import ProtocolError
 from aiotensor.placements.allocations import Allocation, Allocations, Block
 from aiotensor.placements.arena import Arena, MappedSegment, Place, open_segment, read_where, segment_bytes
 from aiotensor.placements.copying import QUICK_BYTES, CopyAbandonedError, copy_in_threads, copy_now
-from aiotensor.placements.dtypes import dtype_from_name, name_of_dtype
+from aiotensor.placements.dtypes import dtype_from_name, name_of_device, name_of_dtype
 from aiotensor.placements.inline import MAX_INLINE_BYTES, bytes_of, open_inline
 from aiotensor.placements.raw import copy_of, is_addressable, new_tensor
 from aiotensor.placements.source import Sendable, as_tensor, check_dtype
@@ -40,6 +41,7 @@ __all__ = [
     "copy_in_threads",
     "copy_now",
     "copy_of",
+    "name_of_device",
     "name_of_dtype",
     "new_tensor",
     "open_segment",
@@ -68,7 +70,7 @@ class Plan(NamedTuple):
     allocation: Allocation | None
 
 
-class Placed(NamedTuple):
+class Placed(msgspec.Struct, frozen=True, gc=False):
     """Where a tensor's bytes are, for the frame."""
 
     placement: str
@@ -104,7 +106,7 @@ def place_copy(place: Place) -> Placed:
     return Placed(ARENA, place.describe(0))
 
 
-class Opened(NamedTuple):
+class Opened(msgspec.Struct, frozen=True):
     """A tensor that arrived; if it lies in a segment, which, and the object whose end frees its block."""
 
     tensor: torch.Tensor
@@ -124,8 +126,8 @@ def _open_in_arena(payload: bytes, dtype: torch.dtype, shape: tuple[int, ...], s
     segment = segments.get(number)
     if segment is None:
         raise ProtocolError(f"the peer placed a tensor in segment {number}, which it never attached")
-    tensor, owner = segment.tensor(offset, dtype, shape)
-    return Opened(tensor, number, owner)
+    view = segment.tensor(offset, dtype, shape)
+    return Opened(view.tensor, number, view.owner)
 
 
 _OPENERS: dict[str, Callable[[bytes, torch.dtype, tuple[int, ...], Segments], Opened]] = {

@@ -47,12 +47,12 @@ class Allocations:
 
     def add(self, block: Block, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the tensor over a new block, and watch for the end of its storage."""
-        tensor, owner = block.place.tensor(dtype, shape)
-        start = tensor.data_ptr()
+        view = block.place.tensor(dtype, shape)
+        start = view.tensor.data_ptr()
         self._by_number[block.number] = Allocation(
-            block, start, start + block.place.nbytes, watch(owner, self._freed, block.number)
+            block, start, start + block.place.nbytes, watch(view.owner, self._freed, block.number)
         )
-        return tensor
+        return view.tensor
 
     def forget(self, number: int) -> None:
         """Note, in the event loop, that a block's storage was freed."""

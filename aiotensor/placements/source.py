@@ -5,6 +5,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import Parameter
 
 from aiotensor.errors import UnsupportedTensorError
 from aiotensor.placements.dtypes import name_of_dtype
@@ -65,7 +66,7 @@ def check_dtype(dtype: torch.dtype) -> None:
 
 def _refusal(tensor: torch.Tensor) -> str | None:
     """Say why this tensor cannot arrive as it is, or return None if it can."""
-    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+    if type(tensor) is not torch.Tensor and type(tensor) is not Parameter:
         return (
             f"a tensor of the subclass {type(tensor).__name__!r} could not be rebuilt on the other side: "
             "send tensor.as_subclass(torch.Tensor) and wrap it again there"

@@ -2,8 +2,9 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -33,7 +34,7 @@ _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
 }
 
 
-class View(NamedTuple):
+class View(msgspec.Struct, frozen=True):
     """A tensor, and the object that lives exactly as long as the tensor's storage."""
 
     tensor: torch.Tensor

@@ -55,9 +55,10 @@ class Key(NamedTuple):
 class _Message(Generic[T]):
     """The tensors of one message that has not ended."""
 
-    __slots__ = ("count", "held", "tensors")
+    __slots__ = ("count", "held", "keys", "tensors")
 
     def __init__(self) -> None:
+        self.keys: list[Key] = []  # of all tensors that arrived
         self.tensors: dict[int, T] = {}  # those that nobody has taken
         self.count: int | None = None  # known when the message is whole
         self.held: set[int] = set()
@@ -183,6 +184,7 @@ class Mailbox(Generic[T]):
                 f"sender {key.sender} sent tensor {key.tensor} of message {key.message} out of turn"
             )
         message.tensors[key.tensor] = item
+        message.keys.append(key)
         messages[key.message] = message
         return self._make_whole(key.sender, key.message, message) if last else []
 
@@ -372,12 +374,12 @@ class Mailbox(Generic[T]):
 
     def _make_whole(self, sender: str, number: int, message: _Message[T]) -> list[Key]:
         count = message.count = len(message.tensors)
-        keys = [Key(sender, number, tensor) for tensor in range(count)]
-        for key in keys:
+        for key in message.keys:
             self._arrivals[key] = None
         if self._claims and (sender, number) in self._claims:
-            keys += [key for key in self._waiting(sender, number) if not 0 <= key.tensor < count]
-        return keys
+            strays = [key for key in self._waiting(sender, number) if not 0 <= key.tensor < count]
+            return message.keys + strays
+        return message.keys
 
     def _joined(self, sender: str) -> _Sender[T]:
         record = self._senders.get(sender)

@@ -66,7 +66,9 @@ def test_an_allocated_tensor_and_its_contiguous_views_are_sent_where_they_lie(de
         placed = placements.place_allocated(view, plan.allocation)
         name = name_of_dtype(view.dtype)
         assert name is not None
-        opened = placements.open_tensor(*placed, name, tuple(view.shape), segments).tensor
+        opened = placements.open_tensor(
+            placed.placement, placed.payload, name, tuple(view.shape), segments
+        ).tensor
         assert torch.equal(opened, view)
         opened.reshape(-1)[-1] = 5
         assert view.reshape(-1)[-1] == 5, "it is not the same memory"
@@ -86,7 +88,9 @@ def test_a_tensor_of_any_dtype_is_allocated_and_seen_on_the_other_side(
     placed = placements.place_allocated(tensor, allocation)
     segment = allocation.block.place.segment
     segments = {segment.number: other_side_of(segment)}
-    opened = placements.open_tensor(*placed, str(name_of_dtype(dtype)), (3, 5), segments)
+    opened = placements.open_tensor(
+        placed.placement, placed.payload, str(name_of_dtype(dtype)), (3, 5), segments
+    )
     assert opened.tensor.dtype is dtype
     assert bytes_of(opened.tensor) == bytes_of(source)
 

@@ -80,7 +80,7 @@ def test_memory_that_may_still_be_read_somewhere_is_never_handed_out_again() -> 
         old = first.segment
         old.is_attached = True
         kept = other_side_of(old)
-        view, _ = kept.tensor(0, torch.uint8, (2 * MIB,))
+        view = kept.tensor(0, torch.uint8, (2 * MIB,)).tensor
         view.fill_(7)
         arena.detach(retire=True)
 

@@ -62,7 +62,7 @@ def test_a_tensor_is_the_same_on_the_other_side(dtype: torch.dtype, shape: tuple
         placements.copy_now(source, place)
         segments = {place.segment.number: other_side_of(place.segment)}
         placed = placements.place_copy(place)
-        opened = placements.open_tensor(*placed, str(dtype)[6:], shape, segments)
+        opened = placements.open_tensor(placed.placement, placed.payload, str(dtype)[6:], shape, segments)
 
         assert opened.segment == 0
         assert opened.owner is not None
@@ -74,7 +74,7 @@ def test_a_tensor_is_the_same_on_the_other_side(dtype: torch.dtype, shape: tuple
 
 def test_both_sides_see_what_either_writes() -> None:
     with segment_of() as segment:
-        tensor, _ = other_side_of(segment).tensor(64, torch.int32, (2, 3))
+        tensor = other_side_of(segment).tensor(64, torch.int32, (2, 3)).tensor
         segment.view(64, 24)[:] = struct.pack("6i", *range(6))
         assert tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
 
@@ -109,9 +109,9 @@ def test_the_end_of_one_tensor_is_not_the_end_of_another_in_the_same_segment() -
         mapped = other_side_of(segment)
         tensors = [mapped.tensor(offset, torch.uint8, (64,)) for offset in (0, 64, 0)]
         gone: list[int] = []
-        for number, (_, owner) in enumerate(tensors):
-            weakref.finalize(owner, gone.append, number)
-        del owner
+        for number, view in enumerate(tensors):
+            weakref.finalize(view.owner, gone.append, number)
+        del view
         del tensors[1]
 
         assert gone == [1]
@@ -161,10 +161,10 @@ def test_a_tensor_outside_its_segment_or_off_its_grid_is_refused(offset: int, sh
 )
 def test_a_tensor_that_ends_where_its_segment_ends_is_opened(offset: int, shape: tuple[int, ...]) -> None:
     with segment_of(4096) as segment:
-        tensor, owner = other_side_of(segment).tensor(offset, torch.float32, shape)
+        view = other_side_of(segment).tensor(offset, torch.float32, shape)
 
-        assert tuple(tensor.shape) == shape
-        assert owner.nbytes == tensor.nbytes
+        assert tuple(view.tensor.shape) == shape
+        assert view.owner.nbytes == view.tensor.nbytes
 
 
 # What a broken peer may hand over

@@ -1,0 +1,115 @@
+"""Who holds a sender's permits and memory: for statistics, for the log, and for errors."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from aiotensor.errors import WouldBlockError
+from aiotensor.gates import Gate
+from aiotensor.memory import Memory
+from aiotensor.message import Message
+from aiotensor.types import Holder, Usage
+
+__all__ = ["Ledger", "MemoryUsage"]
+
+logger = logging.getLogger("aiotensor.sender")
+
+_NAMED_HOLDERS = 8
+
+
+class MemoryUsage(NamedTuple):
+    """What a sender has in use of shared memory, and who."""
+
+    in_use: int
+    peak: int
+    warm: int
+    waiting: int
+    longest_wait_s: float
+    holders: list[Holder]
+
+
+class Ledger:
+    """Tell who holds what; it changes nothing.
+
+    Args:
+        messages: those in flight.
+        permits: what they hold one each of.
+        memory: what some of them hold bytes of.
+        receiver_pid: says who would have to take them.
+    """
+
+    def __init__(
+        self,
+        messages: Collection[Message],
+        permits: Gate[None],
+        memory: Memory,
+        receiver_pid: Callable[[], int | None],
+    ) -> None:
+        self._messages = messages
+        self._permits = permits
+        self._memory = memory
+        self._receiver_pid = receiver_pid
+        self._loop = asyncio.get_running_loop()
+
+    def usage(self) -> MemoryUsage:
+        """Count what is in use."""
+        budget, now = self._memory.gate.budget, self._loop.time()
+        longest = max(self._permits.longest_wait_s(now), self._memory.gate.longest_wait_s(now))
+        return MemoryUsage(
+            budget.in_use, budget.peak, self._memory.warm_bytes, budget.waiting, longest, self.holders()
+        )
+
+    def holders(self) -> list[Holder]:
+        """List who holds permits and memory, the longest first."""
+        now = self._loop.time()
+        held: dict[Message | None, int] = dict.fromkeys(self._messages, 0)
+        allocated_since = now
+        for ticket in self._memory.grants():
+            holder = ticket.holder if isinstance(ticket.holder, Message) else None
+            held[holder] = held.get(holder, 0) + ticket.amount
+            if holder is None:
+                allocated_since = min(allocated_since, ticket.since)
+        holders = [
+            Holder(None, "allocated", nbytes, now - allocated_since)
+            if message is None
+            else Holder(message.number, message.state.value, nbytes, now - message.since)
+            for message, nbytes in held.items()
+        ]
+        return sorted(holders, key=lambda holder: -holder.seconds)
+
+    def log_wait(self, what: str, seconds: float) -> None:
+        """Log that somebody has waited for long, and for whom."""
+        holders = self.holders()
+        named = "; ".join(
+            f"{'memory from allocate()' if holder.message is None else f'message {holder.message}'} "
+            f"({holder.state}, {holder.bytes} bytes, {holder.seconds:.1f} s)"
+            for holder in holders[:_NAMED_HOLDERS]
+        )
+        pid = self._receiver_pid()
+        receiver = f"pid {pid}" if pid is not None else "none has answered"
+        more = f"; and {len(holders) - _NAMED_HOLDERS} more" if len(holders) > _NAMED_HOLDERS else ""
+        logger.warning(
+            "a send has waited %g s for %s; receiver: %s; held by: %s%s",
+            seconds,
+            what,
+            receiver,
+            named or "nobody",
+            more,
+        )
+
+    def would_block(self, reason: str, messages: int, nbytes: int) -> WouldBlockError:
+        """Make the error of a call that would have to wait.
+
+        Args:
+            reason: for what.
+            messages: how many permits it asked for.
+            nbytes: how much shared memory it asked for.
+        """
+        permits, memory = self._permits.budget, self._memory.gate.budget
+        return WouldBlockError(
+            f"{reason} ({permits.in_use} of {permits.limit} messages and {memory.in_use} of {memory.limit} "
+            f"bytes in use, {nbytes} bytes requested)",
+            messages=Usage(permits.limit, permits.in_use, messages),
+            bytes=Usage(memory.limit, memory.in_use, nbytes),
+        )
