@@ -50,10 +50,12 @@ class Answers:
 
     Args:
         loop: the loop whose turns count.
+        complete: called before they are sent, to add what else is known by then.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, complete: Callable[[], None]) -> None:
         self._loop = loop
+        self._complete = complete
         self._pending: dict[ReceiverLink, _Pending] = {}
 
     def taken(self, link: ReceiverLink, message: int) -> None:
@@ -78,6 +80,7 @@ class Answers:
 
     def flush(self) -> None:
         """Send everything now."""
+        self._complete()
         pending, self._pending = self._pending, {}
         for link, answers in pending.items():
             frames = answers.frames()

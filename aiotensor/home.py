@@ -125,13 +125,17 @@ class FreedItems(Generic[T]):
             in_loop = threading.get_ident() == self._thread  # it is awake then
             schedule = self._loop.call_soon if in_loop else self._loop.call_soon_threadsafe
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-                schedule(self._collect)
+                schedule(self._wake)
 
-    def _collect(self) -> None:
-        self._is_scheduled = False  # before looking, so that a later item schedules again
-        items: list[T] = []
-        while self._items:
-            items.append(self._items.popleft())
+    def collect(self) -> None:
+        """Handle what was freed until now; in the loop."""
         handle = self._handle()
-        if items and handle is not None:
+        if handle is not None and self._items:
+            items: list[T] = []
+            while self._items:
+                items.append(self._items.popleft())
             handle(items)
+
+    def _wake(self) -> None:
+        self._is_scheduled = False  # before looking, so that a later item schedules again
+        self.collect()

@@ -113,8 +113,9 @@ class Incoming:
     def open(self) -> None:
         """Move into the running loop."""
         loop = asyncio.get_running_loop()
-        self.answers = Answers(loop)
         self._freed: FreedItems[int] = FreedItems(loop, self._leases_ended)
+        # A tensor that was dropped as soon as it was taken is told of together with that.
+        self.answers = Answers(loop, self._freed.collect)
         self._worker = Worker("aiotensor-receiver")
 
     @property
