@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from aiotensor.errors import ProtocolError
@@ -63,10 +64,10 @@ class Segment:
         self.is_retired = False  # nothing new is placed in it
         self._mapping: mmap.mmap | None = None
         self.memory = memoryview(b"")  # all of it, while it is open
-        self._warm: set[int] = set()
+        self._warm = bytearray()  # a one for each chunk that has memory
         self._leaving: set[int] = set()  # chunks to be given back, unless they are filled before
         self._changing = threading.Lock()  # filling a chunk and giving it back exclude each other
-        self._left: dict[int, float] = {}  # when a warm chunk was last left by a block
+        self._left = np.zeros(0)  # when a chunk was last left by a block
 
     def open(self) -> None:
         """Make the memfd, if it is not there yet; it takes no memory by itself.
@@ -84,6 +85,9 @@ class Segment:
         except BaseException:
             os.close(descriptor)
             raise
+        chunks = len(_chunks(0, self.nbytes))
+        self._warm = bytearray(chunks)
+        self._left = np.zeros(chunks)
         self.descriptor = descriptor
         self.memory = memoryview(self._mapping)
 
@@ -100,11 +104,12 @@ class Segment:
 
     def is_warm(self, offset: int, nbytes: int) -> bool:
         """Say whether all of a range has memory."""
-        return self._warm.issuperset(_chunks(offset, nbytes))
+        chunks = _chunks(offset, nbytes)
+        return not self._warm.count(0, chunks.start, chunks.stop)
 
     def cold(self, offset: int, nbytes: int) -> list[int]:
         """List the chunks of a range that have no memory yet."""
-        return [chunk for chunk in _chunks(offset, nbytes) if chunk not in self._warm]
+        return [chunk for chunk in _chunks(offset, nbytes) if not self._warm[chunk]]
 
     def fill(self, chunks: list[int]) -> None:
         """Get memory for chunks, and map it. Not for the event loop.
@@ -124,17 +129,19 @@ class Segment:
 
     def filled(self, chunks: list[int]) -> None:
         """Note that chunks have memory."""
-        self._warm.update(chunks)
+        for chunk in chunks:
+            self._warm[chunk] = 1
 
     def leave(self, offset: int, nbytes: int, now: float) -> None:
         """Note when a block left its chunks."""
-        for chunk in _chunks(offset, nbytes):
-            self._left[chunk] = now
+        chunks = _chunks(offset, nbytes)
+        self._left[chunks.start : chunks.stop] = now
 
     def take_idle(self, before: float) -> list[int]:
         """Return the chunks that are in no block and were left before a time; they count as cold now."""
-        idle = [chunk for chunk in self._idle() if self._left.get(chunk, 0.0) <= before]
-        self._warm.difference_update(idle)
+        idle = [chunk for chunk in self._idle() if self._left[chunk] <= before]
+        for chunk in idle:
+            self._warm[chunk] = 0
         self._leaving.update(idle)
         return idle
 
@@ -147,12 +154,15 @@ class Segment:
         for start, stop in self.blocks.free_runs():
             # The last chunk of the segment may be shorter than the others.
             last = stop // _CHUNK_BYTES if stop < self.blocks.size else -(-stop // _CHUNK_BYTES)
-            yield from (chunk for chunk in range(-(-start // _CHUNK_BYTES), last) if chunk in self._warm)
+            yield from (chunk for chunk in range(-(-start // _CHUNK_BYTES), last) if self._warm[chunk])
 
     @property
     def warm_bytes(self) -> int:
         """Count the bytes that have memory."""
-        return sum(self._chunk(chunk)[1] for chunk in self._warm)
+        nbytes = self._warm.count(1) * _CHUNK_BYTES
+        if nbytes and self._warm[-1]:
+            nbytes -= len(self._warm) * _CHUNK_BYTES - self.nbytes  # the last one may be shorter
+        return nbytes
 
     def give_back(self, chunks: list[int]) -> None:
         """Give the memory of chunks back to the kernel. Not for the event loop."""
