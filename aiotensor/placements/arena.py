@@ -151,6 +151,8 @@ class Segment:
         return any(True for _ in self._idle())
 
     def _idle(self) -> Iterator[int]:
+        if self._mapping is None:
+            return
         for start, stop in self.blocks.free_runs():
             # The last chunk of the segment may be shorter than the others.
             last = stop // _CHUNK_BYTES if stop < self.blocks.size else -(-stop // _CHUNK_BYTES)

@@ -220,23 +220,23 @@ sizes = st.one_of(st.integers(1, 4096), st.integers(MIB // 2, 3 * MIB))
 def test_a_warm_chunk_is_idle_exactly_if_no_block_has_a_byte_in_it(
     nbytes: int, wanted: list[tuple[int, bool]], chunks: set[int]
 ) -> None:
-    segment = Segment(0, nbytes)  # never opened: this is arithmetic
-    blocks = {offset: size for size, _ in wanted if (offset := segment.blocks.allocate(size)) is not None}
-    for offset, (_, is_freed) in zip(list(blocks), wanted, strict=False):
-        if is_freed:
-            segment.blocks.free(offset)
-            del blocks[offset]
-    warm_chunks = {chunk for chunk in chunks if chunk * MIB < segment.nbytes}
-    segment.filled(list(warm_chunks))
-    touched = {
-        chunk
-        for offset in blocks
-        for chunk in range(offset // MIB, (offset + segment.blocks.length_of(offset) - 1) // MIB + 1)
-    }
+    with segment_of(nbytes) as segment:
+        blocks = {offset: size for size, _ in wanted if (offset := segment.blocks.allocate(size)) is not None}
+        for offset, (_, is_freed) in zip(list(blocks), wanted, strict=False):
+            if is_freed:
+                segment.blocks.free(offset)
+                del blocks[offset]
+        warm_chunks = {chunk for chunk in chunks if chunk * MIB < segment.nbytes}
+        segment.filled(list(warm_chunks))
+        touched = {
+            chunk
+            for offset in blocks
+            for chunk in range(offset // MIB, (offset + segment.blocks.length_of(offset) - 1) // MIB + 1)
+        }
 
-    assert segment.has_idle == bool(warm_chunks - touched)
-    assert segment.take_idle(0) == sorted(warm_chunks - touched)
-    assert all(segment.is_warm(chunk * MIB, 1) for chunk in warm_chunks & touched)
+        assert segment.has_idle == bool(warm_chunks - touched)
+        assert segment.take_idle(0) == sorted(warm_chunks - touched)
+        assert all(segment.is_warm(chunk * MIB, 1) for chunk in warm_chunks & touched)
 
 
 def test_a_view_outlives_its_segment_and_nothing_is_given_back_under_it() -> None:
