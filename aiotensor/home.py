@@ -1,7 +1,6 @@
 """Where an object lives: the process, thread and event loop that opened it, and whether it is open."""
 
 import asyncio
-import contextlib
 import os
 import threading
 import weakref
@@ -120,20 +119,26 @@ class FreedItems(Generic[T]):
     def __call__(self, item: T) -> None:
         """Note that something was freed; from any thread."""
         self._items.append(item)
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            in_loop = threading.get_ident() == self._thread  # it is awake then
-            schedule = self._loop.call_soon if in_loop else self._loop.call_soon_threadsafe
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-                schedule(self._wake)
+        if self._is_scheduled:
+            return
+        self._is_scheduled = True
+        try:
+            if threading.get_ident() == self._thread:  # it is awake then
+                self._loop.call_soon(self._wake)
+            else:
+                self._loop.call_soon_threadsafe(self._wake)
+        except RuntimeError:
+            return  # the loop is closed: nobody is left to tell
 
     def collect(self) -> None:
         """Handle what was freed until now; in the loop."""
+        if not self._items:
+            return
+        items: list[T] = []
+        while self._items:
+            items.append(self._items.popleft())
         handle = self._handle()
-        if handle is not None and self._items:
-            items: list[T] = []
-            while self._items:
-                items.append(self._items.popleft())
+        if handle is not None:
             handle(items)
 
     def _wake(self) -> None:

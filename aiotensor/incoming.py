@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from aiotensor import placements
@@ -72,7 +73,7 @@ class _Peer:
         self.mapped: dict[int, MappedSegment] = {}
 
 
-class _Lease(NamedTuple):
+class _Lease(msgspec.Struct, frozen=True):
     """A block that a living tensor pins."""
 
     peer: _Peer

@@ -16,6 +16,7 @@ __all__ = ["Ledger", "MemoryUsage"]
 logger = logging.getLogger("aiotensor.sender")
 
 _NAMED_HOLDERS = 8
+_ALLOCATED = "allocated"
 
 
 class MemoryUsage(NamedTuple):
@@ -71,7 +72,7 @@ class Ledger:
             if holder is None:
                 allocated_since = min(allocated_since, ticket.since)
         holders = [
-            Holder(None, "allocated", nbytes, now - allocated_since)
+            Holder(None, _ALLOCATED, nbytes, now - allocated_since)
             if message is None
             else Holder(message.number, message.state.value, nbytes, now - message.since)
             for message, nbytes in held.items()
@@ -82,8 +83,7 @@ class Ledger:
         """Log that somebody has waited for long, and for whom."""
         holders = self.holders()
         named = "; ".join(
-            f"{'memory from allocate()' if holder.message is None else f'message {holder.message}'} "
-            f"({holder.state}, {holder.bytes} bytes, {holder.seconds:.1f} s)"
+            f"{_name(holder)} ({holder.state}, {holder.bytes} bytes, {holder.seconds:.1f} s)"
             for holder in holders[:_NAMED_HOLDERS]
         )
         pid = self._receiver_pid()
@@ -113,3 +113,9 @@ class Ledger:
             messages=Usage(permits.limit, permits.in_use, messages),
             bytes=Usage(memory.limit, memory.in_use, nbytes),
         )
+
+
+def _name(holder: Holder) -> str:
+    if holder.state == _ALLOCATED:
+        return "memory from allocate()"
+    return "a message" if holder.message is None else f"message {holder.message}"

@@ -66,7 +66,7 @@ class Memory:
         """
         return self._own(await self.gate.acquire(nbytes, holder))
 
-    def try_acquire(self, nbytes: int, holder: Hashable) -> Block | None:
+    def try_acquire(self, nbytes: int, holder: Hashable = None) -> Block | None:
         """Pin a block if one is free and nobody waits in line."""
         ticket = self.gate.try_acquire(nbytes, holder)
         return None if ticket is None else self._own(ticket)
@@ -99,7 +99,7 @@ class Memory:
 
     async def allocate(self, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Wait for a block, get memory for it, and return a tensor over it, which pins it."""
-        block = await self.acquire(nbytes)
+        block = self.try_acquire(nbytes) or await self.acquire(nbytes)
         if not block.place.is_warm:
             await self._run(block, None, None)
         return self.allocations.add(block, dtype, shape)

@@ -26,7 +26,7 @@ from aiotensor.ledger import Ledger
 from aiotensor.links.base import SenderLink
 from aiotensor.memory import Memory
 from aiotensor.message import Message, State
-from aiotensor.placements import Arena, Block, Place, Placed, Plan
+from aiotensor.placements import Allocation, Arena, Block, Place, Placed, Plan
 from aiotensor.protocol.credits import Ticket
 from aiotensor.types import TensorHandle
 
@@ -67,7 +67,7 @@ class Outgoing:
             on_long_wait=lambda _: self._log_wait("a permit"),
         )
         self._is_closed = False
-        self._messages: set[Message] = set()
+        self._messages: dict[Message, None] = {}  # in flight, the oldest first
         self._parked = 0
         self._drainers = Waiters()
         self._conversation = Conversation(sender, link, max_messages, max_bytes, self)
@@ -118,20 +118,20 @@ class Outgoing:
 
     # One message
 
-    async def begin(self, block: int | None = None) -> Message:
+    async def begin(self, allocation: Allocation | None = None) -> Message:
         """Wait for a permit, and give it to a new message.
 
         Args:
-            block: the block that will be sent in it, whose bytes cannot come back while this waits.
+            allocation: what will be sent in it, whose bytes cannot come back while this waits.
         """
         permit = self.permits.try_acquire(1)
         if permit is None:
-            permit = await (self.permits.acquire(1) if block is None else self._acquire_with(block))
+            permit = await (self.permits.acquire(1) if allocation is None else self._acquire_with(allocation))
         return self._new_message(permit)
 
-    async def _acquire_with(self, block: int) -> Ticket[None]:
-        """Wait for a permit with a block in hand."""
-        parked = self.memory.size_of(block)
+    async def _acquire_with(self, allocation: Allocation) -> Ticket[None]:
+        """Wait for a permit with memory in hand."""
+        parked = self.memory.size_of(allocation.block.number)
         self._parked += parked
         try:
             self.memory.gate.refuse_if_stuck()
@@ -302,7 +302,7 @@ class Outgoing:
 
     def _new_message(self, permit: Ticket[None]) -> Message:
         message = Message(permit)
-        self._messages.add(message)
+        self._messages[message] = None
         return message
 
     def _announce(
@@ -336,7 +336,7 @@ class Outgoing:
         """Give the permit back, and stop whatever of the message is still being sent."""
         was_open = message.state is State.OPEN
         message.state = state
-        self._messages.discard(message)
+        self._messages.pop(message, None)
         self._conversation.forget(message)
         if was_open:
             self.memory.abandon(message)

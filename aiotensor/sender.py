@@ -113,7 +113,7 @@ class TensorSender:
             OSError: the machine has no shared memory or no descriptors left.
         """
         source, plan = self._prepare(tensor)
-        message = await self._outgoing.begin(plan.allocation and plan.allocation.block.number)
+        message = await self._outgoing.begin(plan.allocation)
         try:
             return await self._outgoing.put(message, source, plan, last=True)
         except BaseException:
@@ -173,7 +173,7 @@ class TensorSender:
         """
         self._check()
         sizes = tuple(map(operator.index, shape))
-        if any(size < 0 for size in sizes):
+        if min(sizes, default=0) < 0:
             raise ValueError(f"the sizes of a shape are not negative, got {sizes}")
         placements.check_dtype(dtype)
         nbytes = math.prod(sizes) * dtype.itemsize

@@ -24,6 +24,7 @@ __all__ = [
     "ARENA",
     "MAX_INLINE_BYTES",
     "QUICK_BYTES",
+    "Allocation",
     "Allocations",
     "Arena",
     "Block",

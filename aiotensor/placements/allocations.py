@@ -1,8 +1,8 @@
 """Blocks that callers allocated, so that sending one of them, or a part of it, copies nothing."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
+import msgspec
 import torch
 
 from aiotensor.placements.arena import Place
@@ -11,14 +11,14 @@ from aiotensor.placements.views import Watch, watch
 __all__ = ["Allocation", "Allocations", "Block"]
 
 
-class Block(NamedTuple):
+class Block(msgspec.Struct, frozen=True):
     """A place in the arena, and the number that it is pinned by."""
 
     number: int
     place: Place
 
 
-class Allocation(NamedTuple):
+class Allocation(msgspec.Struct, frozen=True):
     """A block that a caller has, and the addresses of its memory here."""
 
     block: Block

@@ -16,8 +16,8 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -191,7 +191,7 @@ def _chunks(offset: int, nbytes: int) -> range:
     return range(offset // _CHUNK_BYTES, (offset + nbytes - 1) // _CHUNK_BYTES + 1)
 
 
-class Place(NamedTuple):
+class Place(msgspec.Struct, frozen=True):
     """Where a block is."""
 
     segment: Segment
