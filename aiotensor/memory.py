@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 
 import torch
 
@@ -195,14 +196,13 @@ class Memory:
         """Fill a block in the worker; if that fails, the pin is gone when it has ended."""
         copy = _Copy(block, holder, block.place.cold)
         try:
-            running = self._worker.submit(self._work, copy, source)
+            running = self._worker.submit(partial(self._work, copy, source), partial(self._copied, copy))
         except BaseException:
             self.unpin_owner(block.number)
             raise
         self._copies.add(copy)
-        self._worker.when_done(running, self._copied, copy)  # before this wakes
         try:
-            await asyncio.wrap_future(running)
+            await running
         except BaseException:
             copy.is_abandoned = copy.unpins = True
             if not copy.is_running:
@@ -243,6 +243,6 @@ class Memory:
             return
         segment, chunks = self._arena.take_idle(self._loop.time() - self._keep_warm_s)
         if chunks:
-            self._worker.submit(segment.give_back, chunks)
+            self._worker.submit(partial(segment.give_back, chunks))
         if segment.has_idle:
             self._trimming = self._loop.call_later(self._keep_warm_s, self._trim)

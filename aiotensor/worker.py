@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 __all__ = ["Worker"]
 
@@ -26,25 +27,23 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
         self.helper = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-helper")
-        self._running: set[Future[Any]] = set()
+        self._running = 0
         self._settling: list[asyncio.Future[None]] = []
 
-    def submit(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> "Future[R]":
-        """Begin a piece of work."""
-        running = self._executor.submit(work, *args, **kwargs)
-        self._running.add(running)
-        # Not through `when_done`: a callback that holds its future would keep the result alive.
-        running.add_done_callback(lambda done: self._in_loop(lambda: self._ended(done)))
-        return running
+    def submit(
+        self, work: Callable[[], R], on_done: Callable[[], object] = lambda: None
+    ) -> "asyncio.Future[R]":
+        """Begin a piece of work; cancelling the future that is returned leaves the work running.
 
-    def when_done(
-        self, running: "Future[Any]", callback: Callable[P, object], *args: P.args, **kwargs: P.kwargs
-    ) -> None:
-        """Call back in the loop when the work is done, has failed or was cancelled.
-
-        Callbacks run in the order of these calls, before anybody who awaits the work afterwards wakes.
+        Args:
+            work: what to do, in the thread.
+            on_done: called in the loop when the work has returned or failed, before whoever awaits it wakes.
         """
-        running.add_done_callback(lambda _: self._in_loop(lambda: callback(*args, **kwargs)))
+        future: asyncio.Future[R] = self._loop.create_future()
+        running = self._executor.submit(work)
+        self._running += 1
+        running.add_done_callback(lambda done: self._in_loop(self._ended, done, future, on_done))
+        return future
 
     async def settle(self) -> None:
         """Wait until nothing runs; errors are for those who asked for the work.
@@ -52,7 +51,6 @@ class Worker:
         Cancelling leaves the work running.
         """
         while self._running:
-            # Not by the futures of the work: cancelling this would cancel them for everybody.
             future = self._loop.create_future()
             self._settling.append(future)
             await future
@@ -62,14 +60,21 @@ class Worker:
         for executor in (self._executor, self.helper):
             executor.shutdown(wait=not self._running)
 
-    def _ended(self, running: "Future[Any]") -> None:
-        self._running.discard(running)
-        settling, self._settling = self._settling, []
-        for future in settling:
-            if not future.done():
-                future.set_result(None)
-
-    def _in_loop(self, callback: Callable[[], object]) -> None:
+    def _in_loop(self, callback: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         # Once the loop is closed, so is everything that the callback would set right.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(callback)
+            self._loop.call_soon_threadsafe(partial(callback, *args, **kwargs))
+
+    def _ended(self, done: "Future[R]", future: "asyncio.Future[R]", on_done: Callable[[], object]) -> None:
+        self._running -= 1
+        on_done()
+        if not future.done():
+            error = done.exception()
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(done.result())
+        settling, self._settling = self._settling, []
+        for one in settling:
+            if not one.done():
+                one.set_result(None)

@@ -1,6 +1,7 @@
 """The sending side: backpressure, cancelling, and giving everything back."""
 
 import asyncio
+import ctypes
 import errno
 import gc
 import os
@@ -10,7 +11,6 @@ import threading
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -250,21 +250,21 @@ async def test_cancelling_a_wait_for_bytes_gives_the_permit_back() -> None:
 def _held_up() -> tuple[threading.Event, threading.Event, Callable[..., None]]:
     """Make a step of a copy that stops half way until it is let go, and the events of both."""
     copying, go_on = threading.Event(), threading.Event()
-    copyto = np.copyto
+    memmove = ctypes.memmove
 
-    def slow_copyto(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
+    def slow_memmove(target: int, source: int, length: int) -> None:
         copying.set()
         go_on.wait()
-        copyto(target, source)
+        memmove(target, source, length)
 
-    return copying, go_on, slow_copyto
+    return copying, go_on, slow_memmove
 
 
 async def test_cancelling_in_the_middle_of_a_copy_gives_everything_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    copying, go_on, slow_copyto = _held_up()
-    monkeypatch.setattr(np, "copyto", slow_copyto)
+    copying, go_on, slow_memmove = _held_up()
+    monkeypatch.setattr(ctypes, "memmove", slow_memmove)
     async with pair(max_concurrent_videos=1) as (sender, receiver):
         sending = asyncio.create_task(sender.send(torch.zeros(1 << 25, dtype=torch.uint8)))
         await asyncio.to_thread(copying.wait)
@@ -281,12 +281,12 @@ async def test_cancelling_in_the_middle_of_a_copy_gives_everything_back(
 
 
 async def test_discarding_in_the_middle_of_a_copy_ends_the_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    copying, go_on, slow_copyto = _held_up()
+    copying, go_on, slow_memmove = _held_up()
     async with pair() as (sender, _):
         message = sender.message()
         await message.__aenter__()
         first = await message.send(pattern(0, 1))
-        monkeypatch.setattr(np, "copyto", slow_copyto)
+        monkeypatch.setattr(ctypes, "memmove", slow_memmove)
         sending = asyncio.create_task(message.send(torch.zeros(1 << 25, dtype=torch.uint8)))
         await asyncio.to_thread(copying.wait)
         sender.discard(first)

@@ -1,5 +1,6 @@
 """Copying a tensor's values into shared memory: at once if that is quick, else in threads."""
 
+import ctypes
 from collections.abc import Callable
 from concurrent.futures import Executor
 
@@ -17,8 +18,13 @@ QUICK_BYTES = 256 << 10
 # From here on two threads are faster than one; below, the second comes too late to help.
 _SHARED_COPY_BYTES = 2 << 20
 
-# Small enough that whoever stops between two steps stops soon, and that two threads end together.
-_STEP_BYTES = 1 << 20
+# A copy goes in steps: small enough that whoever stops between two of them stops soon, and few, since after
+# each one a thread waits for the interpreter. They get smaller, so that two threads end together.
+_LONGEST_STEP_BYTES = 8 << 20
+_SHORTEST_STEP_BYTES = 1 << 20
+
+
+_PAGE_BYTES = 4096  # a step that ends within a page has two threads write to it
 
 
 class CopyAbandonedError(Exception):
@@ -41,7 +47,7 @@ def copy_in_threads(
     Args:
         source: what to copy.
         place: where to; it has memory.
-        is_abandoned: asked between steps of a megabyte or so.
+        is_abandoned: asked between steps of some megabytes.
         helper: what runs the other half.
 
     Raises:
@@ -57,14 +63,14 @@ def copy_in_threads(
             np.copyto(target[offset : offset + piece.nbytes], piece)
             offset += piece.nbytes
         return
-    starts = iter(range(0, flat.nbytes, _STEP_BYTES))  # the threads take turns at it
+    there, here = target.ctypes.data, flat.ctypes.data
+    steps = iter(_steps(flat.nbytes))  # the threads take turns at it
 
     def share() -> None:
-        for start in starts:
+        for start, length in steps:
             if is_abandoned():
                 return
-            stop = start + _STEP_BYTES
-            np.copyto(target[start:stop], flat[start:stop])
+            ctypes.memmove(there + start, here + start, length)
 
     if flat.nbytes >= _SHARED_COPY_BYTES:
         other = helper.submit(share)
@@ -74,3 +80,14 @@ def copy_in_threads(
         share()
     if is_abandoned():
         raise CopyAbandonedError
+
+
+def _steps(nbytes: int) -> list[tuple[int, int]]:
+    """Cut a range into steps of (start, length), each at most a quarter of what is left."""
+    steps, start = [], 0
+    while start < nbytes:
+        left = nbytes - start
+        length = min(max(left // 4 & -_PAGE_BYTES, _SHORTEST_STEP_BYTES), _LONGEST_STEP_BYTES, left)
+        steps.append((start, length))
+        start += length
+    return steps

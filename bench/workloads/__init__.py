@@ -16,7 +16,7 @@ WORKLOADS = {
             title="Round trip of a tensor from ordinary memory",
             score="median_s",
             more_is_better=False,
-            full=Effort(rounds=3, bytes=256 * _MIB, most=1000, fewest=6),
+            full=Effort(rounds=3, bytes=256 * _MIB, most=1000, fewest=10),
             quick=Effort(rounds=2, bytes=96 * _MIB, most=200, fewest=3),
         ),
         Workload(

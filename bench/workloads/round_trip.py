@@ -4,8 +4,10 @@ The clock runs in the near process, from before the send until one element of th
 
 Copied: every tensor that a side sends is fresh and lies in ordinary, warm memory, as after decoding a
 video: a contender cannot win by being handed the same, already shared tensor again. Making and freeing
-tensors is not timed. With ``answer="own"`` the far side answers with such a fresh tensor, so that the same
-work is done both ways. With ``answer="same"`` it sends back the very tensor that it received.
+tensors is not timed: each side frees large ones when all trips are made, since the kernel takes as long to
+take such memory back as to copy it, and would take the time from the other side's clock. With
+``answer="own"`` the far side answers with such a fresh tensor, so that the same work is done both ways. With
+``answer="same"`` it sends back the very tensor that it received.
 
 Allocated: both sides ask the contender for memory, write one element there, and send it. The asking is
 timed. What would be written there by a decoder is not written: that is no work of the contender's.
@@ -15,12 +17,16 @@ import statistics
 from collections.abc import AsyncIterator
 from time import perf_counter_ns
 
+import torch
+
 from bench.contenders.base import AllocatingPort
 from bench.records import Batch, Spec
 from bench.workloads.base import Stage
 from bench.workloads.stream import fresh
 
 __all__ = ["MARKS", "far", "near", "warm_up"]
+
+_LARGE = 1 << 20  # bytes
 
 MARKS = 251  # a prime, so that a repeated or skipped tensor cannot carry the mark that is expected
 
@@ -40,6 +46,7 @@ async def far(stage: Stage) -> None:
     for size in spec.sizes:
         count = warm_up(spec, size) + spec.effort.trips(size)
         answers = fresh(size, count) if spec.source == "copied" and spec.answer == "own" else []
+        kept: list[torch.Tensor] = []
         await stage.barrier.meet()
         for _ in range(count):
             received = await port.receive()
@@ -49,6 +56,8 @@ async def far(stage: Stage) -> None:
                 answer = answers.pop() if answers else await _allocating(stage).allocate(size)
                 answer[0] = mark
             await port.send(answer)
+            if answers and size >= _LARGE:
+                kept.append(answer)
             del received, answer
         await stage.barrier.meet()
 
@@ -56,6 +65,7 @@ async def far(stage: Stage) -> None:
 async def _copied_trips(stage: Stage, size: int) -> Batch:
     port, first, trips = stage.port, warm_up(stage.spec, size), stage.spec.effort.trips(size)
     sources = fresh(size, first + trips)
+    kept: list[torch.Tensor] = []
     latencies: list[int] = []
     await stage.barrier.meet()
     for number in range(first + trips):
@@ -68,6 +78,8 @@ async def _copied_trips(stage: Stage, size: int) -> Batch:
         value = int(answer[0])
         latencies.append(perf_counter_ns() - began)
         _check(number, size, value == mark and len(answer) == size)
+        if size >= _LARGE:
+            kept.append(source)
         # Freed here, outside the clock, and not when the names are bound anew inside it.
         del source, answer
     await stage.barrier.meet()

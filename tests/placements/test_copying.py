@@ -90,13 +90,26 @@ def test_a_contiguous_tensor_is_copied_whole_whatever_the_steps(
     source = random_tensor((nbytes,))
     counting = Counting(helper)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copying, "_STEP_BYTES", step)
+        patch.setattr(copying, "_LONGEST_STEP_BYTES", step)
+        patch.setattr(copying, "_SHORTEST_STEP_BYTES", step)
         patch.setattr(copying, "_SHARED_COPY_BYTES", 1 if is_large else 10_000)
 
         found = copied(source, lambda source, place: copy_in_threads(source, place, wanted, counting))
 
     assert found == bytes_of(source)
     assert counting.pieces == is_large
+
+
+@given(nbytes=st.one_of(st.integers(1, 64 * MIB), st.integers(1, 1 << 30)))
+def test_steps_cover_everything_once_and_get_no_longer(nbytes: int) -> None:
+    steps = copying._steps(nbytes)
+
+    assert [start for start, _ in steps] == [
+        sum(length for _, length in steps[:n]) for n in range(len(steps))
+    ]
+    assert sum(length for _, length in steps) == nbytes
+    assert [length for _, length in steps] == sorted((length for _, length in steps), reverse=True)
+    assert all(start % 4096 == 0 for start, _ in steps)
 
 
 @pytest.mark.parametrize("more", [-1, 0, 1], ids=["below", "at", "above"])
@@ -223,7 +236,8 @@ def test_a_copy_that_nobody_wants_any_more_stops_between_two_steps(
     is_contiguous: bool, looks: int, monkeypatch: pytest.MonkeyPatch, helper: Executor
 ) -> None:
     monkeypatch.setattr(raw, "_PIECE_BYTES", 1000)
-    monkeypatch.setattr(copying, "_STEP_BYTES", 1000)
+    monkeypatch.setattr(copying, "_LONGEST_STEP_BYTES", 1000)
+    monkeypatch.setattr(copying, "_SHORTEST_STEP_BYTES", 1000)
     source = torch.full((100, 100), 7, dtype=torch.uint8)
     source = source if is_contiguous else torch.full((100, 200), 7, dtype=torch.uint8)[:, ::2]
     with arena_of(20_000) as arena:
