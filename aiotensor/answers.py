@@ -60,19 +60,23 @@ class Answers:
 
     def taken(self, link: ReceiverLink, message: int) -> None:
         """Give the permit of a message back, whose tensors were all taken."""
-        self._to(link).taken.append(message)
+        pending = self._pending.get(link) or self._begin(link)
+        pending.taken.append(message)
 
     def discarded(self, link: ReceiverLink, message: int) -> None:
         """Give the permit of a message back, which is dropped."""
-        self._to(link).discarded.append(message)
+        pending = self._pending.get(link) or self._begin(link)
+        pending.discarded.append(message)
 
     def released(self, link: ReceiverLink, block: int) -> None:
         """Give a block of memory back."""
-        self._to(link).blocks.append(block)
+        pending = self._pending.get(link) or self._begin(link)
+        pending.blocks.append(block)
 
     def goodbye(self, link: ReceiverLink) -> None:
         """Say that this is the end, together with all that comes before it."""
-        self._to(link).says_goodbye = True
+        pending = self._pending.get(link) or self._begin(link)
+        pending.says_goodbye = True
 
     def forget(self, link: ReceiverLink) -> None:
         """Drop what a sender is to be told: it is gone."""
@@ -90,10 +94,8 @@ class Answers:
                 for frame in frames:
                     link.write(encode(frame))
 
-    def _to(self, link: ReceiverLink) -> _Pending:
-        pending = self._pending.get(link)
-        if pending is None:
-            if not self._pending:
-                self._loop.call_soon(self.flush)
-            pending = self._pending[link] = _Pending()
+    def _begin(self, link: ReceiverLink) -> _Pending:
+        if not self._pending:
+            self._loop.call_soon(self.flush)
+        pending = self._pending[link] = _Pending()
         return pending

@@ -128,7 +128,7 @@ class Conversation:
             message.number = self._next_number
             self._next_number += 1
             self._announced[message.number] = message
-        dtype = placements.name_of_dtype(source.dtype) or ""
+        dtype = placements.DTYPE_NAMES[source.dtype]
         device, shape = placements.name_of_device(source), tuple(source.shape)
         put = Put(
             message.number,
@@ -198,7 +198,7 @@ class Conversation:
         match frame:
             case Taken():
                 for number in frame.messages:
-                    message = self._answered(number)
+                    message = self._announced.get(number) or self._answered(number)
                     if message is not None:
                         if message.state is not State.WHOLE:
                             raise ProtocolError(f"it took message {number}, which was not whole")

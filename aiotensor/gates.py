@@ -16,31 +16,25 @@ class StuckError(AioTensorError):
     """Waiting would never end; the sender turns it into what users see."""
 
 
-class Waiters:
+class Waiters(list["asyncio.Future[None]"]):
     """Those who wait until something may have changed; each looks for itself when woken.
 
     What woke them stays where it is until somebody takes it without an await, so a cancelled waiter
     loses nothing.
     """
 
-    def __init__(self) -> None:
-        self._futures: list[asyncio.Future[None]] = []
-
-    def __len__(self) -> int:
-        return len(self._futures)
-
     async def wait(self) -> None:
         """Wait until the next `wake`."""
         future = asyncio.get_running_loop().create_future()
-        self._futures.append(future)
+        self.append(future)
         try:
             await future
         finally:
-            self._futures.remove(future)
+            self.remove(future)
 
     def wake(self) -> None:
         """Wake all, in the order in which they came."""
-        for future in self._futures:
+        for future in self:
             if not future.done():
                 future.set_result(None)
 

@@ -182,18 +182,21 @@ class Incoming:
             close_all(descriptors)
             return
         unclaimed = list(descriptors) if descriptors else []
+        changed: list[Key] = []
         try:
             if len(data) > self.limits.frame_bytes:
                 raise ProtocolError(f"it sent a record of more than {self.limits.frame_bytes} bytes")
             for frame in decode_to_receiver(data):
+                changed += self._handle(peer, frame, unclaimed)
                 if link not in self._peers:
                     break  # it left, or was refused
-                self._handle(peer, frame, unclaimed)
         except ProtocolError as error:
             logger.error("sender %s broke the protocol, its link is closed: %s", peer.sender, str(error))
             self._lose(peer, error)
             link.close()
         finally:
+            if changed:
+                self._wake(changed)
             if unclaimed:
                 close_all(unclaimed)
 
@@ -209,20 +212,20 @@ class Incoming:
 
     # Frames
 
-    def _handle(self, peer: _Peer, frame: ToReceiver, descriptors: list[int]) -> None:
+    def _handle(self, peer: _Peer, frame: ToReceiver, descriptors: list[int]) -> Sequence[Key]:
+        """Do what a frame says, and return the keys whose waiters are to be woken."""
         sender = peer.sender
         if sender is None:
             if not isinstance(frame, Hello):
                 raise ProtocolError("it sent a frame before it introduced itself")
-            self._admit(peer, frame)
-            return
+            return self._admit(peer, frame)
         match frame:
             case Put():
-                self._file(peer, sender, frame)
+                return self._file(peer, sender, frame)
             case End():
-                self._wake(self.mailbox.end(sender, frame.message, frame.count))
+                return self.mailbox.end(sender, frame.message, frame.count)
             case Discard():
-                self._wake(self.mailbox.withdraw(sender, frame.message))
+                return self.mailbox.withdraw(sender, frame.message)
             case Attach():
                 self._attach(peer, frame, descriptors)
             case Detach():
@@ -231,11 +234,12 @@ class Incoming:
                 keys = self.mailbox.leave(sender)
                 self._forget(peer)
                 peer.link.close()
-                self._wake(keys)
+                return keys
             case Hello():
                 raise ProtocolError("it introduced itself twice")
+        return ()
 
-    def _admit(self, peer: _Peer, hello: Hello) -> None:
+    def _admit(self, peer: _Peer, hello: Hello) -> Sequence[Key]:
         # First: it says what differs.
         peer.link.write(encode(Welcome(VERSION, os.getpid(), self.limits.frame_bytes)))
         if hello.version != VERSION:
@@ -262,7 +266,7 @@ class Incoming:
                     f"{present} {what} are promised to others and this sender wants {wanted}, which is more "
                     f"than {name}={limit} allows",
                 )
-                return
+                return ()
         earlier = self._senders.get(hello.sender)
         if earlier is not None:  # it broke off and came back, and the end of the old connection is unread
             self._lose(earlier, PeerLostError("it connected again"))
@@ -272,7 +276,7 @@ class Incoming:
         peer.max_messages = hello.max_concurrent_videos
         peer.arena_bytes = hello.arena_bytes
         self._senders[hello.sender] = peer
-        self._wake(keys)
+        return keys
 
     def _attach(self, peer: _Peer, frame: Attach, descriptors: list[int]) -> None:
         attached = sum(segment.mapped.nbytes for segment in peer.segments.values())
@@ -303,14 +307,14 @@ class Incoming:
         del peer.mapped[frame.segment]
         self._let_go(segment)
 
-    def _file(self, peer: _Peer, sender: str, put: Put) -> None:
+    def _file(self, peer: _Peer, sender: str, put: Put) -> Sequence[Key]:
         """Open a tensor that arrived, and keep it until somebody takes it."""
         mailbox = self.mailbox
         if not mailbox.expects(sender, put.message):
             self.answers.discarded(peer.link, put.message)
             if put.block is not None:
                 self.answers.released(peer.link, put.block)
-            return
+            return ()
         opened = placements.open_tensor(put.placement, put.payload, put.dtype, put.shape, peer.mapped)
         tensor = opened.tensor
         if put.requires_grad or put.is_parameter:
@@ -321,8 +325,7 @@ class Incoming:
             if put.block is None:
                 raise ProtocolError("it placed a tensor in a block without a number")
             self._lease(peer, peer.segments[opened.segment], opened.owner, put.block)
-        if keys:
-            self._wake(keys)
+        return keys
 
     # Leases
 

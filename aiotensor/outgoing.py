@@ -342,7 +342,8 @@ class Outgoing:
             self.memory.abandon(message)
             self.memory.gate.budget.settle(message)
         self.permits.release(message.permit)
-        self._drainers.wake()
+        if self._drainers:
+            self._drainers.wake()
 
     # What the receiver says
 

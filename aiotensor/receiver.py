@@ -257,9 +257,10 @@ class TensorReceiver:
         return item.tensor
 
     def _wake(self, keys: Sequence[Key]) -> None:
-        for key in keys:
-            if key in self._waiters:
-                self._waiters[key].wake()
+        if self._waiters:
+            for key in keys:
+                if key in self._waiters:
+                    self._waiters[key].wake()
         self._wake_iterators()
 
     def _wake_iterators(self) -> None:

@@ -14,14 +14,15 @@ from aiotensor.errors import ProtocolError
 from aiotensor.placements.allocations import Allocation, Allocations, Block
 from aiotensor.placements.arena import Arena, MappedSegment, Place, open_segment, read_where, segment_bytes
 from aiotensor.placements.copying import QUICK_BYTES, CopyAbandonedError, copy_in_threads, copy_now
-from aiotensor.placements.dtypes import dtype_from_name, name_of_device, name_of_dtype
+from aiotensor.placements.dtypes import DTYPE_NAMES, dtype_from_name, name_of_device
 from aiotensor.placements.inline import MAX_INLINE_BYTES, bytes_of, open_inline
-from aiotensor.placements.raw import copy_of, is_addressable, new_tensor
+from aiotensor.placements.raw import copy_of, new_tensor
 from aiotensor.placements.source import Sendable, as_tensor, check_dtype
 from aiotensor.placements.views import Owner, Watch, watch
 
 __all__ = [
     "ARENA",
+    "DTYPE_NAMES",
     "MAX_INLINE_BYTES",
     "QUICK_BYTES",
     "Allocation",
@@ -43,7 +44,6 @@ __all__ = [
     "copy_now",
     "copy_of",
     "name_of_device",
-    "name_of_dtype",
     "new_tensor",
     "open_segment",
     "open_tensor",
@@ -153,9 +153,6 @@ def open_tensor(
         ProtocolError: the peer described something that cannot be, or that is not known here.
     """
     opener = _OPENERS.get(placement)
-    dtype = dtype_from_name(dtype_name)
     if opener is None:
         raise ProtocolError(f"the peer placed a tensor by {placement[:64]!r}, which is unknown here")
-    if not is_addressable(shape, dtype.itemsize):
-        raise ProtocolError(f"the peer sent a tensor of shape {shape}, which is more than can be addressed")
-    return opener(payload, dtype, shape, segments)
+    return opener(payload, dtype_from_name(dtype_name), shape, segments)

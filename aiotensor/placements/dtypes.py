@@ -4,7 +4,7 @@ import torch
 
 from aiotensor.errors import ProtocolError
 
-__all__ = ["DTYPES", "dtype_from_name", "name_of_device", "name_of_dtype"]
+__all__ = ["DTYPES", "DTYPE_NAMES", "dtype_from_name", "name_of_device"]
 
 _NAMES = """
     bool uint8 int8 uint16 int16 uint32 int32 uint64 int64
@@ -18,12 +18,7 @@ _NAMES = """
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name)
 }
-_NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def name_of_dtype(dtype: torch.dtype) -> str | None:
-    """Return the name that a dtype travels under, or None if it does not travel."""
-    return _NAME_OF.get(dtype)
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_from_name(name: str) -> torch.dtype:

@@ -6,7 +6,7 @@ import math
 import torch
 
 from aiotensor.errors import ProtocolError
-from aiotensor.placements.raw import new_tensor, pieces
+from aiotensor.placements.raw import is_addressable, new_tensor, pieces
 from aiotensor.placements.views import view_over
 
 __all__ = ["MAX_INLINE_BYTES", "bytes_of", "open_inline"]
@@ -26,7 +26,7 @@ def open_inline(payload: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> t
     """Return a tensor with memory of its own from the bytes of a frame.
 
     Raises:
-        ProtocolError: the bytes are not as many as dtype and shape need.
+        ProtocolError: the bytes are not as many as dtype and shape need, or there can be no such shape.
     """
     needed = math.prod(shape) * dtype.itemsize
     if len(payload) != needed:
@@ -35,5 +35,9 @@ def open_inline(payload: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> t
             f"which needs {needed}"
         )
     if not payload:
+        if not is_addressable(shape, dtype.itemsize):
+            raise ProtocolError(
+                f"the peer sent a tensor of shape {shape}, which is more than can be addressed"
+            )
         return new_tensor(shape, dtype)
     return view_over(bytearray(payload), 0, dtype, shape, needed).tensor

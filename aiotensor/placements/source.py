@@ -8,7 +8,7 @@ import torch
 from torch.nn import Parameter
 
 from aiotensor.errors import UnsupportedTensorError
-from aiotensor.placements.dtypes import name_of_dtype
+from aiotensor.placements.dtypes import DTYPE_NAMES
 from aiotensor.placements.raw import is_addressable
 from aiotensor.protocol.frames import MAX_DIMENSIONS
 
@@ -60,7 +60,7 @@ def check_dtype(dtype: torch.dtype) -> None:
     """
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype is a torch dtype, for example torch.uint8, got {dtype!r}")
-    if name_of_dtype(dtype) is None:
+    if dtype not in DTYPE_NAMES:
         raise UnsupportedTensorError(f"a tensor of {dtype} cannot travel: allocate torch.uint8 and view it")
 
 
@@ -81,7 +81,7 @@ def _refusal(tensor: torch.Tensor) -> str | None:
         return "a tensor on the meta device has no values: send one on the cpu"
     if not tensor.is_cpu:
         return f"a tensor on device {tensor.device} cannot travel on this link: send tensor.cpu()"
-    if name_of_dtype(tensor.dtype) is None:
+    if tensor.dtype not in DTYPE_NAMES:
         return f"a tensor of {tensor.dtype} cannot travel: send tensor.view(torch.uint8)"
     if tensor.dim() > MAX_DIMENSIONS:
         return f"a tensor of {tensor.dim()} dimensions cannot travel: reshape it to at most {MAX_DIMENSIONS}"

@@ -99,7 +99,8 @@ class Budget(Generic[P]):
         else:
             ticket.granted = False
             self.in_use -= ticket.amount
-            self._let_go(ticket)
+            if ticket.holder is not None:
+                self._let_go(ticket)
             if self._space is not None and ticket.place is not None:
                 self._space.free(ticket.place)
         return self._grant_in_order() if self._line else []
@@ -142,8 +143,6 @@ class Budget(Generic[P]):
         return True
 
     def _let_go(self, ticket: Ticket[P]) -> None:
-        if ticket.holder is None:
-            return
         left = self._held.get(ticket.holder, 0) - ticket.amount
         if left > 0:
             self._held[ticket.holder] = left

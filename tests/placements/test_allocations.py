@@ -8,7 +8,7 @@ import torch
 
 from aiotensor import placements
 from aiotensor.placements import Allocations, Block
-from aiotensor.placements.dtypes import DTYPES, name_of_dtype
+from aiotensor.placements.dtypes import DTYPE_NAMES, DTYPES
 from tests.placements.segments import MIB, arena_of, bytes_of, other_side_of, place_in, random_tensor
 
 
@@ -64,8 +64,7 @@ def test_an_allocated_tensor_and_its_contiguous_views_are_sent_where_they_lie(de
         assert plan.allocation is not None
         assert plan.allocation.block == desk.blocks[7]
         placed = placements.place_allocated(view, plan.allocation)
-        name = name_of_dtype(view.dtype)
-        assert name is not None
+        name = DTYPE_NAMES[view.dtype]
         opened = placements.open_tensor(
             placed.placement, placed.payload, name, tuple(view.shape), segments
         ).tensor
@@ -88,9 +87,7 @@ def test_a_tensor_of_any_dtype_is_allocated_and_seen_on_the_other_side(
     placed = placements.place_allocated(tensor, allocation)
     segment = allocation.block.place.segment
     segments = {segment.number: other_side_of(segment)}
-    opened = placements.open_tensor(
-        placed.placement, placed.payload, str(name_of_dtype(dtype)), (3, 5), segments
-    )
+    opened = placements.open_tensor(placed.placement, placed.payload, DTYPE_NAMES[dtype], (3, 5), segments)
     assert opened.tensor.dtype is dtype
     assert bytes_of(opened.tensor) == bytes_of(source)
 

@@ -217,7 +217,7 @@ def test_a_result_with_a_gradient_history_is_refused() -> None:
 
 
 def test_a_tensor_of_a_dtype_that_a_later_torch_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(dtypes._NAME_OF, torch.float16)
+    monkeypatch.delitem(dtypes.DTYPE_NAMES, torch.float16)
 
     assert refusal_of(torch.zeros(3, dtype=torch.float16)) == (
         "a tensor of torch.float16 cannot travel: send tensor.view(torch.uint8)"
