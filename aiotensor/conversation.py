@@ -129,7 +129,7 @@ class Conversation:
             self._next_number += 1
             self._announced[message.number] = message
         dtype = placements.DTYPE_NAMES[source.dtype]
-        device, shape = placements.name_of_device(source), tuple(source.shape)
+        device, shape = "cpu" if source.is_cpu else str(source.device), tuple(source.shape)
         put = Put(
             message.number,
             message.count,

@@ -39,17 +39,6 @@ class Waiters(list["asyncio.Future[None]"]):
                 future.set_result(None)
 
 
-class _Wait:
-    """One who waits in line."""
-
-    __slots__ = ("future", "is_reported", "since")
-
-    def __init__(self, future: asyncio.Future[None], since: float) -> None:
-        self.future = future
-        self.since = since
-        self.is_reported = False
-
-
 class Gate(Generic[P]):
     """Let callers wait for a budget, in order, and give back what a cancelled one had.
 
@@ -75,13 +64,14 @@ class Gate(Generic[P]):
         self._stuck_elsewhere = stuck_elsewhere
         self._long_wait_s = long_wait_s
         self._on_long_wait = on_long_wait
-        self._waits: dict[Ticket[P], _Wait] = {}  # the longest first
+        self._waits: dict[Ticket[P], asyncio.Future[None]] = {}  # the longest first
+        self._reported: set[Ticket[P]] = set()
         self._alarm: asyncio.TimerHandle | None = None
         self._failure: Callable[[], AioTensorError] | None = None
 
     def longest_wait_s(self, now: float) -> float:
         """Return the seconds that the longest of the present waits has lasted, by the loop's clock."""
-        return now - next((wait.since for wait in self._waits.values()), now)
+        return now - next((ticket.since for ticket in self._waits), now)
 
     async def acquire(self, amount: int, holder: Hashable = None) -> Ticket[P]:
         """Wait until the amount is granted, and return the ticket to give back.
@@ -96,14 +86,16 @@ class Gate(Generic[P]):
             raise self._failure()
         loop = asyncio.get_running_loop()
         ticket = self.budget.request(amount, holder)
+        ticket.since = loop.time()
         if ticket.granted:
-            ticket.since = loop.time()
             return ticket
-        wait = self._waits[ticket] = _Wait(loop.create_future(), loop.time())
-        self._set_alarm()
-        self.refuse_if_stuck()
+        future = self._waits[ticket] = loop.create_future()
+        if self._alarm is None:
+            self._set_alarm()
+        if self._stuck_elsewhere is not None:
+            self.refuse_if_stuck()
         try:
-            await wait.future
+            await future
             if self._failure is not None:  # since the grant, in the very same turn of the loop
                 raise self._failure()
         except BaseException:
@@ -112,6 +104,7 @@ class Gate(Generic[P]):
             raise
         finally:
             del self._waits[ticket]
+            self._reported.discard(ticket)
         ticket.since = loop.time()
         return ticket
 
@@ -138,31 +131,32 @@ class Gate(Generic[P]):
 
     def fail_waiting(self, make_error: Callable[[], AioTensorError]) -> None:
         """End every present wait with an error of its own."""
-        for wait in self._waits.values():
-            if not wait.future.done():
-                wait.future.set_exception(make_error())
+        for future in self._waits.values():
+            if not future.done():
+                future.set_exception(make_error())
 
     def refuse_if_stuck(self) -> None:
         """End the latest wait if nothing else could ever end one."""
         if self._stuck_elsewhere is None:
             return
         ticket = self.budget.stuck(self._stuck_elsewhere())
-        wait = self._waits.get(ticket) if ticket is not None else None
-        if wait is not None and not wait.future.done():
-            wait.future.set_exception(StuckError("everything in use is held by those who wait"))
+        future = self._waits.get(ticket) if ticket is not None else None
+        if future is not None and not future.done():
+            future.set_exception(StuckError("everything in use is held by those who wait"))
 
     def _wake(self, granted: list[Ticket[P]]) -> None:
         for ticket in granted:
-            wait = self._waits.get(ticket)
-            if wait is not None and not wait.future.done():
-                wait.future.set_result(None)
-        self.refuse_if_stuck()
+            future = self._waits.get(ticket)
+            if future is not None and not future.done():
+                future.set_result(None)
+        if self._stuck_elsewhere is not None:
+            self.refuse_if_stuck()
 
     def _set_alarm(self) -> None:
         """Have the next long wait reported: one timer for all, since most waits are short."""
-        if self._alarm is not None or self._long_wait_s is None or self._failure is not None:
+        if self._long_wait_s is None or self._failure is not None:
             return
-        first = next((wait.since for wait in self._waits.values() if not wait.is_reported), None)
+        first = next((ticket.since for ticket in self._waits if ticket not in self._reported), None)
         if first is not None:
             loop = asyncio.get_running_loop()
             self._alarm = loop.call_at(first + self._long_wait_s, self._report, self._long_wait_s)
@@ -170,8 +164,8 @@ class Gate(Generic[P]):
     def _report(self, long_wait_s: float) -> None:
         self._alarm = None
         now = asyncio.get_running_loop().time()
-        for ticket, wait in list(self._waits.items()):
-            if now >= wait.since + long_wait_s and not (wait.is_reported or wait.future.done()):
-                wait.is_reported = True
+        for ticket, future in list(self._waits.items()):
+            if now >= ticket.since + long_wait_s and not (ticket in self._reported or future.done()):
+                self._reported.add(ticket)
                 self._on_long_wait(ticket.amount)
         self._set_alarm()

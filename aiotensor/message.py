@@ -42,7 +42,6 @@ class Message:
         "nbytes",
         "number",
         "permit",
-        "sending",
         "since",
         "state",
     )
@@ -55,8 +54,7 @@ class Message:
         self.number: int | None = None  # known with the first announcement
         self.count = 0  # tensors announced
         self.nbytes = 0  # of those tensors
-        self.sending = 0  # sends that have not returned
-        self.awaits_bytes = 0  # of those, the ones that wait for bytes
+        self.awaits_bytes = 0  # sends that wait for bytes
         self.has_bytes = False  # of shared memory, or had
 
     @property

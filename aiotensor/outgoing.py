@@ -155,25 +155,21 @@ class Outgoing:
 
     async def put(self, message: Message, source: torch.Tensor, plan: Plan, *, last: bool) -> TensorHandle:
         """Take a tensor from its bytes to its announcement."""
-        message.sending += 1
-        try:
-            # The link's queue is bounded only by this: nobody adds to it while it is behind.
-            if not self._link.is_ready:
-                await self._room(message)
-            if message.state is not State.OPEN:
-                raise self.why_not(message)
-            allocation = plan.allocation
-            if allocation is None:
-                if not plan.new_bytes:
-                    return self._announce(message, source, placements.place_inline(source), None, last=last)
-            elif allocation.can_be_sent:
-                placed = placements.place_allocated(source, allocation)
-                return self._announce(message, source, placed, allocation.block, last=last)
-            else:
-                self._check_moves(source.nbytes, allocation.block)
-            return await self._put_copy(message, source, last=last)
-        finally:
-            message.sending -= 1
+        # The link's queue is bounded only by this: nobody adds to it while it is behind.
+        if not self._link.is_ready:
+            await self._room(message)
+        if message.state is not State.OPEN:
+            raise self.why_not(message)
+        allocation = plan.allocation
+        if allocation is None:
+            if not plan.new_bytes:
+                return self._announce(message, source, placements.place_inline(source), None, last=last)
+        elif allocation.can_be_sent:
+            placed = placements.place_allocated(source, allocation)
+            return self._announce(message, source, placed, allocation.block, last=last)
+        else:
+            self._check_moves(source.nbytes, allocation.block)
+        return await self._put_copy(message, source, last=last)
 
     async def _put_copy(self, message: Message, source: torch.Tensor, *, last: bool) -> TensorHandle:
         block = await self._acquire_bytes(source.nbytes, message)
@@ -336,7 +332,7 @@ class Outgoing:
         """Give the permit back, and stop whatever of the message is still being sent."""
         was_open = message.state is State.OPEN
         message.state = state
-        self._messages.pop(message, None)
+        del self._messages[message]
         self._conversation.forget(message)
         if was_open:
             self.memory.abandon(message)

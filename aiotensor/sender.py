@@ -247,7 +247,9 @@ class TensorSender:
 
     def _prepare(self, value: Sendable) -> tuple[torch.Tensor, Plan]:
         """Refuse what could never be sent, before anything is taken for it."""
-        self._check()
+        self._home.check()
+        if self._outgoing.failure is not None:
+            raise self._outgoing.why_not()
         source = placements.as_tensor(value)
         plan = placements.plan(source, self._outgoing.memory.allocations)
         if plan.new_bytes:
@@ -279,6 +281,7 @@ class OpenMessage:
     def __init__(self, sender: TensorSender) -> None:
         self._sender = sender
         self._message: Message | None = None
+        self._sending = 0  # sends that have not returned
 
     async def __aenter__(self) -> Self:
         if self._message is not None:
@@ -310,13 +313,17 @@ class OpenMessage:
             raise self._sender._outgoing.why_not(message)
         if message.state is not State.OPEN:
             raise DiscardedError("this message has ended: begin a new one")
-        if message.count + message.sending >= MAX_TENSORS:
+        if message.count + self._sending >= MAX_TENSORS:
             raise TooLargeError(
                 f"a message has at most {MAX_TENSORS} tensors: stack small ones, or begin another message",
                 limit=MAX_TENSORS,
-                requested=message.count + message.sending + 1,
+                requested=message.count + self._sending + 1,
             )
-        return await self._sender._outgoing.put(message, source, plan, last=False)
+        self._sending += 1
+        try:
+            return await self._sender._outgoing.put(message, source, plan, last=False)
+        finally:
+            self._sending -= 1
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -328,7 +335,7 @@ class OpenMessage:
             outgoing.abandon(message)
         elif message.has_ended:
             raise outgoing.why_not(message)  # it was not whole, so nobody can have taken it
-        elif message.sending:
+        elif self._sending:
             outgoing.abandon(message)
             raise UsageError("a send of this message was not awaited: await every message.send in its block")
         else:

@@ -14,7 +14,7 @@ from aiotensor.errors import ProtocolError
 from aiotensor.placements.allocations import Allocation, Allocations, Block
 from aiotensor.placements.arena import Arena, MappedSegment, Place, open_segment, read_where, segment_bytes
 from aiotensor.placements.copying import QUICK_BYTES, CopyAbandonedError, copy_in_threads, copy_now
-from aiotensor.placements.dtypes import DTYPE_NAMES, dtype_from_name, name_of_device
+from aiotensor.placements.dtypes import DTYPE_NAMES, dtype_from_name
 from aiotensor.placements.inline import MAX_INLINE_BYTES, bytes_of, open_inline
 from aiotensor.placements.raw import copy_of, new_tensor
 from aiotensor.placements.source import Sendable, as_tensor, check_dtype
@@ -43,7 +43,6 @@ __all__ = [
     "copy_in_threads",
     "copy_now",
     "copy_of",
-    "name_of_device",
     "new_tensor",
     "open_segment",
     "open_tensor",

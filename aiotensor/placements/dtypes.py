@@ -1,10 +1,10 @@
-"""The names that dtypes and devices travel under. A name from a peer is looked up here and nowhere else."""
+"""The dtypes that travel, by name. A name from a peer is looked up here and nowhere else."""
 
 import torch
 
 from aiotensor.errors import ProtocolError
 
-__all__ = ["DTYPES", "DTYPE_NAMES", "dtype_from_name", "name_of_device"]
+__all__ = ["DTYPES", "DTYPE_NAMES", "dtype_from_name"]
 
 _NAMES = """
     bool uint8 int8 uint16 int16 uint32 int32 uint64 int64
@@ -31,8 +31,3 @@ def dtype_from_name(name: str) -> torch.dtype:
     if dtype is None:
         raise ProtocolError(f"the peer sent a tensor of dtype {name[:64]!r}, which is unknown here")
     return dtype
-
-
-def name_of_device(tensor: torch.Tensor) -> str:
-    """Return the name of the device that a tensor is on."""
-    return "cpu" if tensor.is_cpu else str(tensor.device)

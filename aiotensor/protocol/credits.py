@@ -43,7 +43,7 @@ class Ticket(Generic[P]):
         self.holder = holder
         self.granted = False
         self.place: P | None = None
-        self.since = 0.0  # when it was granted, noted by whoever has a clock
+        self.since = 0.0  # when it was granted, or joined the line; noted by whoever has a clock
 
 
 class Budget(Generic[P]):
