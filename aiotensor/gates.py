@@ -68,6 +68,7 @@ class Gate(Generic[P]):
         self._reported: set[Ticket[P]] = set()
         self._alarm: asyncio.TimerHandle | None = None
         self._failure: Callable[[], AioTensorError] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def longest_wait_s(self, now: float) -> float:
         """Return the seconds that the longest of the present waits has lasted, by the loop's clock."""
@@ -84,7 +85,7 @@ class Gate(Generic[P]):
         """
         if self._failure is not None:
             raise self._failure()
-        loop = asyncio.get_running_loop()
+        loop = self._home()
         ticket = self.budget.request(amount, holder)
         ticket.since = loop.time()
         if ticket.granted:
@@ -112,7 +113,7 @@ class Gate(Generic[P]):
         """Take the amount if it is free and nobody waits in line."""
         ticket = self.budget.try_request(amount, holder)
         if ticket is not None:
-            ticket.since = asyncio.get_running_loop().time()
+            ticket.since = self._home().time()
         return ticket
 
     def release(self, ticket: Ticket[P]) -> None:
@@ -152,18 +153,24 @@ class Gate(Generic[P]):
         if self._stuck_elsewhere is not None:
             self.refuse_if_stuck()
 
+    def _home(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = (
+                asyncio.get_running_loop()
+            )  # asked once: it asks the kernel for the process each time
+        return self._loop
+
     def _set_alarm(self) -> None:
         """Have the next long wait reported: one timer for all, since most waits are short."""
         if self._long_wait_s is None or self._failure is not None:
             return
         first = next((ticket.since for ticket in self._waits if ticket not in self._reported), None)
         if first is not None:
-            loop = asyncio.get_running_loop()
-            self._alarm = loop.call_at(first + self._long_wait_s, self._report, self._long_wait_s)
+            self._alarm = self._home().call_at(first + self._long_wait_s, self._report, self._long_wait_s)
 
     def _report(self, long_wait_s: float) -> None:
         self._alarm = None
-        now = asyncio.get_running_loop().time()
+        now = self._home().time()
         for ticket, future in list(self._waits.items()):
             if now >= ticket.since + long_wait_s and not (ticket in self._reported or future.done()):
                 self._reported.add(ticket)

@@ -39,7 +39,6 @@ class Message:
         "count",
         "has_bytes",
         "loss",
-        "nbytes",
         "number",
         "permit",
         "since",
@@ -53,7 +52,6 @@ class Message:
         self.loss: AioTensorError | None = None  # why it is LOST
         self.number: int | None = None  # known with the first announcement
         self.count = 0  # tensors announced
-        self.nbytes = 0  # of those tensors
         self.awaits_bytes = 0  # sends that wait for bytes
         self.has_bytes = False  # of shared memory, or had
 

@@ -313,11 +313,9 @@ class Outgoing:
         handle = self._conversation.announce(message, source, placed, number, last=last)
         if message.state is not State.OPEN:  # a full record went out first, and the link broke under it
             raise self.why_not(message)
-        nbytes = source.nbytes
         message.count += 1
-        message.nbytes += nbytes
         self.tensors_sent += 1
-        self.bytes_sent += nbytes
+        self.bytes_sent += source.nbytes
         if last:
             self._make_whole(message)
         return handle

@@ -104,8 +104,8 @@ class Segment:
 
     def is_warm(self, offset: int, nbytes: int) -> bool:
         """Say whether all of a range has memory."""
-        chunks = _chunks(offset, nbytes)
-        return not self._warm.count(0, chunks.start, chunks.stop)
+        first, last = offset // _CHUNK_BYTES, (offset + nbytes - 1) // _CHUNK_BYTES
+        return not self._warm.count(0, first, last + 1)
 
     def cold(self, offset: int, nbytes: int) -> list[int]:
         """List the chunks of a range that have no memory yet."""
