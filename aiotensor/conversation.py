@@ -115,6 +115,8 @@ class Conversation:
         segment = block.place.segment
         if not segment.is_attached:
             self._outbox.flush()
+            if not self.is_connected:
+                return  # the link broke under it, and whoever sends finds its message lost
             # At once and alone, so that whoever sends hears of an error.
             attach = encode(Attach(segment.number, placements.ARENA, segment.nbytes))
             self.link.write(attach, [segment.descriptor])
@@ -145,6 +147,10 @@ class Conversation:
         )
         self._outbox.add(put, len(placed.payload))
         return TensorHandle(self._sender, message.number, message.count, dtype, shape, device)
+
+    def flush(self) -> None:
+        """Say now what was to be said at the end of this turn of the loop."""
+        self._outbox.flush()
 
     def complete(self, message: Message) -> None:
         """Tell that all tensors of a message were announced."""
@@ -227,6 +233,8 @@ class Conversation:
         return self._announced.get(number)
 
     def _write(self, record: bytes) -> None:
+        if not self.is_connected:
+            return  # the link broke earlier in this turn, and those whose frames these are were told
         try:
             self.link.write(record)
         except OSError as error:

@@ -32,6 +32,10 @@ from aiotensor.types import TensorHandle
 
 __all__ = ["Outgoing"]
 
+# With so few messages in flight somebody probably waits for the next one, so it goes out before anything else
+# is done; with more, those that are announced in one turn of the loop share a record.
+_FEW_MESSAGES = 2
+
 
 class Outgoing:
     """Everything of one sender that is on its way; belongs to the event loop's thread.
@@ -214,6 +218,7 @@ class Outgoing:
             self._end(message, State.DISCARDED)  # an empty one: nobody has heard of it
             return
         self._conversation.complete(message)
+        self._send_if_few(message)
         self._make_whole(message)
 
     def abandon(self, message: Message) -> None:
@@ -262,6 +267,7 @@ class Outgoing:
             self._check_open(message)
 
     def _check_open(self, message: Message) -> None:
+        """Refuse to go on with a message that has ended: while it waited, or under a record that went out."""
         if message.state is not State.OPEN:
             raise self.why_not(message)
 
@@ -309,16 +315,24 @@ class Outgoing:
         if block is not None:
             number = block.number
             self._conversation.attach(block)
+            self._check_open(message)
             self.memory.pin(number)
         handle = self._conversation.announce(message, source, placed, number, last=last)
-        if message.state is not State.OPEN:  # a full record went out first, and the link broke under it
-            raise self.why_not(message)
+        if last:
+            self._send_if_few(message)
+        else:
+            self._check_open(message)
         message.count += 1
         self.tensors_sent += 1
         self.bytes_sent += source.nbytes
         if last:
             self._make_whole(message)
         return handle
+
+    def _send_if_few(self, message: Message) -> None:
+        if len(self._messages) <= _FEW_MESSAGES:
+            self._conversation.flush()
+        self._check_open(message)
 
     def _make_whole(self, message: Message) -> None:
         message.state = State.WHOLE

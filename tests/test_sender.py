@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 import socket
-import tempfile
 import threading
 from collections.abc import Callable
 
@@ -17,7 +16,6 @@ import torch
 from aiotensor import (
     ClosedError,
     DiscardedError,
-    PeerLostError,
     TensorHandle,
     TensorQueue,
     TensorReceiver,
@@ -361,58 +359,6 @@ async def test_send_nowait_refuses_while_the_link_is_behind() -> None:
             await closing
 
 
-async def test_allocated_memory_is_sent_without_a_copy_and_counts_until_all_have_let_go() -> None:
-    async with pair(arena_bytes=BIG * 8) as (sender, receiver):
-        tensor = await sender.allocate((BIG // 100, 100), torch.int64)
-        tensor.copy_(pattern(3, BIG).reshape(-1, 100))
-        handle = await sender.send(tensor)
-        part = await sender.send(tensor[10:20])  # a contiguous view, from the same block
-        assert sender.statistics().bytes_in_use == BIG * 8
-        received, received_part = await receiver.receive(handle), await receiver.receive(part)
-        tensor[15, 5] = -1
-        assert received[15, 5] == received_part[5, 5] == -1
-        waiting = asyncio.create_task(sender.allocate((BIG,), torch.int64))
-        await until(lambda: sender.statistics().waiting == 1)
-        del tensor, received
-        gc.collect()
-        assert not waiting.done()
-        del received_part
-        await waiting
-
-
-async def test_an_allocated_tensor_in_another_order_is_copied() -> None:
-    async with pair() as (sender, receiver):
-        tensor = await sender.allocate((300, 400), torch.float32)
-        tensor.copy_(torch.randn(300, 400))
-        received = await receiver.receive(await sender.send(tensor.t()))
-        assert torch.equal(received, tensor.t())
-        assert sender.statistics().bytes_in_use == 2 * tensor.nbytes
-
-
-async def test_allocated_tensors_may_be_empty_small_or_dropped_unsent() -> None:
-    async with pair() as (sender, receiver):
-        assert (await sender.allocate((0, 3), torch.bool)).shape == (0, 3)
-        small = await sender.allocate((), torch.float8_e5m2)
-        small.fill_(2.0)
-        received = await receiver.receive(await sender.send(small))
-        assert received.float() == 2.0
-        await sender.allocate((BIG,), torch.int64)
-        del small, received
-        await settled(sender)
-
-
-async def test_cancelling_allocate_gives_the_bytes_back() -> None:
-    async with pair(arena_bytes=BIG) as (sender, _):
-        for turns in range(4):
-            allocating = asyncio.create_task(sender.allocate((BIG,), torch.uint8))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            allocating.cancel()
-            await asyncio.wait([allocating])
-            del allocating
-            await settled(sender)
-
-
 async def test_bad_arguments_say_what_to_do() -> None:
     queue = TensorQueue()
     for limits in ({"max_concurrent_videos": 0}, {"max_concurrent_videos": -1}, {"arena_bytes": 0}):
@@ -553,42 +499,6 @@ async def test_a_machine_without_memory_left_is_an_error_of_send_and_nothing_is_
         assert torch.equal(await receiver.receive(await sender.send(pattern(1, BIG))), pattern(1, BIG))
 
 
-async def test_a_receiver_that_takes_everything_and_closes_at_once_disturbs_neither_send_nor_drain() -> None:
-    for count in (3, BIG):
-        queue = TensorQueue()
-        async with TensorSender(queue) as sender:
-            receiver = TensorReceiver(queue)
-            await receiver.__aenter__()
-            taking = asyncio.create_task(anext(receiver))
-            sending = asyncio.create_task(sender.send(pattern(0, count)))
-            draining = asyncio.create_task(_drain_after(sending, sender))
-            await taking
-            await receiver.aclose()
-            await draining
-            with pytest.raises(PeerLostError):
-                await sender.drain()
-
-
-async def _drain_after(sending: "asyncio.Task[TensorHandle]", sender: TensorSender) -> None:
-    await sending
-    if sender.statistics().in_flight:
-        await sender.drain()
-
-
-@pytest.mark.parametrize("count", [3, BIG])
-async def test_a_permit_granted_in_the_turn_of_the_receivers_end_sends_nothing(count: int) -> None:
-    queue = TensorQueue()
-    async with TensorSender(queue, max_concurrent_videos=1) as sender:
-        async with TensorReceiver(queue) as receiver:
-            first = await sender.send(pattern(0, 3))
-            waiting = asyncio.create_task(sender.send(pattern(1, count)))
-            await until(lambda: sender.statistics().waiting == 1)
-            await receiver.receive(first)  # the permit and the end arrive together
-        with pytest.raises(PeerLostError):
-            await waiting
-        await settled(sender)
-
-
 async def test_a_permit_granted_in_the_turn_of_closing_is_given_back() -> None:
     async with pair(max_concurrent_videos=1) as (sender, _):
         first = await sender.send(pattern(0, 3))
@@ -599,18 +509,6 @@ async def test_a_permit_granted_in_the_turn_of_closing_is_given_back() -> None:
         with pytest.raises(ClosedError):
             await waiting
         assert sender.statistics().in_flight == 0
-
-
-async def test_an_allocated_tensor_and_a_send_that_wait_for_each_other_are_told_so() -> None:
-    async with pair(max_concurrent_videos=1, arena_bytes=BIG * 8) as (sender, receiver):
-        tensor = await sender.allocate((BIG,), torch.int64)
-        tensor.copy_(pattern(1, BIG))
-        plain = asyncio.create_task(sender.send(pattern(2, BIG)))  # has the permit, waits for bytes
-        await until(lambda: sender.statistics().waiting == 1)
-        allocated = asyncio.create_task(sender.send(tensor))  # has the bytes, waits for the permit
-        with pytest.raises(WouldBlockError, match="never end"):
-            await plain
-        assert torch.equal(await receiver.receive(await allocated), pattern(1, BIG))
 
 
 async def test_cancelling_aclose_cancels_nobody_else() -> None:
@@ -705,77 +603,3 @@ async def test_a_long_wait_says_once_who_holds_what_and_since_when(
             gc.collect()
             await receiver.receive(await waiting)
             assert sender.statistics().longest_wait_s == 0
-
-
-async def test_a_wait_for_a_receiver_that_is_not_there_ends_when_it_comes() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        place = f"unix://{folder}/socket"
-        async with TensorSender(place) as sender:
-            with pytest.raises(WouldBlockError, match="no receiver is here"):
-                sender.send_nowait(pattern(0, 3))
-            waiting = [asyncio.create_task(sender.send(pattern(0, count))) for count in (3, BIG)]
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.01):
-                    await sender.send(pattern(1, 3))
-            async with TensorReceiver(place) as receiver:
-                for sending, count in zip(waiting, (3, BIG), strict=True):
-                    assert torch.equal(await receiver.receive(await sending), pattern(0, count))
-
-
-async def test_what_was_in_flight_is_lost_aloud_and_later_sends_go_to_the_next_receiver() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        place = f"unix://{folder}/socket"
-        async with TensorSender(place, max_concurrent_videos=2) as sender:
-            async with TensorReceiver(place) as receiver:
-                kept = await receiver.receive(await sender.send(pattern(0, BIG)))
-                allocated = await sender.allocate((BIG,), torch.int64)
-                allocated.copy_(pattern(5, BIG))
-                lost = [await sender.send(pattern(seed, BIG)) for seed in (1, 2)]
-                waiting = asyncio.create_task(sender.send(pattern(3, BIG)))
-                draining = asyncio.create_task(sender.drain())
-                await until(lambda: sender.statistics().waiting == 1)
-            for task in (waiting, draining):
-                with pytest.raises(PeerLostError):
-                    await task
-            assert sender.statistics().in_flight == 0
-            async with TensorReceiver(place) as receiver:
-                for seed in range(10, 20):  # as much as would overwrite the old memory
-                    handle = await sender.send(pattern(seed, BIG))
-                    assert torch.equal(await receiver.receive(handle), pattern(seed, BIG))
-                # The old receiver may read where this lies, so it is copied, and arrives all the same.
-                handle = await sender.send(allocated)
-                assert torch.equal(await receiver.receive(handle), pattern(5, BIG))
-                for handle in lost:
-                    with pytest.raises(PeerLostError):
-                        await receiver.receive(handle)
-            assert torch.equal(kept, pattern(0, BIG))
-            await until(lambda: sender.statistics().receivers_lost == 2)
-            del allocated
-            await settled(sender)
-
-
-async def test_a_numpy_view_of_allocated_memory_is_sent_without_a_copy() -> None:
-    async with pair() as (sender, receiver):
-        tensor = await sender.allocate((100, 1000), torch.int64)
-        tensor.copy_(pattern(0, 100_000).view(100, 1000))
-        in_use = sender.statistics().bytes_in_use
-        received = await receiver.receive(await sender.send(tensor.numpy()[10:20]))
-        assert sender.statistics().bytes_in_use == in_use
-        tensor[10, 0] = -1
-        assert received[0, 0] == -1  # it is the same memory
-
-
-async def test_an_allocated_tensor_that_can_no_longer_be_sent_in_place_does_not_wait_for_itself() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        place = f"unix://{folder}/socket"
-        async with TensorSender(place, arena_bytes=BIG * 8) as sender:
-            tensor = await sender.allocate((BIG,), torch.int64)
-            async with TensorReceiver(place) as receiver:
-                view = await receiver.receive(await sender.send(tensor))
-            async with TensorReceiver(place) as receiver:
-                with pytest.raises(WouldBlockError, match="send a clone"):
-                    await sender.send(tensor)
-                tensor = tensor.clone()
-                gc.collect()  # the traceback of the error held the old one
-                assert torch.equal(await receiver.receive(await sender.send(tensor)), tensor)
-            del view

@@ -1,0 +1,108 @@
+"""Memory that callers allocated: sent without a copy, counted, and given back."""
+
+import asyncio
+import gc
+import tempfile
+
+import pytest
+import torch
+
+from aiotensor import (
+    TensorReceiver,
+    TensorSender,
+    WouldBlockError,
+)
+from tests.pairs import BIG, pair, pattern, settled, until
+
+pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
+
+
+async def test_allocated_memory_is_sent_without_a_copy_and_counts_until_all_have_let_go() -> None:
+    async with pair(arena_bytes=BIG * 8) as (sender, receiver):
+        tensor = await sender.allocate((BIG // 100, 100), torch.int64)
+        tensor.copy_(pattern(3, BIG).reshape(-1, 100))
+        handle = await sender.send(tensor)
+        part = await sender.send(tensor[10:20])  # a contiguous view, from the same block
+        assert sender.statistics().bytes_in_use == BIG * 8
+        received, received_part = await receiver.receive(handle), await receiver.receive(part)
+        tensor[15, 5] = -1
+        assert received[15, 5] == received_part[5, 5] == -1
+        waiting = asyncio.create_task(sender.allocate((BIG,), torch.int64))
+        await until(lambda: sender.statistics().waiting == 1)
+        del tensor, received
+        gc.collect()
+        assert not waiting.done()
+        del received_part
+        await waiting
+
+
+async def test_an_allocated_tensor_in_another_order_is_copied() -> None:
+    async with pair() as (sender, receiver):
+        tensor = await sender.allocate((300, 400), torch.float32)
+        tensor.copy_(torch.randn(300, 400))
+        received = await receiver.receive(await sender.send(tensor.t()))
+        assert torch.equal(received, tensor.t())
+        assert sender.statistics().bytes_in_use == 2 * tensor.nbytes
+
+
+async def test_allocated_tensors_may_be_empty_small_or_dropped_unsent() -> None:
+    async with pair() as (sender, receiver):
+        assert (await sender.allocate((0, 3), torch.bool)).shape == (0, 3)
+        small = await sender.allocate((), torch.float8_e5m2)
+        small.fill_(2.0)
+        received = await receiver.receive(await sender.send(small))
+        assert received.float() == 2.0
+        await sender.allocate((BIG,), torch.int64)
+        del small, received
+        await settled(sender)
+
+
+async def test_cancelling_allocate_gives_the_bytes_back() -> None:
+    async with pair(arena_bytes=BIG) as (sender, _):
+        for turns in range(4):
+            allocating = asyncio.create_task(sender.allocate((BIG,), torch.uint8))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            allocating.cancel()
+            await asyncio.wait([allocating])
+            del allocating
+            await settled(sender)
+
+
+async def test_an_allocated_tensor_and_a_send_that_wait_for_each_other_are_told_so() -> None:
+    async with pair(max_concurrent_videos=1, arena_bytes=BIG * 8) as (sender, receiver):
+        tensor = await sender.allocate((BIG,), torch.int64)
+        tensor.copy_(pattern(1, BIG))
+        plain = asyncio.create_task(sender.send(pattern(2, BIG)))  # has the permit, waits for bytes
+        await until(lambda: sender.statistics().waiting == 1)
+        allocated = asyncio.create_task(sender.send(tensor))  # has the bytes, waits for the permit
+        with pytest.raises(WouldBlockError, match="never end"):
+            await plain
+        assert torch.equal(await receiver.receive(await allocated), pattern(1, BIG))
+
+
+async def test_a_numpy_view_of_allocated_memory_is_sent_without_a_copy() -> None:
+    async with pair() as (sender, receiver):
+        tensor = await sender.allocate((100, 1000), torch.int64)
+        tensor.copy_(pattern(0, 100_000).view(100, 1000))
+        in_use = sender.statistics().bytes_in_use
+        received = await receiver.receive(await sender.send(tensor.numpy()[10:20]))
+        assert sender.statistics().bytes_in_use == in_use
+        tensor[10, 0] = -1
+        assert received[0, 0] == -1  # it is the same memory
+
+
+async def test_an_allocated_tensor_that_can_no_longer_be_sent_in_place_does_not_wait_for_itself() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        place = f"unix://{folder}/socket"
+        async with TensorSender(place, arena_bytes=BIG * 8) as sender:
+            tensor = await sender.allocate((BIG,), torch.int64)
+            async with TensorReceiver(place) as receiver:
+                view = await receiver.receive(await sender.send(tensor))
+            async with TensorReceiver(place) as receiver:
+                with pytest.raises(WouldBlockError, match="send a clone"):
+                    await sender.send(tensor)
+                tensor = tensor.clone()
+                gc.collect()  # the traceback of the error held the old one
+                assert torch.equal(await receiver.receive(await sender.send(tensor)), tensor)
+            del view
