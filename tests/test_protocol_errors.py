@@ -40,6 +40,7 @@ from aiotensor.protocol.frames import (
     decode_to_sender,
     encode,
 )
+from tests.frames import put
 from tests.pairs import BIG, endpoint, pair, pattern, settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
@@ -85,19 +86,6 @@ def hello(**changes: object) -> Hello:
 
 ARENA = 1 << 20
 WHERE = struct.Struct("<QQ")
-
-
-def put(**changes: object) -> Put:
-    fields: dict[str, object] = {
-        "message": 0,
-        "tensor": 0,
-        "dtype": "uint8",
-        "shape": (3,),
-        "device": "cpu",
-        "placement": "inline",
-        "payload": b"abc",
-    }
-    return Put(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 BROKEN: dict[str, list[ToReceiver | bytes]] = {

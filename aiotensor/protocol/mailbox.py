@@ -21,7 +21,7 @@ handle; `next_unclaimed`, which serves those who take whatever comes, passes it 
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from aiotensor.errors import (
     AioTensorError,
@@ -30,6 +30,7 @@ from aiotensor.errors import (
     PeerLostError,
     ProtocolError,
 )
+from aiotensor.protocol.claims import Claims, Key
 from aiotensor.protocol.frames import MAX_TENSORS
 from aiotensor.protocol.numbers import NumberSet
 
@@ -42,14 +43,6 @@ T = TypeVar("T")
 # of a sender that has not come yet.
 _REMEMBERED_DISCARDS = 1024
 _REMEMBERED_SENDERS = 4096
-
-
-class Key(NamedTuple):
-    """Name one tensor: the first three fields of its handle."""
-
-    sender: str
-    message: int
-    tensor: int
 
 
 class _Message(Generic[T]):
@@ -115,7 +108,7 @@ class Mailbox(Generic[T]):
         self._departed: OrderedDict[str, None] = OrderedDict()
         self._strangers: OrderedDict[str, None] = OrderedDict()  # known only by the discard of a handle
         self._arrivals: OrderedDict[Key, None] = OrderedDict()  # whole, neither taken nor held
-        self._claims: dict[tuple[str, int], dict[int, int]] = {}  # by message: how many for each tensor
+        self._claims = Claims()
 
     # What senders do
 
@@ -141,7 +134,7 @@ class Mailbox(Generic[T]):
         record.pid = pid
         record.limit = limit
         record.first = record.next = first
-        return self._waiting(sender) if first else []
+        return self._claims.of_sender(sender) if first else []
 
     def expects(self, sender: str, message: int) -> bool:
         """Say whether a tensor of this message would be filed, or dropped because the message has ended.
@@ -211,7 +204,7 @@ class Mailbox(Generic[T]):
             del record.messages[number]
             record.end(number, discarded=True)
         self._remember(self._departed, sender)
-        return self._waiting(sender)
+        return self._claims.of_sender(sender)
 
     def lose(self, sender: str, error: AioTensorError) -> list[Key]:
         """Note that a sender died or broke the link: nothing of it can be taken any more."""
@@ -223,7 +216,7 @@ class Mailbox(Generic[T]):
         for number in list(record.messages):
             self._drop(sender, record, number)
         self._remember(self._departed, sender)
-        return self._waiting(sender)
+        return self._claims.of_sender(sender)
 
     def withdraw(self, sender: str, number: int) -> list[Key]:
         """Drop a message that its sender takes back, and return the keys whose waiters are to be woken.
@@ -259,23 +252,17 @@ class Mailbox(Generic[T]):
         had_arrived = number in record.messages
         self._drop(sender, record, number)
         self.messages_discarded += 1
-        return had_arrived, self._waiting(sender, number)
+        return had_arrived, self._claims.of_message(sender, number)
 
     # What takers do
 
     def claim(self, key: Key) -> None:
         """Keep a tensor from `next_unclaimed` while somebody waits for it by its handle."""
-        claims = self._claims.setdefault((key.sender, key.message), {})
-        claims[key.tensor] = claims.get(key.tensor, 0) + 1
+        self._claims.add(key)
 
     def unclaim(self, key: Key) -> None:
         """Take one claim back."""
-        claims = self._claims[key.sender, key.message]
-        claims[key.tensor] -= 1
-        if not claims[key.tensor]:
-            del claims[key.tensor]
-        if not claims:
-            del self._claims[key.sender, key.message]
+        self._claims.remove(key)
 
     def hold(self, key: Key) -> T | None:
         """Reserve a tensor and return it, or None if it has not arrived.
@@ -354,7 +341,7 @@ class Mailbox(Generic[T]):
         if not self._claims:
             return next(iter(self._arrivals), None)
         for key in self._arrivals:
-            if key.tensor not in self._claims.get((key.sender, key.message), ()):
+            if key not in self._claims:
                 return key
         return None
 
@@ -376,9 +363,9 @@ class Mailbox(Generic[T]):
         count = message.count = len(message.tensors)
         for key in message.keys:
             self._arrivals[key] = None
-        if self._claims and (sender, number) in self._claims:
-            strays = [key for key in self._waiting(sender, number) if not 0 <= key.tensor < count]
-            return message.keys + strays
+        if self._claims:
+            claimed = self._claims.of_message(sender, number)
+            return message.keys + [key for key in claimed if not 0 <= key.tensor < count]
         return message.keys
 
     def _joined(self, sender: str) -> _Sender[T]:
@@ -402,16 +389,6 @@ class Mailbox(Generic[T]):
             oldest = next((name for name in senders if not self._senders[name].messages), None)
             if oldest is not None:
                 del senders[oldest], self._senders[oldest]
-
-    def _waiting(self, sender: str, number: int | None = None) -> list[Key]:
-        if number is not None:
-            return [Key(sender, number, tensor) for tensor in self._claims.get((sender, number), ())]
-        return [
-            Key(*message, tensor)
-            for message, tensors in self._claims.items()
-            if message[0] == sender
-            for tensor in tensors
-        ]
 
 
 def _lost(sender: str, record: _Sender[T]) -> PeerLostError:

@@ -26,6 +26,7 @@ from aiotensor.protocol.frames import (
     ToReceiver,
     encode,
 )
+from tests.frames import put
 from tests.pairs import BIG, pattern, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -73,19 +74,6 @@ def _memfd(nbytes: int, seals: int = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW) ->
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     yield descriptor
     os.close(descriptor)
-
-
-def put(**changes: object) -> Put:
-    fields: dict[str, object] = {
-        "message": 0,
-        "tensor": 0,
-        "dtype": "uint8",
-        "shape": (3,),
-        "device": "cpu",
-        "placement": "inline",
-        "payload": b"abc",
-    }
-    return Put(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def there(offset: int, segment: int = 0, **changes: object) -> Put:
