@@ -12,17 +12,17 @@ from aiotensor.placements.raw import RawBytes, flat_bytes, pieces
 
 __all__ = ["QUICK_BYTES", "CopyAbandonedError", "copy_in_threads", "copy_now"]
 
-# So much is copied into warm memory in less time than it takes to wake another thread.
-QUICK_BYTES = 256 << 10
+# So much is copied into warm memory in less time than it takes to wake another thread and be woken by it. It
+# is a twentieth of a millisecond, a tenth on a slow machine: the event loop can spare it.
+QUICK_BYTES = 1 << 20
 
 # From here on two threads are faster than one; below, the second comes too late to help.
-_SHARED_COPY_BYTES = 2 << 20
+_SHARED_COPY_BYTES = 4 << 20
 
 # A copy goes in steps: small enough that whoever stops between two of them stops soon, and few, since after
 # each one a thread waits for the interpreter. They get smaller, so that two threads end together.
 _LONGEST_STEP_BYTES = 8 << 20
 _SHORTEST_STEP_BYTES = 1 << 20
-
 
 _PAGE_BYTES = 4096  # a step that ends within a page has two threads write to it
 
