@@ -123,7 +123,9 @@ class FreedItems(Generic[T]):
             return
         self._is_scheduled = True
         try:
-            if threading.get_ident() == self._thread:  # it is awake then
+            # In a task the loop is awake, and need not be woken. Elsewhere in its thread it may be about to
+            # sleep: the garbage collector runs also between its last look at what is ready and the kernel.
+            if threading.get_ident() == self._thread and asyncio.current_task(self._loop) is not None:
                 self._loop.call_soon(self._wake)
             else:
                 self._loop.call_soon_threadsafe(self._wake)

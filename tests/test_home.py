@@ -1,6 +1,7 @@
 import asyncio
 import gc
 import os
+import selectors
 import threading
 import weakref
 from collections.abc import Callable
@@ -207,6 +208,32 @@ class Thing:
 
     def __init__(self) -> None:
         self.itself = self
+
+
+class Drowsy(selectors.DefaultSelector):
+    """A selector that does something when the loop has decided to sleep until it is woken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_sleep: list[Callable[[], object]] = []
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None and self.before_sleep:
+            self.before_sleep.pop()()
+        return super().select(timeout)
+
+
+def test_what_the_garbage_collector_frees_when_the_loop_is_about_to_sleep_wakes_it() -> None:
+    selector = Drowsy()
+
+    async def main() -> list[int]:
+        collected = Collected()
+        selector.before_sleep.append(lambda: collected.items(7))
+        await collected.until(1)
+        return collected.all
+
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+        assert runner.run(main()) == [7]
 
 
 async def test_what_is_freed_in_one_turn_is_handled_at_once_and_later() -> None:
