@@ -33,9 +33,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Seconds in which a child that was told to stop must have ended; then it is killed. Uvicorn does not look at
-# signals while it asks a worker that starts whether it is well, for 5 s, and a worker first imports torch.
-GRACE = 30.0
+GRACE = 10.0  # seconds in which a child that was told to stop must have ended; then it is killed
 
 
 class ProcessDiedError(Exception):

@@ -157,9 +157,15 @@ async def _run(
         deaths.append(await death())
         group.cancel_scope.cancel()
 
+    async def loss() -> ProcessDiedError:
+        error = await workers.loss()
+        # Uvicorn may be asking the dead worker whether it is well, and looks at no signal until it gives up.
+        server.kill()
+        return error
+
     async with workers:
         async with running(server, engine), anyio.create_task_group() as group:
-            for death in (server.death, engine.death, workers.loss):
+            for death in (server.death, engine.death, loss):
                 group.start_soon(end_with, death)
             errors.print(f"engine: process {engine.pid}, API server: process {server.pid}", highlight=False)
             with errors.status("starting"):
