@@ -154,10 +154,9 @@ class Gate(Generic[P]):
             self.refuse_if_stuck()
 
     def _home(self) -> asyncio.AbstractEventLoop:
+        # Asked for once: finding out asks the kernel, each time, for the number of this process.
         if self._loop is None:
-            self._loop = (
-                asyncio.get_running_loop()
-            )  # asked once: it asks the kernel for the process each time
+            self._loop = asyncio.get_running_loop()
         return self._loop
 
     def _set_alarm(self) -> None:

@@ -366,7 +366,7 @@ class Incoming:
             segment.mapped.close()
         else:
             # Unmapping much memory takes milliseconds.
-            self._worker.submit(segment.mapped.close)
+            self._worker.begin("unmapping", segment.mapped.close)
 
     # Ends
 

@@ -103,7 +103,13 @@ class Memory:
         block = self.try_acquire(nbytes) or await self.acquire(nbytes)
         if not block.place.is_warm:
             await self._run(block, None, None)
-        return self.allocations.add(block, dtype, shape)
+        try:
+            if self._is_closed:
+                raise CopyAbandonedError
+            return self.allocations.add(block, dtype, shape)
+        except BaseException:
+            self.unpin_owner(block.number)
+            raise
 
     def abandon(self, holder: Hashable) -> None:
         """Stop the copies of a holder."""
@@ -162,7 +168,7 @@ class Memory:
         """Let go of all memory when no copy runs any more, and end the worker."""
         self._stop()
         await self._worker.settle()
-        self._worker.submit(self._arena.close)  # unmapping much of it takes milliseconds
+        self._worker.begin("unmapping", self._arena.close)  # much of it takes milliseconds
         await self._worker.settle()
         self._worker.close()
 
@@ -243,6 +249,6 @@ class Memory:
             return
         segment, chunks = self._arena.take_idle(self._loop.time() - self._keep_warm_s)
         if chunks:
-            self._worker.submit(partial(segment.give_back, chunks))
+            self._worker.begin("giving memory back", partial(segment.give_back, chunks))
         if segment.has_idle:
             self._trimming = self._loop.call_later(self._keep_warm_s, self._trim)

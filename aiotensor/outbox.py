@@ -1,4 +1,4 @@
-"""Frames on their way out: those that meet in one turn of the loop go out in one record."""
+"""Frames on their way out: those of one turn of the loop share a record, if nobody flushes earlier."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,7 +12,7 @@ _FRAME_BYTES = 1024
 
 
 class Outbox:
-    """Collect frames, and write them at the end of the turn.
+    """Collect frames, and write them at the end of the turn at the latest.
 
     Args:
         write: takes a record.

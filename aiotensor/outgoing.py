@@ -9,7 +9,6 @@ When the receiver is gone, whatever is in flight is lost, and whoever waits is t
 then waits for the next receiver, and so does what is sent from then on.
 """
 
-import asyncio
 from collections.abc import Callable, Iterable
 
 import torch
@@ -80,7 +79,6 @@ class Outgoing:
 
     async def open(self, on_freed: Callable[[int], None]) -> None:
         """Begin to connect; `on_freed` is told of allocated blocks that were freed, from any thread."""
-        self._loop = asyncio.get_running_loop()
         self.memory = Memory(self.max_bytes, self._gate_over, on_freed, self._keep_warm_s)
         self.ledger = Ledger(
             self._messages, self.permits, self.memory, lambda: self._conversation.receiver_pid
@@ -162,8 +160,7 @@ class Outgoing:
         # The link's queue is bounded only by this: nobody adds to it while it is behind.
         if not self._link.is_ready:
             await self._room(message)
-        if message.state is not State.OPEN:
-            raise self.why_not(message)
+        self._check_open(message)
         allocation = plan.allocation
         if allocation is None:
             if not plan.new_bytes:

@@ -247,9 +247,7 @@ class TensorSender:
 
     def _prepare(self, value: Sendable) -> tuple[torch.Tensor, Plan]:
         """Refuse what could never be sent, before anything is taken for it."""
-        self._home.check()
-        if self._outgoing.failure is not None:
-            raise self._outgoing.why_not()
+        self._check()
         source = placements.as_tensor(value)
         plan = placements.plan(source, self._outgoing.memory.allocations)
         if plan.new_bytes:

@@ -2,14 +2,16 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 __all__ = ["Worker"]
 
-P = ParamSpec("P")
+logger = logging.getLogger("aiotensor")
+
 R = TypeVar("R")
 
 
@@ -33,7 +35,7 @@ class Worker:
     def submit(
         self, work: Callable[[], R], on_done: Callable[[], object] = lambda: None
     ) -> "asyncio.Future[R]":
-        """Begin a piece of work; cancelling the future that is returned leaves the work running.
+        """Begin a piece of work; cancelling the future that is returned leaves work running that has begun.
 
         Args:
             work: what to do, in the thread.
@@ -42,8 +44,18 @@ class Worker:
         future: asyncio.Future[R] = self._loop.create_future()
         running = self._executor.submit(work)
         self._running += 1
-        running.add_done_callback(lambda done: self._in_loop(self._ended, done, future, on_done))
+        running.add_done_callback(lambda done: self._in_loop(done, future, on_done))
+        future.add_done_callback(lambda done: running.cancel() if done.cancelled() else None)
         return future
+
+    def begin(self, what: str, work: Callable[[], object]) -> None:
+        """Begin work that nobody waits for; if it fails, that is logged.
+
+        Args:
+            what: what it is called in the log.
+            work: what to do, in the thread.
+        """
+        self.submit(work).add_done_callback(partial(_log_failure, what))
 
     async def settle(self) -> None:
         """Wait until nothing runs; errors are for those who asked for the work.
@@ -60,21 +72,28 @@ class Worker:
         for executor in (self._executor, self.helper):
             executor.shutdown(wait=not self._running)
 
-    def _in_loop(self, callback: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-        # Once the loop is closed, so is everything that the callback would set right.
+    def _in_loop(self, done: "Future[R]", future: "asyncio.Future[R]", on_done: Callable[[], object]) -> None:
+        # Once the loop is closed, so is everything that `_ended` would set right.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(partial(callback, *args, **kwargs))
+            self._loop.call_soon_threadsafe(self._ended, done, future, on_done)
 
     def _ended(self, done: "Future[R]", future: "asyncio.Future[R]", on_done: Callable[[], object]) -> None:
         self._running -= 1
-        on_done()
-        if not future.done():
-            error = done.exception()
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(done.result())
-        settling, self._settling = self._settling, []
-        for one in settling:
-            if not one.done():
-                one.set_result(None)
+        try:
+            on_done()
+        finally:
+            if not future.done():
+                error = done.exception()
+                if error is not None:
+                    future.set_exception(error)
+                else:
+                    future.set_result(done.result())
+            settling, self._settling = self._settling, []
+            for one in settling:
+                if not one.done():
+                    one.set_result(None)
+
+
+def _log_failure(what: str, future: "asyncio.Future[object]") -> None:
+    if not future.cancelled() and (error := future.exception()) is not None:
+        logger.error("%s failed", what, exc_info=error)

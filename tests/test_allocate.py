@@ -10,8 +10,10 @@ import torch
 from aiotensor import (
     TensorReceiver,
     TensorSender,
+    UnsupportedTensorError,
     WouldBlockError,
 )
+from aiotensor.protocol.frames import MAX_DIMENSIONS
 from tests.pairs import BIG, pair, pattern, settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
@@ -106,3 +108,21 @@ async def test_an_allocated_tensor_that_can_no_longer_be_sent_in_place_does_not_
                 gc.collect()  # the traceback of the error held the old one
                 assert torch.equal(await receiver.receive(await sender.send(tensor)), tensor)
             del view
+
+
+@pytest.mark.parametrize("dimensions", [40, 70])
+@pytest.mark.parametrize("count", [16, BIG])
+async def test_a_tensor_of_many_dimensions_is_allocated_and_travels_if_a_frame_can_say_so(
+    dimensions: int, count: int
+) -> None:
+    async with pair() as (sender, receiver):
+        tensor = await sender.allocate([1] * dimensions + [count], torch.int64)
+        tensor.view(-1).copy_(pattern(0, count))
+        if dimensions < MAX_DIMENSIONS:
+            assert torch.equal(await receiver.receive(await sender.send(tensor)), tensor)
+        else:
+            with pytest.raises(UnsupportedTensorError, match="71 dimensions"):
+                await sender.send(tensor)
+        del tensor
+        gc.collect()
+        await settled(sender)

@@ -243,8 +243,7 @@ class RecordSocket:
             self._reader.was_reset = True
 
     def _readable(self) -> None:
-        # One record a turn: asking for a second one that is not there costs more than the loop's next look,
-        # and one record has all the frames of a turn of the other side.
+        # One record a turn: asking for a second one that is not there costs more than the loop's next look.
         if self._is_closed or self._on_record is None:
             return
         try:

@@ -81,15 +81,16 @@ class Segment:
         try:
             os.ftruncate(descriptor, self.nbytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            self._mapping = mmap.mmap(descriptor, self.nbytes)
+            mapping = mmap.mmap(descriptor, self.nbytes)
+            chunks = len(_chunks(0, self.nbytes))
+            self._warm = bytearray(chunks)
+            self._left = np.zeros(chunks)
         except BaseException:
             os.close(descriptor)
             raise
-        chunks = len(_chunks(0, self.nbytes))
-        self._warm = bytearray(chunks)
-        self._left = np.zeros(chunks)
         self.descriptor = descriptor
-        self.memory = memoryview(self._mapping)
+        self.memory = memoryview(mapping)
+        self._mapping = mapping
 
     def close(self) -> None:
         """Let go of the memory; whoever still has a view of it keeps it."""

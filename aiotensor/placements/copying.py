@@ -24,8 +24,6 @@ _SHARED_COPY_BYTES = 4 << 20
 _LONGEST_STEP_BYTES = 8 << 20
 _SHORTEST_STEP_BYTES = 1 << 20
 
-_PAGE_BYTES = 4096  # a step that ends within a page has two threads write to it
-
 
 class CopyAbandonedError(Exception):
     """Nobody wants the copy any more."""
@@ -74,8 +72,10 @@ def copy_in_threads(
 
     if flat.nbytes >= _SHARED_COPY_BYTES:
         other = helper.submit(share)
-        share()
-        other.result()
+        try:
+            share()
+        finally:
+            other.result()  # it has only addresses: while it runs, the memory under them must live
     else:
         share()
     if is_abandoned():
@@ -87,7 +87,7 @@ def _steps(nbytes: int) -> list[tuple[int, int]]:
     steps, start = [], 0
     while start < nbytes:
         left = nbytes - start
-        length = min(max(left // 4 & -_PAGE_BYTES, _SHORTEST_STEP_BYTES), _LONGEST_STEP_BYTES, left)
+        length = min(max(left // 4, _SHORTEST_STEP_BYTES), _LONGEST_STEP_BYTES, left)
         steps.append((start, length))
         start += length
     return steps

@@ -34,6 +34,9 @@ _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
 }
 
 
+_NUMPY_DIMENSIONS = 32  # of an array at most, in numpy 1
+
+
 class View(msgspec.Struct, frozen=True):
     """A tensor, and the object that lives exactly as long as the tensor's storage."""
 
@@ -54,7 +57,7 @@ def view_over(
         nbytes: of all of them; not 0.
     """
     known = _NUMPY.get(dtype)
-    if known is not None:
+    if known is not None and len(shape) <= _NUMPY_DIMENSIONS:
         owner = np.ndarray(shape, known, buffer, offset)
         return View(torch.from_numpy(owner), owner)
     owner = np.ndarray(nbytes, np.uint8, buffer, offset)

@@ -20,7 +20,7 @@ handle; `next_unclaimed`, which serves those who take whatever comes, passes it 
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 from aiotensor.errors import (
@@ -112,7 +112,7 @@ class Mailbox(Generic[T]):
 
     # What senders do
 
-    def join(self, sender: str, pid: int, limit: int, first: int = 0) -> list[Key]:
+    def join(self, sender: str, pid: int, limit: int, first: int = 0) -> Sequence[Key]:
         """Note that a sender introduced itself, and return the keys whose waiters are to be woken.
 
         Args:
@@ -164,7 +164,7 @@ class Mailbox(Generic[T]):
             )
         return True
 
-    def put(self, key: Key, item: T, *, last: bool = False) -> list[Key]:
+    def put(self, key: Key, item: T, *, last: bool = False) -> Sequence[Key]:
         """File a tensor of a message that `expects` it; after the last one, do what `end` does.
 
         Raises:
@@ -181,7 +181,7 @@ class Mailbox(Generic[T]):
         messages[key.message] = message
         return self._make_whole(key.sender, key.message, message) if last else []
 
-    def end(self, sender: str, number: int, count: int) -> list[Key]:
+    def end(self, sender: str, number: int, count: int) -> Sequence[Key]:
         """Make a message whole, and return the keys that can now be taken or never will be.
 
         Raises:
@@ -195,7 +195,7 @@ class Mailbox(Generic[T]):
             raise ProtocolError(f"sender {sender} ended message {number} with a wrong count of tensors")
         return self._make_whole(sender, number, message)
 
-    def leave(self, sender: str) -> list[Key]:
+    def leave(self, sender: str) -> Sequence[Key]:
         """Note that a sender closed: what is whole stays, what is not is discarded."""
         record = self._joined(sender)
         record.left = True
@@ -206,7 +206,7 @@ class Mailbox(Generic[T]):
         self._remember(self._departed, sender)
         return self._claims.of_sender(sender)
 
-    def lose(self, sender: str, error: AioTensorError) -> list[Key]:
+    def lose(self, sender: str, error: AioTensorError) -> Sequence[Key]:
         """Note that a sender died or broke the link: nothing of it can be taken any more."""
         record = self._senders.setdefault(sender, _Sender())
         if record.left:
@@ -218,7 +218,7 @@ class Mailbox(Generic[T]):
         self._remember(self._departed, sender)
         return self._claims.of_sender(sender)
 
-    def withdraw(self, sender: str, number: int) -> list[Key]:
+    def withdraw(self, sender: str, number: int) -> Sequence[Key]:
         """Drop a message that its sender takes back, and return the keys whose waiters are to be woken.
 
         Raises:
@@ -232,7 +232,7 @@ class Mailbox(Generic[T]):
 
     # What the receiver's side does
 
-    def discard(self, sender: str, number: int) -> tuple[bool, list[Key]]:
+    def discard(self, sender: str, number: int) -> tuple[bool, Sequence[Key]]:
         """Drop a message, also one that has not arrived; one that has ended stays as it is.
 
         Of one that has not arrived, tensors that arrive later are not expected; see `expects`.
@@ -325,7 +325,7 @@ class Mailbox(Generic[T]):
         record.end(key.message, discarded=False)
         return True
 
-    def put_back(self, key: Key) -> list[Key]:
+    def put_back(self, key: Key) -> Sequence[Key]:
         """Leave a held tensor claimable, as the first of the arrivals."""
         record = self._senders.get(key.sender)
         message = record.messages.get(key.message) if record is not None else None
@@ -359,7 +359,7 @@ class Mailbox(Generic[T]):
             record.messages.clear()
         self._arrivals.clear()
 
-    def _make_whole(self, sender: str, number: int, message: _Message[T]) -> list[Key]:
+    def _make_whole(self, sender: str, number: int, message: _Message[T]) -> Sequence[Key]:
         count = message.count = len(message.tensors)
         for key in message.keys:
             self._arrivals[key] = None

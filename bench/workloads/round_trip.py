@@ -45,8 +45,9 @@ async def far(stage: Stage) -> None:
     spec, port = stage.spec, stage.port
     for size in spec.sizes:
         count = warm_up(spec, size) + spec.effort.trips(size)
-        answers = fresh(size, count) if spec.source == "copied" and spec.answer == "own" else []
         kept: list[torch.Tensor] = []
+        answers = fresh(size, count) if spec.source == "copied" and spec.answer == "own" else []
+        keeps = bool(answers) and size >= _LARGE
         await stage.barrier.meet()
         for _ in range(count):
             received = await port.receive()
@@ -56,7 +57,7 @@ async def far(stage: Stage) -> None:
                 answer = answers.pop() if answers else await _allocating(stage).allocate(size)
                 answer[0] = mark
             await port.send(answer)
-            if answers and size >= _LARGE:
+            if keeps:
                 kept.append(answer)
             del received, answer
         await stage.barrier.meet()

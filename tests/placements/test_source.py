@@ -224,6 +224,16 @@ def test_a_tensor_of_a_dtype_that_a_later_torch_has_is_refused(monkeypatch: pyte
     )
 
 
+@pytest.mark.parametrize("count", [5, 100_000])
+def test_a_tensor_without_memory_is_refused(count: int) -> None:
+    freed = torch.zeros(count)
+    freed.untyped_storage().resize_(0)
+
+    for tensor in (freed, torch._efficientzerotensor(count)):
+        assert "without memory" in refusal_of(tensor)
+    assert as_tensor(torch.zeros(0)).numel() == 0
+
+
 def test_a_tensor_with_named_dimensions_as_an_earlier_torch_has_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,5 +1,5 @@
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import settings
@@ -308,7 +308,7 @@ class MailboxMachine(RuleBasedStateMachine):
 
     # What must always be so
 
-    def same_keys(self, woken: list[Key], expected: Iterable[Key]) -> None:
+    def same_keys(self, woken: Sequence[Key], expected: Iterable[Key]) -> None:
         assert sorted(woken) == sorted(expected)
 
     @invariant()
