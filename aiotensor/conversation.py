@@ -204,7 +204,7 @@ class Conversation:
         match frame:
             case Taken():
                 for number in frame.messages:
-                    message = self._announced.get(number) or self._answered(number)
+                    message = self._answered(number)
                     if message is not None:
                         if message.state is not State.WHOLE:
                             raise ProtocolError(f"it took message {number}, which was not whole")
@@ -228,9 +228,10 @@ class Conversation:
 
     def _answered(self, number: int) -> Message | None:
         """Find the message of an answer, or None if it was discarded here in the meantime."""
-        if number >= self._next_number:
+        message = self._announced.get(number)
+        if message is None and number >= self._next_number:
             raise ProtocolError(f"it answered message {number}, which was never sent")
-        return self._announced.get(number)
+        return message
 
     def _write(self, record: bytes) -> None:
         if not self.is_connected:
