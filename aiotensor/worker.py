@@ -30,6 +30,7 @@ class Worker:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
         self.helper = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-helper")
         self._running = 0
+        self._is_closed = False
         self._settling: list[asyncio.Future[None]] = []
 
     def submit(
@@ -68,9 +69,18 @@ class Worker:
             await future
 
     def close(self) -> None:
-        """End the thread; if work still runs, without waiting for it."""
-        for executor in (self._executor, self.helper):
-            executor.shutdown(wait=not self._running)
+        """End the threads; if work still runs, without waiting for it. Closing again does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._running:
+            self._executor.submit(
+                self.helper.shutdown
+            )  # the last of all work: what runs may yet hand over a part
+            self._executor.shutdown(wait=False)
+        else:
+            self._executor.shutdown()
+            self.helper.shutdown()
 
     def _in_loop(self, done: "Future[R]", future: "asyncio.Future[R]", on_done: Callable[[], object]) -> None:
         # Once the loop is closed, so is everything that `_ended` would set right.

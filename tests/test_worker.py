@@ -89,3 +89,22 @@ async def test_an_error_of_work_that_nobody_waits_for_is_logged(caplog: pytest.L
     assert "tidying up failed" in caplog.text
     assert "the disk is on fire" in caplog.text
     worker.close()
+
+
+async def test_work_that_runs_when_the_worker_is_closed_can_still_hand_over_a_part() -> None:
+    worker, begun, go_on = Worker("worker under test"), threading.Event(), threading.Event()
+
+    def work() -> int:
+        begun.set()
+        go_on.wait()
+        return worker.helper.submit(lambda: 7).result()
+
+    future = worker.submit(work)
+    await asyncio.to_thread(begun.wait)
+    worker.close()
+    go_on.set()
+    assert await future == 7
+    worker.close()
+    await until(
+        lambda: not any(thread.name.startswith("worker under test") for thread in threading.enumerate())
+    )
