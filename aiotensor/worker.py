@@ -69,18 +69,15 @@ class Worker:
             await future
 
     def close(self) -> None:
-        """End the threads; if work still runs, without waiting for it. Closing again does nothing."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if self._running:
-            self._executor.submit(
-                self.helper.shutdown
-            )  # the last of all work: what runs may yet hand over a part
-            self._executor.shutdown(wait=False)
-        else:
+        """End the threads; if work still runs, without waiting for it. May be called again."""
+        if not self._running:
             self._executor.shutdown()
             self.helper.shutdown()
+        elif not self._is_closed:
+            # The last of all work, since what runs may yet hand over a part of itself.
+            self._executor.submit(self.helper.shutdown)
+            self._executor.shutdown(wait=False)
+        self._is_closed = True
 
     def _in_loop(self, done: "Future[R]", future: "asyncio.Future[R]", on_done: Callable[[], object]) -> None:
         # Once the loop is closed, so is everything that `_ended` would set right.
