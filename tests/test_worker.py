@@ -105,6 +105,4 @@ async def test_work_that_runs_when_the_worker_is_closed_can_still_hand_over_a_pa
     go_on.set()
     assert await future == 7
     worker.close()
-    await until(
-        lambda: not any(thread.name.startswith("worker under test") for thread in threading.enumerate())
-    )
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("worker under test")]
