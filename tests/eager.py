@@ -1,0 +1,69 @@
+"""Tasks that begin to run where they are made, as an application may choose from Python 3.12 on.
+
+For Python 3.11 the same is made here from the task of asyncio that is written in Python, so it is tried on
+every version: code that relies on a first step being taken later breaks with either.
+"""
+
+import asyncio
+import sys
+from asyncio import tasks
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from typing import Any
+
+import uvloop
+
+__all__ = ["new_eager_loop", "new_eager_uvloop"]
+
+
+if sys.version_info >= (3, 12):
+    _eager_tasks = asyncio.eager_task_factory
+else:
+
+    class _FirstStep:
+        """Stand for the loop while a task is made, and keep its first step instead of scheduling it."""
+
+        def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+            self.get_debug = loop.get_debug
+
+        def call_soon(self, step: Callable[[], object], context: Context) -> None:
+            self.step, self.context = step, context
+
+    class _EagerTask(tasks._PyTask):  # type: ignore[name-defined,misc]
+        def __init__(
+            self, coro: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop, **options: Any
+        ) -> None:
+            first = _FirstStep(loop)
+            super().__init__(coro, loop=first, **options)
+            self._loop = loop
+            if not loop.is_running():  # nothing runs before the loop does
+                loop.call_soon(first.step, context=first.context)
+                return
+            maker = asyncio.current_task(loop)
+            if maker is not None:
+                tasks._leave_task(loop, maker)
+            try:
+                first.context.run(first.step)
+            finally:
+                if maker is not None:
+                    tasks._enter_task(loop, maker)
+
+    def _eager_tasks(
+        loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, Any], **options: Any
+    ) -> "asyncio.Task[Any]":
+        task: asyncio.Task[Any] = _EagerTask(coro, loop, **options)
+        return task
+
+
+def new_eager_loop() -> asyncio.AbstractEventLoop:
+    """Make asyncio's own loop, with eager tasks."""
+    loop = asyncio.new_event_loop()
+    loop.set_task_factory(_eager_tasks)
+    return loop
+
+
+def new_eager_uvloop() -> asyncio.AbstractEventLoop:
+    """Make uvloop's loop, with eager tasks."""
+    loop = uvloop.new_event_loop()
+    loop.set_task_factory(_eager_tasks)
+    return loop

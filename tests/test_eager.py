@@ -1,0 +1,37 @@
+"""The eager tasks of the tests are eager, and tasks for the rest."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from tests.eager import new_eager_loop, new_eager_uvloop
+
+
+@pytest.mark.parametrize("new_loop", [new_eager_loop, new_eager_uvloop])
+def test_an_eager_task_begins_where_it_is_made(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    async def work(said: list[str]) -> int:
+        said.append("begun")
+        assert asyncio.current_task() is not maker
+        await asyncio.sleep(0)
+        said.append("gone on")
+        return 7
+
+    async def main() -> None:
+        nonlocal maker
+        maker = asyncio.current_task()
+        said: list[str] = []
+        task = asyncio.create_task(work(said))
+        assert said == ["begun"]
+        assert asyncio.current_task() is maker
+        assert await task == 7
+        assert said == ["begun", "gone on"]
+
+        waiting = asyncio.create_task(asyncio.sleep(3600))
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    maker: asyncio.Task[None] | None = None
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(main())
