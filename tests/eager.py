@@ -48,9 +48,7 @@ else:
                 if maker is not None:
                     tasks._enter_task(loop, maker)
 
-    def _eager_tasks(
-        loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, Any], **options: Any
-    ) -> "asyncio.Task[Any]":
+    def _eager_tasks(loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> "asyncio.Task[Any]":
         task: asyncio.Task[Any] = _EagerTask(coro, loop, **options)
         return task
 

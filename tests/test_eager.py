@@ -10,6 +10,8 @@ from tests.eager import new_eager_loop, new_eager_uvloop
 
 @pytest.mark.parametrize("new_loop", [new_eager_loop, new_eager_uvloop])
 def test_an_eager_task_begins_where_it_is_made(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    maker: asyncio.Task[None] | None = None
+
     async def work(said: list[str]) -> int:
         said.append("begun")
         assert asyncio.current_task() is not maker
@@ -20,6 +22,7 @@ def test_an_eager_task_begins_where_it_is_made(new_loop: Callable[[], asyncio.Ab
     async def main() -> None:
         nonlocal maker
         maker = asyncio.current_task()
+        assert maker is not None
         said: list[str] = []
         task = asyncio.create_task(work(said))
         assert said == ["begun"]
@@ -32,6 +35,5 @@ def test_an_eager_task_begins_where_it_is_made(new_loop: Callable[[], asyncio.Ab
         with pytest.raises(asyncio.CancelledError):
             await waiting
 
-    maker: asyncio.Task[None] | None = None
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(main())
