@@ -120,10 +120,15 @@ class TensorReceiver:
             item = await self._hold(key)
             if not copy:
                 return self._take(key, item)
+            # Whoever keeps an error keeps the frames that it came through. None of them may hold the tensor,
+            # or its block would come back with the error rather than with the tensor.
+            source = [item.tensor]
             try:
                 # Cancelled, the thread ends a copy that nobody wants; until then it pins the block.
-                tensor = await anyio.to_thread.run_sync(_copy, item.tensor)
+                tensor = await anyio.to_thread.run_sync(_copy_only, source)
             except BaseException:
+                source.clear()
+                del item
                 self._wake(self._mailbox.put_back(key))
                 raise
             self._take(key, item)
@@ -297,6 +302,11 @@ def _limit(name: str, value: int | None) -> int | None:
     if value is not None and operator.index(value) < 1:
         raise ValueError(f"{name} must be at least 1, or None, got {value}")
     return value
+
+
+def _copy_only(source: list[torch.Tensor]) -> torch.Tensor:
+    """Copy the one tensor of a list, and leave the list empty."""
+    return _copy(source.pop())
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

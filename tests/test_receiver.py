@@ -113,6 +113,33 @@ async def test_cancelling_a_copy_leaves_the_tensor_claimable(monkeypatch: pytest
         await settled(sender)
 
 
+async def test_the_error_of_a_cancelled_copy_keeps_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    copying, go_on = threading.Event(), threading.Event()
+
+    def slow_copy(tensor: torch.Tensor) -> torch.Tensor:
+        copying.set()
+        go_on.wait()
+        return tensor.clone()
+
+    monkeypatch.setattr(receiver_module, "_copy", slow_copy)
+    gc.disable()  # nor may the block wait for a collection
+    try:
+        async with pair() as (sender, receiver):
+            handle = await sender.send(pattern(1, BIG))
+            receiving = asyncio.create_task(receiver.receive(handle, copy=True))
+            await asyncio.to_thread(copying.wait)
+            receiving.cancel()
+            await asyncio.wait([receiving])
+            go_on.set()
+            tensor = await receiver.receive(handle)
+            del tensor
+            async with asyncio.timeout(10):
+                await settled(sender)
+            assert receiving.cancelled()  # it is still here, and with it the error
+    finally:
+        gc.enable()
+
+
 async def test_a_copy_has_memory_of_its_own_and_returns_the_lease_at_once() -> None:
     async with pair() as (sender, receiver):
         source = torch.randn(1000, 50, requires_grad=True)
