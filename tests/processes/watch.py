@@ -12,6 +12,11 @@ def memfds(pid: int) -> int:
     return Path(f"/proc/{pid}/maps").read_text().count("memfd:aiotensor")
 
 
+def mappings(pid: int) -> int:
+    """Count the stretches of memory that are mapped, of whatever kind."""
+    return Path(f"/proc/{pid}/maps").read_text().count("\n")
+
+
 def descriptors(pid: int) -> int:
     """Count the descriptors that are open."""
     own = pid == os.getpid()

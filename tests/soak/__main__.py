@@ -1,0 +1,116 @@
+"""The command line: `python -m tests.soak`."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tests.soak.judge import LEAST_SECONDS
+from tests.soak.records import LINKS, Judgement, Report
+from tests.soak.run import soak
+
+_RESULTS = Path(__file__).parent.parent.parent / "build" / "soak"
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.option("--seconds", type=click.FloatRange(min=1), default=60.0, help="How long there is load.")
+@click.option("--seed", type=int, help="Draws the same load again.  [default: another each time]")
+@click.option(
+    "--results",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=_RESULTS,
+    help="Where the JSON, the plot and what was written to standard error go.",
+)
+def main(seconds: float, seed: int | None, folder: Path) -> None:
+    """Send and receive in every way there is, over both links, and see whether anything grows.
+
+    The exit status is 1 if something grows, if a process ends badly, if a value is wrong, if anything is left
+    when everything should have come back, or if anything is written to standard error.
+    """
+    from tests.soak.plot import draw  # slow to import, which --help should not be
+
+    folder.mkdir(parents=True, exist_ok=True)
+    console = Console(soft_wrap=True, highlight=False)
+    seed = secrets.randbelow(1 << 32) if seed is None else seed
+    console.print(f"seed {seed}, {seconds:g} s")
+    errors = folder / "stderr.txt"
+    with _stderr_into(errors):
+        report = asyncio.run(soak(seconds, seed))
+    if text := errors.read_text(errors="replace"):
+        failures = [*report.failures, f"something was written to standard error:\n{text}"]
+        report = msgspec.structs.replace(report, failures=failures)
+    data, plot = folder / "soak.json", folder / "soak.png"
+    data.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    draw(report, plot)
+    _show(report, console)
+    console.print(f"Written: {data}, {plot}", markup=False)
+    sys.exit(1 if report.failures or any(judgement.grows for judgement in report.judgements) else 0)
+
+
+@contextlib.contextmanager
+def _stderr_into(path: Path) -> Iterator[None]:
+    """Have this process, and all that it starts, write standard error into a file."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _show(report: Report, console: Console) -> None:
+    table = Table("quantity", "may grow by")
+    for link in LINKS:
+        for heading in (f"{link}: level", "grew by (99 %)", ""):
+            table.add_column(heading, justify="left" if heading == "" else "right")
+    for name in dict.fromkeys(judgement.quantity for judgement in report.judgements):
+        cells: list[str] = []
+        for link in LINKS:
+            mine = [one for one in report.judgements if (one.quantity, one.link) == (name, link)]
+            cells += _cells(mine)
+        first = next(one for one in report.judgements if one.quantity == name)
+        table.add_row(name, f"{first.allowance:g} {first.unit}", *cells)
+    if report.judgements:
+        console.print(table)
+        console.print("Of each quantity the process is shown in which it grew most.")
+    else:
+        console.print(f"Nothing is judged in less than {LEAST_SECONDS:g} s.")
+    _show_work(report, console)
+    for failure in report.failures:
+        console.print(f"FAILED {failure}", style="red", markup=False)
+
+
+def _cells(judgements: list[Judgement]) -> list[str]:
+    """Write the one of several processes that grew most."""
+    if not judgements:
+        return ["-", "-", ""]
+    worst = max(judgements, key=lambda one: (one.grows, one.growth))
+    verdict = f"[bold red]GROWS[/] ({worst.process})" if worst.grows else f"[green]flat[/] ({worst.process})"
+    return [f"{worst.level:.4g}", f"{worst.growth:+.2g} ({worst.least:+.2g} to {worst.most:+.2g})", verdict]
+
+
+def _show_work(report: Report, console: Console) -> None:
+    for link, processes in report.rest.items():
+        done = processes.get("engine")
+        if done is not None:
+            console.print(
+                f"{link}: {done['tensors checked']:,.0f} tensors checked, {done['bytes'] / 2**30:,.1f} GiB, "
+                f"{done['messages discarded']:,.0f} messages discarded, {report.visitors[link]} visitors"
+            )
+
+
+if __name__ == "__main__":
+    main()
