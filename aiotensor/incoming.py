@@ -38,7 +38,7 @@ from aiotensor.protocol.mailbox import Key, Mailbox
 from aiotensor.types import Delivery, TensorHandle
 from aiotensor.worker import Worker
 
-__all__ = ["Incoming", "Limits"]
+__all__ = ["MAX_SEGMENTS", "Incoming", "Limits"]
 
 logger = logging.getLogger("aiotensor.receiver")
 
@@ -52,10 +52,16 @@ class Limits(NamedTuple):
     frame_bytes: int
 
 
+# Of one sender, mapped here at once. Ours attach one; without a bound a sender could attach a byte at a time,
+# until this process has no room left in its table of mappings (65530 by default on Linux).
+MAX_SEGMENTS = 16
+
+
 class _Segment:
     """A segment that a sender attached, and the views of it that live."""
 
-    def __init__(self, mapped: MappedSegment) -> None:
+    def __init__(self, peer: "_Peer", mapped: MappedSegment) -> None:
+        self.peer = peer
         self.mapped = mapped
         self.leases = 0
         self.is_attached = True
@@ -69,6 +75,7 @@ class _Peer:
         self.sender: str | None = None  # known when it has introduced itself
         self.max_messages = 0
         self.arena_bytes = 0
+        self.mappings = 0  # its segments that are mapped here, also those that it detached
         self.segments: dict[int, _Segment] = {}
         self.mapped: dict[int, MappedSegment] = {}
 
@@ -289,6 +296,12 @@ class Incoming:
             raise ProtocolError(
                 f"it attached {attached + frame.nbytes} bytes and announced an arena of {peer.arena_bytes}"
             )
+        if peer.mappings >= MAX_SEGMENTS:
+            raise ProtocolError(f"it attached more than {MAX_SEGMENTS} segments")
+        limit = self.limits.mapped_bytes
+        if limit is not None and self.mapped_bytes > limit:  # by what it detached, and tensors keep
+            self._refuse(peer, f"its tensors keep more memory than max_mapped_bytes={limit} allows")
+            return
         if not descriptors:
             self._refuse(peer, "its memory did not arrive: no descriptors are left here (ulimit -n)")
             return
@@ -300,7 +313,8 @@ class Incoming:
             return
         finally:
             close_all([descriptor])
-        peer.segments[frame.segment] = _Segment(mapped)
+        peer.mappings += 1
+        peer.segments[frame.segment] = _Segment(peer, mapped)
         peer.mapped[frame.segment] = mapped
 
     def _detach(self, peer: _Peer, frame: Detach) -> None:
@@ -365,6 +379,7 @@ class Incoming:
             self._unmap(segment)
 
     def _unmap(self, segment: _Segment) -> None:
+        segment.peer.mappings -= 1
         if self._is_closed:
             segment.mapped.close()
         else:

@@ -20,6 +20,7 @@ from aiotensor import (
     TensorReceiver,
     TensorSender,
 )
+from aiotensor.incoming import MAX_SEGMENTS
 from aiotensor.links import Endpoint, connect
 from aiotensor.protocol.frames import (
     MAX_RECORD_BYTES,
@@ -166,13 +167,76 @@ async def test_memory_that_could_shrink_or_is_not_what_was_announced_is_refused(
         await _cut_off(place, [], caplog, segments=[Attach(0, "arena", announced)], size=size, seals=seals)
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+async def test_a_sender_cannot_fill_the_table_of_mappings(
+    keeps: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither by segments that it keeps attached, nor by those that only its tensors keep."""
+    frames: list[ToReceiver] = []
+    for number in range(MAX_SEGMENTS + 1):
+        frames.append(Attach(number, "arena", 1))
+        if keeps:
+            where = WHERE.pack(number, 0)
+            frames += [
+                put(tensor=number, shape=(1,), placement="arena", payload=where, block=number),
+                Detach(number),
+            ]
+    with endpoint() as place:
+        await _cut_off(place, [], caplog, segments=frames, size=1)
+    assert f"more than {MAX_SEGMENTS} segments" in caplog.text
+
+
+async def test_segments_that_were_detached_and_are_not_in_use_make_room_for_others() -> None:
+    with endpoint() as place:
+        async with TensorReceiver(place) as receiver:
+            rogue = Rogue(place)
+            await rogue.open()
+            for number in range(2 * MAX_SEGMENTS):
+                _attach(rogue, Attach(number, "arena", 1), 1)
+                rogue.say(Detach(number))
+            rogue.say(put(last=True))
+            assert (await anext(receiver)).handle.message == 0
+            rogue.link.close()
+            await until(lambda: receiver.statistics().senders == 0)
+
+
+async def test_what_tensors_keep_of_detached_segments_counts_as_mapped() -> None:
+    with endpoint() as place:
+        async with TensorReceiver(place, max_mapped_bytes=ARENA + 4096) as receiver:
+            rogue = Rogue(place)
+            await rogue.open()
+            kept = []
+            for number in range(2):
+                _attach(rogue, Attach(number, "arena", 4096), 4096)
+                where = WHERE.pack(number, 0)
+                rogue.say(
+                    put(message=number, shape=(1,), placement="arena", payload=where, block=number, last=True)
+                )
+                rogue.say(Detach(number))
+                kept.append((await anext(receiver)).tensor)
+            await until(lambda: receiver.statistics().mapped_bytes == ARENA + 2 * 4096)
+            _attach(rogue, Attach(2, "arena", 4096), 4096)
+            await rogue.lost.wait()
+            assert any(isinstance(frame, Bye) and "max_mapped_bytes" in frame.reason for frame in rogue.heard)
+            del kept
+
+
+def _attach(rogue: Rogue, segment: ToReceiver, size: int, seals: int = fcntl.F_SEAL_SHRINK) -> None:
+    """Say a frame, with memory beside it."""
+    memfd = os.memfd_create("rogue", os.MFD_ALLOW_SEALING)
+    os.ftruncate(memfd, size)
+    fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, seals)
+    rogue.say(segment, [memfd])
+    os.close(memfd)
+
+
 async def _cut_off(
     place: Endpoint,
     frames: Sequence[ToReceiver | bytes],
     caplog: pytest.LogCaptureFixture,
     version: int = VERSION,
     *,
-    segments: Sequence[Attach] = (),
+    segments: Sequence[ToReceiver] = (),
     size: int = 4096,
     seals: int = fcntl.F_SEAL_SHRINK,
 ) -> None:
@@ -182,11 +246,7 @@ async def _cut_off(
         rogue = Rogue(place)
         await rogue.open(version=version)
         for segment in segments:
-            memfd = os.memfd_create("rogue", os.MFD_ALLOW_SEALING)
-            os.ftruncate(memfd, size)
-            fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, seals)
-            rogue.say(segment, [memfd])
-            os.close(memfd)
+            _attach(rogue, segment, size, seals)
         for frame in frames:
             rogue.say(frame)
         await rogue.lost.wait()
