@@ -10,12 +10,18 @@ from pathlib import Path
 
 import click
 import msgspec
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from tests.soak.judge import LEAST_SECONDS
 from tests.soak.records import LINKS, Judgement, Report
 from tests.soak.run import soak
+
+# The allocator of the C library keeps large pieces that were freed, for each thread, and with tensors of mixed
+# sizes it takes long until it has enough: that growth would hide a leak. So large pieces come from the system
+# and go back to it at once; unless the environment says otherwise, which shows the difference.
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
 
 _RESULTS = Path(__file__).parent.parent.parent / "build" / "soak"
 
@@ -39,9 +45,11 @@ def main(seconds: float, seed: int | None, folder: Path) -> None:
     from tests.soak.plot import draw  # slow to import, which --help should not be
 
     folder.mkdir(parents=True, exist_ok=True)
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(width=120, highlight=False)
     seed = secrets.randbelow(1 << 32) if seed is None else seed
     console.print(f"seed {seed}, {seconds:g} s")
+    for name, value in _ALLOCATOR.items():
+        os.environ.setdefault(name, value)  # for the processes that will be started
     errors = folder / "stderr.txt"
     with _stderr_into(errors):
         report = asyncio.run(soak(seconds, seed))
@@ -72,20 +80,9 @@ def _stderr_into(path: Path) -> Iterator[None]:
 
 
 def _show(report: Report, console: Console) -> None:
-    table = Table("quantity", "may grow by")
-    for link in LINKS:
-        for heading in (f"{link}: level", "grew by (99 %)", ""):
-            table.add_column(heading, justify="left" if heading == "" else "right")
-    for name in dict.fromkeys(judgement.quantity for judgement in report.judgements):
-        cells: list[str] = []
-        for link in LINKS:
-            mine = [one for one in report.judgements if (one.quantity, one.link) == (name, link)]
-            cells += _cells(mine)
-        first = next(one for one in report.judgements if one.quantity == name)
-        table.add_row(name, f"{first.allowance:g} {first.unit}", *cells)
     if report.judgements:
-        console.print(table)
-        console.print("Of each quantity the process is shown in which it grew most.")
+        console.print(_table(report.judgements))
+        console.print("Each row shows the process in which the quantity grew most; brackets hold 99 %.")
     else:
         console.print(f"Nothing is judged in less than {LEAST_SECONDS:g} s.")
     _show_work(report, console)
@@ -93,13 +90,28 @@ def _show(report: Report, console: Console) -> None:
         console.print(f"FAILED {failure}", style="red", markup=False)
 
 
-def _cells(judgements: list[Judgement]) -> list[str]:
-    """Write the one of several processes that grew most."""
-    if not judgements:
-        return ["-", "-", ""]
-    worst = max(judgements, key=lambda one: (one.grows, one.growth))
-    verdict = f"[bold red]GROWS[/] ({worst.process})" if worst.grows else f"[green]flat[/] ({worst.process})"
-    return [f"{worst.level:.4g}", f"{worst.growth:+.2g} ({worst.least:+.2g} to {worst.most:+.2g})", verdict]
+def _table(judgements: list[Judgement]) -> Table:
+    table = Table("link", "quantity", "unit", "process", box=box.SIMPLE)
+    for heading in ("median", "grew by", "may grow by"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for link in LINKS:
+        mine = [one for one in judgements if one.link == link]
+        for name in dict.fromkeys(one.quantity for one in mine):
+            worst = max(
+                (one for one in mine if one.quantity == name), key=lambda one: (one.grows, one.growth)
+            )
+            table.add_row(
+                link,
+                name,
+                worst.unit,
+                worst.process,
+                f"{worst.level:,.1f}",
+                f"{worst.growth:+,.1f} ({worst.least:+,.1f} to {worst.most:+,.1f})",
+                f"{worst.allowance:g}",
+                "[bold red]GROWS[/]" if worst.grows else "[green]flat[/]",
+            )
+    return table
 
 
 def _show_work(report: Report, console: Console) -> None:

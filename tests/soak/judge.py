@@ -11,7 +11,7 @@ __all__ = ["LEAST_SECONDS", "judgements", "leftovers"]
 MIB = 1 << 20
 
 # In a shorter run the allocator still meets new sizes when it ends.
-LEAST_SECONDS = 30.0
+LEAST_SECONDS = 60.0
 
 
 class Quantity(NamedTuple):
@@ -32,9 +32,11 @@ class Quantity(NamedTuple):
 
 # Each allowance is a few of the steps in which the quantity goes up and down, and far below what a leak in
 # each message would make of it. Waits and throughput are not judged: they are the machine's as well.
+#
+# The own memory is what it is for one setting of the allocator, see `__main__.py`.
 _QUANTITIES = (
     Quantity("own memory", "MiB", MIB, 16),
-    Quantity("shared memory", "MiB", MIB, 32),
+    Quantity("shared memory", "MiB", MIB, 64),
     Quantity("object blocks", "thousand", 1000, 4),
     Quantity("descriptors", "", 1, 3),
     Quantity("threads", "", 1, 2),
@@ -42,7 +44,7 @@ _QUANTITIES = (
     Quantity("leases", "", 1, 16),
     Quantity("permits", "", 1, 2),
     Quantity("bytes in use", "MiB", MIB, 32),
-    Quantity("warm bytes", "MiB", MIB, 32),
+    Quantity("warm bytes", "MiB", MIB, 64),
     Quantity("fragmentation", "%", 0.01, 15),
 )
 

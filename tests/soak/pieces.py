@@ -50,13 +50,13 @@ class Note(msgspec.Struct, frozen=True):
         handles: of all tensors of the message.
         pieces: which bytes each has.
         road: how the engine is to take them.
-        hold_s: for how long it is to keep them.
+        keep: whether it keeps them for a while.
     """
 
     handles: tuple[TensorHandle, ...]
     pieces: tuple[Piece, ...]
     road: Road
-    hold_s: float
+    keep: bool
 
 
 def fill(path: Path, seed: int) -> None:

@@ -15,6 +15,7 @@ __all__ = ["draw"]
 _WIDTH_IN, _ROW_IN = 12.0, 1.75
 _DPI = 110
 _MIB = 1 << 20
+_RATES = 60  # along the time axis: between two samples there may be one large tensor or none
 _COLOURS = ("tab:red", "tab:blue", "tab:green")
 
 
@@ -23,15 +24,16 @@ class _Row(NamedTuple):
     title: str
     scale: float = 1.0
     is_rate: bool = False  # the number counts up, and what it rises by in a second is drawn
+    from_zero: bool = True  # unless what is interesting is small beside the whole
 
 
 _ROWS = (
     _Row("own memory", "anonymous\nmemory, MiB", _MIB),
     _Row("shared memory", "shared memory\nresident, MiB", _MIB),
-    _Row("object blocks", "Python's memory\nblocks, thousands", 1000),
+    _Row("object blocks", "Python's memory\nblocks, thousands", 1000, from_zero=False),
     _Row("descriptors", "descriptors"),
     _Row("threads", "threads"),
-    _Row("mappings", "mappings"),
+    _Row("mappings", "mappings", from_zero=False),
     _Row("fragmentation", "fragmentation\nof free bytes, %", 0.01),
     _Row("bytes in use", "arena bytes\nin use, MiB", _MIB),
     _Row("bytes", "throughput,\nMiB a second", _MIB, is_rate=True),
@@ -51,6 +53,8 @@ def draw(report: Report, path: Path) -> None:
             for link, axes in zip(LINKS, axes_of_row, strict=True):
                 _panel(report, link, row, axes)
             axes_of_row[0].set_ylabel(row.title)
+            if row.from_zero:
+                axes_of_row[0].set_ylim(bottom=0)  # of both: they share it
         for link, axes in zip(LINKS, panels[0], strict=True):
             axes.set_title(f"{link} link, {report.visitors[link]} visiting processes", fontsize=10)
         for axes in panels[-1]:
@@ -65,6 +69,8 @@ def _panel(report: Report, link: str, row: _Row, axes: Axes) -> None:
     for process, colour in zip(report.processes, _COLOURS, strict=True):
         times, values = series(report, link, process, row.number)
         if row.is_rate:
+            step = max(1, len(times) // _RATES)
+            times, values = times[::step], values[::step]
             rates = [
                 (value - before) / (time - earlier)
                 for earlier, time, before, value in zip(times, times[1:], values, values[1:], strict=False)
@@ -73,7 +79,6 @@ def _panel(report: Report, link: str, row: _Row, axes: Axes) -> None:
         if times:
             scaled = [value / row.scale for value in values]
             axes.plot(times, scaled, color=colour, label=process, linewidth=0.9, alpha=0.85)
-    axes.set_ylim(bottom=0)
     axes.set_xlim(0, report.seconds)
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.tick_params(labelleft=True)

@@ -23,7 +23,6 @@ _SENDERS = ("sender 1", "sender 2")
 _SAMPLES = 600  # of a long run
 _LONGEST_PAUSE_S = 10.0
 _SHORTEST_PAUSE_S = 0.05
-_LONG_HOLD_S = 5.0
 _VISIT_S = (0.5, 5.0)
 _SETTLING_S = 60.0  # beyond it, something hangs
 
@@ -67,10 +66,8 @@ class _Family:
         serving = self._start(_ENGINE, engine.run, self._folder, self._seed())
         await self._unless(serving, self._start(_ENGINE, engine.ready))
         began = loop.time()
-        long_s = min(_LONG_HOLD_S, self._seconds / 6)
         sending = [
-            self._start(name, source.run, self._folder, self._seed(), self._seconds, long_s)
-            for name in _SENDERS
+            self._start(name, source.run, self._folder, self._seed(), self._seconds) for name in _SENDERS
         ]
         visiting = loop.create_task(self._visit(began + self._seconds - _VISIT_S[0]))
         ended = asyncio.gather(*sending, visiting)
@@ -81,10 +78,10 @@ class _Family:
                 await asyncio.wait([ended, serving], timeout=pause, return_when=asyncio.FIRST_COMPLETED)
             async with asyncio.timeout(_SETTLING_S):
                 await self._unless(serving, ended)
-                for name in _SENDERS:
-                    # The engine keeps tensors for some seconds yet.
-                    self.rest[name] = await self._start(name, source.settle)
+                settling = [self._start(name, source.settle) for name in _SENDERS]
                 self.rest[_ENGINE] = await self._start(_ENGINE, engine.settle)
+                for name, settled in zip(_SENDERS, settling, strict=True):
+                    self.rest[name] = await settled
                 await serving
         finally:
             ended.cancel()

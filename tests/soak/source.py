@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ _MOST_TENSORS = 5
 _CANCELLED_WITHIN_S = 0.003
 _KEEP_WARM_S = 3.0  # short, so that memory is given back often
 _LONG_WAIT_S = 60.0  # a wait that is logged fails the soak
+_KEPT = 0.15  # of the messages, by the engine
 _GUEST_SENDS = 20
 _GUEST_EVERY_S = 1.0
 _GUEST_ARENA_BYTES = 32 * MIB
@@ -53,7 +53,6 @@ class Source:
         store: where the bytes come from.
         random: draws everything.
         largest: bytes of the largest tensor.
-        long_s: for how long the engine keeps what it keeps long.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class Source:
         store: Store,
         random: Random,
         largest: int,
-        long_s: float,
     ) -> None:
         self.sender = sender
         self.waits: list[float] = []  # seconds of each send, since the last report
@@ -72,7 +70,6 @@ class Source:
         self._store = store
         self._random = random
         self._largest = largest
-        self._long_s = long_s
         self._loop = asyncio.get_running_loop()
         self._ways: dict[Callable[[], Awaitable[None]], int] = {
             self._send_one: 40,
@@ -173,12 +170,7 @@ class Source:
     async def _note(self, handles: list[TensorHandle], pieces: list[Piece], road: Road | None = None) -> None:
         if road is None:
             [road] = self._random.choices(list(_ROADS), list(_ROADS.values()))
-        chance, hold_s = self._random.random(), 0.0
-        if chance < 0.03:
-            hold_s = self._long_s
-        elif chance < 0.15:
-            hold_s = 0.3 * self._random.random()
-        note = Note(tuple(handles), tuple(pieces), road, hold_s)
+        note = Note(tuple(handles), tuple(pieces), road, self._random.random() < _KEPT)
         self.notes.write(msgspec.json.encode(note) + b"\n")
         await self.notes.drain()
 
@@ -190,7 +182,7 @@ def _copy(tensor: torch.Tensor, source: torch.Tensor) -> None:
 _sources: list[Source] = []  # of this process: the one that lives long
 
 
-async def run(state: State, folder: Path, seed: int, seconds: float, long_s: float) -> None:
+async def run(state: State, folder: Path, seed: int, seconds: float) -> None:
     """Send for so many seconds through one sender, and beside it through guests that come and go."""
     sender = TensorSender(
         state.endpoint, PERMITS, _ARENA_BYTES, keep_warm_seconds=_KEEP_WARM_S, long_wait_seconds=_LONG_WAIT_S
@@ -198,7 +190,7 @@ async def run(state: State, folder: Path, seed: int, seconds: float, long_s: flo
     state.senders.append(await sender.__aenter__())
     _, notes = await asyncio.open_unix_connection(folder / "notes")
     store, random = Store(folder / "store"), Random(seed)
-    source = Source(sender, notes, store, random, LARGEST, long_s)
+    source = Source(sender, notes, store, random, LARGEST)
     _sources.append(source)
     until = asyncio.get_running_loop().time() + seconds
     async with asyncio.TaskGroup() as group:
@@ -216,7 +208,7 @@ async def _invite(
         async with TensorSender(
             state.endpoint, 2, _GUEST_ARENA_BYTES, long_wait_seconds=_LONG_WAIT_S
         ) as sender:
-            guest = Source(sender, notes, store, random, _GUEST_ARENA_BYTES // 4, 0.5)
+            guest = Source(sender, notes, store, random, _GUEST_ARENA_BYTES // 4)
             for _ in range(_GUEST_SENDS):
                 await guest.step()
             await sender.drain()
@@ -228,7 +220,7 @@ async def visit(state: State, folder: Path, seed: int, seconds: float) -> None:
     sender = TensorSender(state.endpoint, PERMITS, _ARENA_BYTES // 2, long_wait_seconds=_LONG_WAIT_S)
     await sender.__aenter__()
     _, notes = await asyncio.open_unix_connection(folder / "notes")
-    source = Source(sender, notes, Store(folder / "store"), Random(seed), LARGEST // 2, 0.5)
+    source = Source(sender, notes, Store(folder / "store"), Random(seed), LARGEST // 2)
     until = asyncio.get_running_loop().time() + seconds
     async with asyncio.TaskGroup() as group:
         for _ in range(2):
@@ -243,7 +235,6 @@ async def settle(state: State) -> dict[str, float]:
     [source] = _sources
     await source.sender.drain()
     source.notes.close()
-    gc.collect()
     await settled(source.sender)
     return await report(state)
 
