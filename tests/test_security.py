@@ -1,0 +1,59 @@
+"""SECURITY.md says what is so: the table of limits is held against the code."""
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import aiotensor
+from aiotensor.protocol.frames import MAX_DIMENSIONS, MAX_TENSORS
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "SECURITY.md").read_text()
+ROW = re.compile(r"^\| `([\w.]+)(?:\((\w+)\))?` \| ([^|]+) \|", re.MULTILINE)
+UNITS = {"": 1, "s": 1, "KiB": 1 << 10, "GiB": 1 << 30}
+ROWS = {(name, argument): default.strip() for name, argument, default in ROW.findall(TEXT)}
+
+
+@pytest.mark.parametrize(("name", "argument"), ROWS)
+def test_a_limit_has_the_default_that_the_table_says(name: str, argument: str) -> None:
+    found = re.fullmatch(r"(\d+)(?: (\w+))?", ROWS[name, argument])
+    assert found is not None
+    assert _value(name, argument) == int(found[1]) * UNITS[found[2] or ""]
+
+
+def _value(name: str, argument: str) -> object:
+    if argument:
+        return inspect.signature(getattr(aiotensor, name)).parameters[argument].default
+    module, _, constant = name.rpartition(".")
+    return getattr(importlib.import_module(f"aiotensor.{module}"), constant)
+
+
+@pytest.mark.parametrize("made", [aiotensor.TensorSender, aiotensor.TensorReceiver])
+def test_every_limit_that_can_be_set_is_in_the_table(made: Callable[..., object]) -> None:
+    limits = [name for name in inspect.signature(made).parameters if name != "endpoint"]
+    assert limits == [argument for name, argument in ROWS if name == made.__name__]
+
+
+def test_every_bound_of_the_frames_is_in_the_table() -> None:
+    frames = importlib.import_module("aiotensor.protocol.frames")
+    bounds = {f"protocol.frames.{name}" for name in frames.__all__ if re.match("MAX|LEAST", name)}
+    assert bounds == {name for name, _ in ROWS if name.startswith("protocol.frames.")}
+
+
+def test_numbers_in_the_running_text_are_those_of_the_code() -> None:
+    assert f"at most {MAX_DIMENSIONS} dimensions" in TEXT
+    assert f"come in order, at most {MAX_TENSORS}" in TEXT
+
+
+def test_every_place_in_the_code_that_is_named_exists() -> None:
+    places = re.findall(r"\| ((?:`[\w/]+\.py`(?:, `\w+`)*(?:, )?)+) \|", TEXT)
+    assert len(places) > 12
+    for place in places:
+        files = re.findall(r"`([\w/]+\.py)`", place)
+        source = "".join((ROOT / "aiotensor" / file).read_text() for file in files)
+        for function in re.findall(r"`(\w+)`", place):
+            assert f"def {function}(" in source, f"{place} has no {function}"
