@@ -4,11 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit bench bench-quick bench-peers clean help
+.PHONY: demo test lint types unit soak bench bench-quick bench-peers clean help
 
 help:
 	@echo "make demo    upload real videos to a server, hand them to an engine process, show the answers"
 	@echo "make test    lint, types, and the whole test suite with coverage"
+	@echo "make soak    let processes come and go for SECONDS=60 (hours, if you like), and see that nothing grows"
 	@echo "make bench   time aiotensor beside what people use without it, and against its goals: minutes"
 	@echo "make bench-quick   the same in less than a minute, with fewer of the others"
 	@echo "make bench-peers   install those of the others that are not installed by default, such as Ray"
@@ -44,6 +45,11 @@ unit: $(VENV)/.test
 	$(BIN)/coverage run -m pytest $(ARGS)
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report
+
+SECONDS ?= 60
+
+soak: $(VENV)/.test
+	@$(BIN)/python -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 $(VENV)/.bench: $(VENV)/.demo
 	$(PIP) --editable '.[bench]'

@@ -14,13 +14,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tests.soak.judge import LEAST_SECONDS
+from tests.soak.judge import LEAST_SECONDS, passes
 from tests.soak.records import LINKS, Judgement, Report
 from tests.soak.run import soak
 
-# The allocator of the C library keeps large pieces that were freed, for each thread, and with tensors of mixed
-# sizes it takes long until it has enough: that growth would hide a leak. So large pieces come from the system
-# and go back to it at once; unless the environment says otherwise, which shows the difference.
+# The allocator of the C library keeps large pieces that were freed, for each thread, and with tensors of
+# mixed sizes it takes long until it has enough: that growth would hide a leak. So large pieces come from the
+# system and go back to it at once; unless the environment says otherwise, which shows the difference.
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
 
 _RESULTS = Path(__file__).parent.parent.parent / "build" / "soak"
@@ -61,7 +61,7 @@ def main(seconds: float, seed: int | None, folder: Path) -> None:
     draw(report, plot)
     _show(report, console)
     console.print(f"Written: {data}, {plot}", markup=False)
-    sys.exit(1 if report.failures or any(judgement.grows for judgement in report.judgements) else 0)
+    sys.exit(0 if passes(report) else 1)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from tests.soak.records import LINKS, Judgement, Report, series
 from tests.soak.verdict import grows, trend
 
-__all__ = ["LEAST_SECONDS", "judgements", "leftovers"]
+__all__ = ["LEAST_SECONDS", "judgements", "leftovers", "passes"]
 
 MIB = 1 << 20
 
@@ -89,6 +89,11 @@ def _judgements(report: Report) -> Iterator[Judgement]:
                         most=found.most,
                         grows=grows(found, allowance),
                     )
+
+
+def passes(report: Report) -> bool:
+    """Say whether nothing grows and nothing went wrong."""
+    return not report.failures and not any(judgement.grows for judgement in report.judgements)
 
 
 def leftovers(rest: dict[str, dict[str, dict[str, float]]]) -> list[str]:
