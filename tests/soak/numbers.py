@@ -43,7 +43,7 @@ def of_arena(sender: TensorSender, largest: int) -> dict[str, float]:
         "longest free run": run,
         "free runs": len(blocks.free_runs()),
         "fragmentation": 1 - run / free if free else 0.0,
-        "misfit": run < largest <= free,
+        "misfit": float(run < largest <= free),
     }
 
 
