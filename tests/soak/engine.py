@@ -12,13 +12,14 @@ from aiotensor.protocol import mailbox
 from aiotensor.protocol.mailbox import Key
 from tests.processes.peers import State
 from tests.soak.numbers import of_python
-from tests.soak.pieces import MIB, Note, Piece, Store
+from tests.soak.pieces import MIB, Note, Piece, Store, use_threads
 
 __all__ = ["ready", "report", "run", "settle"]
 
 _notes = msgspec.json.Decoder(Note)
 _LATE_S = 0.2
 _IMPATIENT_S = 0.005
+_THREADS = 4
 _QUICK_BYTES = MIB  # what is looked at on the event loop
 
 # By number and not by time: a machine that is faster for a while would else keep more, and that is no leak.
@@ -168,6 +169,7 @@ _engines: list[Engine] = []  # of this process: one
 
 async def run(state: State, folder: Path, seed: int) -> None:
     """Open a receiver, and follow notes until `settle`."""
+    use_threads(_THREADS)
     mailbox._REMEMBERED_SENDERS = mailbox._REMEMBERED_DISCARDS = _REMEMBERED
     receiver = TensorReceiver(state.endpoint)
     state.receivers.append(await receiver.__aenter__())

@@ -4,9 +4,12 @@ The file holds random bytes, so a piece that arrives from another place, or with
 equal to the one that was noted. Mapped, it counts neither as a process's own memory nor as shared memory.
 """
 
+import asyncio
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
+from threading import Barrier
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -15,7 +18,7 @@ import torch
 from aiotensor import TensorHandle
 from aiotensor.placements import MAX_INLINE_BYTES
 
-__all__ = ["Note", "Piece", "Road", "Store", "draw_bytes", "fill"]
+__all__ = ["Note", "Piece", "Road", "Store", "fill", "use_threads"]
 
 KIB, MIB = 1 << 10, 1 << 20
 LARGEST = 32 * MIB
@@ -62,6 +65,16 @@ class Note(msgspec.Struct, frozen=True):
 def fill(path: Path, seed: int) -> None:
     """Write the file."""
     path.write_bytes(Random(seed).randbytes(_STORE_BYTES))
+
+
+def use_threads(count: int) -> None:
+    """Start all threads for what is no work of the library: a pool that fills slowly looks like a leak."""
+    pool = ThreadPoolExecutor(count)
+    everybody = Barrier(count + 1)
+    for _ in range(count):
+        pool.submit(everybody.wait)
+    everybody.wait()
+    asyncio.get_running_loop().set_default_executor(pool)
 
 
 def draw_bytes(random: Random, largest: int) -> int:

@@ -52,14 +52,23 @@ def test_a_leak_in_steps_is_found(seed: int, count: int, steps: int) -> None:
     assert judged([height * (index * steps // count) / steps + random.random() for index in range(count)])
 
 
-@given(counts, st.integers(3, 300), st.floats(0, 1), st.floats(0, 1e6), st.booleans())
-def test_the_sawtooth_of_a_pool_is_flat(
-    count: int, teeth: int, phase: float, height: float, falls: bool
+@given(counts, st.floats(4, 10), st.floats(0, 1), st.floats(0, 1e6), st.booleans())
+def test_the_slow_sawtooth_of_a_pool_is_flat(
+    count: int, teeth: float, phase: float, height: float, falls: bool
 ) -> None:
-    # Three whole teeth after the warm-up.
+    # Four teeth after the warm-up at least.
     rate = teeth / (count * (1 - WARM_UP))
     values = [height * math.modf(index * rate + phase)[0] for index in range(count)]
     assert not judged([height - value for value in values] if falls else values)
+
+
+@given(seeds, counts, st.integers(4, 10), st.booleans())
+def test_the_fast_sawtooth_of_a_pool_is_flat(seed: int, count: int, longest: int, falls: bool) -> None:
+    random, values = Random(seed), list[float]()
+    while len(values) < count:
+        samples = random.randint(3, longest)
+        values += [2 * ALLOWANCE * index / samples for index in range(samples)]
+    assert not judged([-value for value in values[:count]] if falls else values[:count])
 
 
 @given(seeds, counts)

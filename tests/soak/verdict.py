@@ -7,8 +7,9 @@ interval is Sen's, from the distribution of Kendall's tau, and asks nothing of h
 The slope times the time after the warm-up is the growth.
 
 A quantity grows if the growth is more than its allowance and, with a confidence of 99 %, is not 0. So it is
-flat if it only goes up and down by whatever amount, as a pool does that fills and gives back, if it does so
-three times or more. A growth that is real but below the allowance is let pass: it shows in a longer run.
+flat if it only goes up and down, as a pool does that fills and gives back, if it does so four times or more
+(and not to the beat of the blocks). A growth that is real but below the allowance is let pass: it shows in a
+longer run.
 """
 
 import math
