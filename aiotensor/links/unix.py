@@ -99,6 +99,7 @@ class UnixSenderLink:
         self._events: SenderEvents | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._delay = _FIRST_RETRY_S
+        self._is_starved = False  # this process has no descriptors or no memory, and that was logged
         self._waiters = Waiters()
 
     async def open(self, events: SenderEvents) -> None:
@@ -160,11 +161,13 @@ class UnixSenderLink:
         Raises:
             AccessDeniedError: the receiver is another user.
             UsageError: what is there is no receiver.
+            OSError: this process has no descriptors or no memory left.
         """
         events = self._events
         if events is None:
             return
         sock = _new_socket()
+        self._is_starved = False
         try:
             sock.connect(self._path)
             _check_user(sock)
@@ -196,6 +199,12 @@ class UnixSenderLink:
             if self._events is not None:
                 self._events.link_lost(error)
             self._waiters.wake()
+        except OSError as error:
+            # There may be some again later, and whoever waits for a receiver waits for that too.
+            if not self._is_starved:
+                logger.error("a receiver cannot be looked for: %s", error)
+            self._is_starved = True
+            self._look_later()
 
     def _look_later(self) -> None:
         if self._events is not None and self._retry is None:

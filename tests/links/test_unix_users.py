@@ -2,8 +2,8 @@
 
 # ruff: noqa: ASYNC240 - the paths of tests are quick
 import asyncio
+import logging.handlers
 import os
-import resource
 import socket
 import time
 from pathlib import Path
@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from aiotensor.errors import AccessDeniedError
-from tests.links.unix_ends import Receiver, Sender, connecting, in_child, listening
+from tests.links.unix_ends import Receiver, Sender, connecting, in_child, listening, no_descriptors
 
 _NOBODY = 65534
 
@@ -139,21 +139,17 @@ def _accept_without_descriptors(path: Path, loop: str) -> tuple[bool, int, float
 async def _accept_later(path: Path) -> tuple[bool, int, float]:
     async with listening(path) as receiver:
         clients = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        free = os.dup(0)
-        os.close(free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))  # no number is free below it
-        for client in clients:
-            client.connect(str(path))
-            client.send(b"hello")
-        tries = _count_pauses(receiver)
-        while not tries:
-            await asyncio.sleep(0)
-        before = time.process_time()
-        await asyncio.sleep(0.5)
-        seconds = time.process_time() - before
-        counted = len(tries)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        with no_descriptors():
+            for client in clients:
+                client.connect(str(path))
+                client.send(b"hello")
+            tries = _count_pauses(receiver)
+            while not tries:
+                await asyncio.sleep(0)
+            before = time.process_time()
+            await asyncio.sleep(0.5)
+            seconds = time.process_time() - before
+            counted = len(tries)
         accepted = [await receiver.arrived.get() for _ in clients] == [b"hello"] * 2
         for client in clients:
             client.close()
@@ -174,3 +170,31 @@ def _count_pauses(receiver: Receiver) -> list[float]:
     assert sock is not None
     loop.add_reader(sock.fileno(), counted)
     return pauses
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_sender_without_descriptors_finds_its_next_receiver_later(loop: str, path: Path) -> None:
+    assert asyncio.run(in_child(_look_without_descriptors, path, loop)) == ("introduction 2", 1)
+
+
+def _look_without_descriptors(path: Path, loop: str) -> tuple[str, int]:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if loop == "uvloop" else None) as runner:
+        return runner.run(_look_later(path))
+
+
+async def _look_later(path: Path) -> tuple[str, int]:
+    complaints = logging.handlers.BufferingHandler(100)
+    logging.getLogger("aiotensor.links").addHandler(complaints)
+    async with listening(path) as first, connecting(path) as sender:
+        await first.arrived.get()
+        await first.listener.close()
+        with no_descriptors():
+            await sender.lost.get()
+            waiting = asyncio.create_task(sender.link.ready())
+            while sender.link._delay < 0.1:  # it has looked a few times, in vain
+                await asyncio.sleep(0.01)
+            assert not waiting.done()
+        async with listening(path) as second:
+            introduction = await second.arrived.get()
+            await waiting
+    return introduction.decode(), len(complaints.buffer)

@@ -2,9 +2,11 @@
 
 import asyncio
 import multiprocessing
+import os
+import resource
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -102,6 +104,19 @@ def leave_stale(path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.bind(str(path))
         sock.listen()
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Have no descriptor left in this process; for one that runs nothing else."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))  # no number is free below it
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def in_child(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
