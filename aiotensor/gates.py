@@ -106,6 +106,8 @@ class Gate(Generic[P]):
         finally:
             del self._waits[ticket]
             self._reported.discard(ticket)
+            # It has the error, whose traceback has this frame, and those of the callers with their tensors.
+            del future
         ticket.since = loop.time()
         return ticket
 

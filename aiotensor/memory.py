@@ -214,6 +214,8 @@ class Memory:
             if not copy.is_running:
                 self.unpin_owner(block.number)
             raise
+        finally:
+            del running  # it has the error, whose traceback has this frame, and the callers' with the source
 
     def _work(self, copy: _Copy, source: torch.Tensor | None) -> None:
         """Get memory for a block, and copy a tensor into it; in the worker."""

@@ -2,9 +2,12 @@
 
 import asyncio
 import errno
+import gc
+import os
 import socket
 import tempfile
 import threading
+import weakref
 
 import pytest
 import torch
@@ -168,3 +171,44 @@ async def test_a_sender_that_comes_back_while_the_receiver_closes_breaks_no_prot
         unmapped.set()
         await closing
     assert not [record for record in caplog.records if record.levelname == "ERROR"], caplog.text
+
+
+@pytest.mark.parametrize(
+    ("waits", "end"),
+    [
+        *((waits, end) for waits in ("permit", "copy") for end in ("loss", "closing", "cancelling")),
+        ("copy", "no memory"),
+    ],
+)
+async def test_a_tensor_whose_send_failed_is_freed_without_the_garbage_collector(
+    waits: str, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair(max_concurrent_videos=1) as (sender, receiver):
+        if waits == "permit":
+            await sender.send(pattern(0, 3))
+        tensor = pattern(1, 1_000_000)
+        freed = weakref.ref(tensor)
+        gc.disable()
+        try:
+            if end == "no memory":
+                monkeypatch.setattr(os, "posix_fallocate", _refuse)
+            sending = asyncio.create_task(sender.send(tensor))
+            del tensor
+            await asyncio.sleep(0)
+            if end == "loss":
+                await receiver.aclose()
+            elif end == "closing":
+                await sender.aclose()
+            elif end == "cancelling":
+                sending.cancel()
+            await asyncio.wait([sending])
+            assert sending.cancelled() or sending.exception() is not None
+            del sending
+            await sender.aclose()  # the thread that copied has ended
+            assert freed() is None
+        finally:
+            gc.enable()
+
+
+def _refuse(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
