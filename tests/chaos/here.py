@@ -1,0 +1,80 @@
+"""What a process of the run keeps for itself, beside the ends that it has open."""
+
+import asyncio
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+import warnings
+from typing import Any
+
+import torch
+
+from tests.chaos.journal import Journal
+from tests.processes.peers import State
+
+__all__ = ["ARENA_BYTES", "MAX_MAPPED_BYTES", "begin", "here", "say_where", "token_of"]
+
+ARENA_BYTES = 16 << 20
+MAX_MAPPED_BYTES = 4 * ARENA_BYTES  # three senders, and what is left of a killed one
+_PIECE = 8192  # elements
+
+
+class Here:
+    """The journal and the wishes of this process."""
+
+    def __init__(self) -> None:
+        self.journal: Journal
+        self.collects_in_finalizers = False
+        self.jumped_s = 0.0  # by how much the loop's clock is ahead
+
+
+here = Here()
+
+
+async def begin(state: State, folder: str, name: str) -> None:
+    """Write from now on to files of this process: what it does, what it logs, what it should never say."""
+    silence = os.open(f"{folder}/{name}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(silence, sys.stderr.fileno())
+    os.close(silence)
+    warnings.simplefilter("always")
+    log = logging.FileHandler(f"{folder}/{name}.log")
+    log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.getLogger("aiotensor").addHandler(log)
+    logging.getLogger("aiotensor").propagate = False  # asyncio's own complaints go to stderr
+    faulthandler.register(signal.SIGUSR1)  # who hangs can be asked where
+    here.journal = Journal(f"{folder}/{name}.journal")
+    # Its own loop asks itself for the time of its timers; uvloop asks the kernel, and has no such handle.
+    loop = asyncio.get_running_loop()
+    if isinstance(loop, asyncio.BaseEventLoop):
+        loop.time = lambda: time.monotonic() + here.jumped_s  # type: ignore[method-assign]
+    gc.collect()
+    gc.freeze()  # a collection at every allocation then looks at little
+
+
+async def say_where(state: State) -> None:
+    """Write on the standard error what every task waits for."""
+    for task in asyncio.all_tasks():
+        awaited: Any = task.get_coro()
+        while awaited is not None:
+            frame = getattr(awaited, "cr_frame", None)
+            where = f"{frame.f_code.co_qualname}:{frame.f_lineno}" if frame is not None else repr(awaited)
+            print(f"{task.get_name()} {where}", file=sys.stderr)  # noqa: T201
+            awaited = getattr(awaited, "cr_await", None)
+    for sender in state.senders:
+        print(sender.statistics(), file=sys.stderr)  # noqa: T201
+    for receiver in state.receivers:
+        print(receiver.statistics(), file=sys.stderr)  # noqa: T201
+
+
+def token_of(tensor: torch.Tensor) -> int | None:
+    """Return the token whose pattern a tensor has, or None if it has none; takes little memory."""
+    token = int(tensor[0])
+    for start in range(0, tensor.numel(), _PIECE):
+        piece = tensor[start : start + _PIECE]
+        if not torch.equal(piece, torch.arange(start, start + piece.numel()) * 31 + token):
+            return None
+    return token

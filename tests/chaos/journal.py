@@ -1,0 +1,113 @@
+"""What a process of the run did, written down as it does it: a record that kill -9 does not take along."""
+
+import os
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import msgspec
+
+__all__ = [
+    "Answered",
+    "Began",
+    "Broken",
+    "Dropped",
+    "Ended",
+    "Event",
+    "Journal",
+    "Sent",
+    "Taken",
+    "Withdrawn",
+    "read",
+]
+
+
+class Began(msgspec.Struct, tag=True, frozen=True):
+    """A message is about to be sent, with so many tensors."""
+
+    key: int
+    tensors: int
+
+
+class Sent(msgspec.Struct, tag=True, frozen=True):
+    """A tensor has got its handle."""
+
+    token: int
+    sender: str
+    message: int
+    tensor: int
+
+
+class Ended(msgspec.Struct, tag=True, frozen=True):
+    """Sending a message ended: it is "whole", or the name of the error; after so many losses of receivers."""
+
+    key: int
+    how: str
+    losses: int
+    text: str = ""
+
+
+class Withdrawn(msgspec.Struct, tag=True, frozen=True):
+    """The sender is about to discard a message."""
+
+    key: int
+
+
+class Taken(msgspec.Struct, tag=True, frozen=True):
+    """A tensor was received, with the pattern of this token, under this handle."""
+
+    token: int
+    sender: str
+    message: int
+    tensor: int
+
+
+class Dropped(msgspec.Struct, tag=True, frozen=True):
+    """The receiver is about to discard a message."""
+
+    sender: str
+    message: int
+
+
+class Answered(msgspec.Struct, tag=True, frozen=True):
+    """Asked for a handle in the end, the receiver raised this error."""
+
+    sender: str
+    message: int
+    tensor: int
+    error: str
+
+
+class Broken(msgspec.Struct, tag=True, frozen=True):
+    """The process itself saw something that must not be."""
+
+    text: str
+
+
+Event: TypeAlias = Began | Sent | Ended | Withdrawn | Taken | Dropped | Answered | Broken
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Event).decode
+
+
+class Journal:
+    """Write events to a file, each in one call of the kernel, so that none is lost or halved by a kill.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def __call__(self, event: Event) -> None:
+        os.write(self._file, _encode(event) + b"\n")
+
+    def begin_anew(self) -> None:
+        """Forget the last round."""
+        os.ftruncate(self._file, 0)
+
+
+def read(path: str) -> Sequence[Event]:
+    """Return the events of a journal."""
+    with open(path, "rb") as file:
+        return [_decode(line) for line in file]

@@ -1,0 +1,273 @@
+"""What a round does, decided before it begins: from a seed and the round's number, and nothing else.
+
+A round is the same whenever it is planned, so one that failed can be run again by itself. How its steps
+meet in time is up to the machine.
+"""
+
+import enum
+import random
+from collections.abc import Sequence
+
+import msgspec
+
+__all__ = [
+    "FAMILIES",
+    "SLOTS",
+    "Fault",
+    "FaultKind",
+    "Hold",
+    "Order",
+    "Round",
+    "SenderPlan",
+    "TakerPlan",
+    "key_of",
+    "plan_round",
+]
+
+SLOTS = 3  # senders of a family
+MAX_TENSORS = 4  # of a message
+_PARTS = 2  # a process and the one that replaces it within the round
+_ORDERS = 256  # of one part at most
+
+# Who lives for the whole run: its memory is compared at the end. A queue dies with its receiver.
+FAMILIES = {"server": "unix", "engine": "unix", "queue": "queue"}
+_FAMILY_WEIGHTS = (9, 9, 4)
+
+_SMALL, _MIDDLE, _LARGE, _HUGE = 10, 10_000, 100_000, 600_000  # elements of 8 bytes
+_FRAME = 900  # rides in a frame, and a few dozen of them fill the socket
+
+
+class FaultKind(enum.Enum):
+    """What happens to a process in the middle of a round."""
+
+    KILL = "kill -9"
+    KILL_WITH_FORK = "kill -9 while a forked child lives"
+    STOP = "SIGSTOP, SIGCONT"
+    CLOSE = "close and open again"
+    NO_SPACE = "ENOSPC or ENOMEM when the arena grows"
+    FILE_SIZE = "EFBIG when a segment is made"
+    NO_ADDRESSES = "ENOMEM when a segment is mapped"
+    NO_DESCRIPTORS = "EMFILE"
+    CLOCK = "the clock jumps"
+    FORK = "fork in the middle"
+    COLLECT = "garbage collection at every allocation"
+
+
+class Hold(enum.Enum):
+    """What a receiver does with a tensor that it took."""
+
+    DROP = "drop it at once"
+    KEEP = "keep it for a while"
+    CYCLE = "leave it to the garbage collector"
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """Something that happens to one process.
+
+    Attributes:
+        kind: what.
+        target: the sender's slot, or None for the receiver.
+        at_ms: when, after the round's start.
+        for_ms: for how long, where that means something.
+    """
+
+    kind: FaultKind
+    target: int | None
+    at_ms: float
+    for_ms: float
+
+
+class Order(msgspec.Struct, frozen=True):
+    """One message to send.
+
+    Attributes:
+        key: the pattern of its first tensor; the next ones count on. No other message has it.
+        how: send, nowait, message, or allocate.
+        counts: elements of its tensors.
+        fate: what its sender does to it: nothing, or discard, cancel, raise.
+        after_ms: when it does that.
+    """
+
+    key: int
+    how: str
+    counts: tuple[int, ...]
+    fate: str
+    after_ms: float
+
+
+class SenderPlan(msgspec.Struct, frozen=True):
+    """What one sender sends: by its process, and by the one that replaces it if that is killed.
+
+    Attributes:
+        permits, keep_warm_s: of a sender that is opened in this round.
+        uvloop: the event loop of a process that is begun in this round.
+        width: how many messages it sends at once.
+        parts: the orders of each process.
+    """
+
+    permits: int
+    keep_warm_s: float
+    uvloop: bool
+    width: int
+    parts: tuple[tuple[Order, ...], ...]
+
+
+class TakerPlan(msgspec.Struct, frozen=True):
+    """How the receiver takes.
+
+    Attributes:
+        seed: for what it decides on its way.
+        uvloop: the event loop of a process that is begun in this round.
+        iterators: tasks that take what comes.
+        by_handle: which messages of each sender are asked for by handle, counted from the round's first.
+        discards: which are discarded by handle.
+        stuck_ms: for how long it takes nothing at first.
+        slow_ms: how long it pauses after each tensor.
+        hold: what becomes of a tensor.
+        hold_ms: for how long it is kept.
+        copies: the share of tensors asked for as copies.
+    """
+
+    seed: int
+    uvloop: bool
+    iterators: int
+    by_handle: tuple[int, ...]
+    discards: tuple[int, ...]
+    stuck_ms: float
+    slow_ms: float
+    hold: Hold
+    hold_ms: float
+    copies: float
+
+
+class Round(msgspec.Struct, frozen=True):
+    """A round: who sends what, how it is taken, and what goes wrong."""
+
+    number: int
+    family: str
+    senders: tuple[SenderPlan, ...]
+    taker: TakerPlan
+    faults: tuple[Fault, ...]
+
+    @property
+    def ends_the_receiver(self) -> bool:
+        """Say whether the receiver is killed or closed."""
+        return any(fault.target is None and fault.kind in _ENDS for fault in self.faults)
+
+    def has(self, target: int | None, kinds: Sequence[FaultKind]) -> bool:
+        """Say whether one of these faults happens to a process."""
+        return any(fault.target == target and fault.kind in kinds for fault in self.faults)
+
+
+_ENDS = (FaultKind.KILL, FaultKind.KILL_WITH_FORK, FaultKind.CLOSE)
+_SENDER_FAULTS = {
+    FaultKind.KILL: 4,
+    FaultKind.KILL_WITH_FORK: 1,
+    FaultKind.STOP: 4,
+    FaultKind.CLOSE: 3,
+    FaultKind.NO_SPACE: 3,
+    FaultKind.FILE_SIZE: 2,
+    FaultKind.NO_ADDRESSES: 2,
+    FaultKind.NO_DESCRIPTORS: 2,
+    FaultKind.CLOCK: 2,
+    FaultKind.FORK: 2,
+    FaultKind.COLLECT: 2,
+}
+_RECEIVER_FAULTS = {
+    FaultKind.KILL: 4,
+    FaultKind.KILL_WITH_FORK: 1,
+    FaultKind.STOP: 5,
+    FaultKind.CLOSE: 2,
+    FaultKind.NO_ADDRESSES: 1,
+    FaultKind.NO_DESCRIPTORS: 1,
+    FaultKind.CLOCK: 2,
+    FaultKind.FORK: 2,
+    FaultKind.COLLECT: 2,
+}
+
+
+def key_of(number: int, slot: int, part: int, order: int) -> int:
+    """Return the pattern of a message's first tensor."""
+    return (((number * SLOTS + slot) * _PARTS + part) * _ORDERS + order) * MAX_TENSORS
+
+
+def plan_round(seed: int, number: int) -> Round:
+    """Plan one round."""
+    rng = random.Random(f"{seed}/{number}")
+    family = rng.choices(list(FAMILIES), _FAMILY_WEIGHTS)[0]
+    floods = rng.random() < 0.15
+    senders = tuple(_plan_sender(rng, number, slot, floods=floods) for slot in range(SLOTS))
+    faults = _plan_faults(rng, family)
+    if floods:  # its socket fills while the receiver is stopped
+        faults = (*faults, Fault(FaultKind.STOP, None, rng.uniform(0, 2), rng.uniform(10, 40)))
+    return Round(number, family, senders, _plan_taker(rng), faults)
+
+
+def _plan_sender(rng: random.Random, number: int, slot: int, *, floods: bool) -> SenderPlan:
+    parts = []
+    for part in range(_PARTS):
+        count = rng.randint(0, 10) if part == 0 else rng.randint(1, 3)
+        orders = [_plan_order(rng, key_of(number, slot, part, index)) for index in range(count)]
+        if floods and part == 0:
+            first = len(orders)
+            orders += [
+                Order(key_of(number, slot, part, first + index), "send", (_FRAME,), "", 0.0)
+                for index in range(rng.randint(30, 60))
+            ]
+        parts.append(tuple(orders))
+    return SenderPlan(
+        permits=rng.choice((1, 2, 8, 64)),
+        keep_warm_s=rng.choice((0.005, 0.02, 30.0)),
+        uvloop=rng.random() < 0.5,
+        width=rng.choice((1, 2, 4, 32)),
+        parts=tuple(parts),
+    )
+
+
+def _plan_order(rng: random.Random, key: int) -> Order:
+    how = rng.choices(("send", "nowait", "message", "allocate"), (8, 2, 3, 3))[0]
+    tensors = rng.randint(1, MAX_TENSORS) if how == "message" else 1
+    counts = tuple(
+        rng.choices((_SMALL, _MIDDLE, _LARGE, 2 * _LARGE, _HUGE), (6, 5, 5, 3, 1))[0] for _ in range(tensors)
+    )
+    fates = ("", "discard", "cancel") if how != "nowait" else ("", "discard")
+    fate = rng.choices(fates, (12, 1, 2)[: len(fates)])[0]
+    if how == "message" and rng.random() < 0.1:
+        fate = "raise"
+    return Order(key, how, counts, fate, rng.choice((0.0, rng.uniform(0, 1), rng.uniform(0, 10))))
+
+
+def _plan_taker(rng: random.Random) -> TakerPlan:
+    return TakerPlan(
+        seed=rng.getrandbits(32),
+        uvloop=rng.random() < 0.5,
+        iterators=rng.choice((1, 1, 3)),
+        by_handle=tuple(index for index in range(12) if rng.random() < 0.25),
+        discards=tuple(index for index in range(12) if rng.random() < 0.03),
+        stuck_ms=rng.choices((0.0, rng.uniform(5, 40)), (6, 1))[0],
+        slow_ms=rng.choices((0.0, rng.uniform(0.1, 1.5)), (5, 1))[0],
+        hold=rng.choice(tuple(Hold)),
+        hold_ms=rng.choice((0.0, rng.uniform(0, 30))),
+        copies=rng.choice((0.0, 0.0, 0.3)),
+    )
+
+
+def _plan_faults(rng: random.Random, family: str) -> tuple[Fault, ...]:
+    faults: list[Fault] = []
+    ends: set[int | None] = set()
+    for _ in range(rng.choices((0, 1, 2, 3), (1, 4, 4, 2))[0]):
+        target = rng.choice((None, None, *range(SLOTS)))
+        weights = _RECEIVER_FAULTS if target is None else _SENDER_FAULTS
+        kind = rng.choices(list(weights), list(weights.values()))[0]
+        if any(fault.kind is kind and fault.target == target for fault in faults):
+            continue  # the second would end with the first, or never
+        if kind in _ENDS:
+            elder = {"server": 0, "engine": None}.get(family, -1)
+            if target == elder or target in ends:
+                continue  # one end for each in a round, and who lives for ever has none
+            if kind is FaultKind.CLOSE and ends:
+                continue  # a sender that is closed does not notice that its receiver ends
+            ends.add(target)
+        for_ms = rng.choice((rng.uniform(1, 5), rng.uniform(5, 60)))
+        faults.append(Fault(kind, target, rng.uniform(0, 12), for_ms))
+    return tuple(faults)

@@ -1,0 +1,93 @@
+"""What a run has found: counted while it goes on, told at its end."""
+
+import statistics
+from collections import Counter, defaultdict
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tests.chaos.audit import Tally
+from tests.chaos.plan import FAMILIES, Hold, Round
+from tests.chaos.rounds import Times
+
+__all__ = ["Run"]
+
+_FEWEST_SAMPLES = 200
+_GROWTH_KIB = 4096  # of an allocator that has not met every size in its warm-up
+
+
+class Run:
+    """One run of a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.seconds = 0.0
+        self.times = Times()
+        self.tally = Tally()
+        self.problems: list[str] = []
+        self.failed: Round | None = None
+        self.memory: dict[str, list[int]] = defaultdict(list)  # of those who live for the whole run, in KiB
+        self._rounds = Counter[str]()
+        self._faults = Counter[str]()
+
+    def note(self, plan: Round, problems: list[str]) -> None:
+        """Count a round that was played."""
+        self._rounds[plan.family] += 1
+        for fault in plan.faults:
+            self._faults[f"{fault.kind.value} ({'receiver' if fault.target is None else 'sender'})"] += 1
+        taker = plan.taker
+        self._faults["the receiver takes nothing for a while"] += taker.stuck_ms > 0
+        self._faults["the receiver is slow"] += taker.slow_ms > 0
+        self._faults["the receiver holds what it took"] += taker.hold is not Hold.DROP and taker.hold_ms > 0
+        self._faults["a full socket"] += any(len(sender.parts[0]) > 12 for sender in plan.senders)
+        if problems:
+            self.failed = plan
+            self.problems += problems
+
+    def memory_problems(self, family: str) -> list[str]:
+        """Say whether the memory of who lived for the whole run has grown since its warm-up."""
+        samples = self.memory[family]
+        if len(samples) < _FEWEST_SAMPLES:
+            return []
+        quarter = len(samples) // 4
+        before, after = (
+            statistics.median(samples[quarter : 2 * quarter]),
+            statistics.median(samples[-quarter:]),
+        )
+        if after - before <= _GROWTH_KIB:
+            return []
+        return [
+            f"the elder of {family} grew from {before} KiB to {after} KiB: {samples[:: len(samples) // 40]}"
+        ]
+
+    def print(self) -> None:
+        """Tell it."""
+        console = Console(soft_wrap=True)
+        rounds = sum(self._rounds.values())
+        console.print(f"seed {self.seed}: {rounds} rounds in {self.seconds:.0f} s")
+        table = Table("what happened", "times", box=None)
+        for family in FAMILIES:
+            table.add_row(f"rounds of the family {family!r}", str(self._rounds[family]))
+        for fault, count in sorted(self._faults.items()):
+            table.add_row(fault, str(count))
+        for name in ("taken", "discarded", "lost", "unsent", "unknown"):
+            table.add_row(f"tensors {name}", str(getattr(self.tally, name)))
+        for error, count in sorted(self.tally.errors.items()):
+            table.add_row(f"of sends: {error}", str(count))
+        for name, seconds in msgspec.structs.asdict(self.times).items():
+            table.add_row(f"longest until {name.replace('_', ' ')}", f"{seconds * 1000:.0f} ms")
+        for family, samples in self.memory.items():
+            if samples:
+                ends = f"{samples[len(samples) // 4]} to {samples[-1]} KiB"
+                table.add_row(f"memory of the elder of {family!r}", ends)
+        console.print(table)
+        if self.problems:
+            console.print("\nWRONG:", style="bold red")
+            for problem in self.problems:
+                console.print(problem, markup=False)
+        if self.failed is not None:
+            plan = msgspec.json.format(msgspec.json.encode(self.failed), indent=1).decode()
+            console.print(f"\nround {self.failed.number}: {plan}", markup=False)
+            again = f"python -m tests.chaos --seed {self.seed} --rounds {self.failed.number} --repeat 20"
+            console.print(f"\nto play it again: {again}", markup=False)

@@ -1,0 +1,307 @@
+"""Play a round: begin it, let the faults happen, wait until it is over, and see that all is well."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Iterable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import msgspec
+
+from aiotensor import ReceiverStatistics, SenderStatistics, TensorHandle
+from tests.chaos import faults, sending, taking
+from tests.chaos.audit import Account, Tally, audit
+from tests.chaos.family import WATCHDOG_S, Family, GoneError, Member, RoundError
+from tests.chaos.here import ARENA_BYTES, MAX_MAPPED_BYTES
+from tests.chaos.journal import Sent
+from tests.chaos.plan import SLOTS, Fault, FaultKind, Round
+from tests.processes import watch
+
+__all__ = ["Times", "play"]
+
+T = TypeVar("T")
+
+_TOLD_WITHIN_S = 1.0
+_RESOURCES = (FaultKind.NO_SPACE, FaultKind.FILE_SIZE, FaultKind.NO_ADDRESSES, FaultKind.NO_DESCRIPTORS)
+_KILLS = (FaultKind.KILL, FaultKind.KILL_WITH_FORK)
+
+
+class Times(msgspec.Struct):
+    """The longest times of a run, in seconds."""
+
+    senders_told: float = 0.0  # that their receiver is gone, until nobody waits any more
+    receiver_told: float = 0.0  # that a sender is gone
+    recovered: float = 0.0  # from the end of the faults until every sender has sent something that arrived
+    settled: float = 0.0  # until every permit and block is back
+
+
+class _Play:
+    """One round of one family."""
+
+    def __init__(self, plan: Round, family: Family, times: Times) -> None:
+        self.plan = plan
+        self.family = family
+        self.times = times
+        self.gone: list[tuple[Member, int | None]] = []  # with their slots
+        self.new: list[Member] = []
+        self.programs: set[asyncio.Task[None]] = set()
+        self.receiver_is_old = True
+        self.lingering: list[int] = []
+
+    async def run(self, tally: Tally) -> list[str]:
+        family, plan = self.family, self.plan
+        await asyncio.gather(*(member.call(sending.begin_round) for member in family.members))
+        firsts = {sender.ids[-1]: sender.first for sender in family.senders}
+        await family.receiver.call(taking.take, plan.taker, firsts)
+        for slot, sender in enumerate(family.senders):
+            self._send(sender, slot, 0)
+        try:
+            async with asyncio.timeout(3 * WATCHDOG_S), _all_of(self._inject(fault) for fault in plan.faults):
+                pass
+            while self.programs:
+                await asyncio.gather(*self.programs)
+                self.programs = {program for program in self.programs if not program.done()}
+        finally:
+            for program in self.programs:
+                program.cancel()
+            for pid in self.lingering:
+                os.kill(pid, signal.SIGKILL)
+        healed = time.monotonic()
+        living = [sender for sender in family.senders if not sender.is_killed]
+        if not family.has_ended:
+            await family.receiver.call(taking.stop)
+            # Together: a probe may wait for the permit of what is asked for, and asking for its sender.
+            await asyncio.gather(self._ask(), *(family.probe(sender) for sender in living))
+            self.times.recovered = max(self.times.recovered, time.monotonic() - healed)
+        settling = time.monotonic()
+        problems = await self._settle(living)
+        self.times.settled = max(self.times.settled, time.monotonic() - settling)
+        accounts = [
+            Account(member.name, slot, member.is_killed, member.events(), member.losses, member in self.new)
+            for member, slot in [
+                *self.gone,
+                *((sender, slot) for slot, sender in enumerate(family.senders) if sender in living),
+                *([] if family.receiver.is_killed else [(family.receiver, None)]),
+            ]
+        ]
+        problems += audit(plan, accounts, family.dropped, tally)
+        problems += await self._look_around()
+        for member, _ in self.gone:
+            await member.close()
+        return problems
+
+    # The round
+
+    def _send(self, sender: Member, slot: int, part: int) -> None:
+        program = asyncio.create_task(self._program(sender, slot, part))
+        self.programs.add(program)
+
+    async def _program(self, sender: Member, slot: int, part: int) -> None:
+        with contextlib.suppress(GoneError):
+            await sender.call(
+                sending.send_all,
+                self.plan.senders[slot],
+                part,
+                pauses=self.plan.ends_the_receiver and part == 0,
+            )
+
+    async def _inject(self, fault: Fault) -> None:
+        await asyncio.sleep(fault.at_ms / 1000)
+        member = self.family.receiver if fault.target is None else self.family.senders[fault.target]
+        with contextlib.suppress(GoneError):
+            match fault.kind:
+                case FaultKind.KILL | FaultKind.KILL_WITH_FORK:
+                    if fault.kind is FaultKind.KILL_WITH_FORK:
+                        self.lingering.append(await member.call(faults.fork_and_linger))
+                    if fault.target is None:
+                        await self._end_receiver(fault.kind)
+                    else:
+                        await self._kill_sender(fault.target)
+                case FaultKind.CLOSE:
+                    if fault.target is None:
+                        await self._end_receiver(fault.kind)
+                    else:
+                        plan = self.plan.senders[fault.target]
+                        member.ids.append(await member.call(sending.reopen, plan))
+                case FaultKind.STOP:
+                    await member.stop(fault.for_ms / 1000)
+                case FaultKind.FORK:
+                    went_on = await member.call(faults.fork)
+                    if went_on:
+                        raise RoundError(f"{member.name}: {went_on} uses went on in a forked child")
+                case _:
+                    await member.call(faults.suffer, fault.kind, fault.for_ms / 1000, self.plan.number)
+
+    async def _kill_sender(self, slot: int) -> None:
+        family, sender, receiver = self.family, self.family.senders[slot], self.family.receiver
+        watched = self.receiver_is_old and not self.plan.has(slot, (FaultKind.CLOSE,))
+        at = sender.kill()
+        self.gone.append((sender, slot))
+        if watched:
+            with contextlib.suppress(GoneError):
+                pid, took = await _timed(receiver, at, receiver.call(taking.heard, sender.ids[-1]))
+                if self.receiver_is_old:
+                    self.times.receiver_told = max(self.times.receiver_told, took)
+                    if took > _TOLD_WITHIN_S or pid != sender.pid:
+                        raise RoundError(
+                            f"the end of {sender.name} was told after {took:.3f} s, naming {pid}"
+                        )
+        if not family.has_ended:
+            replacement = await family.new_sender(self.plan, slot)
+            self.new.append(replacement)
+            family.senders[slot] = replacement
+            self._send(replacement, slot, 1)
+
+    async def _end_receiver(self, kind: FaultKind) -> None:
+        family, old = self.family, self.family.receiver
+        senders = [sender for sender in family.senders if sender not in self.new]
+        self.receiver_is_old = False
+        if family.is_queue:
+            family.has_ended = True
+        if kind is FaultKind.CLOSE:
+            await old.call(taking.close)
+            at = time.monotonic()
+        else:
+            at = old.kill()
+            self.gone.append((old, None))
+        async with _all_of(self._told(sender, at) for sender in senders):
+            if family.is_queue:
+                return
+            if kind is FaultKind.CLOSE:
+                new = old
+            else:
+                new = await family.new_receiver(self.plan)
+        await new.call(taking.open_receiver)
+        await new.call(taking.take, self.plan.taker, {})
+        family.receiver = new
+
+    async def _told(self, sender: Member, at: float) -> None:
+        with contextlib.suppress(GoneError):
+            _, took = await _timed(sender, at, sender.call(sending.told))
+            self.times.senders_told = max(self.times.senders_told, took)
+            if took > _TOLD_WITHIN_S:
+                raise RoundError(f"{sender.name} was told of the end of its receiver after {took:.3f} s")
+
+    # Its end
+
+    async def _ask(self) -> None:
+        """Ask the receiver what became of every tensor that has a handle."""
+        family = self.family
+        senders = {*family.senders, *(member for member, slot in self.gone if slot is not None)}
+        handles = [
+            TensorHandle(event.sender, event.message, event.tensor, "int64", (1,), "cpu")
+            for sender in senders
+            for event in sender.events()
+            if isinstance(event, Sent)
+        ]
+        await family.receiver.call(taking.answer, handles)
+
+    async def _settle(self, living: list[Member]) -> list[str]:
+        family = self.family
+        problems = []
+        receiver: ReceiverStatistics | None = None
+        if not family.receiver.is_killed and not family.has_ended:
+            receiver = await family.receiver.call(taking.settle)
+        for sender in living:
+            statistics, sender.losses = await sender.call(sending.settle)
+            problems += [f"{sender.name}: {wrong}" for wrong in _wrong_with_sender(statistics)]
+        if receiver is not None:
+            problems += [
+                f"{family.receiver.name}: {wrong}" for wrong in _wrong_with_receiver(receiver, len(living))
+            ]
+        return problems
+
+    async def _look_around(self) -> list[str]:
+        family = self.family
+        problems = [f"left in the folder: {name}" for name in family.left_in_folder()]
+        for member, slot in self.gone:
+            problems += self._said(member, slot)
+        for slot, member in [(None, family.receiver), *enumerate(family.senders)]:
+            if member.is_killed:
+                continue
+            problems += self._said(member, slot)
+            if not family.has_ended:
+                problems += await _wrong_with_process(member, slot)
+        mine = [f"torch_{member.pid}_" for member in family.members]
+        for name in os.listdir("/dev/shm"):
+            if "aiotensor" in name or any(name.startswith(one) for one in mine):
+                problems.append(f"left in /dev/shm: {name}")
+        return problems
+
+    def _said(self, member: Member, slot: int | None) -> list[str]:
+        problems = [f"{member.name} complained: {member.complaints}"] if member.complaints else []
+        for line in member.new_log():
+            is_error = " ERROR " in line or " CRITICAL " in line or "Traceback" in line
+            if is_error and ("protocol" in line or not self.plan.has(slot, _RESOURCES)):
+                problems.append(f"{member.name} logged: {line}")
+        return problems
+
+
+@asynccontextmanager
+async def _all_of(works: Iterable[Awaitable[None]]) -> AsyncIterator[None]:
+    """Run these beside the block, and wait for them; the first error ends all."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(_await(work))
+            yield
+    except* RoundError as errors:
+        raise errors.exceptions[0] from None
+
+
+async def _await(work: Awaitable[None]) -> None:
+    await work
+
+
+async def _timed(member: Member, at: float, call: Awaitable[T]) -> tuple[T, float]:
+    """Say how long it took since an event, not counting what the process was stopped for."""
+    result = await call
+    return result, time.monotonic() - max(at, member.continued_at)
+
+
+def _wrong_with_sender(now: SenderStatistics) -> list[str]:
+    held = (now.in_flight, now.waiting, now.bytes_in_use, now.longest_wait_s, now.holders)
+    return [] if held == (0, 0, 0, 0.0, ()) else [f"holds something at rest: {now}"]
+
+
+def _wrong_with_receiver(now: ReceiverStatistics, senders: int) -> list[str]:
+    held = (now.leases, now.leased_bytes, now.unclaimed_tensors, now.unclaimed_bytes, now.waiting)
+    wrong = [] if held == (0, 0, 0, 0, 0) else [f"holds something at rest: {now}"]
+    if now.senders != senders or now.mapped_bytes != senders * ARENA_BYTES:
+        wrong.append(f"has other senders than the {senders} that live: {now}")
+    if now.mapped_bytes > MAX_MAPPED_BYTES:
+        wrong.append(f"has more mapped than it may: {now}")
+    return wrong
+
+
+async def _wrong_with_process(member: Member, slot: int | None) -> list[str]:
+    """Compare the descriptors and mappings of a process with what it should have."""
+    segments = SLOTS if slot is None else 1
+    each = 1 if slot is None else 2  # a mapping has a descriptor of its own; who made the memory keeps it too
+    ends = time.monotonic() + WATCHDOG_S
+    while True:  # unmapping runs in a thread, and the end of a connection may be heard in a moment
+        mapped, descriptors = watch.memfds(member.pid), watch.targets(member.pid)
+        own = [name for name in descriptors if "memfd:aiotensor " not in name]
+        if member.own_descriptors is None:
+            member.own_descriptors = own
+        is_right = own == member.own_descriptors and len(descriptors) - len(own) == each * mapped
+        if is_right and mapped <= segments:
+            return []
+        if time.monotonic() > ends:
+            before = "".join(f"\n  - {name}" for name in member.own_descriptors)
+            now = "".join(f"\n  + {name}" for name in descriptors)
+            return [f"{member.name} has {mapped} segments, and other descriptors than before:{before}{now}"]
+        await asyncio.sleep(0.001)
+
+
+async def play(plan: Round, family: Family, times: Times, tally: Tally) -> list[str]:
+    """Play a round, and return what is wrong.
+
+    Raises:
+        RoundError: it could not be played to its end.
+    """
+    await family.prepare(plan)
+    return await _Play(plan, family, times).run(tally)

@@ -1,0 +1,63 @@
+"""A run: one round after the other, until the time is over or something is wrong."""
+
+import contextlib
+import itertools
+import time
+
+from tests.chaos.family import Family, RoundError
+from tests.chaos.plan import Round, plan_round
+from tests.chaos.report import Run
+from tests.chaos.rounds import play
+from tests.processes import watch
+
+__all__ = ["run_for"]
+
+
+async def run_for(seed: int, seconds: float, rounds: range | None, repeat: int) -> Run:
+    """Play rounds.
+
+    Args:
+        seed: what they are planned from.
+        seconds: for how long new ones are begun.
+        rounds: which; None for as many as there is time for.
+        repeat: how often each of `rounds` is played.
+    """
+    run = Run(seed)
+    families: dict[str, Family] = {}
+    ends = time.monotonic() + seconds
+    numbers = itertools.count() if rounds is None else (n for n in rounds for _ in range(repeat))
+    try:
+        for number in numbers:
+            if time.monotonic() > ends:
+                break
+            plan = plan_round(seed, number)
+            family = families.get(plan.family) or families.setdefault(plan.family, Family(plan.family))
+            await _play(run, plan, family)
+            if run.problems:
+                break
+        else:
+            run.seconds = time.monotonic() - ends + seconds
+        for family in families.values() if not run.problems else ():
+            _compare_memory(run, family)
+            run.problems += await family.finish()
+        run.seconds = time.monotonic() - ends + seconds
+    finally:
+        for family in families.values():
+            with contextlib.suppress(ProcessLookupError):
+                await family.close()
+    return run
+
+
+async def _play(run: Run, plan: Round, family: Family) -> None:
+    try:
+        problems = await play(plan, family, run.times, run.tally)
+    except RoundError as error:
+        problems = [str(error)]
+    run.note(plan, problems)
+    if family.elder is not None and not problems:
+        run.memory[family.name].append(watch.status(family.elder.pid, "RssAnon"))
+
+
+def _compare_memory(run: Run, family: Family) -> None:
+    """See that who lived for the whole run holds as much at its end as in its middle."""
+    run.problems += run.memory_problems(family.name)
