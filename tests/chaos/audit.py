@@ -120,8 +120,8 @@ class _Audit:
             return self._unsent(message, end, taken, tally)
         if taken:
             tally.taken += 1
-            return self._answered_twice(message, taken[0])
-        return self._untaken(message, end, handle, tally)
+            return self._answered_twice(message, handle, taken[0])
+        return self._untaken(message, handle, tally)
 
     def _unsent(self, message: _Message, end: Ended, taken: list[Taken], tally: Tally) -> str:
         tally.errors[end.how] += 1
@@ -133,17 +133,17 @@ class _Audit:
             return f"nothing that happened in this round explains its {end.how}: {end.text}"
         return ""
 
-    def _answered_twice(self, message: _Message, taken: Taken) -> str:
+    def _answered_twice(self, message: _Message, handle: Sent | None, taken: Taken) -> str:
         """Say what is wrong with the answer to who asked again for a tensor that was taken."""
         error = self.answers.get((taken.sender, taken.message, taken.tensor), "AlreadyTakenError")
         allowed = {"AlreadyTakenError"}
         if message.is_withdrawn or (taken.sender, taken.message) in self.dropped:
             allowed |= {"DiscardedError"}  # with what was left of its message
-        if self._may_be_lost(message):
+        if self._may_be_lost(message, handle):
             allowed |= {"PeerLostError"}
         return "" if error in allowed else f"taken as {taken}, and asking again raised {error}"
 
-    def _untaken(self, message: _Message, end: Ended, handle: Sent | None, tally: Tally) -> str:
+    def _untaken(self, message: _Message, handle: Sent | None, tally: Tally) -> str:
         if handle is None:
             return "it was sent, without a handle"
         error = self.answers.get((handle.sender, handle.message, handle.tensor))
@@ -153,18 +153,21 @@ class _Audit:
         else:
             tally.lost += 1
             allowed = set[str]()
-        if self._may_be_lost(message):
+        if self._may_be_lost(message, handle):
             allowed |= {"PeerLostError"}
         if not allowed:
-            return f"it was sent as {handle} and is lost, though nobody died: {error}"
+            return (
+                f"it was sent as {handle} and is lost ({error}), though no connection ended since: "
+                f"{handle.losses} losses when it was sent, {message.account.losses} in the end"
+            )
         if error is not None and error not in allowed:
             return f"nobody took {handle}, and asking for it raised {error}"
         return ""
 
-    def _may_be_lost(self, message: _Message) -> bool:
-        """Say whether a connection ended after a message was sent."""
-        account, end = message.account, message.end
-        if account.is_killed or (end is not None and account.losses > end.losses):
+    def _may_be_lost(self, message: _Message, handle: Sent | None) -> bool:
+        """Say whether a connection ended after a tensor was sent."""
+        account = message.account
+        if account.is_killed or (handle is not None and account.losses > handle.losses):
             return True
         # Who closed before its receiver was lost has not counted that.
         was_closed = self.plan.has(account.slot, (FaultKind.CLOSE,))

@@ -13,7 +13,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from aiotensor import AioTensorError, TensorQueue
 from aiotensor.links import Endpoint
 from tests.chaos import here, journal, sending, taking
-from tests.chaos.plan import FAMILIES, SLOTS, Round
+from tests.chaos.plan import FAMILIES, SLOTS, Round, SenderPlan
 from tests.processes.peers import Peer, State
 
 __all__ = ["WATCHDOG_S", "Family", "GoneError", "Member", "RoundError"]
@@ -48,17 +48,19 @@ class Member:
         self.name = name
         self.is_killed = False
         self.continued_at = 0.0  # when it was last continued
-        self.ids: list[str] = []  # of its senders, the present one last
+        self.id = ""  # of its sender
         self.first = 0  # the number of its next message
         self.losses = 0  # of receivers, counted at the end of a round
         self.own_descriptors: list[str] | None = None  # beside its segments
         self._path = f"{folder}/{name}"
+        open(f"{self._path}.stderr", "w").close()
         self._folder = folder
         self._peer = Peer(endpoint, uvloop=uvloop)
         self.pid = self._peer.pid
         self._gone = asyncio.get_running_loop().create_future()
         self._stops = 0
         self._log_offset = 0
+        self._is_closed = False
 
     async def begin(self) -> None:
         """Give it its files."""
@@ -142,7 +144,10 @@ class Member:
         return await asyncio.wait_for(self._peer.finish(), WATCHDOG_S)
 
     async def close(self) -> None:
-        """Forget it, and end it if it lives."""
+        """Forget it, and end it if it lives; closing again does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         await self._peer.close()
         for kind in ("journal", "stderr", "log"):
             with contextlib.suppress(FileNotFoundError):
@@ -190,7 +195,7 @@ class Family:
         """Begin a process with a sender."""
         sender = plan.senders[slot]
         member = await self._new(f"sender-{slot}", uvloop=sender.uvloop)
-        member.ids.append(await member.call(sending.open_sender, sender))
+        member.id = await member.call(sending.open_sender, sender)
         return member
 
     async def prepare(self, plan: Round) -> None:
@@ -201,11 +206,11 @@ class Family:
                 raise RoundError("\n".join(wrong))
             await self._begin(plan)
 
-    async def probe(self, sender: Member) -> None:
+    async def probe(self, sender: Member, plan: SenderPlan) -> None:
         """See that a tensor of a sender arrives, and which number is next."""
         for _ in range(_PROBES):
-            handle = await sender.call(sending.probe)
-            sender.first = handle.message + 1
+            handle = await sender.call(sending.probe, plan)
+            sender.id, sender.first = handle.sender, handle.message + 1
             if await self.receiver.call(taking.take_probe, handle):
                 return
         raise RoundError(f"{sender.name}: {_PROBES} tensors did not arrive as they were")
@@ -239,8 +244,8 @@ class Family:
         )
         self.dropped.clear()
         await self.receiver.call(taking.open_receiver)
-        for sender in self.senders:
-            await self.probe(sender)
+        for slot, sender in enumerate(self.senders):
+            await self.probe(sender, plan.senders[slot])
         self.has_ended = False
 
     async def _new(self, role: str, *, uvloop: bool) -> Member:

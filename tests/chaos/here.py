@@ -51,7 +51,6 @@ async def begin(state: State, folder: str, name: str) -> None:
     loop = asyncio.get_running_loop()
     if isinstance(loop, asyncio.BaseEventLoop):
         loop.time = lambda: time.monotonic() + here.jumped_s  # type: ignore[method-assign]
-    gc.collect()
     gc.freeze()  # a collection at every allocation then looks at little
 
 

@@ -29,20 +29,20 @@ class Began(msgspec.Struct, tag=True, frozen=True):
 
 
 class Sent(msgspec.Struct, tag=True, frozen=True):
-    """A tensor has got its handle."""
+    """A tensor has got its handle; its sender had lost so many receivers by then."""
 
     token: int
     sender: str
     message: int
     tensor: int
+    losses: int
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
-    """Sending a message ended: it is "whole", or the name of the error; after so many losses of receivers."""
+    """Sending a message ended: it is "whole", or here is the name of the error."""
 
     key: int
     how: str
-    losses: int
     text: str = ""
 
 

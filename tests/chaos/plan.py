@@ -265,7 +265,8 @@ def _plan_faults(rng: random.Random, family: str) -> tuple[Fault, ...]:
             elder = {"server": 0, "engine": None}.get(family, -1)
             if target == elder or target in ends:
                 continue  # one end for each in a round, and who lives for ever has none
-            if kind is FaultKind.CLOSE and ends:
+            closes = kind is FaultKind.CLOSE or any(fault.kind is FaultKind.CLOSE for fault in faults)
+            if closes and (target is None or None in ends) and ends:
                 continue  # a sender that is closed does not notice that its receiver ends
             ends.add(target)
         for_ms = rng.choice((rng.uniform(1, 5), rng.uniform(5, 60)))

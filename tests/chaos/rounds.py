@@ -54,7 +54,7 @@ class _Play:
     async def run(self, tally: Tally) -> list[str]:
         family, plan = self.family, self.plan
         await asyncio.gather(*(member.call(sending.begin_round) for member in family.members))
-        firsts = {sender.ids[-1]: sender.first for sender in family.senders}
+        firsts = {sender.id: sender.first for sender in family.senders}
         await family.receiver.call(taking.take, plan.taker, firsts)
         for slot, sender in enumerate(family.senders):
             self._send(sender, slot, 0)
@@ -70,20 +70,22 @@ class _Play:
             for pid in self.lingering:
                 os.kill(pid, signal.SIGKILL)
         healed = time.monotonic()
-        living = [sender for sender in family.senders if not sender.is_killed]
+        living = [(slot, sender) for slot, sender in enumerate(family.senders) if not sender.is_killed]
         if not family.has_ended:
             await family.receiver.call(taking.stop)
             # Together: a probe may wait for the permit of what is asked for, and asking for its sender.
-            await asyncio.gather(self._ask(), *(family.probe(sender) for sender in living))
+            await asyncio.gather(
+                self._ask(), *(family.probe(sender, plan.senders[slot]) for slot, sender in living)
+            )
             self.times.recovered = max(self.times.recovered, time.monotonic() - healed)
         settling = time.monotonic()
-        problems = await self._settle(living)
+        problems = await self._settle([sender for _, sender in living])
         self.times.settled = max(self.times.settled, time.monotonic() - settling)
         accounts = [
             Account(member.name, slot, member.is_killed, member.events(), member.losses, member in self.new)
             for member, slot in [
                 *self.gone,
-                *((sender, slot) for slot, sender in enumerate(family.senders) if sender in living),
+                *((sender, slot) for slot, sender in living),
                 *([] if family.receiver.is_killed else [(family.receiver, None)]),
             ]
         ]
@@ -125,7 +127,7 @@ class _Play:
                         await self._end_receiver(fault.kind)
                     else:
                         plan = self.plan.senders[fault.target]
-                        member.ids.append(await member.call(sending.reopen, plan))
+                        member.id = await member.call(sending.reopen, plan)
                 case FaultKind.STOP:
                     await member.stop(fault.for_ms / 1000)
                 case FaultKind.FORK:
@@ -142,7 +144,7 @@ class _Play:
         self.gone.append((sender, slot))
         if watched:
             with contextlib.suppress(GoneError):
-                pid, took = await _timed(receiver, at, receiver.call(taking.heard, sender.ids[-1]))
+                pid, took = await _timed(receiver, at, receiver.call(taking.heard, sender.id))
                 if self.receiver_is_old:
                     self.times.receiver_told = max(self.times.receiver_told, took)
                     if took > _TOLD_WITHIN_S or pid != sender.pid:
@@ -190,7 +192,9 @@ class _Play:
     async def _ask(self) -> None:
         """Ask the receiver what became of every tensor that has a handle."""
         family = self.family
-        senders = {*family.senders, *(member for member, slot in self.gone if slot is not None)}
+        senders = {*family.senders}
+        if self.receiver_is_old:  # a new one has never heard of those that were killed before it came
+            senders |= {member for member, slot in self.gone if slot is not None}
         handles = [
             TensorHandle(event.sender, event.message, event.tensor, "int64", (1,), "cpu")
             for sender in senders

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import multiprocessing
 import time
 
 from tests.chaos.family import Family, RoundError
@@ -22,6 +23,9 @@ async def run_for(seed: int, seconds: float, rounds: range | None, repeat: int) 
         rounds: which; None for as many as there is time for.
         repeat: how often each of `rounds` is played.
     """
+    # Thousands of processes begin, each from one that has imported what takes long.
+    forkserver = multiprocessing.get_context("forkserver")
+    forkserver.set_forkserver_preload(["click", "rich", "uvloop", "tests.chaos.rounds"])
     run = Run(seed)
     families: dict[str, Family] = {}
     ends = time.monotonic() + seconds
@@ -53,6 +57,9 @@ async def _play(run: Run, plan: Round, family: Family) -> None:
         problems = await play(plan, family, run.times, run.tally)
     except RoundError as error:
         problems = [str(error)]
+    except BaseException as error:
+        error.add_note(f"in round {plan.number} of seed {run.seed}")
+        raise
     run.note(plan, problems)
     if family.elder is not None and not problems:
         run.memory[family.name].append(watch.status(family.elder.pid, "RssAnon"))

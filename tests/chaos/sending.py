@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from aiotensor import AioTensorError, PeerLostError, SenderStatistics, TensorHandle, TensorSender
+from aiotensor import AioTensorError, PeerLostError, SenderStatistics, TensorHandle, TensorQueue, TensorSender
 from tests.chaos.here import ARENA_BYTES, here
 from tests.chaos.journal import Began, Broken, Ended, Sent, Withdrawn
 from tests.chaos.plan import Order, SenderPlan
@@ -116,7 +116,7 @@ async def _carry_out(state: State, order: Order, sources: Sequence[torch.Tensor]
         how, text = type(error).__name__, str(error)
     finally:
         _now.pending -= 1
-    here.journal(Ended(order.key, how, _losses(state), text))
+    here.journal(Ended(order.key, how, text))
     if order.fate == "discard" and handles:
         await asyncio.sleep(order.after_ms / 1000)
         here.journal(Withdrawn(order.key))
@@ -145,7 +145,8 @@ async def _send(
     sender = state.sender
 
     def sent(handle: TensorHandle) -> None:
-        here.journal(Sent(order.key + handle.tensor, handle.sender, handle.message, handle.tensor))
+        token = order.key + handle.tensor
+        here.journal(Sent(token, handle.sender, handle.message, handle.tensor, _losses(state)))
         handles.append(handle)
 
     match order.how:
@@ -190,13 +191,15 @@ async def told(state: State) -> int:
     return _losses(state)
 
 
-async def probe(state: State) -> TensorHandle:
+async def probe(state: State, plan: SenderPlan) -> TensorHandle:
     """Send something to whoever receives now, or will."""
     while True:
         # A process that is being killed has its listening socket a little longer than its connections, and
         # one that is refused because of a limit is let in when there is room.
         with contextlib.suppress(PeerLostError):
             return await state.sender.send(pattern(0, 3))
+        if isinstance(state.endpoint, TensorQueue):  # who was refused there has to be opened again
+            await reopen(state, plan)
         await asyncio.sleep(0.001)
 
 
