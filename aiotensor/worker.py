@@ -2,17 +2,31 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 __all__ = ["Worker"]
 
 logger = logging.getLogger("aiotensor")
 
 R = TypeVar("R")
+
+
+class _Piece(Generic[R]):
+    """A piece of work, as long as somebody wants it."""
+
+    def __init__(self, work: Callable[[], R]) -> None:
+        self._work = work
+        self.is_wanted = True
+
+    def __call__(self) -> R:
+        if not self.is_wanted:
+            raise CancelledError
+        return self._work()
 
 
 class Worker:
@@ -41,9 +55,18 @@ class Worker:
         Args:
             work: what to do, in the thread.
             on_done: called in the loop when the work has returned or failed, before whoever awaits it wakes.
+
+        Raises:
+            OSError: there is no thread yet, and the machine has none to give.
         """
         future: asyncio.Future[R] = self._loop.create_future()
-        running = self._executor.submit(work)
+        piece = _Piece(work)
+        try:
+            running = self._executor.submit(piece)
+        except RuntimeError as error:
+            # It is in the executor's queue all the same, and would run before the next piece.
+            piece.is_wanted = False
+            raise OSError(errno.EAGAIN, f"no thread can be started: {error}") from error
         self._running += 1
         running.add_done_callback(lambda done: self._in_loop(done, future, on_done))
         future.add_done_callback(lambda done: running.cancel() if done.cancelled() else None)
@@ -54,9 +77,15 @@ class Worker:
 
         Args:
             what: what it is called in the log.
-            work: what to do, in the thread.
+            work: what to do, in the thread; here, if none can be started.
         """
-        self.submit(work).add_done_callback(partial(_log_failure, what))
+        try:
+            future = self.submit(work)
+        except OSError as error:
+            logger.warning("%s on the event loop: %s", what, error)
+            work()
+        else:
+            future.add_done_callback(partial(_log_failure, what))
 
     async def settle(self) -> None:
         """Wait until nothing runs; errors are for those who asked for the work.

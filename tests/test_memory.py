@@ -10,6 +10,7 @@ import torch
 
 from aiotensor.gates import Gate
 from aiotensor.memory import Memory
+from aiotensor.worker import Worker
 from tests.pairs import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -76,3 +77,64 @@ async def test_memory_that_was_filled_on_the_loop_is_not_given_back_by_an_earlie
     await memory.settle()
     assert set(bytes(again.place.view())) == {9}
     await memory.aclose()
+
+
+class _NoThread(threading.Thread):
+    def start(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+
+async def test_a_copy_for_which_no_thread_could_be_started_is_never_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = new_memory(8 * MIB)
+    block = await memory.acquire(MIB)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "Thread", _NoThread)
+        with pytest.raises(OSError, match="no thread"):
+            await memory.copy(torch.full((MIB,), 1, dtype=torch.uint8), block, None)
+    there = await memory.acquire(MIB)
+    assert there.place.offset == block.place.offset
+    memory.copy_now(torch.full((MIB,), 2, dtype=torch.uint8), there)
+    other = await memory.acquire(2 * MIB)
+    await memory.copy(torch.full((2 * MIB,), 3, dtype=torch.uint8), other, None)  # now there is a thread
+    assert bytes(there.place.view()) == b"\2" * MIB
+    for one in (there, other):
+        memory.unpin_owner(one.number)
+    await memory.aclose()
+
+
+@pytest.mark.parametrize("mib", [4, 8])
+async def test_a_large_copy_is_made_by_one_thread_if_no_second_one_can_be_started(
+    mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = new_memory(16 * MIB)
+    warm = await memory.acquire(8 * MIB)
+    await memory.copy(torch.zeros(2 * MIB, dtype=torch.uint8), warm, None)  # the first thread
+    memory.unpin_owner(warm.number)
+    block = await memory.acquire(mib * MIB)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "Thread", _NoThread)
+        await memory.copy(torch.full((mib * MIB,), 1, dtype=torch.uint8), block, None)
+    assert bytes(block.place.view()) == b"\1" * mib * MIB
+    other = await memory.acquire(4 * MIB)
+    await memory.copy(torch.full((4 * MIB,), 2, dtype=torch.uint8), other, None)
+    assert bytes(block.place.view()) == b"\1" * mib * MIB
+    assert bytes(other.place.view()) == b"\2" * 4 * MIB
+    for one in (block, other):
+        memory.unpin_owner(one.number)
+    await memory.aclose()
+
+
+async def test_work_that_nobody_waits_for_is_done_on_the_loop_if_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker, done = Worker("worker under test"), list[int]()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "Thread", _NoThread)
+        worker.begin("something", lambda: done.append(1))
+        assert done == [1]
+    worker.begin("something", lambda: done.append(2))
+    await worker.settle()
+    assert done == [1, 2]
+    worker.close()

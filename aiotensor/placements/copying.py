@@ -1,8 +1,9 @@
 """Copying a tensor's values into shared memory: at once if that is quick, else in threads."""
 
+import contextlib
 import ctypes
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 
 import numpy as np
 import torch
@@ -70,14 +71,16 @@ def copy_in_threads(
                 return
             ctypes.memmove(there + start, here + start, length)
 
+    other: Future[None] | None = None
     if flat.nbytes >= _SHARED_COPY_BYTES:
-        other = helper.submit(share)
-        try:
-            share()
-        finally:
-            other.result()  # it has only addresses: while it runs, the memory under them must live
-    else:
+        # If it cannot be started, it finds nothing left to do when it is, with the next copy.
+        with contextlib.suppress(RuntimeError):
+            other = helper.submit(share)
+    try:
         share()
+    finally:
+        if other is not None:
+            other.result()  # it has only addresses: while it runs, the memory under them must live
     if is_abandoned():
         raise CopyAbandonedError
 
