@@ -67,10 +67,16 @@ def _small_files(rng: random.Random) -> AbstractContextManager[None]:
     return _limited(resource.RLIMIT_FSIZE, ARENA_BYTES - 1)
 
 
-def _few_addresses(rng: random.Random) -> AbstractContextManager[None]:
+@contextmanager
+def _few_addresses(rng: random.Random) -> Iterator[None]:
     """Leave room for what Python needs meanwhile, and none for a segment."""
     used = watch.status(os.getpid(), "VmSize") << 10
-    return _limited(resource.RLIMIT_AS, used + ARENA_BYTES - mmap.PAGESIZE)
+    here.lacks_addresses = True
+    try:
+        with _limited(resource.RLIMIT_AS, used + ARENA_BYTES - mmap.PAGESIZE):
+            yield
+    finally:
+        here.lacks_addresses = False
 
 
 def _no_descriptors(rng: random.Random) -> AbstractContextManager[None]:
