@@ -1,6 +1,7 @@
 """What a process of the run keeps for itself, beside the ends that it has open."""
 
 import asyncio
+import ctypes
 import faulthandler
 import gc
 import logging
@@ -16,11 +17,14 @@ import torch
 from tests.chaos.journal import Journal
 from tests.processes.peers import State
 
-__all__ = ["ARENA_BYTES", "MAX_MAPPED_BYTES", "begin", "here", "say_where", "token_of"]
+__all__ = ["ARENA_BYTES", "MAX_MAPPED_BYTES", "begin", "here", "say_where", "tidy", "token_of"]
 
 ARENA_BYTES = 16 << 20
 MAX_MAPPED_BYTES = 4 * ARENA_BYTES  # three senders, and what is left of a killed one
 _PIECE = 8192  # elements
+_M_MMAP_THRESHOLD = -3
+
+_libc = ctypes.CDLL(None)
 
 
 class Here:
@@ -52,7 +56,15 @@ async def begin(state: State, folder: str, name: str) -> None:
     loop = asyncio.get_running_loop()
     if isinstance(loop, asyncio.BaseEventLoop):
         loop.time = lambda: time.monotonic() + here.jumped_s  # type: ignore[method-assign]
+    _libc.mallopt(_M_MMAP_THRESHOLD, 128 << 10)  # else it grows with what is freed, and so does the heap
     gc.freeze()  # a collection at every allocation then looks at little
+
+
+async def tidy(state: State) -> None:
+    """Give memory that is free back to the system, so that what is left is what is used."""
+    del state
+    gc.collect()
+    _libc.malloc_trim(0)
 
 
 async def say_where(state: State) -> None:

@@ -13,7 +13,7 @@ from tests.chaos.rounds import Times
 
 __all__ = ["Run"]
 
-_FEWEST_SAMPLES = 200
+_FEWEST_SAMPLES = 80
 _GROWTH_KIB = 4096  # of an allocator that has not met every size in its warm-up
 
 
@@ -78,9 +78,8 @@ class Run:
         for name, seconds in msgspec.structs.asdict(self.times).items():
             table.add_row(f"longest until {name.replace('_', ' ')}", f"{seconds * 1000:.0f} ms")
         for family, samples in self.memory.items():
-            if samples:
-                ends = f"{samples[len(samples) // 4]} to {samples[-1]} KiB"
-                table.add_row(f"memory of the elder of {family!r}", ends)
+            course = ", ".join(str(sample >> 10) for sample in samples[:: len(samples) // 8 or 1])
+            table.add_row(f"memory of the elder of {family!r}", f"{course} MiB")
         console.print(table)
         if self.problems:
             console.print("\nWRONG:", style="bold red")

@@ -5,6 +5,7 @@ import itertools
 import multiprocessing
 import time
 
+from tests.chaos import here
 from tests.chaos.family import Family, RoundError
 from tests.chaos.plan import Round, plan_round
 from tests.chaos.report import Run
@@ -12,6 +13,8 @@ from tests.chaos.rounds import play
 from tests.processes import watch
 
 __all__ = ["run_for"]
+
+_ROUNDS_A_SAMPLE = 5
 
 
 async def run_for(seed: int, seconds: float, rounds: range | None, repeat: int) -> Run:
@@ -61,7 +64,8 @@ async def _play(run: Run, plan: Round, family: Family) -> None:
         error.add_note(f"in round {plan.number} of seed {run.seed}")
         raise
     run.note(plan, problems)
-    if family.elder is not None and not problems:
+    if family.elder is not None and not problems and plan.number % _ROUNDS_A_SAMPLE == 0:
+        await family.elder.call(here.tidy)
         run.memory[family.name].append(watch.status(family.elder.pid, "RssAnon"))
 
 

@@ -1,6 +1,7 @@
 """What the receiver's process does in a round."""
 
 import asyncio
+import contextlib
 import gc
 import random
 import weakref
@@ -10,6 +11,7 @@ import torch
 
 from aiotensor import (
     AioTensorError,
+    ClosedError,
     DiscardedError,
     PeerLostError,
     ReceiverStatistics,
@@ -75,7 +77,8 @@ class _Taking:
     async def _discard(self, handle: TensorHandle) -> None:
         await asyncio.sleep(self.rng.uniform(0, 0.02))
         here.journal(Dropped(handle.sender, handle.message))
-        self.receiver.discard(handle)
+        with contextlib.suppress(ClosedError):
+            self.receiver.discard(handle)
 
     async def _wait_in_vain(self, sender: str) -> None:
         """Wait for what never comes, and hear of the end of the sender."""
