@@ -18,7 +18,6 @@ from aiotensor import TensorHandle, UsageError
 from tests.chaos.here import ARENA_BYTES, here
 from tests.chaos.plan import FaultKind
 from tests.pairs import pattern
-from tests.processes import watch
 from tests.processes.peers import State
 
 __all__ = ["fork", "fork_and_linger", "suffer"]
@@ -68,15 +67,19 @@ def _small_files(rng: random.Random) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _few_addresses(rng: random.Random) -> Iterator[None]:
-    """Leave room for what Python needs meanwhile, and none for a segment."""
-    used = watch.status(os.getpid(), "VmSize") << 10
-    here.lacks_addresses = True
+def _no_addresses(rng: random.Random) -> Iterator[None]:
+    # By hand: a limit on addresses (RLIMIT_AS) hits the interpreter first. A thread that cannot allocate in its
+    # first steps leaves `Thread.start` waiting for ever.
+    real = mmap.mmap
+
+    def refuse(*_: object, **__: object) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    mmap.mmap = refuse  # type: ignore[misc, assignment]
     try:
-        with _limited(resource.RLIMIT_AS, used + ARENA_BYTES - mmap.PAGESIZE):
-            yield
+        yield
     finally:
-        here.lacks_addresses = False
+        mmap.mmap = real  # type: ignore[misc]
 
 
 def _no_descriptors(rng: random.Random) -> AbstractContextManager[None]:
@@ -113,7 +116,7 @@ def _collecting(rng: random.Random) -> Iterator[None]:
 _WINDOWS: dict[FaultKind, Callable[[random.Random], AbstractContextManager[None]]] = {
     FaultKind.NO_SPACE: _no_space,
     FaultKind.FILE_SIZE: _small_files,
-    FaultKind.NO_ADDRESSES: _few_addresses,
+    FaultKind.NO_ADDRESSES: _no_addresses,
     FaultKind.NO_DESCRIPTORS: _no_descriptors,
     FaultKind.CLOCK: _jumping_clock,
     FaultKind.COLLECT: _collecting,

@@ -33,7 +33,6 @@ class Here:
     def __init__(self) -> None:
         self.journal: Journal
         self.collects_in_finalizers = False
-        self.lacks_addresses = False
         self.jumped_s = 0.0  # by how much the loop's clock is ahead
 
 

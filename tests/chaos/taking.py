@@ -70,9 +70,6 @@ class _Taking:
             self.took(handle, await self.receiver.receive(handle, copy=copies))
         except AioTensorError:
             return  # what became of it is asked again in the end
-        except (RuntimeError, MemoryError):
-            if not here.lacks_addresses:  # else there was none for a thread, or for the copy
-                raise
 
     async def _discard(self, handle: TensorHandle) -> None:
         await asyncio.sleep(self.rng.uniform(0, 0.02))
