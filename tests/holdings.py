@@ -1,0 +1,146 @@
+"""What is held: permits, memory, leases, waiters, tasks, threads, descriptors; and that it is as it was."""
+
+import asyncio
+import gc
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import torch
+
+from aiotensor import TensorReceiver, TensorSender
+from tests.conftest import our_descriptors
+from tests.pairs import BIG, pattern
+from tests.processes.watch import memfds
+
+__all__ = ["Party", "Watch"]
+
+Party: TypeAlias = TensorSender | TensorReceiver
+
+# A leak is one for ever: so long is waited for what is on its way back, before it is called one.
+_PATIENCE_S = 10.0
+_TURNS_BEFORE_COLLECTING = 20
+
+
+class Watch(logging.Handler):
+    """Note what is held, and find what is held longer; collects errors that nobody else would see.
+
+    Args:
+        parties: whose books are looked at. Of a sender and a receiver it is also seen that a tensor still
+            gets from the one to the other.
+    """
+
+    def __init__(self, parties: Sequence[Party]) -> None:
+        super().__init__(logging.ERROR)
+        self._parties = parties
+        self._before: dict[str, object] | None = None
+        self._errors: list[object] = []
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._handler = self._loop.get_exception_handler()
+        self._loop.set_exception_handler(lambda _, context: self._errors.append(context))
+        logging.getLogger("aiotensor").addHandler(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        logging.getLogger("aiotensor").removeHandler(self)
+        self._loop.set_exception_handler(self._handler)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Collect what the library logs as an error."""
+        self._errors.append(record.getMessage())
+
+    async def check(self) -> None:
+        """Wait until everything is as it was at the first call, and fail if that never comes."""
+        if self._before is None:
+            await self._pass_tensors()  # what is made for the first one stays
+            gc.collect()  # what earlier tests left
+            self._before = await self._at_rest()
+        await self._come_back(self._before)
+        await self._pass_tensors()
+        await self._come_back(self._before)
+        gc.collect()  # what was dropped complains now
+        assert not self._errors, f"errors that nobody was told of: {self._errors}"
+
+    async def _pass_tensors(self) -> None:
+        match self._parties:
+            case [TensorSender() as sender, TensorReceiver() as receiver]:
+                for count in (3, BIG):
+                    handle = await sender.send(pattern(count, count))
+                    assert torch.equal(await receiver.receive(handle), pattern(count, count))
+
+    async def _come_back(self, before: dict[str, object]) -> None:
+        end, turn = self._loop.time() + _PATIENCE_S, 0
+        while (now := self._holdings()) != before:
+            turn += 1
+            if turn % _TURNS_BEFORE_COLLECTING == 0:
+                gc.collect()  # an error that was caught may hold a frame, and that a tensor
+            changed = {name: (before[name], now[name]) for name in now if now[name] != before[name]}
+            assert self._loop.time() < end, f"left behind, as (before, now): {changed}"
+            await asyncio.sleep(0)
+
+    async def _at_rest(self) -> dict[str, object]:
+        """Return what is held when nothing changes any more: frames on their way have arrived."""
+        rest, same = self._holdings(), 0
+        while same < _TURNS_BEFORE_COLLECTING:
+            await asyncio.sleep(0)
+            now = self._holdings()
+            same = same + 1 if now == rest else 0
+            rest = now
+        return rest
+
+    def _holdings(self) -> dict[str, object]:
+        held: dict[str, object] = {
+            "tasks": asyncio.all_tasks() - {asyncio.current_task()},
+            "threads": sorted(
+                thread.name for thread in threading.enumerate() if thread.name.startswith("aiotensor")
+            ),
+            "descriptors": our_descriptors(),
+            "mappings": memfds(os.getpid()),
+        }
+        for number, party in enumerate(self._parties):
+            of = _of_sender(party) if isinstance(party, TensorSender) else _of_receiver(party)
+            held |= {f"{what} of {type(party).__name__} {number}": amount for what, amount in of.items()}
+        return held
+
+
+def _of_sender(sender: TensorSender) -> dict[str, object]:
+    seen, outgoing = sender.statistics(), sender._outgoing
+    gates: list[Any] = [outgoing.permits, outgoing.memory.gate]
+    return {
+        "permits": seen.in_flight,
+        "bytes": seen.bytes_in_use,
+        "waiting": seen.waiting,
+        "holders": len(seen.holders),
+        # What no statistics tell.
+        "waiters at the gates": sum(len(gate._waits) + len(gate._reported) for gate in gates),
+        "holders at the gates": sum(len(gate.budget._held) for gate in gates),
+        "parked bytes": outgoing._parked,
+        "drainers": len(outgoing._drainers),
+        "copies": len(outgoing.memory._copies) + outgoing.memory._worker._running,
+        "announced messages": len(outgoing._conversation._announced),
+        "those who look for a receiver": len(getattr(outgoing._link, "_waiters", ())),
+    }
+
+
+def _of_receiver(receiver: TensorReceiver) -> dict[str, object]:
+    seen = receiver.statistics()
+    return {
+        "senders": seen.senders,
+        "mapped bytes": seen.mapped_bytes,
+        "leases": seen.leases,
+        "leased bytes": seen.leased_bytes,
+        "unclaimed tensors": seen.unclaimed_tensors,
+        "waiting": seen.waiting,
+        # What no statistics tell.
+        "lines of waiters": len(receiver._waiters),
+        "claims": bool(receiver._mailbox._claims),
+        "arrivals": len(receiver._mailbox._arrivals),
+        "answers": len(receiver._incoming.answers._pending),
+    }
