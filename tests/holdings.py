@@ -65,7 +65,7 @@ class Watch(logging.Handler):
         await self._come_back(self._before)
         await self._pass_tensors()
         await self._come_back(self._before)
-        gc.collect()  # what was dropped complains now
+        gc.collect(1)  # what was dropped in this run complains now
         assert not self._errors, f"errors that nobody was told of: {self._errors}"
 
     async def _pass_tensors(self) -> None:

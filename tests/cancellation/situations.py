@@ -1,0 +1,119 @@
+"""Situations in which operations wait: a copy under way, a line at a gate, a link that takes nothing more."""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import socket
+import threading
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+import pytest
+
+from aiotensor import TensorQueue, TensorSender, WouldBlockError
+from aiotensor.descriptors import close_all
+from aiotensor.placements.copying import QUICK_BYTES
+from tests.pairs import pattern
+
+__all__ = ["SLOW", "HeldUp", "Unread", "clog", "in_line", "unread"]
+
+T = TypeVar("T")
+
+SLOW = QUICK_BYTES // 8 + 1000  # elements of int64: the worker thread copies so many, warm or cold
+
+
+class HeldUp:
+    """Stop copies in the middle of a step until they are let go.
+
+    Args:
+        monkeypatch: takes it back after the test.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._copying = threading.Event()
+        self._go_on = threading.Event()
+        self._memmove = ctypes.memmove
+        self._go_on.set()
+        monkeypatch.setattr(ctypes, "memmove", self._step)
+
+    def stop(self) -> None:
+        """Stop the next copy when it has begun."""
+        self._copying.clear()
+        self._go_on.clear()
+
+    def go_on(self) -> None:
+        """Let it go on."""
+        self._go_on.set()
+
+    def is_copying(self) -> bool:
+        """Say whether one has begun since."""
+        return self._copying.is_set()
+
+    def _step(self, target: int, source: int, length: int) -> None:
+        self._copying.set()
+        self._go_on.wait()
+        self._memmove(target, source, length)
+
+
+async def in_line(sender: TensorSender, operation: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+    """Begin an operation that joins a line of the sender, and return its task when it stands there."""
+    task = asyncio.get_running_loop().create_task(operation)
+    await asyncio.sleep(0)  # its first step, which takes it there
+    assert sender.statistics().waiting
+    return task
+
+
+class Unread:
+    """The far end of a link, which nobody reads until it is asked to."""
+
+    def __init__(self, listening: socket.socket | None, reading: socket.socket | None) -> None:
+        self._listening = listening
+        self._reading = reading
+        self._descriptors: list[int] = []  # a sender hears its own pipe end when these are closed
+
+    def read(self) -> None:
+        """Read everything that is there."""
+        if self._listening is not None and self._reading is None:
+            self._reading, _ = self._listening.accept()
+            self._reading.setblocking(False)
+        assert self._reading is not None
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                data, descriptors, _, _ = socket.recv_fds(self._reading, 1 << 16, 8)
+                self._descriptors += descriptors
+                if not data:
+                    return
+
+    def close(self) -> None:
+        """Leave the link."""
+        close_all(self._descriptors)
+        for sock in (self._listening, self._reading):
+            if sock is not None:
+                sock.close()
+
+
+@contextlib.contextmanager
+def unread(place: str | TensorQueue) -> Iterator[Unread]:
+    """Take the receiver's place at an endpoint, and read nothing unasked."""
+    if isinstance(place, TensorQueue):
+        with contextlib.closing(Unread(None, place._duplicate_reader())) as far:
+            yield far
+        return
+    path = place.removeprefix("unix://")
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind(path)
+    listening.listen()
+    with contextlib.closing(Unread(listening, None)) as far:
+        yield far
+    os.unlink(path)
+
+
+def clog(sender: TensorSender, seed: int = 0) -> int:
+    """Send small tensors until the link takes nothing more, and return how many."""
+    sent = 0
+    with pytest.raises(WouldBlockError, match="slow to read"):
+        while True:
+            sender.send_nowait(pattern(seed + sent, 1000))
+            sent += 1
+    return sent
