@@ -77,37 +77,46 @@ class Watch(logging.Handler):
 
     async def _come_back(self, before: dict[str, object]) -> None:
         end, turn = self._loop.time() + _PATIENCE_S, 0
-        while (now := self._holdings()) != before:
+        while changed := self._changed(before):
+            assert self._loop.time() < end, f"left behind, as (before, now): {changed}"
             turn += 1
             if turn % _TURNS_BEFORE_COLLECTING == 0:
                 gc.collect()  # an error that was caught may hold a frame, and that a tensor
-            changed = {name: (before[name], now[name]) for name in now if now[name] != before[name]}
-            assert self._loop.time() < end, f"left behind, as (before, now): {changed}"
             await asyncio.sleep(0)
+
+    def _changed(self, before: dict[str, object]) -> dict[str, tuple[object, object]]:
+        # The kernel is asked only when the books are in order: that takes much longer.
+        for now in (self._books(), _of_process()):
+            changed = {name: (before[name], held) for name, held in now.items() if held != before[name]}
+            if changed:
+                return changed
+        return {}
 
     async def _at_rest(self) -> dict[str, object]:
         """Return what is held when nothing changes any more: frames on their way have arrived."""
-        rest, same = self._holdings(), 0
+        rest, same = self._books(), 0
         while same < _TURNS_BEFORE_COLLECTING:
             await asyncio.sleep(0)
-            now = self._holdings()
+            now = self._books()
             same = same + 1 if now == rest else 0
             rest = now
-        return rest
+        return rest | _of_process()
 
-    def _holdings(self) -> dict[str, object]:
-        held: dict[str, object] = {
-            "tasks": asyncio.all_tasks() - {asyncio.current_task()},
-            "threads": sorted(
-                thread.name for thread in threading.enumerate() if thread.name.startswith("aiotensor")
-            ),
-            "descriptors": our_descriptors(),
-            "mappings": memfds(os.getpid()),
-        }
+    def _books(self) -> dict[str, object]:
+        held: dict[str, object] = {"tasks": asyncio.all_tasks() - {asyncio.current_task()}}
         for number, party in enumerate(self._parties):
             of = _of_sender(party) if isinstance(party, TensorSender) else _of_receiver(party)
             held |= {f"{what} of {type(party).__name__} {number}": amount for what, amount in of.items()}
         return held
+
+
+def _of_process() -> dict[str, object]:
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("aiotensor")]
+    return {
+        "threads": sorted(threads),
+        "descriptors": our_descriptors(),
+        "mappings": memfds(os.getpid()),
+    }
 
 
 def _of_sender(sender: TensorSender) -> dict[str, object]:
