@@ -58,6 +58,7 @@ class Memory:
         self._keep_warm_s = keep_warm_s
         self._trimming: asyncio.TimerHandle | None = None
         self._is_closed = False
+        self._is_left = False  # nobody waits for the end of the copies
 
     async def acquire(self, nbytes: int, holder: Hashable = None) -> Block:
         """Wait for a block, and pin it; errors are those of `Gate.acquire`.
@@ -175,6 +176,7 @@ class Memory:
     def close(self) -> None:
         """Do the same without waiting: copies that run are stopped, and end by themselves."""
         self._stop()
+        self._is_left = True
         if not self._copies:
             self._arena.close()
         self._worker.close()
@@ -234,7 +236,7 @@ class Memory:
         copy.block.place.segment.filled(copy.filled)
         if copy.unpins:
             self.unpin_owner(copy.block.number)
-        if self._is_closed and not self._copies:
+        if self._is_left and not self._copies:
             self._arena.close()
 
     def _give_back(self, ticket: Ticket[Place] | None) -> None:

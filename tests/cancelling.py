@@ -51,18 +51,27 @@ class Plan(NamedTuple):
         return f"cancelled at suspension {self.at}, {self.way.value}{again}"
 
 
+class Facts:
+    """What happened to an operation in one run."""
+
+    def __init__(self) -> None:
+        self.suspensions = 0
+        self.cancels = 0
+        self.was_brought = False
+        self.has_ended = False
+
+
 class Running(Generic[T]):
     """An operation in a task of its own, that is cancelled as planned.
 
     Args:
         operation: a coroutine that has not begun.
         plan: where to cancel it.
+        facts: gets noted what happens.
     """
 
-    def __init__(self, operation: Coroutine[Any, Any, T], plan: Plan) -> None:
-        self.suspensions = 0
-        self.cancels = 0
-        self.was_brought = False
+    def __init__(self, operation: Coroutine[Any, Any, T], plan: Plan, facts: Facts) -> None:
+        self._facts = facts
         self._operation = operation
         self._plan = plan
         self._is_suspended = False
@@ -72,6 +81,7 @@ class Running(Generic[T]):
     async def completed(self) -> bool:
         """Wait for the end, and say whether it is that of the operation itself; its errors are raised."""
         await asyncio.wait([self._task])
+        self._facts.has_ended = True
         if self._task.cancelled():
             assert self.cancels, "it was cancelled by somebody else"
             return False
@@ -80,6 +90,16 @@ class Running(Generic[T]):
             raise error
         assert not self.cancels, "it was cancelled, and went on as if it had not been"
         return True
+
+    @property
+    def suspensions(self) -> int:
+        """Count how often it has suspended."""
+        return self._facts.suspensions
+
+    @property
+    def cancels(self) -> int:
+        """Count how often it was cancelled."""
+        return self._facts.cancels
 
     @property
     def value(self) -> T:
@@ -93,7 +113,7 @@ class Running(Generic[T]):
 
     async def bring(self, give: Callable[[], object]) -> None:
         """Do what the operation waits for, and cancel it around that if it is planned so."""
-        self.was_brought = True
+        self._facts.was_brought = True
         await self.until(lambda: self._is_suspended)
         if not self.cancels and self._is_at(self._plan.at):
             if self._plan.way is Way.WHILE_WAITING:
@@ -125,7 +145,7 @@ class Running(Generic[T]):
             self._is_suspended = False
 
     def _suspend(self, waits_for: "asyncio.Future[Any] | None") -> None:
-        self.suspensions += 1
+        self._facts.suspensions += 1
         self._is_suspended = True
         at = self.suspensions
         if self.cancels:
@@ -159,7 +179,7 @@ class Running(Generic[T]):
             self._cancel()
 
     def _cancel(self) -> None:
-        self.cancels += 1
+        self._facts.cancels += 1
         self._task.cancel()
 
 
@@ -172,14 +192,13 @@ class Attempt:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.running: Running[Any] | None = None
+        self.facts: Facts | None = None
 
     def start(self, operation: Coroutine[Any, Any, T]) -> Running[T]:
         """Begin the operation that is to be cancelled; once."""
-        assert self.running is None, "an attempt is about one operation"
-        running = Running(operation, self.plan)
-        self.running = running
-        return running
+        assert self.facts is None, "an attempt is about one operation"
+        self.facts = Facts()
+        return Running(operation, self.plan, self.facts)
 
 
 async def cancel_everywhere(attempt: Callable[[Attempt], Awaitable[None]], *parties: Party) -> Counter[Way]:
@@ -196,33 +215,31 @@ async def cancel_everywhere(attempt: Callable[[Attempt], Awaitable[None]], *part
     found: Counter[Way] = Counter()
     with Watch(parties) as watch:
 
-        async def run(plan: Plan) -> tuple[int, bool, bool]:
-            """Make one run; say how often it suspended, whether it was cancelled, and brought something."""
+        async def run(plan: Plan) -> Facts:
             one = Attempt(plan)
             try:
                 await attempt(one)
-                running = one.running
-                assert running is not None, "the attempt started no operation"
-                assert running._task.done(), "the attempt did not wait for the end of its operation"
-                facts = running.suspensions, running.cancels > 0, running.was_brought
-                del one, running
+                assert one.facts is not None, "the attempt started no operation"
+                assert one.facts.has_ended, "the attempt did not wait until its operation had `completed`"
                 await watch.check()
             except BaseException as error:
                 error.add_note(f"The operation was {plan}.")
                 raise
-            return facts
+            return one.facts
 
-        suspensions, _, was_brought = await run(Plan())
-        ways = _ALONE + _BROUGHT if was_brought else _ALONE
+        ways = _ALONE + _BROUGHT if (await run(Plan())).was_brought else _ALONE
         for way in ways:
-            at = 0
-            while (at := at + 1) == 1 or at <= suspensions:
-                suspensions, was_cancelled, _ = await run(Plan(at, way))
-                found[way] += was_cancelled
-                if was_cancelled:
-                    for again in range(at + 1, suspensions + 1):
+            at, last = 1, 1
+            while at <= last:
+                facts = await run(Plan(at, way))
+                if facts.cancels:
+                    found[way] += 1
+                    for again in range(at + 1, facts.suspensions + 1):
                         await run(Plan(at, way, again))
-                    suspensions = max(suspensions, at + 1)  # there may be more, had it gone on
+                at, last = (
+                    at + 1,
+                    facts.suspensions + bool(facts.cancels),
+                )  # there may be more, had it gone on
     found = +found
     for way in ways:
         # Some turns later it may have gone on already.

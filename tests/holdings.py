@@ -60,7 +60,6 @@ class Watch(logging.Handler):
         """Wait until everything is as it was at the first call, and fail if that never comes."""
         if self._before is None:
             await self._pass_tensors()  # what is made for the first one stays
-            gc.collect()  # what earlier tests left
             self._before = await self._at_rest()
         await self._come_back(self._before)
         await self._pass_tensors()
@@ -100,6 +99,7 @@ class Watch(logging.Handler):
             now = self._books()
             same = same + 1 if now == rest else 0
             rest = now
+        gc.collect()  # what earlier tests left, and this one's first run
         return rest | _of_process()
 
     def _books(self) -> dict[str, object]:

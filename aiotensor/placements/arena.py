@@ -47,8 +47,8 @@ _WHERE = struct.Struct("<QQ")  # segment, offset
 class Segment:
     """One memfd, mapped here, and the blocks in it.
 
-    Everything but `fill` and `give_back` belongs to the event loop's thread; they may take long, and run in
-    the worker.
+    Everything but `fill`, `give_back` and `close` belongs to the event loop's thread; they may take long, and
+    run in the worker.
 
     Args:
         number: what the other side calls it.
@@ -93,11 +93,12 @@ class Segment:
         self._mapping = mapping
 
     def close(self) -> None:
-        """Let go of the memory; whoever still has a view of it keeps it."""
-        if self._mapping is not None:
-            os.close(self.descriptor)
+        """Let go of the memory, once, whoever asks; whoever still has a view of it keeps it."""
+        with self._changing:
+            mapping, self._mapping = self._mapping, None
+        if mapping is not None:
             self.memory = memoryview(b"")
-            self._mapping = None
+            os.close(self.descriptor)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return some of the memory, writable; the mapping lives at least as long as the view."""
@@ -278,7 +279,7 @@ class Arena:
 
     def close(self) -> None:
         """Let go of all memory; whoever has a view of some keeps that segment."""
-        for segment in self._segments():
+        for segment in list(self._segments()):
             segment.close()
 
     def _segments(self) -> Iterator[Segment]:

@@ -1,0 +1,61 @@
+"""Cancelling `TensorSender.allocate`: the bytes come back, and whoever is next gets them."""
+
+import pytest
+import torch
+
+from tests.cancellation.situations import in_line
+from tests.cancelling import Attempt, cancel_everywhere
+from tests.pairs import BIG, pair, pattern, settled
+
+pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
+
+
+async def test_memory_that_is_warm_and_free_is_not_waited_for() -> None:
+    async with pair(arena_bytes=BIG * 8) as (sender, receiver):
+
+        async def attempt(attempt: Attempt) -> None:
+            allocating = attempt.start(sender.allocate((BIG,), torch.int64))
+            assert await allocating.completed()
+            allocating.value.fill_(7)
+
+        assert not await cancel_everywhere(attempt, sender, receiver)
+
+
+async def test_cancelled_while_it_gets_memory_it_gives_the_block_back() -> None:
+    async def attempt(attempt: Attempt) -> None:
+        async with pair(arena_bytes=BIG * 8) as (sender, receiver):
+            allocating = attempt.start(sender.allocate((BIG,), torch.int64))
+            if await allocating.completed():
+                handle = await sender.send(allocating.value.copy_(pattern(1, BIG)))
+                assert torch.equal(await receiver.receive(handle), pattern(1, BIG))
+            del allocating
+            await settled(sender)
+            again = await sender.allocate((BIG,), torch.int64)
+            handle = await sender.send(again.copy_(pattern(2, BIG)))
+            assert torch.equal(await receiver.receive(handle), pattern(2, BIG))
+
+    assert await cancel_everywhere(attempt)
+
+
+async def test_cancelled_in_line_for_bytes_it_lets_the_next_one_through() -> None:
+    async with pair(arena_bytes=BIG * 8) as (sender, receiver):
+
+        async def attempt(attempt: Attempt) -> None:
+            held = [await sender.allocate((BIG,), torch.int64)]
+            allocating = attempt.start(sender.allocate((BIG,), torch.int64))
+            await allocating.until(lambda: sender.statistics().waiting == 1)
+            behind = await in_line(sender, sender.send(pattern(2, BIG // 2)))
+
+            def free() -> None:
+                held.clear()
+                sender._freed.collect()  # in this very turn
+
+            await allocating.bring(free)
+            if await allocating.completed():
+                assert not behind.done()
+                assert sender.statistics().bytes_in_use == BIG * 8
+                allocating.value.fill_(7)
+            del allocating
+            assert torch.equal(await receiver.receive(await behind), pattern(2, BIG // 2))
+
+        assert await cancel_everywhere(attempt, sender, receiver)

@@ -1,0 +1,180 @@
+"""Cancelling the opening of a sender, its draining, and its closing."""
+
+import asyncio
+import os
+import threading
+
+import pytest
+import torch
+
+from aiotensor import ClosedError, TensorReceiver, TensorSender
+from tests.cancellation.situations import SLOW, HeldUp, clog, unread
+from tests.cancelling import Attempt, Way, cancel_everywhere
+from tests.pairs import BIG, endpoint, pair, pattern, until
+
+pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
+
+
+async def test_opening_waits_for_nobody() -> None:
+    async def attempt(attempt: Attempt) -> None:
+        with endpoint() as place:
+            sender = TensorSender(place)
+            assert await attempt.start(sender.__aenter__()).completed()
+            async with TensorReceiver(place) as receiver:
+                assert torch.equal(await receiver.receive(await sender.send(pattern(0, 3))), pattern(0, 3))
+                await sender.aclose()
+
+    assert not await cancel_everywhere(attempt)
+
+
+async def test_an_opening_cancelled_while_the_queue_is_full_leaves_nothing() -> None:
+    async def attempt(attempt: Attempt) -> None:
+        with endpoint("queue") as place, unread(place) as far:
+            async with TensorSender(place, max_concurrent_videos=1000) as other:
+                clog(other)
+                sender = TensorSender(place)
+                opening = attempt.start(sender.__aenter__())
+                await opening.bring(far.read)
+                if await opening.completed():
+                    await sender.send(pattern(0, 3))
+                    await sender.aclose()
+                with pytest.raises(ClosedError):
+                    await sender.__aenter__()
+                await other.send(pattern(0, 3))
+
+    assert await cancel_everywhere(attempt)
+
+
+async def test_a_cancelled_drain_leaves_the_others_that_drain() -> None:
+    async with pair() as (sender, receiver):
+
+        async def attempt(attempt: Attempt) -> None:
+            first, second = await sender.send(pattern(0, 3)), await sender.send(pattern(1, BIG))
+            draining = attempt.start(sender.drain())
+            other = asyncio.create_task(sender.drain())
+            await draining.until(lambda: draining.suspensions == 1)
+            sender.discard(first)
+            await draining.until(lambda: draining.suspensions == 2)
+            assert not other.done()
+            await draining.bring(lambda: sender.discard(second))
+            await draining.completed()
+            await other
+
+        found = await cancel_everywhere(attempt, sender, receiver)
+        assert found[Way.AT_ONCE] == 2
+
+
+async def _closed(sender: TensorSender) -> None:
+    """See that a sender whose closing may have been cancelled is closed all the same."""
+    with pytest.raises(ClosedError):
+        await sender.send(pattern(0, 3))
+    await sender.aclose()
+    await until(lambda: not any(thread.name.startswith("aiotensor-s") for thread in threading.enumerate()))
+
+
+@pytest.mark.parametrize("has_arrived", [True, False])
+async def test_closing_cancelled_anywhere_loses_nothing_that_the_link_has_taken(has_arrived: bool) -> None:
+    async def attempt(attempt: Attempt) -> None:
+        with endpoint() as place:
+            async with TensorReceiver(place) as receiver:
+                sender = await TensorSender(place).__aenter__()
+                counts = (3, BIG, 5)
+                handles = [await sender.send(pattern(count, count)) for count in counts]
+                if has_arrived:
+                    await until(lambda: receiver.statistics().unclaimed_tensors == 3)
+                await attempt.start(sender.aclose()).completed()
+                for handle, count in zip(handles, counts, strict=True):
+                    assert torch.equal(await receiver.receive(handle), pattern(count, count))
+                await _closed(sender)
+                async with TensorSender(place) as other:
+                    assert torch.equal(await receiver.receive(await other.send(pattern(0, 3))), pattern(0, 3))
+
+    assert await cancel_everywhere(attempt)
+
+
+async def test_closing_cancelled_in_the_middle_of_copies_ends_them_and_loses_nothing_sent_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held_up = HeldUp(monkeypatch)
+    closed_by: dict[int, str] = {}
+    close = os.close
+
+    def noted_close(descriptor: int) -> None:
+        closed_by[descriptor] = threading.current_thread().name
+        close(descriptor)
+
+    monkeypatch.setattr(os, "close", noted_close)
+
+    async def attempt(attempt: Attempt) -> None:
+        with endpoint() as place:
+            async with TensorReceiver(place) as receiver:
+                sender = await TensorSender(place).__aenter__()
+                before = await sender.send(pattern(0, BIG))
+                held_up.stop()
+                others = [
+                    asyncio.create_task(sender.send(pattern(1, SLOW))),
+                    asyncio.create_task(sender.send(pattern(2, SLOW))),
+                    asyncio.create_task(sender.allocate((SLOW,), torch.int64)),
+                    asyncio.create_task(sender.drain()),
+                ]
+                await until(held_up.is_copying)
+                memory = sender._outgoing.memory._arena._segment.descriptor
+                closing = attempt.start(sender.aclose())
+                await closing.bring(held_up.go_on)
+                if await closing.completed():
+                    assert closed_by[memory].startswith("aiotensor-sender")  # it takes milliseconds
+                for result in await asyncio.gather(*others, return_exceptions=True):
+                    assert isinstance(result, ClosedError)
+                assert torch.equal(await receiver.receive(before), pattern(0, BIG))
+                await _closed(sender)
+
+    assert await cancel_everywhere(attempt)
+
+
+async def test_closing_cancelled_while_the_link_takes_nothing_closes_at_once() -> None:
+    async def attempt(attempt: Attempt) -> None:
+        with endpoint() as place, unread(place) as far:
+            sender = await TensorSender(place, max_concurrent_videos=1000).__aenter__()
+            clog(sender)
+            waiting = asyncio.create_task(sender.send(pattern(0, 3)))
+            await asyncio.sleep(0)
+            closing = attempt.start(sender.aclose())
+            await closing.bring(far.read)
+            await closing.completed()
+            with pytest.raises(ClosedError):
+                await waiting
+            await _closed(sender)
+
+    assert await cancel_everywhere(attempt)
+
+
+async def test_closing_cancelled_while_it_unmaps_lets_go_of_the_memory_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unmapping, go_on = threading.Event(), threading.Event()
+    close = os.close
+
+    def slow_close(descriptor: int) -> None:
+        close(descriptor)
+        if threading.current_thread().name.startswith("aiotensor-sender"):
+            unmapping.set()
+            go_on.wait()
+
+    monkeypatch.setattr(os, "close", slow_close)
+
+    async def attempt(attempt: Attempt) -> None:
+        unmapping.clear()
+        go_on.clear()
+        with endpoint() as place:
+            async with TensorReceiver(place) as receiver:
+                sender = await TensorSender(place).__aenter__()
+                handle = await sender.send(pattern(0, BIG))
+                closing = attempt.start(sender.aclose())
+                await closing.until(unmapping.is_set)
+                await closing.bring(go_on.set)
+                go_on.set()
+                await closing.completed()
+                assert torch.equal(await receiver.receive(handle), pattern(0, BIG))
+                await _closed(sender)
+
+    assert await cancel_everywhere(attempt)
