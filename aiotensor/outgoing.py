@@ -90,14 +90,15 @@ class Outgoing:
             raise
 
     async def close(self) -> None:
-        """End what waits, say goodbye, and close the link; cancelling skips the goodbye."""
+        """End what waits, say goodbye, and close the link; cancelling waits for nothing more."""
         self._is_closed = True
         self.permits.fail(self.why_not)
         self.memory.gate.fail(self.why_not)
         try:
             for message in [message for message in self._messages if message.state is State.OPEN]:
                 self.abandon(message)
-            await self.memory.settle()
+            # First, and before anything is waited for: whoever goes without it is taken for lost, with all
+            # that it had sent.
             await self._conversation.say_goodbye()
             self._conversation.close()
             await self.memory.aclose()

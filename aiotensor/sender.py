@@ -236,8 +236,9 @@ class TensorSender:
         """Close: what was sent whole can still be received; what waits gets `ClosedError`.
 
         Waits for a copy in the worker thread to stop, and until the link has taken what was sent. It
-        does not wait for the receiver to take it: that is `drain`. Cancelling closes at once, and the
-        receiver may lose what the link had not taken. Closing again does nothing.
+        does not wait for the receiver to take it: that is `drain`. Cancelling closes at once; if the link
+        had not taken everything by then, this sender is lost to the receiver, with all that nobody has
+        received. Closing again does nothing.
         """
         self._home.check_place()
         was_open = self._home.is_open
