@@ -92,14 +92,16 @@ class Watch(logging.Handler):
         return {}
 
     async def _at_rest(self) -> dict[str, object]:
-        """Return what is held when nothing changes any more: frames on their way have arrived."""
+        """Return what is held when nothing changes any more: frames have arrived, garbage is freed."""
         rest, same = self._books(), 0
         while same < _TURNS_BEFORE_COLLECTING:
+            if not same:
+                gc.collect()  # what earlier tests left, and this one's first run
             await asyncio.sleep(0)
             now = self._books()
             same = same + 1 if now == rest else 0
             rest = now
-        gc.collect()  # what earlier tests left, and this one's first run
+        gc.collect()
         return rest | _of_process()
 
     def _books(self) -> dict[str, object]:

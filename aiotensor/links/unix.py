@@ -5,13 +5,9 @@ other dies. The receiver may start later than its senders, and may be restarted:
 """
 
 import asyncio
-import contextlib
-import errno
-import fcntl
 import logging
 import os
 import socket
-import stat
 import struct
 from collections.abc import Sequence
 from functools import partial
@@ -24,13 +20,13 @@ from aiotensor.errors import AccessDeniedError, AioTensorError, PeerLostError, U
 from aiotensor.gates import Waiters
 from aiotensor.links.base import ReceiverEvents, SenderEvents
 from aiotensor.links.records import RecordSocket, close_after_fork
+from aiotensor.links.socket_file import SocketFile
 
 __all__ = ["UnixListener", "UnixSenderLink", "path_of"]
 
 logger = logging.getLogger("aiotensor.links")
 
 _MAX_PATH_BYTES = 107  # of a socket's address on Linux
-_BACKLOG = 128
 _CREDENTIALS = struct.Struct("3i")  # of the peer: pid, uid, gid
 
 # Nothing tells when a socket appears at a path, so a sender without a receiver looks for it now and then,
@@ -269,7 +265,7 @@ class UnixListener:
     def __init__(self, path: str) -> None:
         self._path = path
         self._sock: socket.socket | None = None
-        self._file: tuple[int, int] | None = None
+        self._file: SocketFile | None = None
         self._links: set[_UnixReceiverLink] = set()
         self._events: ReceiverEvents | None = None
         self._pause: asyncio.TimerHandle | None = None
@@ -279,13 +275,14 @@ class UnixListener:
         self._loop = asyncio.get_running_loop()
         self._max_record_bytes = max_record_bytes
         sock = _new_socket()
+        file = SocketFile(self._path, sock)
         try:
             # In a thread: it waits for another process that does the same in this folder.
-            await anyio.to_thread.run_sync(self._bind, sock)
+            await anyio.to_thread.run_sync(file.take)
         except BaseException:
-            self._unlink()
-            sock.close()
+            file.leave()  # cancelled, the thread may still be at it
             raise
+        self._file = file
         close_after_fork(sock)
         self._sock = sock
         self._events = events
@@ -295,86 +292,14 @@ class UnixListener:
         """Take the socket away and close every connection."""
         self._events = None
         sock, self._sock = self._sock, None
-        if sock is None:
+        if sock is None or self._file is None:
             return
         if self._pause is not None:
             self._pause.cancel()
         self._loop.remove_reader(sock.fileno())
-        self._unlink()
-        sock.close()
+        self._file.leave()
         for link in list(self._links):
             link.close()
-
-    def _bind(self, sock: socket.socket) -> None:
-        """Give the socket its path, which only this user may use.
-
-        Raises:
-            UsageError: a receiver listens there, or no socket can be there.
-        """
-        # The file gets the mode that the socket has now, so that there is no moment when others may connect.
-        os.fchmod(sock.fileno(), 0o600)
-        try:
-            folder = os.open(os.path.dirname(self._path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                # Two receivers that find the same stale socket must not both replace it.
-                fcntl.flock(folder, fcntl.LOCK_EX)
-                self._remove_stale()
-                sock.bind(self._path)
-                status = os.stat(self._path)
-                self._file = status.st_dev, status.st_ino
-                # While the folder is locked: a socket that does not listen looks stale.
-                sock.listen(_BACKLOG)
-            finally:
-                os.close(folder)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise UsageError(
-                    f"there is a file at {self._path} already that is no socket of this user: "
-                    "choose another path"
-                ) from error
-            raise UsageError(f"nobody can listen at {self._path}: {error.strerror}") from error
-
-    def _remove_stale(self) -> None:
-        """Remove the socket of a receiver that is dead.
-
-        Raises:
-            UsageError: it is alive.
-        """
-        # A datagram socket never connects to one with connections: if that lives, the kernel says that it is
-        # of another kind, and the receiver does not notice.
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
-            try:
-                probe.connect(self._path)
-            except FileNotFoundError:
-                return
-            except ConnectionRefusedError:
-                if self._may_remove():
-                    os.unlink(self._path)
-                return  # if not, binding says what is wrong
-            except OSError as error:
-                if error.errno != errno.EPROTOTYPE:
-                    raise
-        raise UsageError(
-            f"a receiver listens at {self._path} already: close that one, or choose another path"
-        )
-
-    def _may_remove(self) -> bool:
-        """Say whether there is a socket of this user, and not somebody's file."""
-        try:
-            status = os.lstat(self._path)
-        except FileNotFoundError:
-            return False
-        return stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid()
-
-    def _unlink(self) -> None:
-        """Remove our socket's file, if it is still ours."""
-        if self._file is None:
-            return
-        with contextlib.suppress(OSError):
-            status = os.stat(self._path)
-            if (status.st_dev, status.st_ino) == self._file:
-                os.unlink(self._path)
-        self._file = None
 
     def _accept(self) -> None:
         while self._sock is not None and self._events is not None:

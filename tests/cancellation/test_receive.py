@@ -1,0 +1,212 @@
+"""Cancelling the ways to receive: what was waited for is there for the next one who asks."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from aiotensor import (
+    AlreadyTakenError,
+    DiscardedError,
+    TensorHandle,
+    TensorReceiver,
+    TensorSender,
+)
+from aiotensor import receiver as receiver_module
+from tests.cancellation.situations import SLOW
+from tests.cancelling import Attempt, Running, Way, cancel_everywhere
+from tests.pairs import BIG, endpoint, pair, pattern, until
+
+pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
+
+
+async def _received(receiving: Running[torch.Tensor], receiver: TensorReceiver, handle: TensorHandle) -> bool:
+    """See that a tensor was received, or still can be; say whether it was."""
+    completed = await receiving.completed()
+    tensor = receiving.value if completed else await receiver.receive(handle)
+    assert torch.equal(tensor, pattern(tensor.numel(), tensor.numel()))
+    with pytest.raises(AlreadyTakenError):
+        receiver.receive_nowait(handle)
+    return completed
+
+
+@pytest.mark.parametrize("count", [3, BIG])
+async def test_what_is_here_is_not_waited_for(count: int) -> None:
+    async with pair() as (sender, receiver):
+
+        async def attempt(attempt: Attempt) -> None:
+            handle = await sender.send(pattern(count, count))
+            await until(lambda: receiver.statistics().unclaimed_tensors == 1)
+            assert await _received(attempt.start(receiver.receive(handle)), receiver, handle)
+
+        assert not await cancel_everywhere(attempt, sender, receiver)
+
+
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("count", [3, BIG])
+async def test_a_cancelled_receive_leaves_a_tensor_claimable_that_was_on_its_way(
+    count: int, copy: bool
+) -> None:
+    async with pair() as (sender, receiver):
+
+        async def attempt(attempt: Attempt) -> None:
+            before = await sender.send(pattern(0, 3))
+            await receiver.receive(before)
+            handle = TensorHandle(sender.id, before.message + 1, 0, "int64", (count,), "cpu")
+            receiving = attempt.start(receiver.receive(handle, copy=copy))
+            await receiving.bring(lambda: sender.send_nowait(pattern(count, count)))
+            await _received(receiving, receiver, handle)
+
+        assert await cancel_everywhere(attempt, sender, receiver)
+
+
+@pytest.mark.parametrize("count", [3, SLOW])
+async def test_a_receive_cancelled_while_it_copies_leaves_the_tensor_claimable(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copying, go_on = threading.Event(), threading.Event()
+    original = receiver_module._copy
+
+    def slow_copy(tensor: torch.Tensor) -> torch.Tensor:
+        copying.set()
+        go_on.wait()
+        return original(tensor)
+
+    monkeypatch.setattr(receiver_module, "_copy", slow_copy)
+    async with pair(max_concurrent_videos=1, arena_bytes=SLOW * 8) as (sender, receiver):
+
+        async def attempt(attempt: Attempt) -> None:
+            copying.clear()
+            go_on.clear()
+            handle = await sender.send(pattern(count, count))
+            await until(lambda: receiver.statistics().unclaimed_tensors == 1)
+            receiving = attempt.start(receiver.receive(handle, copy=True))
+            await receiving.until(copying.is_set)
+            await receiving.bring(go_on.set)
+            go_on.set()
+            await _received(receiving, receiver, handle)
+
+        assert await cancel_everywhere(attempt, sender, receiver)
+
+
+async def test_a_receive_cancelled_before_its_sender_came_leaves_the_tensor_claimable() -> None:
+    async def attempt(attempt: Attempt) -> None:
+        with endpoint() as place:
+            async with TensorReceiver(place) as receiver:
+                sender = TensorSender(place)
+                handle = TensorHandle(sender.id, 0, 0, "int64", (BIG,), "cpu")
+                receiving = attempt.start(receiver.receive(handle))
+                opening: list[asyncio.Task[TensorSender]] = []
+                await receiving.bring(lambda: opening.append(asyncio.create_task(sender.__aenter__())))
+                await opening[0]
+                assert await sender.send(pattern(BIG, BIG)) == handle
+                await _received(receiving, receiver, handle)
+                await sender.aclose()
+
+    assert await cancel_everywhere(attempt)
+
+
+async def test_a_receive_cancelled_before_its_message_was_whole_leaves_the_tensor_claimable() -> None:
+    async with pair() as (sender, receiver):
+
+        async def attempt(attempt: Attempt) -> None:
+            message = await sender.message().__aenter__()
+            handle = await message.send(pattern(BIG, BIG))
+            await until(lambda: receiver.statistics().unclaimed_tensors == 1)
+            receiving = attempt.start(receiver.receive(handle))
+            ending: list[asyncio.Task[None]] = []
+            await receiving.bring(
+                lambda: ending.append(asyncio.create_task(message.__aexit__(None, None, None)))
+            )
+            await ending[0]
+            await _received(receiving, receiver, handle)
+
+        assert await cancel_everywhere(attempt, sender, receiver)
+
+
+@pytest.mark.parametrize("by", ["sender", "receiver"])
+async def test_a_receive_of_what_is_discarded_meanwhile_is_cancelled_or_told(by: str) -> None:
+    async with pair() as (sender, receiver):
+
+        async def attempt(attempt: Attempt) -> None:
+            message = await sender.message().__aenter__()
+            handle = await message.send(pattern(BIG, BIG))
+            await until(lambda: receiver.statistics().unclaimed_tensors == 1)
+            receiving = attempt.start(receiver.receive(handle))
+            await receiving.bring(lambda: (sender if by == "sender" else receiver).discard(handle))
+            try:
+                assert not await receiving.completed()
+            except DiscardedError:
+                assert not receiving.cancels
+            with pytest.raises(DiscardedError):
+                await receiver.receive(handle)
+            await until(lambda: sender.statistics().in_flight == 0)
+            with pytest.raises(DiscardedError):
+                await message.__aexit__(None, None, None)
+
+        assert await cancel_everywhere(attempt, sender, receiver)
+
+
+async def test_of_two_that_wait_for_one_tensor_the_second_gets_it_if_the_first_is_cancelled() -> None:
+    async with pair() as (sender, receiver):
+
+        async def attempt(attempt: Attempt) -> None:
+            message = await sender.message().__aenter__()
+            handle = await message.send(pattern(5, 5))
+            receiving = attempt.start(receiver.receive(handle))
+            await receiving.until(lambda: receiver.statistics().waiting == 1)
+            second = asyncio.create_task(receiver.receive(handle))
+            await asyncio.sleep(0)
+            ending: list[asyncio.Task[None]] = []
+            await receiving.bring(
+                lambda: ending.append(asyncio.create_task(message.__aexit__(None, None, None)))
+            )
+            await ending[0]
+            if await receiving.completed():
+                with pytest.raises(AlreadyTakenError):
+                    await second
+            else:
+                assert torch.equal(await second, pattern(5, 5))
+
+        assert await cancel_everywhere(attempt, sender, receiver)
+
+
+async def test_a_cancelled_iteration_leaves_what_came_to_the_next_one() -> None:
+    async with pair() as (sender, receiver):
+
+        async def attempt(attempt: Attempt) -> None:
+            iterating = attempt.start(receiver.__anext__())
+            await iterating.until(lambda: receiver.statistics().waiting == 1)
+            second = asyncio.create_task(anext(receiver))
+            await asyncio.sleep(0)
+            await iterating.bring(lambda: sender.send_nowait(pattern(1, 3)))
+            if await iterating.completed():
+                assert torch.equal(iterating.value.tensor, pattern(1, 3))
+                assert not second.done()
+                sender.send_nowait(pattern(1, 3))
+            assert torch.equal((await second).tensor, pattern(1, 3))
+
+        found = await cancel_everywhere(attempt, sender, receiver)
+        assert found[Way.WITH_RESULT] == 1
+
+
+async def test_a_tensor_whose_receive_is_cancelled_goes_to_the_iteration() -> None:
+    async with pair() as (sender, receiver):
+
+        async def attempt(attempt: Attempt) -> None:
+            message = await sender.message().__aenter__()
+            handle = await message.send(pattern(5, 5))
+            receiving = attempt.start(receiver.receive(handle, copy=True))
+            iterating = asyncio.create_task(anext(receiver))
+            ending: list[asyncio.Task[None]] = []
+            await receiving.bring(
+                lambda: ending.append(asyncio.create_task(message.__aexit__(None, None, None)))
+            )
+            await ending[0]
+            if await receiving.completed():
+                assert torch.equal(receiving.value, pattern(5, 5))
+                sender.send_nowait(pattern(5, 5))
+            assert torch.equal((await iterating).tensor, pattern(5, 5))
+
+        assert await cancel_everywhere(attempt, sender, receiver)

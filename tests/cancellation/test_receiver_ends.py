@@ -1,0 +1,199 @@
+"""Cancelling the opening and the closing of a receiver."""
+
+import asyncio
+import fcntl
+import os
+import socket
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from aiotensor import ClosedError, PeerLostError, TensorReceiver, TensorSender
+from aiotensor.links.records import RecordSocket
+from aiotensor.placements import MappedSegment
+from tests.cancelling import Attempt, cancel_everywhere
+from tests.pairs import BIG, Links, endpoint, pattern, until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+async def _opens(place: str, stale: int = 0) -> None:
+    """See that nothing is left at a place but what was there, and that a receiver can be opened and found."""
+    folder = os.open(os.path.dirname(place.removeprefix("unix://")), os.O_RDONLY)
+    await asyncio.to_thread(fcntl.flock, folder, fcntl.LOCK_EX)  # a thread may still be at it
+    assert {os.stat(name, dir_fd=folder).st_ino for name in os.listdir(folder)} <= {stale}
+    os.close(folder)
+    async with TensorReceiver(place) as receiver, TensorSender(place) as sender:
+        assert torch.equal(await receiver.receive(await sender.send(pattern(0, 3))), pattern(0, 3))
+
+
+async def test_the_opening_of_a_queue_waits_for_nobody() -> None:
+    async def attempt(attempt: Attempt) -> None:
+        with endpoint("queue") as place:
+            receiver = TensorReceiver(place)
+            assert await attempt.start(receiver.__aenter__()).completed()
+            await receiver.aclose()
+
+    assert not await cancel_everywhere(attempt)
+
+
+@pytest.mark.parametrize("has_stale_socket", [True, False])
+async def test_an_opening_cancelled_while_another_process_is_at_the_folder_leaves_nothing(
+    has_stale_socket: bool,
+) -> None:
+    async def attempt(attempt: Attempt) -> None:
+        with endpoint("unix") as place:
+            assert isinstance(place, str)
+            path = place.removeprefix("unix://")
+            stale = 0
+            if has_stale_socket:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+                    dead.bind(path)
+                stale = os.stat(path).st_ino
+            folder = os.open(os.path.dirname(path), os.O_RDONLY)
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            receiver = TensorReceiver(place)
+            opening = attempt.start(receiver.__aenter__())
+            # It suspends for its turn, for a place among the threads, and for the thread.
+            await opening.until(lambda: opening.suspensions == 3)
+            await opening.bring(lambda: os.close(folder))
+            if await opening.completed():
+                await receiver.aclose()
+            with pytest.raises(ClosedError):
+                await receiver.__aenter__()
+            await _opens(place, stale)
+
+    assert await cancel_everywhere(attempt)
+
+
+async def test_an_opening_cancelled_while_it_binds_its_socket_removes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bound, go_on = threading.Event(), threading.Event()
+
+    class Slow(socket.socket):
+        def bind(self, address: Any, /) -> None:
+            super().bind(address)
+            bound.set()
+            go_on.wait()
+
+    async def attempt(attempt: Attempt) -> None:
+        bound.clear()
+        go_on.clear()
+        with endpoint("unix") as place:
+            assert isinstance(place, str)
+            receiver = TensorReceiver(place)
+            with monkeypatch.context() as patch:
+                patch.setattr(socket, "socket", Slow)
+                opening = attempt.start(receiver.__aenter__())
+                await opening.until(bound.is_set)
+                await opening.bring(go_on.set)
+                go_on.set()
+                if await opening.completed():
+                    await receiver.aclose()
+            await _opens(place)
+
+    assert await cancel_everywhere(attempt)
+
+
+@pytest.mark.usefixtures("link")
+async def test_closing_cancelled_anywhere_closes_and_tells_everybody() -> None:
+    async def attempt(attempt: Attempt) -> None:
+        with endpoint() as place:
+            receiver = await TensorReceiver(place).__aenter__()
+            async with TensorSender(place, max_concurrent_videos=2) as sender:
+                kept = await receiver.receive(await sender.send(pattern(0, BIG)))
+                await until(lambda: sender.statistics().in_flight == 0)
+                message, other = await sender.message().__aenter__(), await sender.message().__aenter__()
+                half = await message.send(pattern(1, BIG))
+                sending = asyncio.create_task(sender.send(pattern(3, 3)))
+                receiving = asyncio.create_task(receiver.receive(half))
+                iterating = asyncio.create_task(_next(receiver))
+                await until(lambda: receiver.statistics().waiting == 2)
+                await until(lambda: receiver.statistics().unclaimed_tensors == 1)
+                await attempt.start(receiver.aclose()).completed()
+                with pytest.raises(ClosedError):
+                    await receiving
+                assert await iterating
+                for ending in (sending, message.__aexit__(None, None, None), other.send(pattern(0, 3))):
+                    with pytest.raises(PeerLostError):
+                        await ending
+                await receiver.aclose()
+                with pytest.raises(ClosedError):
+                    await receiver.receive(half)
+                assert torch.equal(kept, pattern(0, BIG))
+                assert sender.statistics().in_flight == 0
+            if isinstance(place, str):
+                await _opens(place)
+
+    # Sockets take what is said at once; the task that drains a queue has to end.
+    assert bool(await cancel_everywhere(attempt)) == (Links.current == "queue")
+
+
+async def _next(receiver: TensorReceiver) -> bool:
+    """Iterate over a receiver that gets nothing, and say whether that ended."""
+    return [delivery async for delivery in receiver] == []
+
+
+@pytest.mark.usefixtures("link")
+async def test_closing_cancelled_while_it_unmaps_leaves_that_to_the_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go_on = threading.Event()
+    close = MappedSegment.close
+
+    def slow_close(segment: MappedSegment) -> None:
+        go_on.wait()
+        close(segment)
+
+    monkeypatch.setattr(MappedSegment, "close", slow_close)
+
+    async def attempt(attempt: Attempt) -> None:
+        go_on.clear()
+        with endpoint() as place:
+            receiver = await TensorReceiver(place).__aenter__()
+            async with TensorSender(place) as sender:
+                tensor = await receiver.receive(await sender.send(pattern(0, BIG)))
+            await until(lambda: receiver.statistics().senders == 0)
+            assert receiver.statistics().mapped_bytes > 0
+            del tensor
+            await until(lambda: receiver.statistics().mapped_bytes == 0)
+            closing = attempt.start(receiver.aclose())
+            await closing.bring(go_on.set)
+            go_on.set()
+            await closing.completed()
+
+    assert await cancel_everywhere(attempt)
+
+
+@pytest.mark.usefixtures("link")
+async def test_closing_cancelled_while_a_sender_does_not_read_closes_at_once() -> None:
+    async def attempt(attempt: Attempt) -> None:
+        loop = asyncio.get_running_loop()
+        with endpoint() as place:
+            receiver = await TensorReceiver(place).__aenter__()
+            async with TensorSender(place, max_concurrent_videos=1000) as sender:
+                await receiver.receive(await sender.send(pattern(0, 3)))
+                near, far = _ends(sender, receiver)
+                loop.remove_reader(near._sock.fileno())  # it does not read any more
+                far._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least there is
+                while far.is_flushed:
+                    await receiver.receive(await sender.send(pattern(0, 3)))
+                closing = attempt.start(receiver.aclose())
+                await closing.bring(lambda: loop.add_reader(near._sock.fileno(), near._readable))
+                await closing.completed()
+                await until(lambda: sender.statistics().receivers_lost == 1)
+                assert sender.statistics().in_flight == 0
+
+    assert await cancel_everywhere(attempt)
+
+
+def _ends(sender: TensorSender, receiver: TensorReceiver) -> tuple[RecordSocket, RecordSocket]:
+    """Return the sockets of the way back."""
+    near, far = sender._outgoing._link, receiver._incoming.link_of(sender.id)
+    found = [getattr(end, "_pipe", None) or getattr(end, "_sock", None) for end in (near, far)]
+    assert isinstance(found[0], RecordSocket)
+    assert isinstance(found[1], RecordSocket)
+    return found[0], found[1]
