@@ -8,23 +8,28 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
-import uvloop
+import torch
 
+from tests import loops
+from tests.conformance.links import LINKS
 from tests.pairs import Links
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported, torch above all, out of every later garbage collection."""
+    """Keep the tests' own work out of the way: of the garbage collector, and of torch's threads."""
+    # These spin while they wait for each other: on a busy machine a comparison takes a hundred times as long.
+    torch.set_num_threads(1)
+    # What was imported is left out of every later garbage collection.
     gc.collect()
     gc.freeze()
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Run every async test on asyncio's own loop and on uvloop."""
-    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    return loops.FACTORIES
 
 
-@pytest.fixture(params=["queue", "unix"])
+@pytest.fixture(params=LINKS)
 def link(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run a test over every link."""
     before, Links.current = Links.current, request.param

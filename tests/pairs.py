@@ -1,15 +1,15 @@
 """A sender and a receiver in one process, and what tests wait for."""
 
 import asyncio
-import os
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
 import torch
 
-from aiotensor import TensorQueue, TensorReceiver, TensorSender
+from aiotensor import TensorHandle, TensorReceiver, TensorSender
+from aiotensor.links import Endpoint
+from tests.conformance.links import LINKS
 
 BIG = 100_000  # elements of int64: well above what rides in a frame
 
@@ -26,16 +26,11 @@ class Links:
 
 
 @contextmanager
-def endpoint(link: str | None = None) -> Iterator[str | TensorQueue]:
+def endpoint(link: str | None = None) -> Iterator[Endpoint]:
     """Make a place where a sender and a receiver meet, and see that nothing of it is left in the end."""
-    if (link or Links.current) == "queue":
-        queue = TensorQueue()
-        yield queue
-        queue.close()
-        return
-    with tempfile.TemporaryDirectory(prefix="aiotensor-") as folder:
-        yield f"unix://{folder}/socket"
-        assert not os.listdir(folder)
+    with LINKS[link or Links.current].place() as place:
+        yield place.endpoint
+        assert not place.names()
 
 
 @asynccontextmanager
@@ -51,6 +46,11 @@ async def pair(max_concurrent_videos: int = 8, arena_bytes: int = 1 << 30) -> As
 def pattern(seed: int, count: int) -> torch.Tensor:
     """Make a tensor whose every element tells where it belongs."""
     return torch.arange(count, dtype=torch.int64) * 31 + seed
+
+
+def beyond(handle: TensorHandle) -> TensorHandle:
+    """Name a tensor of the same sender that comes later, if ever."""
+    return TensorHandle(handle.sender, handle.message + 1000, 0, handle.dtype, handle.shape, handle.device)
 
 
 async def until(condition: Callable[[], bool]) -> None:

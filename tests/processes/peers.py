@@ -13,11 +13,12 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-import uvloop
 
 from aiotensor import TensorHandle, TensorReceiver, TensorSender
 from aiotensor.links import Endpoint
-from tests.pairs import pattern
+from tests import loops
+from tests.pairs import pattern, until
+from tests.processes import watch
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,17 +51,19 @@ class State:
 
 
 class Peer:
-    """A child process, as the test sees it."""
+    """A child process, as the test sees it; it runs an event loop like the test's own."""
 
-    def __init__(self, endpoint: Endpoint, *, uvloop: bool = True, method: str = "forkserver") -> None:
-        context = _contexts[method]
+    def __init__(self, endpoint: Endpoint, *, method: str = "forkserver") -> None:
+        context, loop = _contexts[method], asyncio.get_running_loop()
         self._connection, theirs = context.Pipe()
-        self.process = context.Process(target=_main, args=(endpoint, theirs, uvloop), daemon=True)
+        self.process = context.Process(
+            target=_main, args=(endpoint, theirs, loops.kind_of(loop)), daemon=True
+        )
         self.process.start()
         theirs.close()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._next = 0
-        asyncio.get_running_loop().add_reader(self._connection.fileno(), self._answered)
+        loop.add_reader(self._connection.fileno(), self._answered)
 
     @property
     def pid(self) -> int:
@@ -87,6 +90,16 @@ class Peer:
     def kill(self) -> None:
         """End the child as the kernel would when memory runs out."""
         os.kill(self.pid, signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """Halt the child where it is: it reads nothing and answers nothing until it goes on."""
+        os.kill(self.pid, signal.SIGSTOP)
+        await until(lambda: watch.is_stopped(self.pid))
+
+    def go_on(self) -> None:
+        """Let a child that was stopped go on, if it is still there."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGCONT)
 
     async def ended(self) -> int | None:
         """Wait for the end of the child, and return its exit status."""
@@ -142,15 +155,14 @@ async def peers(endpoint: Endpoint, count: int, method: str = "forkserver") -> A
             await peer.close()
 
 
-def _main(endpoint: Endpoint, connection: Connection, use_uvloop: bool) -> None:
+def _main(endpoint: Endpoint, connection: Connection, kind: loops.Kind) -> None:
     torch.set_num_threads(1)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop if use_uvloop else None) as runner:
-        runner.run(_serve(endpoint, connection))
+    with loops.complaints() as complaints, asyncio.Runner(loop_factory=kind.make) as runner:
+        runner.run(_serve(State(endpoint), connection, complaints))
 
 
-async def _serve(endpoint: Endpoint, connection: Connection) -> None:
+async def _serve(state: State, connection: Connection, complaints: list[str]) -> None:
     loop = asyncio.get_running_loop()
-    state = State(endpoint)
     finished = loop.create_future()
     running: set[asyncio.Task[None]] = set()
 
@@ -163,7 +175,7 @@ async def _serve(endpoint: Endpoint, connection: Connection) -> None:
             loop.remove_reader(connection.fileno())
             finished.set_result(None)
             return
-        task = loop.create_task(_answer(state, connection, *request))
+        task = loop.create_task(_answer(state, connection, complaints, *request))
         running.add(task)
         task.add_done_callback(running.discard)
 
@@ -179,6 +191,7 @@ async def _serve(endpoint: Endpoint, connection: Connection) -> None:
 async def _answer(
     state: State,
     connection: Connection,
+    complaints: list[str],
     number: int,
     work: Callable[..., Awaitable[object]],
     args: tuple[object, ...],
@@ -189,7 +202,9 @@ async def _answer(
     except Exception as error:  # noqa: BLE001 - it is the test's
         connection.send((number, None, error))
     else:
-        connection.send((number, result, None))
+        # What its loop complained of meanwhile would else be seen by nobody.
+        wrong = AssertionError("\n".join(complaints)) if complaints else None
+        connection.send((number, result, wrong))
 
 
 # What most tests ask of a peer.

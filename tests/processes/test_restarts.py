@@ -1,15 +1,12 @@
-"""A receiver that is restarted, what was received before, and senders that are refused."""
+"""A receiver that is restarted at its address, and what was received before."""
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 import torch
 
 from aiotensor import (
-    DiscardedError,
     PeerLostError,
-    TensorHandle,
     TensorReceiver,
     TensorSender,
     WouldBlockError,
@@ -80,71 +77,3 @@ async def test_a_view_survives_its_receiver_while_the_sender_goes_on_with_anothe
             await settled(sender)
         for seed, tensor in enumerate(old):
             assert torch.equal(tensor, pattern(seed, BIG))
-
-
-async def test_views_survive_the_end_of_their_sender_and_of_their_receiver(address: str) -> None:
-    async with peers.peers(address, 2) as children:
-        async with TensorReceiver(address) as receiver:
-            views = []
-            for seed, child in enumerate(children):
-                await child.call(peers.open_sender)
-                tensor = await receiver.receive(await child.call(peers.send_pattern, seed, BIG))
-                views.append(tensor[100:200])
-                del tensor
-            children[0].kill()
-            await children[0].ended()
-            await until(lambda: receiver.statistics().senders == 1)
-            assert torch.equal(views[0], pattern(0, BIG)[100:200])
-            assert receiver.statistics().leases == 2
-        for seed, view in enumerate(views):
-            assert torch.equal(view, pattern(seed, BIG)[100:200])
-
-
-_LIMITS: dict[str, Callable[[str], TensorReceiver]] = {
-    "max_senders=1": lambda address: TensorReceiver(address, max_senders=1),
-    "max_mapped_bytes=1073741824": lambda address: TensorReceiver(address, max_mapped_bytes=1 << 30),
-    "max_unclaimed_messages=15": lambda address: TensorReceiver(address, max_unclaimed_messages=15),
-}
-
-
-@pytest.mark.parametrize("limit", _LIMITS)
-async def test_a_sender_beyond_a_limit_is_told_which_and_is_served_when_there_is_room(
-    limit: str, address: str
-) -> None:
-    async with peers.peers(address, 2) as [first, second], _LIMITS[limit](address) as receiver:
-        await first.call(peers.open_sender)
-        assert await _arrives(receiver, first)
-        await second.call(peers.open_sender)
-        for _ in range(3):
-            with pytest.raises(PeerLostError, match=limit):
-                await second.call(_send_and_drain)
-        assert receiver.statistics().senders_refused > 0
-        assert await _arrives(receiver, first)
-        assert receiver.statistics().senders == 1
-        await first.call(peers.close_sender)
-        await until(lambda: receiver.statistics().senders == 0)
-        assert await _arrives(receiver, second)
-        assert receiver.statistics().senders_lost == 0
-
-
-async def _send_and_drain(state: peers.State) -> None:
-    await state.sender.send(pattern(0, 3))
-    await state.sender.drain()
-    await state.sender.send(pattern(0, 3))  # drained: then the loss was known before
-
-
-async def _arrives(receiver: TensorReceiver, child: Peer) -> bool:
-    handle: TensorHandle = await child.call(peers.send_pattern, 7, BIG)
-    return torch.equal(await receiver.receive(handle), pattern(7, BIG))
-
-
-async def test_last_words_of_a_sender_that_closes_are_received(address: str) -> None:
-    async with peers.peers(address, 1) as [child], TensorReceiver(address) as receiver:
-        await child.call(peers.open_sender, 64)
-        handles = [await child.call(peers.send_pattern, seed, 50) for seed in range(50)]
-        closing = child.start(peers.close_sender)
-        for seed, handle in enumerate(handles):
-            assert torch.equal(await receiver.receive(handle), pattern(seed, 50))
-        await closing
-        with pytest.raises(DiscardedError, match="closed"):
-            await receiver.receive(TensorHandle(handles[0].sender, 50, 0, "int64", (1,), "cpu"))

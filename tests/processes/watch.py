@@ -45,10 +45,20 @@ def resident_kib(pid: int) -> int:
     return status(pid, "RssAnon", "RssShmem")
 
 
+def is_stopped(pid: int) -> bool:
+    """Say whether a signal has stopped a process."""
+    return _stat(pid)[0] == "T"
+
+
 def seconds(pid: int) -> float:
     """Return the processor time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = _stat(pid)
     return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what the kernel tells of a process behind its name, the state first."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def switches(pid: int) -> int:

@@ -1,0 +1,114 @@
+"""Pairs over a link: one end here, the other in a process of its own. The same for every link."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from aiotensor import TensorHandle, TensorReceiver, TensorSender, WouldBlockError
+from aiotensor.links import Endpoint
+from tests.pairs import pattern, settled
+from tests.processes import peers
+from tests.processes.peers import Peer
+
+__all__ = ["Clogged", "NearReceiver", "NearSender", "PairMaker", "stopped"]
+
+_FILLING = 1000  # elements of what clogs a link: so much rides in a frame
+
+
+class NearSender(NamedTuple):
+    """A sender here; `engine` is the process of its receiver."""
+
+    sender: TensorSender
+    engine: Peer
+
+
+class NearReceiver(NamedTuple):
+    """A receiver here; `api` is the process of its sender, whose id is `name`."""
+
+    receiver: TensorReceiver
+    api: Peer
+    name: str
+
+
+class Clogged(NamedTuple):
+    """A sender here, and what it sent until the link was full; `engine` reads nothing until it goes on."""
+
+    sender: TensorSender
+    engine: Peer
+    handles: list[TensorHandle]
+
+
+@dataclass(frozen=True)
+class PairMaker:
+    """Make pairs over one link.
+
+    Attributes:
+        endpoint: where they meet; it is one test's own.
+        comes_back: a sender that lost its receiver goes on with the next one.
+    """
+
+    endpoint: Endpoint
+    comes_back: bool
+
+    @asynccontextmanager
+    async def near_sender(
+        self,
+        max_concurrent_videos: int = 8,
+        arena_bytes: int = 1 << 30,
+        *,
+        long_wait_seconds: float | None = 10.0,
+    ) -> AsyncIterator[NearSender]:
+        """Open a sender here and its receiver in another process."""
+        async with (
+            peers.peers(self.endpoint, 1) as [engine],
+            TensorSender(
+                self.endpoint, max_concurrent_videos, arena_bytes, long_wait_seconds=long_wait_seconds
+            ) as sender,
+        ):
+            await engine.call(peers.open_receiver)
+            # Both have heard of each other: from here on the link is what it is in the middle of work.
+            assert await engine.call(peers.receive_pattern, await sender.send(pattern(0, 1)), 0)
+            await settled(sender)
+            yield NearSender(sender, engine)
+
+    @asynccontextmanager
+    async def near_receiver(
+        self, max_concurrent_videos: int = 8, arena_bytes: int = 1 << 30
+    ) -> AsyncIterator[NearReceiver]:
+        """Open a receiver here and its sender in another process."""
+        async with peers.peers(self.endpoint, 1) as [api], TensorReceiver(self.endpoint) as receiver:
+            name = await api.call(peers.open_sender, max_concurrent_videos, arena_bytes)
+            yield NearReceiver(receiver, api, name)
+
+    @asynccontextmanager
+    async def clogged(
+        self, max_concurrent_videos: int = 1000, arena_bytes: int = 1 << 30
+    ) -> AsyncIterator[Clogged]:
+        """Open a sender here whose receiver's process is stopped, and fill the link between them."""
+        async with (
+            self.near_sender(max_concurrent_videos, arena_bytes) as (sender, engine),
+            stopped(sender, engine) as handles,
+        ):
+            yield Clogged(sender, engine, handles)
+
+
+@asynccontextmanager
+async def stopped(sender: TensorSender, engine: Peer) -> AsyncIterator[list[TensorHandle]]:
+    """Stop the process of a receiver, and fill the link to it."""
+    await engine.stop()
+    try:
+        yield _fill(sender)
+    finally:
+        engine.go_on()  # a sender that closes waits for the link
+
+
+def _fill(sender: TensorSender) -> list[TensorHandle]:
+    """Send until the link takes no more; the tensor of each handle is `pattern` of its place in the list."""
+    handles: list[TensorHandle] = []
+    try:
+        while True:
+            handles.append(sender.send_nowait(pattern(len(handles), _FILLING)))
+    except WouldBlockError as error:
+        assert "slow to read" in str(error)  # noqa: PT017
+    return handles

@@ -1,0 +1,71 @@
+"""The event loops that tests run on, here and in the processes that they start."""
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import uvloop
+
+__all__ = ["FACTORIES", "MODES", "Kind", "complaints", "kind_of", "set_mode"]
+
+FACTORIES: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "asyncio": asyncio.new_event_loop,
+    "uvloop": uvloop.new_event_loop,
+}
+
+# With eager tasks a task runs up to its first wait while it is being made.
+MODES = ["plain", "debug"]
+if sys.version_info >= (3, 12):
+    MODES.append("eager")
+
+
+class Kind(NamedTuple):
+    """A loop that can be made in another process."""
+
+    factory: str
+    mode: str
+
+    def make(self) -> asyncio.AbstractEventLoop:
+        loop = FACTORIES[self.factory]()
+        set_mode(loop, self.mode)
+        return loop
+
+
+def kind_of(loop: asyncio.AbstractEventLoop) -> Kind:
+    """Say which of them a loop is."""
+    mode = "debug" if loop.get_debug() else "eager" if loop.get_task_factory() is not None else "plain"
+    return Kind("uvloop" if isinstance(loop, uvloop.Loop) else "asyncio", mode)
+
+
+def set_mode(loop: asyncio.AbstractEventLoop, mode: str) -> None:
+    """Have a loop run in one of the modes from now on."""
+    loop.set_debug(mode == "debug")
+    if sys.version_info >= (3, 12):
+        loop.set_task_factory(asyncio.eager_task_factory if mode == "eager" else None)
+
+
+@contextmanager
+def complaints() -> Iterator[list[str]]:
+    """Collect what asyncio only logs, such as a task that was destroyed, or an error that nobody saw."""
+    said: list[str] = []
+    handler = _Listener(said)
+    logger = logging.getLogger("asyncio")
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+
+
+class _Listener(logging.Handler):
+    def __init__(self, said: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._said = said
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # In debug mode a step that lasts long is logged, also when it is the machine that is slow.
+        if not str(record.msg).startswith("Executing"):
+            self._said.append(self.format(record))
