@@ -36,6 +36,7 @@ class Message:
 
     __slots__ = (
         "awaits_bytes",
+        "awaits_room",
         "count",
         "has_bytes",
         "loss",
@@ -53,6 +54,7 @@ class Message:
         self.number: int | None = None  # known with the first announcement
         self.count = 0  # tensors announced
         self.awaits_bytes = 0  # sends that wait for bytes
+        self.awaits_room = 0  # sends that wait for the link
         self.has_bytes = False  # of shared memory, or had
 
     @property

@@ -9,6 +9,7 @@ When the receiver is gone, whatever is in flight is lost, and whoever waits is t
 then waits for the next receiver, and so does what is sent from then on.
 """
 
+import asyncio
 from collections.abc import Callable, Iterable
 
 import torch
@@ -73,6 +74,7 @@ class Outgoing:
         self._messages: dict[Message, None] = {}  # in flight, the oldest first
         self._parked = 0
         self._drainers = Waiters()
+        self._wakes_room = False
         self._conversation = Conversation(sender, link, max_messages, max_bytes, self)
         self.memory: Memory  # from `open` on: they belong to a loop
         self.ledger: Ledger
@@ -261,7 +263,11 @@ class Outgoing:
         """Wait until the receiver is there and reads."""
         self._check_open(message)  # lost while it was copied, it must not wait for the next receiver
         while not self._link.is_ready:
-            await self._link.ready()
+            message.awaits_room += 1
+            try:
+                await self._link.ready()
+            finally:
+                message.awaits_room -= 1
             self._check_open(message)
 
     def _check_open(self, message: Message) -> None:
@@ -347,9 +353,17 @@ class Outgoing:
         if was_open:
             self.memory.abandon(message)
             self.memory.gate.budget.settle(message)
+            if message.awaits_room and not self._wakes_room:
+                self._wakes_room = True
+                asyncio.get_running_loop().call_soon(self._wake_room)
         self.permits.release(message.permit)
         if self._drainers:
             self._drainers.wake()
+
+    def _wake_room(self) -> None:
+        """Tell those who wait for the link that their messages may have ended: once for all of a turn."""
+        self._wakes_room = False
+        self._link.wake()
 
     # What the receiver says
 

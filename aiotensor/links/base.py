@@ -45,7 +45,10 @@ class SenderLink(Protocol):
         """Say whether the receiver is connected, and the kernel has everything that was written."""
 
     async def ready(self) -> None:
-        """Wait until `is_ready` may have become true, or the link was lost or closed."""
+        """Wait until `is_ready` may have become true, the link was lost or closed, or `wake` is called."""
+
+    def wake(self) -> None:
+        """Have everybody who waits in `ready` look again whether they still want to."""
 
     def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send a record to a connected receiver; never block. The descriptors stay the caller's.

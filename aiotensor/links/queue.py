@@ -167,8 +167,14 @@ class QueueSenderLink:
         return self._queue is None or self._queue.is_flushed
 
     async def ready(self) -> None:
-        """Wait until the queue has everything that was written."""
-        await self.flush()
+        """Wait until the queue may have everything that was written."""
+        if self._queue is not None:
+            await self._queue.room()
+
+    def wake(self) -> None:
+        """Wake those who wait for the queue."""
+        if self._queue is not None:
+            self._queue.wake()
 
     def drop(self, *, retry: bool) -> None:
         """Close both ways, for good: a queue does not come back."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from aiotensor.descriptors import close_all
+from aiotensor.gates import Waiters
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
 
 __all__ = [
@@ -142,7 +143,7 @@ class RecordSocket:
         self._on_record = on_record
         self._on_closed: Callable[[str], None] | None = on_closed
         self._outbox: deque[tuple[bytes, Sequence[int]]] = deque()
-        self._flushed: list[asyncio.Future[None]] = []
+        self._flushers = Waiters()
         self._is_closed = False
         self._is_unheard = False  # nobody reads what is written, but there may be something to read
         if on_record is not None:
@@ -182,14 +183,17 @@ class RecordSocket:
 
         Cancelling changes nothing: what was written is still sent.
         """
+        while self._outbox and not self._is_closed:
+            await self._flushers.wait()
+
+    async def room(self) -> None:
+        """Wait until the kernel may have everything that was written, or `wake` is called."""
         if self._outbox and not self._is_closed:
-            future = self._loop.create_future()
-            self._flushed.append(future)
-            try:
-                await future
-            finally:
-                if future in self._flushed:
-                    self._flushed.remove(future)
+            await self._flushers.wait()
+
+    def wake(self) -> None:
+        """Wake those who wait in `room`."""
+        self._flushers.wake()
 
     def close(self) -> None:
         """Close at once; what waits to be sent is dropped."""
@@ -229,7 +233,7 @@ class RecordSocket:
         except OSError as error:
             self._end(f"writing failed: {error}")
             return
-        self._wake_flushers()
+        self._flushers.wake()
 
     def _stop_writing(self, error: OSError) -> None:
         """Note that the other side closed. Its last words may still be here: their end is read after them."""
@@ -274,10 +278,4 @@ class RecordSocket:
         for _, descriptors in self._outbox:
             close_all(descriptors)
         self._outbox.clear()
-        self._wake_flushers()
-
-    def _wake_flushers(self) -> None:
-        for future in self._flushed:
-            if not future.done():
-                future.set_result(None)
-        self._flushed.clear()
+        self._flushers.wake()

@@ -116,12 +116,18 @@ class UnixSenderLink:
     async def ready(self) -> None:
         """Wait until the receiver is connected and reads, or something else has changed."""
         if self._sock is not None:
-            await self._sock.flush()
+            await self._sock.room()
         elif self._events is not None:
             if self._retry is None:
                 self._look()
             if self._sock is None:
                 await self._waiters.wait()
+
+    def wake(self) -> None:
+        """Wake those who wait for a receiver."""
+        if self._sock is not None:
+            self._sock.wake()
+        self._waiters.wake()
 
     def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send a record."""

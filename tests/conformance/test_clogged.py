@@ -1,0 +1,246 @@
+"""A link that nobody reads: senders wait, nothing piles up, nobody hangs, and nothing is lost."""
+
+import asyncio
+import os
+import time
+
+import pytest
+import torch
+
+from aiotensor import (
+    ClosedError,
+    DiscardedError,
+    PeerLostError,
+    TensorReceiver,
+    TensorSender,
+    WouldBlockError,
+)
+from aiotensor.links import Endpoint
+from tests.conformance.makers import Clogged, PairMaker, stopped
+from tests.pairs import BIG, pattern, settled, until
+from tests.processes import peers, watch
+
+_IMPATIENT = 2000  # callers, of 8 KB each: what piles up would be 16 MB
+_GROWTH_KIB = 4096
+
+
+async def _takes_all(clogged: Clogged) -> None:
+    """Let the engine go on, and see that everything is there that was sent."""
+    clogged.engine.go_on()
+    for seed, handle in enumerate(clogged.handles):
+        assert await clogged.engine.call(peers.receive_pattern, handle, seed)
+
+
+async def test_a_send_waits_for_a_receiver_that_does_not_read_and_the_loop_goes_on(pairs: PairMaker) -> None:
+    async with pairs.clogged() as clogged:
+        sender, engine, handles = clogged
+        sending = [
+            asyncio.create_task(sender.send(pattern(seed, count))) for seed, count in ((1, 3), (2, BIG))
+        ]
+        await asyncio.sleep(0.05)  # the loop turns and keeps its timers
+        assert not any(send.done() for send in sending)
+        await _takes_all(clogged)
+        for seed, send in zip((1, 2), sending, strict=True):
+            assert await engine.call(peers.receive_pattern, await send, seed)
+        await settled(sender)
+        assert sender.statistics().messages_sent == len(handles) + 3  # one before it was clogged
+
+
+async def test_send_nowait_refuses_while_the_receiver_does_not_read_and_says_what_is_in_use(
+    pairs: PairMaker,
+) -> None:
+    async with pairs.clogged(max_concurrent_videos=1000, arena_bytes=BIG * 8) as (sender, _, handles):
+        assert 1 < len(handles) < 1000
+        for tensor, nbytes in ((pattern(0, 3), 0), (pattern(0, BIG), BIG * 8)):
+            with pytest.raises(WouldBlockError, match="slow to read") as caught:
+                sender.send_nowait(tensor)
+            messages, memory = caught.value.messages, caught.value.bytes
+            assert (messages.limit, messages.in_use, messages.requested) == (1000, len(handles), 1)
+            assert (memory.limit, memory.in_use, memory.requested) == (BIG * 8, 0, nbytes)
+        assert sender.statistics().in_flight == len(handles)
+
+
+async def test_a_send_cancelled_while_the_link_is_full_gives_everything_back(pairs: PairMaker) -> None:
+    async with pairs.clogged() as clogged:
+        sender, engine, handles = clogged
+        sending = [asyncio.create_task(sender.send(pattern(7, count))) for count in (3, BIG)]
+        await until(lambda: sender.statistics().in_flight == len(handles) + 2)
+        for send in sending:
+            send.cancel()
+        await asyncio.wait(sending)
+        assert all(send.cancelled() for send in sending)
+        assert sender.statistics().in_flight == len(handles)
+        await until(lambda: sender.statistics().bytes_in_use == 0)
+        await _takes_all(clogged)
+        following = await sender.send(pattern(8, 3))
+        assert following.message == handles[-1].message + 1  # the engine never heard of the others
+        assert await engine.call(peers.receive_pattern, following, 8)
+
+
+async def test_impatient_callers_of_a_receiver_that_does_not_read_pile_nothing_up(pairs: PairMaker) -> None:
+    async with pairs.clogged() as (sender, _, handles):
+        await _give_up(sender, _IMPATIENT // 10)
+        before = watch.resident_kib(os.getpid())
+        await _give_up(sender, _IMPATIENT)
+        assert watch.resident_kib(os.getpid()) - before < _GROWTH_KIB
+        assert sender.statistics().in_flight == len(handles)
+
+
+async def _give_up(sender: TensorSender, count: int) -> None:
+    for seed in range(count):
+        sending = asyncio.create_task(sender.send(pattern(seed, 1000)))
+        await asyncio.sleep(0)
+        assert not sending.done()
+        sending.cancel()
+        await asyncio.wait([sending])
+
+
+async def test_discarding_while_the_receiver_does_not_read_frees_the_permit_at_once(pairs: PairMaker) -> None:
+    async with pairs.clogged() as clogged:
+        sender, engine, handles = clogged
+        for handle in handles:
+            sender.discard(handle)
+        assert sender.statistics().in_flight == 0
+        engine.go_on()
+        assert await engine.call(peers.receive_pattern, await sender.send(pattern(9, BIG)), 9)
+        for handle in (handles[0], handles[-1]):
+            with pytest.raises(DiscardedError):
+                await engine.call(peers.receive_pattern, handle, 0)
+        await settled(sender)
+
+
+@pytest.mark.parametrize("count", [3, BIG], ids=["small", "large"])
+async def test_a_send_that_waits_for_the_link_ends_at_once_when_its_message_is_discarded(
+    count: int, pairs: PairMaker
+) -> None:
+    async with pairs.near_sender(max_concurrent_videos=1000) as (sender, engine):
+        with pytest.raises(DiscardedError):
+            async with sender.message() as message:
+                handle = await message.send(pattern(0, 3))
+                async with stopped(sender, engine) as handles:
+                    waiting = asyncio.create_task(message.send(pattern(1, count)))
+                    await asyncio.sleep(0)
+                    assert not waiting.done()
+                    sender.discard(handle)
+                    with pytest.raises(DiscardedError):
+                        await waiting
+                    assert sender.statistics().in_flight == len(handles)
+                    assert sender.statistics().bytes_in_use == 0
+
+
+async def test_drain_waits_until_a_receiver_reads_again_and_takes(pairs: PairMaker) -> None:
+    async with pairs.clogged() as clogged:
+        draining = [asyncio.create_task(clogged.sender.drain()) for _ in range(2)]
+        await asyncio.sleep(0)
+        draining[0].cancel()
+        await asyncio.wait(draining[:1])
+        assert draining[0].cancelled()
+        assert clogged.sender.statistics().in_flight == len(clogged.handles)
+        assert not draining[1].done()
+        await _takes_all(clogged)
+        await draining[1]
+
+
+async def test_closing_waits_until_the_link_has_what_was_sent_and_all_of_it_arrives(pairs: PairMaker) -> None:
+    async with pairs.clogged() as clogged:
+        sending = asyncio.create_task(clogged.sender.send(pattern(0, 3)))
+        await until(lambda: clogged.sender.statistics().in_flight == len(clogged.handles) + 1)
+        closing = asyncio.create_task(clogged.sender.aclose())
+        with pytest.raises(ClosedError):
+            await sending
+        assert not closing.done()
+        await _takes_all(clogged)
+        await closing
+
+
+async def test_cancelling_aclose_closes_at_once_though_the_receiver_does_not_read(pairs: PairMaker) -> None:
+    async with pairs.clogged() as (sender, engine, _):
+        closing = asyncio.create_task(sender.aclose())
+        await asyncio.sleep(0)
+        assert not closing.done()
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        with pytest.raises(ClosedError):
+            sender.send_nowait(pattern(0, 1))
+        engine.go_on()
+        await engine.call(_hears_of_the_end)
+
+
+async def _hears_of_the_end(state: peers.State) -> None:
+    await until(lambda: state.receiver.statistics().senders == 0)
+
+
+async def test_a_receiver_killed_while_it_does_not_read_ends_every_wait_within_a_second(
+    pairs: PairMaker,
+) -> None:
+    async with pairs.clogged() as (sender, engine, handles):
+        waits: list[asyncio.Task[object]] = [
+            asyncio.create_task(sender.send(pattern(0, 3))),
+            asyncio.create_task(sender.send(pattern(0, BIG))),
+            asyncio.create_task(sender.drain()),
+        ]
+        await until(lambda: sender.statistics().in_flight == len(handles) + 2)
+        killed = time.monotonic()
+        engine.kill()
+        for wait in waits:
+            with pytest.raises(PeerLostError) as caught:
+                await wait
+            assert caught.value.pid == engine.pid
+        assert time.monotonic() - killed < 1
+        await settled(sender)
+
+
+async def test_closing_ends_within_a_second_when_the_receiver_that_did_not_read_is_killed(
+    pairs: PairMaker,
+) -> None:
+    async with pairs.clogged() as (sender, engine, _):
+        closing = asyncio.create_task(sender.aclose())
+        await asyncio.sleep(0)
+        assert not closing.done()
+        killed = time.monotonic()
+        engine.kill()
+        await closing
+        assert time.monotonic() - killed < 1
+
+
+async def test_a_sender_that_is_stopped_holds_up_no_other_and_loses_nothing(endpoint: Endpoint) -> None:
+    async with peers.peers(endpoint, 2) as [stopped, other], TensorReceiver(endpoint) as receiver:
+        handles = {}
+        for child in (stopped, other):
+            await child.call(peers.open_sender, 1)
+            handles[child] = await child.call(peers.send_pattern, 0, BIG)
+        await stopped.stop()
+        # It does not hear what it is told, and its permit waits for it.
+        assert torch.equal(await receiver.receive(handles[stopped]), pattern(0, BIG))
+        assert torch.equal(await receiver.receive(handles[other]), pattern(0, BIG))
+        for seed in range(20):
+            handle = await other.call(peers.send_pattern, seed, BIG)
+            assert torch.equal(await receiver.receive(handle), pattern(seed, BIG))
+        stopped.go_on()
+        handle = await stopped.call(peers.send_pattern, 1, BIG)
+        assert torch.equal(await receiver.receive(handle), pattern(1, BIG))
+
+
+async def test_a_receiver_that_does_not_exist_yet_holds_senders_back_and_nothing_is_lost(
+    endpoint: Endpoint,
+) -> None:
+    count = 1000  # more than the link holds
+    async with peers.peers(endpoint, 1) as [api]:
+        await api.call(peers.open_sender, count)
+        sending = api.start(_send_small, count)
+        await api.call(peers.forget_tensors)
+        assert not sending.done()  # nobody reads the link
+        async with TensorReceiver(endpoint) as receiver:
+            seen = set()
+            for _ in range(count):
+                seen.add(int((await anext(receiver)).tensor[0]))
+            assert seen == set(range(count))
+            assert await sending == count
+            assert receiver.statistics().unclaimed_tensors == 0
+
+
+async def _send_small(state: peers.State, count: int) -> int:
+    for seed in range(count):
+        await state.sender.send(pattern(seed, 100))
+    return count
