@@ -175,9 +175,6 @@ class Incoming:
 
     def link_opened(self, link: ReceiverLink) -> None:
         """Take a connection, or refuse it."""
-        if self._is_closed:  # a sender has heard the goodbye and looks for the next receiver already
-            link.close()
-            return
         self._peers[link] = _Peer(link)
         limit = self.limits.senders
         if limit is not None and len(self._peers) > limit:

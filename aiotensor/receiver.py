@@ -231,6 +231,8 @@ class TensorReceiver:
         if not was_open:
             return
         self._wake_all()
+        # Senders that are told goodbye look for the next receiver, and must not find this one again.
+        self._listener.stop()
         try:
             await self._incoming.close()
         finally:

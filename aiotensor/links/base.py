@@ -112,5 +112,8 @@ class Listener(Protocol):
             UsageError: another receiver listens there, or nobody could.
         """
 
+    def stop(self) -> None:
+        """Take no more senders and no more records; the links that there are can still be written to."""
+
     async def close(self) -> None:
-        """Stop listening and close every link."""
+        """Stop, and close every link."""

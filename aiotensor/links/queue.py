@@ -272,20 +272,26 @@ class QueueListener:
         reader = RecordReader(sock, max_record_bytes + _PREFIX_BYTES)
         self._reading = loop.create_task(self._drain(sock, reader), name="aiotensor-drain")
 
-    async def close(self) -> None:
+    def stop(self) -> None:
         """Stop draining; what is on the queue stays there for the next receiver."""
-        sock, task = self._sock, self._reading
-        if sock is None or task is None:
+        sock, self._sock = self._sock, None
+        if sock is None or self._reading is None:
             return
-        self._sock = self._reading = self._events = None
+        self._events = None
         asyncio.get_running_loop().remove_reader(sock.fileno())
         sock.close()
-        if self._turn is not None:
-            self._turn.close()
+        self._reading.cancel()
+
+    async def close(self) -> None:
+        """Stop draining, and leave the queue to the next receiver."""
+        self.stop()
+        task, self._reading = self._reading, None
         for link in list(self._links.values()):
             link.close()
-        task.cancel()
-        await asyncio.wait([task])
+        if self._turn is not None:
+            self._turn.close()
+        if task is not None:
+            await asyncio.wait([task])
 
     async def _drain(self, sock: socket.socket, reader: RecordReader) -> None:
         """Read the queue for as long as the listener is open."""
@@ -306,8 +312,8 @@ class QueueListener:
             loop.remove_reader(sock.fileno())
             self._report_gone()
         except asyncio.CancelledError:
-            if self._reading is None:
-                raise  # by `close`
+            if self._sock is None:
+                raise  # by `stop`
             # Somebody cancels every task of the loop: whoever waits must hear of it rather than hang.
             loop.remove_reader(sock.fileno())
             if self._events is not None:

@@ -294,8 +294,8 @@ class UnixListener:
         self._events = events
         self._loop.add_reader(sock.fileno(), self._accept)
 
-    async def close(self) -> None:
-        """Take the socket away and close every connection."""
+    def stop(self) -> None:
+        """Take the socket away."""
         self._events = None
         sock, self._sock = self._sock, None
         if sock is None or self._file is None:
@@ -304,6 +304,10 @@ class UnixListener:
             self._pause.cancel()
         self._loop.remove_reader(sock.fileno())
         self._file.leave()
+
+    async def close(self) -> None:
+        """Take the socket away and close every connection."""
+        self.stop()
         for link in list(self._links):
             link.close()
 

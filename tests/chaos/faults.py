@@ -68,8 +68,8 @@ def _small_files(rng: random.Random) -> AbstractContextManager[None]:
 
 @contextmanager
 def _no_addresses(rng: random.Random) -> Iterator[None]:
-    # By hand: a limit on addresses (RLIMIT_AS) hits the interpreter first. A thread that cannot allocate in its
-    # first steps leaves `Thread.start` waiting for ever.
+    # By hand: a limit on addresses (RLIMIT_AS) hits the interpreter first. A thread that cannot allocate in
+    # its first steps leaves `Thread.start` waiting for ever.
     real = mmap.mmap
 
     def refuse(*_: object, **__: object) -> mmap.mmap:

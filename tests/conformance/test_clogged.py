@@ -222,6 +222,33 @@ async def test_a_sender_that_is_stopped_holds_up_no_other_and_loses_nothing(endp
         assert torch.equal(await receiver.receive(handle), pattern(1, BIG))
 
 
+async def test_a_receiver_that_closes_while_a_sender_does_not_read_is_found_again_by_nobody(
+    pairs: PairMaker, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = 900  # more than the way back holds
+    async with peers.peers(pairs.endpoint, 1) as [api], TensorReceiver(pairs.endpoint) as receiver:
+        await api.call(peers.open_sender, answers)
+        assert await api.call(_send_small, answers) == answers
+        await until(lambda: receiver.statistics().unclaimed_tensors == answers)
+        await api.stop()
+        try:
+            async with TensorSender(pairs.endpoint) as sender:
+                await receiver.receive(await sender.send(pattern(0, BIG)))
+                for _ in range(answers):
+                    await anext(receiver)
+                    await asyncio.sleep(0)  # an answer of its own
+                closing = asyncio.create_task(receiver.aclose())
+                await until(lambda: sender.statistics().receivers_lost == 1)
+                await asyncio.sleep(0.05)  # by then it has looked for another one several times
+                assert sender.statistics().receivers_lost == 1
+                assert not closing.done()
+        finally:
+            api.go_on()
+        await closing
+        assert receiver.statistics().senders_lost == 0
+        assert "protocol" not in caplog.text
+
+
 async def test_a_receiver_that_does_not_exist_yet_holds_senders_back_and_nothing_is_lost(
     endpoint: Endpoint,
 ) -> None:
