@@ -20,9 +20,13 @@ __all__ = ["Party", "Watch"]
 
 Party: TypeAlias = TensorSender | TensorReceiver
 
-# A leak is one for ever: so long is waited for what is on its way back, before it is called one.
+# A leak is one for ever: so long, and for so many turns of the loop, is waited for what is on its way back,
+# before it is called one.
 _PATIENCE_S = 10.0
-_TURNS_BEFORE_COLLECTING = 20
+_LEAST_TURNS = 300
+
+_TURNS_AT_REST = 20
+_TURNS_BEFORE_COLLECTING = 100
 
 
 class Watch(logging.Handler):
@@ -77,7 +81,7 @@ class Watch(logging.Handler):
     async def _come_back(self, before: dict[str, object]) -> None:
         end, turn = self._loop.time() + _PATIENCE_S, 0
         while changed := self._changed(before):
-            assert self._loop.time() < end, f"left behind, as (before, now): {changed}"
+            assert self._loop.time() < end or turn < _LEAST_TURNS, f"left behind, as (before, now): {changed}"
             turn += 1
             if turn % _TURNS_BEFORE_COLLECTING == 0:
                 gc.collect()  # an error that was caught may hold a frame, and that a tensor
@@ -94,7 +98,7 @@ class Watch(logging.Handler):
     async def _at_rest(self) -> dict[str, object]:
         """Return what is held when nothing changes any more: frames have arrived, garbage is freed."""
         rest, same = self._books(), 0
-        while same < _TURNS_BEFORE_COLLECTING:
+        while same < _TURNS_AT_REST:
             if not same:
                 gc.collect()  # what earlier tests left, and this one's first run
             await asyncio.sleep(0)

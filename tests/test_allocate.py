@@ -59,18 +59,6 @@ async def test_allocated_tensors_may_be_empty_small_or_dropped_unsent() -> None:
         await settled(sender)
 
 
-async def test_cancelling_allocate_gives_the_bytes_back() -> None:
-    async with pair(arena_bytes=BIG) as (sender, _):
-        for turns in range(4):
-            allocating = asyncio.create_task(sender.allocate((BIG,), torch.uint8))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            allocating.cancel()
-            await asyncio.wait([allocating])
-            del allocating
-            await settled(sender)
-
-
 async def test_an_allocated_tensor_and_a_send_that_wait_for_each_other_are_told_so() -> None:
     async with pair(max_concurrent_videos=1, arena_bytes=BIG * 8) as (sender, receiver):
         tensor = await sender.allocate((BIG,), torch.int64)

@@ -22,7 +22,6 @@ from aiotensor import (
     UsageError,
     WouldBlockError,
 )
-from aiotensor import receiver as receiver_module
 from tests.pairs import BIG, pair, pattern, settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
@@ -69,48 +68,6 @@ async def test_receiving_twice_is_an_error_and_not_a_hang() -> None:
             await second
         with pytest.raises(AlreadyTakenError):
             receiver.receive_nowait(handle)
-
-
-@pytest.mark.parametrize("turns", range(6))
-async def test_a_receive_cancelled_at_any_turn_loses_nothing(turns: int) -> None:
-    async with pair() as (sender, receiver):
-        handle = TensorHandle(sender.id, 0, 0, "int64", (3,), "cpu")
-        waiting = asyncio.create_task(receiver.receive(handle))
-        sender.send_nowait(pattern(4, 3))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        if waiting.cancel():
-            (result,) = await asyncio.gather(waiting, return_exceptions=True)
-            tensor = await receiver.receive(handle) if isinstance(result, BaseException) else result
-        else:
-            tensor = waiting.result()
-        assert torch.equal(tensor, pattern(4, 3))
-        assert receiver.statistics().waiting == 0
-
-
-async def test_cancelling_a_copy_leaves_the_tensor_claimable(monkeypatch: pytest.MonkeyPatch) -> None:
-    copying, go_on = threading.Event(), threading.Event()
-    original = receiver_module._copy
-
-    def slow_copy(tensor: torch.Tensor) -> torch.Tensor:
-        copying.set()
-        go_on.wait()
-        return original(tensor)
-
-    monkeypatch.setattr(receiver_module, "_copy", slow_copy)
-    async with pair(max_concurrent_videos=1) as (sender, receiver):
-        handle = await sender.send(pattern(1, BIG))
-        receiving = asyncio.create_task(receiver.receive(handle, copy=True))
-        await asyncio.to_thread(copying.wait)
-        with pytest.raises(AlreadyTakenError):
-            receiver.receive_nowait(handle)
-        receiving.cancel()
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await receiving
-        assert sender.statistics().in_flight == 1
-        assert torch.equal(await receiver.receive(handle, copy=True), pattern(1, BIG))
-        await settled(sender)
 
 
 async def test_the_error_of_a_cancelled_copy_keeps_no_block(monkeypatch: pytest.MonkeyPatch) -> None:

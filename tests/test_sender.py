@@ -1,13 +1,10 @@
 """The sending side: backpressure, cancelling, and giving everything back."""
 
 import asyncio
-import ctypes
 import errno
 import gc
 import os
 import socket
-import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -26,6 +23,7 @@ from aiotensor import (
     WouldBlockError,
 )
 from aiotensor.protocol.frames import MAX_TENSORS
+from tests.cancellation.situations import HeldUp
 from tests.pairs import BIG, endpoint, pair, pattern, settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
@@ -206,112 +204,22 @@ async def test_messages_that_would_wait_for_each_others_bytes_for_ever_are_told_
         assert {delivery.handle.message for delivery in deliveries} in ({0}, {1})
 
 
-async def test_cancelling_a_wait_for_a_permit_leaves_the_line() -> None:
-    async with pair(max_concurrent_videos=1) as (sender, receiver):
-        first = await sender.send(pattern(0, 1))
-        waits = [asyncio.create_task(sender.send(pattern(seed, 1))) for seed in (1, 2)]
-        await until(lambda: sender.statistics().waiting == 2)
-        waits[0].cancel()
-        await receiver.receive(first)
-        assert torch.equal(await receiver.receive(await waits[1]), pattern(2, 1))
-        assert waits[0].cancelled()
-        await settled(sender)
-
-
-async def test_cancelling_at_the_moment_of_the_grant_gives_the_permit_back() -> None:
-    async with pair(max_concurrent_videos=1) as (sender, _):
-        first = await sender.send(pattern(0, 1))
-        waiting = asyncio.create_task(sender.send(pattern(1, 1)))
-        await until(lambda: sender.statistics().waiting == 1)
-        sender.discard(first)  # grants the permit; the task has not run yet
-        assert sender.statistics().waiting == 0
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert sender.statistics().in_flight == 0
-
-
-async def test_cancelling_a_wait_for_bytes_gives_the_permit_back() -> None:
-    async with pair(arena_bytes=BIG * 8) as (sender, receiver):
-        tensor = await receiver.receive(await sender.send(pattern(0, BIG)))
-        waiting = asyncio.create_task(sender.send(pattern(1, BIG)))
-        await until(lambda: sender.statistics().waiting == 1)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert sender.statistics().in_flight == 0
-        assert sender.statistics().waiting == 0
-        del tensor
-        await settled(sender)
-
-
-def _held_up() -> tuple[threading.Event, threading.Event, Callable[..., None]]:
-    """Make a step of a copy that stops half way until it is let go, and the events of both."""
-    copying, go_on = threading.Event(), threading.Event()
-    memmove = ctypes.memmove
-
-    def slow_memmove(target: int, source: int, length: int) -> None:
-        copying.set()
-        go_on.wait()
-        memmove(target, source, length)
-
-    return copying, go_on, slow_memmove
-
-
-async def test_cancelling_in_the_middle_of_a_copy_gives_everything_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    copying, go_on, slow_memmove = _held_up()
-    monkeypatch.setattr(ctypes, "memmove", slow_memmove)
-    async with pair(max_concurrent_videos=1) as (sender, receiver):
-        sending = asyncio.create_task(sender.send(torch.zeros(1 << 25, dtype=torch.uint8)))
-        await asyncio.to_thread(copying.wait)
-        sending.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await sending
-        assert sender.statistics().in_flight == 0
-        go_on.set()
-        await settled(sender)
-        monkeypatch.undo()
-        handle = await sender.send(pattern(1, BIG))
-        assert handle.message == 0  # the receiver never heard of the other one
-        assert torch.equal(await receiver.receive(handle), pattern(1, BIG))
-
-
 async def test_discarding_in_the_middle_of_a_copy_ends_the_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    copying, go_on, slow_memmove = _held_up()
+    held_up = HeldUp(monkeypatch)
     async with pair() as (sender, _):
         message = sender.message()
         await message.__aenter__()
         first = await message.send(pattern(0, 1))
-        monkeypatch.setattr(ctypes, "memmove", slow_memmove)
+        held_up.stop()
         sending = asyncio.create_task(message.send(torch.zeros(1 << 25, dtype=torch.uint8)))
-        await asyncio.to_thread(copying.wait)
+        await until(held_up.is_copying)
         sender.discard(first)
-        go_on.set()
+        held_up.go_on()
         with pytest.raises(DiscardedError):
             await sending
         with pytest.raises(DiscardedError):
             await message.__aexit__(None, None, None)
         await settled(sender)
-
-
-@pytest.mark.parametrize("count", [5, BIG])
-async def test_cancelling_at_any_step_of_the_loop_leaves_nothing_held(count: int) -> None:
-    async with pair(max_concurrent_videos=1, arena_bytes=BIG * 8) as (sender, receiver):
-        for turns in range(8):
-            sending = asyncio.create_task(sender.send(pattern(turns, count)))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            sending.cancel()
-            try:
-                handle = await sending
-            except asyncio.CancelledError:
-                pass
-            else:
-                sender.discard(handle)
-            await settled(sender)
-        assert torch.equal(await receiver.receive(await sender.send(pattern(9, count))), pattern(9, count))
 
 
 @pytest.mark.parametrize("count", [5, BIG])
@@ -509,24 +417,6 @@ async def test_a_permit_granted_in_the_turn_of_closing_is_given_back() -> None:
         with pytest.raises(ClosedError):
             await waiting
         assert sender.statistics().in_flight == 0
-
-
-async def test_cancelling_aclose_cancels_nobody_else() -> None:
-    async with pair() as (sender, _):
-        big = torch.zeros(1 << 25, dtype=torch.uint8)
-        sending = [asyncio.create_task(sender.send(big)) for _ in range(3)]
-        allocating = asyncio.create_task(sender.allocate((1 << 25,), torch.uint8))
-        await until(lambda: sender.statistics().in_flight == 3)
-        closing = asyncio.create_task(sender.aclose())
-        await asyncio.sleep(0)
-        closing.cancel()
-        results = await asyncio.gather(*sending, allocating, return_exceptions=True)
-        assert all(isinstance(result, ClosedError) for result in results), results
-        with pytest.raises(asyncio.CancelledError):
-            await closing
-        worker = sender._outgoing.memory._worker
-        await until(lambda: not worker._running)
-        worker.close()
 
 
 async def test_the_block_of_a_message_that_was_discarded_under_it_ends_with_an_error() -> None:

@@ -83,6 +83,9 @@ async def test_a_receive_cancelled_while_it_copies_leaves_the_tensor_claimable(
             await until(lambda: receiver.statistics().unclaimed_tensors == 1)
             receiving = attempt.start(receiver.receive(handle, copy=True))
             await receiving.until(copying.is_set)
+            if not receiving.cancels:
+                with pytest.raises(AlreadyTakenError):
+                    receiver.receive_nowait(handle)
             await receiving.bring(go_on.set)
             go_on.set()
             await _received(receiving, receiver, handle)

@@ -14,6 +14,7 @@ from aiotensor import AioTensorError, TensorQueue
 from aiotensor.links import Endpoint
 from tests.chaos import here, journal, sending, taking
 from tests.chaos.plan import FAMILIES, SLOTS, Round, SenderPlan
+from tests.loops import Kind
 from tests.processes.peers import Peer, State
 
 __all__ = ["WATCHDOG_S", "Family", "GoneError", "Member", "RoundError"]
@@ -55,7 +56,7 @@ class Member:
         self._path = f"{folder}/{name}"
         open(f"{self._path}.stderr", "w").close()
         self._folder = folder
-        self._peer = Peer(endpoint, uvloop=uvloop)
+        self._peer = Peer(endpoint, kind=Kind("uvloop" if uvloop else "asyncio", "plain"))
         self.pid = self._peer.pid
         self._gone = asyncio.get_running_loop().create_future()
         self._stops = 0

@@ -2,7 +2,6 @@
 
 # ruff: noqa: ASYNC240 - the paths of tests are quick
 import asyncio
-import os
 import socket
 import stat
 from collections.abc import Iterator
@@ -264,13 +263,3 @@ async def test_of_two_receivers_at_one_stale_place_exactly_one_wins(path: Path) 
         for receiver in receivers:
             await receiver.listener.close()
         assert not path.exists()
-
-
-async def test_cancelling_the_opening_leaves_nothing(path: Path) -> None:
-    receiver = Receiver(path)
-    opening = asyncio.create_task(receiver.listener.open(receiver, 1 << 16))
-    await turns(1)
-    opening.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await opening
-    assert not os.listdir(path.parent)

@@ -51,13 +51,21 @@ class State:
 
 
 class Peer:
-    """A child process, as the test sees it; it runs an event loop like the test's own."""
+    """A child process, as the test sees it.
 
-    def __init__(self, endpoint: Endpoint, *, method: str = "forkserver") -> None:
+    Args:
+        endpoint: where it will send to or receive.
+        method: how the process is started.
+        kind: the event loop that it runs; like the test's own if there is none.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, *, method: str = "forkserver", kind: loops.Kind | None = None
+    ) -> None:
         context, loop = _contexts[method], asyncio.get_running_loop()
         self._connection, theirs = context.Pipe()
         self.process = context.Process(
-            target=_main, args=(endpoint, theirs, loops.kind_of(loop)), daemon=True
+            target=_main, args=(endpoint, theirs, kind or loops.kind_of(loop)), daemon=True
         )
         self.process.start()
         theirs.close()
