@@ -22,6 +22,7 @@ from aiotensor import (
     UsageError,
     WouldBlockError,
 )
+from aiotensor import receiver as receiver_module
 from tests.pairs import BIG, pair, pattern, settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
