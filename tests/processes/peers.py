@@ -71,6 +71,7 @@ class Peer:
         theirs.close()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._next = 0
+        self._gone: asyncio.Future[None] | None = None
         loop.add_reader(self._connection.fileno(), self._answered)
 
     @property
@@ -111,8 +112,20 @@ class Peer:
 
     async def ended(self) -> int | None:
         """Wait for the end of the child, and return its exit status."""
-        await asyncio.to_thread(self.process.join)
+        # Not by a join in a thread: each start of a process asks all others whether they live, and of two
+        # threads that read the status of one, the second finds nothing and takes it for 255.
+        if self._gone is None:
+            loop = asyncio.get_running_loop()
+            self._gone = loop.create_future()
+            loop.add_reader(self.process.sentinel, self._has_gone)
+        await asyncio.shield(self._gone)
+        self.process.join()
         return self.process.exitcode
+
+    def _has_gone(self) -> None:
+        asyncio.get_running_loop().remove_reader(self.process.sentinel)
+        if self._gone is not None:
+            self._gone.set_result(None)
 
     async def finish(self) -> int | None:
         """Let the child end as programs do, and return its exit status."""
