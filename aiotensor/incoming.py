@@ -250,7 +250,9 @@ class Incoming:
         # First: it says what differs.
         peer.link.write(encode(Welcome(VERSION, os.getpid(), self.limits.frame_bytes)))
         if hello.version != VERSION:
-            raise ProtocolError(f"it speaks version {hello.version}, this receiver speaks {VERSION}")
+            error = ProtocolError(f"it speaks version {hello.version}, this receiver speaks {VERSION}")
+            self._turn_away(hello, error)
+            raise error
         for limit, present, wanted, what, name in (
             (
                 self.limits.mapped_bytes,
@@ -268,11 +270,12 @@ class Incoming:
             ),
         ):
             if limit is not None and present + wanted > limit:
-                self._refuse(
-                    peer,
+                reason = (
                     f"{present} {what} are promised to others and this sender wants {wanted}, which is more "
-                    f"than {name}={limit} allows",
+                    f"than {name}={limit} allows"
                 )
+                self._refuse(peer, reason)
+                self._turn_away(hello, PeerLostError(reason))
                 return ()
         earlier = self._senders.get(hello.sender)
         if earlier is not None:  # it broke off and came back, and the end of the old connection is unread
@@ -284,6 +287,11 @@ class Incoming:
         peer.arena_bytes = hello.arena_bytes
         self._senders[hello.sender] = peer
         return keys
+
+    def _turn_away(self, hello: Hello, error: AioTensorError) -> None:
+        """Tell those who wait for a sender's tensors that it was not admitted: its handles may be here."""
+        if hello.sender not in self._senders:
+            self._wake(self.mailbox.lose(hello.sender, error, hello.pid))
 
     def _attach(self, peer: _Peer, frame: Attach, descriptors: list[int]) -> None:
         attached = sum(segment.mapped.nbytes for segment in peer.segments.values())

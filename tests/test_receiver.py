@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import threading
 from typing import Any
 
@@ -23,7 +24,7 @@ from aiotensor import (
     WouldBlockError,
 )
 from aiotensor import receiver as receiver_module
-from tests.pairs import BIG, pair, pattern, settled, until
+from tests.pairs import BIG, endpoint, pair, pattern, settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
@@ -293,6 +294,21 @@ async def test_a_second_receiver_on_the_same_queue_is_refused() -> None:
             await TensorReceiver(queue).__aenter__()
         async with TensorSender(queue) as sender:
             assert torch.equal(await first.receive(await sender.send(pattern(0, 3))), pattern(0, 3))
+
+
+@pytest.mark.parametrize("limit", ["max_mapped_bytes", "max_unclaimed_messages"])
+async def test_nobody_waits_for_a_tensor_of_a_sender_that_is_refused(limit: str) -> None:
+    with endpoint() as place:
+        async with TensorReceiver(place, **{limit: 1}) as receiver, TensorSender(place) as sender:
+            beyond = TensorHandle(sender.id, 1, 0, "int64", (1,), "cpu")
+            receiver.discard(TensorHandle(sender.id, 2, 0, "int64", (1,), "cpu"))  # it is heard of before
+            waiting = asyncio.create_task(receiver.receive(beyond))
+            await asyncio.sleep(0)
+            handle = await sender.send(pattern(0, 3))
+            for receiving in (waiting, receiver.receive(handle)):
+                with pytest.raises(PeerLostError, match=limit) as caught:
+                    await receiving
+                assert caught.value.pid == os.getpid()
 
 
 async def test_memory_returns_when_the_last_view_is_freed_in_whatever_thread() -> None:

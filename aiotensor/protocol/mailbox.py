@@ -206,11 +206,13 @@ class Mailbox(Generic[T]):
         self._remember(self._departed, sender)
         return self._claims.of_sender(sender)
 
-    def lose(self, sender: str, error: AioTensorError) -> Sequence[Key]:
-        """Note that a sender died or broke the link: nothing of it can be taken any more."""
+    def lose(self, sender: str, error: AioTensorError, pid: int | None = None) -> Sequence[Key]:
+        """Note that a sender died, broke the link or was not admitted: nothing of it can be taken now."""
         record = self._senders.setdefault(sender, _Sender())
         if record.left:
             return []
+        self._strangers.pop(sender, None)
+        record.pid = pid or record.pid
         record.joined = True
         record.loss = record.last_loss = error
         for number in list(record.messages):
