@@ -68,7 +68,7 @@ def _small_files(rng: random.Random) -> AbstractContextManager[None]:
 
 @contextmanager
 def _no_addresses(rng: random.Random) -> Iterator[None]:
-    # By hand: a limit on addresses (RLIMIT_AS) hits the interpreter first. A thread that cannot allocate in
+    # By hand: a limit on addresses (RLIMIT_AS) hits the interpreter first; a thread that cannot allocate in
     # its first steps leaves `Thread.start` waiting for ever.
     real = mmap.mmap
 
