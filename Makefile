@@ -4,11 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit soak bench bench-quick bench-peers clean help
+.PHONY: demo test lint types unit chaos soak bench bench-quick bench-peers clean help
 
 help:
 	@echo "make demo    upload real videos to a server, hand them to an engine process, show the answers"
 	@echo "make test    lint, types, and the whole test suite with coverage"
+	@echo "make chaos   kill, stop and starve processes while tensors travel, for SECONDS=600 with SEED=random"
 	@echo "make soak    let processes come and go for SECONDS=60 (hours, if you like), and see that nothing grows"
 	@echo "make bench   time aiotensor beside what people use without it, and against its goals: minutes"
 	@echo "make bench-quick   the same in less than a minute, with fewer of the others"
@@ -46,10 +47,16 @@ unit: $(VENV)/.test
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report
 
-SECONDS ?= 60
+# How long these run, in seconds, and what they draw from: SECONDS=60 SEED=7.
+chaos: SECONDS ?= 600
+soak: SECONDS ?= 60
+FOR = --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+chaos: $(VENV)/.test
+	@$(BIN)/python -m tests.chaos $(FOR)
 
 soak: $(VENV)/.test
-	@$(BIN)/python -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+	@$(BIN)/python -m tests.soak $(FOR)
 
 $(VENV)/.bench: $(VENV)/.demo
 	$(PIP) --editable '.[bench]'

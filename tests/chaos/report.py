@@ -79,7 +79,8 @@ class Run:
             table.add_row(f"longest until {name.replace('_', ' ')}", f"{seconds * 1000:.0f} ms")
         for family, samples in self.memory.items():
             course = ", ".join(str(sample >> 10) for sample in samples[:: len(samples) // 8 or 1])
-            table.add_row(f"memory of the elder of {family!r}", f"{course} MiB")
+            if samples:
+                table.add_row(f"memory of the elder of {family!r}", f"{course} MiB")
         console.print(table)
         if self.problems:
             console.print("\nWRONG:", style="bold red")

@@ -187,10 +187,13 @@ async def answer(state: State, handles: Sequence[TensorHandle]) -> None:
 
 
 async def take_probe(state: State, handle: TensorHandle) -> bool:
-    """Take what was sent to see whether the link works, unless its number was discarded long ago."""
+    """Take what was sent to see whether the link works.
+
+    It does not come if its number was discarded long ago, or if its sender has yet to hear of being refused.
+    """
     try:
         return token_of(await state.receiver.receive(handle)) == 0
-    except DiscardedError:
+    except (DiscardedError, PeerLostError):
         return False
 
 
