@@ -164,6 +164,11 @@ async def test_closing_cancelled_while_it_unmaps_leaves_that_to_the_thread(
             await closing.bring(go_on.set)
             go_on.set()
             await closing.completed()
+            # While there is still somebody who has the receiver.
+            await until(
+                lambda: not any(thread.name.startswith("aiotensor-r") for thread in threading.enumerate())
+            )
+            await receiver.aclose()
 
     assert await cancel_everywhere(attempt)
 

@@ -38,6 +38,7 @@ async def test_an_opening_cancelled_while_the_queue_is_full_leaves_nothing() -> 
                 if await opening.completed():
                     await sender.send(pattern(0, 3))
                     await sender.aclose()
+                assert sender._outgoing._link._events is None  # type: ignore[attr-defined] # it is closed
                 with pytest.raises(ClosedError):
                     await sender.__aenter__()
                 await other.send(pattern(0, 3))
@@ -66,6 +67,7 @@ async def test_a_cancelled_drain_leaves_the_others_that_drain() -> None:
 
 async def _closed(sender: TensorSender) -> None:
     """See that a sender whose closing may have been cancelled is closed all the same."""
+    assert sender._outgoing._link._events is None  # type: ignore[attr-defined] # the link is closed
     with pytest.raises(ClosedError):
         await sender.send(pattern(0, 3))
     await sender.aclose()
