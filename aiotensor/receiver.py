@@ -1,5 +1,7 @@
 """The receiving side, as callers see it; `incoming` deals with the senders."""
 
+import contextlib
+import importlib
 import logging
 import operator
 from collections.abc import Sequence
@@ -21,6 +23,11 @@ from aiotensor.types import Delivery, ReceiverStatistics, TensorHandle, Usage
 __all__ = ["TensorReceiver"]
 
 logger = logging.getLogger("aiotensor.receiver")
+
+# anyio imports its backend when it is first asked for a thread: longer than an event loop can wait.
+# Should it be called otherwise one day, the first call takes longer again, and that is all.
+with contextlib.suppress(ImportError):
+    importlib.import_module("anyio._backends._asyncio")
 
 
 class TensorReceiver:
