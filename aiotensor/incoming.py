@@ -156,7 +156,6 @@ class Incoming:
 
         Waits until the links have taken what the senders are to be told.
         """
-        self._is_closed = True
         peers = list(self._peers.values())
         for peer in peers:
             self.answers.goodbye(peer.link)
@@ -169,6 +168,7 @@ class Incoming:
                 await peer.link.flush()
             await self._worker.settle()
         finally:
+            self._is_closed = True
             self._worker.close()
 
     # What links say

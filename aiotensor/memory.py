@@ -8,7 +8,7 @@ import torch
 
 from aiotensor import placements
 from aiotensor.gates import Gate
-from aiotensor.placements import Allocations, Block, CopyAbandonedError, Place
+from aiotensor.placements import Allocations, Block, CopyAbandonedError, Place, Segment
 from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.leases import Leases
 from aiotensor.worker import Worker
@@ -49,7 +49,7 @@ class Memory:
         keep_warm_s: float | None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._arena = placements.Arena(limit, self._loop.time)
+        self._arena = placements.Arena(limit, self._loop.time, self._let_go)
         self.gate = gate(self._arena)
         self.allocations = Allocations(on_freed)
         self._leases: Leases[Ticket[Place]] = Leases()
@@ -58,7 +58,6 @@ class Memory:
         self._keep_warm_s = keep_warm_s
         self._trimming: asyncio.TimerHandle | None = None
         self._is_closed = False
-        self._is_left = False  # nobody waits for the end of the copies
 
     async def acquire(self, nbytes: int, holder: Hashable = None) -> Block:
         """Wait for a block, and pin it; errors are those of `Gate.acquire`.
@@ -168,17 +167,14 @@ class Memory:
     async def aclose(self) -> None:
         """Let go of all memory when no copy runs any more, and end the worker."""
         self._stop()
-        await self._worker.settle()
-        self._worker.begin("unmapping", self._arena.close)  # much of it takes milliseconds
+        self._arena.close()
         await self._worker.settle()
         self._worker.close()
 
     def close(self) -> None:
         """Do the same without waiting: copies that run are stopped, and end by themselves."""
         self._stop()
-        self._is_left = True
-        if not self._copies:
-            self._arena.close()
+        self._arena.close()
         self._worker.close()
 
     def _stop(self) -> None:
@@ -236,8 +232,11 @@ class Memory:
         copy.block.place.segment.filled(copy.filled)
         if copy.unpins:
             self.unpin_owner(copy.block.number)
-        if self._is_left and not self._copies:
-            self._arena.close()
+
+    def _let_go(self, segment: Segment) -> None:
+        """Unmap a segment: in the worker, behind the copies into it, since much memory takes milliseconds."""
+        if segment.is_open:
+            self._worker.begin("unmapping", segment.close)
 
     def _give_back(self, ticket: Ticket[Place] | None) -> None:
         if ticket is None:

@@ -37,6 +37,9 @@ def link(request: pytest.FixtureRequest) -> Iterator[str]:
     Links.current = before
 
 
+_ENDING_S = 10.0  # more than a thread needs that ends
+
+
 def our_descriptors() -> dict[int, str]:
     """Say what each descriptor is that may be the library's: record sockets and shared memory."""
     found = {}
@@ -64,11 +67,14 @@ async def nothing_left_behind() -> AsyncIterator[None]:
     """Fail an async test that leaves a descriptor or a thread of the library behind."""
     before = our_descriptors()
     yield
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("aiotensor")]
+    for thread in threads:
+        thread.join(_ENDING_S)  # it may still unmap what nobody needs any more
+    threads = [thread for thread in threads if thread.is_alive()]
+    assert not threads, f"threads left behind: {threads}"
     left = _left_since(before)
     for _ in range(3 if left else 0):
         gc.collect()  # frees tensors, whose finalizers ask the loop for a turn
         await asyncio.sleep(0)
         left = _left_since(before)
     assert not left, f"descriptors left behind: {left}"
-    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("aiotensor")]
-    assert not threads, f"threads left behind: {threads}"

@@ -12,7 +12,15 @@ import torch
 
 from aiotensor.errors import ProtocolError
 from aiotensor.placements.allocations import Allocation, Allocations, Block
-from aiotensor.placements.arena import Arena, MappedSegment, Place, open_segment, read_where, segment_bytes
+from aiotensor.placements.arena import (
+    Arena,
+    MappedSegment,
+    Place,
+    Segment,
+    open_segment,
+    read_where,
+    segment_bytes,
+)
 from aiotensor.placements.copying import QUICK_BYTES, CopyAbandonedError, copy_in_threads, copy_now
 from aiotensor.placements.dtypes import DTYPE_NAMES, dtype_from_name
 from aiotensor.placements.inline import MAX_INLINE_BYTES, bytes_of, open_inline
@@ -36,6 +44,7 @@ __all__ = [
     "Place",
     "Placed",
     "Plan",
+    "Segment",
     "Sendable",
     "Watch",
     "as_tensor",

@@ -92,10 +92,14 @@ class Segment:
         self.memory = memoryview(mapping)
         self._mapping = mapping
 
+    @property
+    def is_open(self) -> bool:
+        """Say whether it is mapped here."""
+        return self._mapping is not None
+
     def close(self) -> None:
-        """Let go of the memory, once, whoever asks; whoever still has a view of it keeps it."""
-        with self._changing:
-            mapping, self._mapping = self._mapping, None
+        """Let go of the memory, once; whoever still has a view of it keeps it."""
+        mapping, self._mapping = self._mapping, None
         if mapping is not None:
             self.memory = memoryview(b"")
             os.close(self.descriptor)
@@ -229,11 +233,15 @@ class Arena:
     Args:
         nbytes: how much it holds.
         now: the clock that says how long a chunk has been idle.
+        let_go: closes a segment that nobody here needs any more, at once or later.
     """
 
-    def __init__(self, nbytes: int, now: Callable[[], float]) -> None:
+    def __init__(
+        self, nbytes: int, now: Callable[[], float], let_go: Callable[[Segment], object] = Segment.close
+    ) -> None:
         self._nbytes = nbytes
         self._now = now
+        self._let_go = let_go
         self._next_number = 0
         self._retired: list[Segment] = []
         self._segment = self._new_segment()
@@ -248,9 +256,9 @@ class Arena:
         segment = place.segment
         segment.blocks.free(place.offset)
         segment.leave(place.offset, place.nbytes, self._now())
-        if segment.is_retired and not segment.blocks.in_use:
+        if segment in self._retired and not segment.blocks.in_use:
             self._retired.remove(segment)
-            segment.close()
+            self._let_go(segment)
 
     def detach(self, *, retire: bool) -> None:
         """Note that the other side is gone.
@@ -266,7 +274,7 @@ class Arena:
             if segment.blocks.in_use:
                 self._retired.append(segment)
             else:
-                segment.close()
+                self._let_go(segment)
 
     def take_idle(self, before: float) -> tuple[Segment, list[int]]:
         """Return the chunks that were left before a time, and their segment; see `Segment.give_back`."""
@@ -279,8 +287,9 @@ class Arena:
 
     def close(self) -> None:
         """Let go of all memory; whoever has a view of some keeps that segment."""
-        for segment in list(self._segments()):
-            segment.close()
+        retired, self._retired = self._retired, []
+        for segment in (self._segment, *retired):
+            self._let_go(segment)
 
     def _segments(self) -> Iterator[Segment]:
         yield self._segment

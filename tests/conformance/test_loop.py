@@ -1,0 +1,194 @@
+"""Nothing gets in the way of the loop, and a pair with nothing to do does nothing."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from aiotensor import TensorHandle
+from aiotensor.links import Endpoint
+from tests.conformance.makers import PairMaker
+from tests.conformance.turns import Turns
+from tests.pairs import settled, until
+from tests.processes import peers, watch
+
+_BYTES = 150 << 20
+_LONGEST_S = 0.005  # promised: no call blocks the loop for longer, whatever the size
+
+Lengths = dict[str, float]
+
+
+@contextmanager
+def _measured(what: str, into: Lengths) -> Iterator[None]:
+    with Turns() as turns:
+        yield
+    into[what] = turns.longest_s
+
+
+def _too_long(lengths: Lengths) -> Lengths:
+    assert all(length > 0 for length in lengths.values())
+    return {what: length for what, length in lengths.items() if length > _LONGEST_S}
+
+
+async def _some_turns() -> None:
+    """Let the loop hear of what threads have done for it."""
+    await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("mode", ["plain"], indirect=True)  # what takes long takes as long in every mode
+async def test_no_call_of_a_sender_keeps_the_loop_busy_for_longer_than_5_ms(pairs: PairMaker) -> None:
+    source = torch.ones(_BYTES, dtype=torch.uint8)
+    lengths: Lengths = {}
+    async with pairs.near_sender() as (sender, engine):
+        with _measured("allocate in fresh memory", lengths):
+            allocated = await sender.allocate((_BYTES,), torch.uint8)
+        allocated.fill_(1)
+        with _measured("send what was allocated", lengths):
+            handle = await sender.send(allocated)
+        await engine.call(_take, handle)
+        await engine.call(peers.forget_tensors)
+        with _measured("free what was allocated", lengths):
+            del allocated
+            await settled(sender)
+        with _measured("send by a copy", lengths):
+            handle = await sender.send(source)
+        with _measured("discard", lengths):
+            sender.discard(handle)
+            await settled(sender)
+        with _measured("send what has to be gathered", lengths):
+            handle = await sender.send(source.view(-1, 2).t())
+        await engine.call(_take, handle)
+        with _measured("close", lengths):
+            await sender.aclose()
+    assert _too_long(lengths) == {}
+
+
+@pytest.mark.parametrize("mode", ["plain"], indirect=True)
+async def test_a_send_and_an_aclose_that_are_cancelled_keep_the_loop_free(pairs: PairMaker) -> None:
+    source = torch.ones(_BYTES, dtype=torch.uint8)
+    lengths: Lengths = {}
+    async with pairs.near_sender() as (sender, engine):
+        await engine.call(_take, await sender.send(source))
+        sending = asyncio.create_task(sender.send(source))
+        with _measured("cancel a send", lengths):
+            await until(lambda: sender.statistics().bytes_in_use == 2 * _BYTES)
+            sending.cancel()
+            await until(lambda: sender.statistics().bytes_in_use == _BYTES)
+        closing = asyncio.create_task(sender.aclose())
+        with _measured("cancel aclose", lengths):
+            await asyncio.sleep(0)
+            closing.cancel()
+            await asyncio.wait([closing])
+            await _some_turns()
+    assert closing.cancelled()
+    assert _too_long(lengths) == {}
+
+
+@pytest.mark.parametrize("mode", ["plain"], indirect=True)
+async def test_the_death_of_a_receiver_keeps_the_loop_of_its_sender_free(pairs: PairMaker) -> None:
+    lengths: Lengths = {}
+    async with pairs.near_sender() as (sender, engine):
+        await engine.call(_take, await sender.send(torch.ones(_BYTES, dtype=torch.uint8)))
+        with _measured("the receiver dies", lengths):
+            engine.kill()
+            await until(lambda: sender.statistics().receivers_lost == 1)
+            await _some_turns()
+    assert _too_long(lengths) == {}
+
+
+@pytest.mark.parametrize("mode", ["plain"], indirect=True)
+async def test_no_call_of_a_receiver_keeps_the_loop_busy_for_longer_than_5_ms(pairs: PairMaker) -> None:
+    source = torch.ones(_BYTES, dtype=torch.uint8)
+    async with pairs.near_sender() as (sender, engine):
+        # In a new process, where nothing was used before: what is used first is imported first.
+        lengths = await engine.call(_copy_measured, await sender.send(source))
+        lengths |= await engine.call(_receive_measured, await sender.send(source))
+        lengths |= await engine.call(_discard_measured, await sender.send(source))
+        await engine.call(_take, await sender.send(source))
+        closing = engine.start(_a_sender_leaves_measured)
+        await sender.aclose()
+        lengths |= await closing
+    assert _too_long(lengths) == {}
+
+
+@pytest.mark.parametrize("mode", ["plain"], indirect=True)
+async def test_closing_a_receiver_keeps_its_loop_free(pairs: PairMaker) -> None:
+    async with pairs.near_sender() as (sender, engine):
+        await engine.call(_take, await sender.send(torch.ones(_BYTES, dtype=torch.uint8)))
+        await engine.call(peers.forget_tensors)
+        assert _too_long(await engine.call(_close_measured)) == {}
+
+
+async def _take(state: peers.State, handle: TensorHandle) -> None:
+    """Take a tensor, and read all of it: from then on the memory is mapped here, page by page."""
+    tensor = await state.receiver.receive(handle)
+    assert int(tensor.sum()) == _BYTES
+    state.tensors.append(tensor)
+
+
+async def _copy_measured(state: peers.State, handle: TensorHandle) -> Lengths:
+    lengths: Lengths = {}
+    with _measured("receive a copy", lengths):
+        state.tensors.append(await state.receiver.receive(handle, copy=True))
+    return lengths
+
+
+async def _receive_measured(state: peers.State, handle: TensorHandle) -> Lengths:
+    lengths: Lengths = {}
+    with _measured("receive", lengths):
+        tensor = await state.receiver.receive(handle)
+    assert int(tensor.sum()) == _BYTES
+    with _measured("free what was received", lengths):
+        del tensor
+        await until(lambda: state.receiver.statistics().leases == 0)
+        await _some_turns()
+    return lengths
+
+
+async def _discard_measured(state: peers.State, handle: TensorHandle) -> Lengths:
+    lengths: Lengths = {}
+    await until(lambda: state.receiver.statistics().unclaimed_tensors == 1)
+    with _measured("discard at the receiver", lengths):
+        state.receiver.discard(handle)
+        await until(lambda: state.receiver.statistics().leases == 0)
+        await _some_turns()
+    return lengths
+
+
+async def _a_sender_leaves_measured(state: peers.State) -> Lengths:
+    lengths: Lengths = {}
+    with _measured("the sender leaves", lengths):
+        await until(lambda: state.receiver.statistics().senders == 0)
+        await _some_turns()
+    with _measured("free the last tensor of a sender that left", lengths):
+        state.tensors.pop()
+        await until(lambda: state.receiver.statistics().mapped_bytes == 0)
+        await _some_turns()
+    return lengths
+
+
+async def _close_measured(state: peers.State) -> Lengths:
+    lengths: Lengths = {}
+    with _measured("close the receiver", lengths):
+        await state.receiver.aclose()
+    return lengths
+
+
+@pytest.mark.parametrize("mode", ["plain"], indirect=True)  # it takes seconds
+async def test_an_idle_pair_does_nothing(endpoint: Endpoint) -> None:
+    async with peers.peers(endpoint, 2) as [engine, api]:
+        await engine.call(peers.open_receiver)
+        await api.call(peers.open_sender)
+        for count in (10, 100_000):
+            handle: TensorHandle = await api.call(peers.send_pattern, 0, count)
+            assert await engine.call(peers.receive_pattern, handle, 0)
+        await api.call(peers.drain)
+        await asyncio.sleep(0.2)  # what was freed is said to the other side
+        pids = (engine.pid, api.pid)
+        before = [(watch.seconds(pid), watch.switches(pid)) for pid in pids]
+        await asyncio.sleep(2)
+        for pid, (seconds, switches) in zip(pids, before, strict=True):
+            assert watch.seconds(pid) - seconds <= 0.011
+            assert watch.switches(pid) == switches
