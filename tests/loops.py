@@ -3,13 +3,15 @@
 import asyncio
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import uvloop
 
 __all__ = ["FACTORIES", "MODES", "Kind", "complaints", "kind_of", "set_mode"]
+
+T = TypeVar("T")
 
 FACTORIES: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
@@ -20,6 +22,16 @@ FACTORIES: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
 MODES = ["plain", "debug"]
 if sys.version_info >= (3, 12):
     MODES.append("eager")
+
+    def _eager_task(
+        loop: asyncio.AbstractEventLoop,
+        coro: Coroutine[Any, Any, T],
+        *,
+        eager_start: bool | None = None,
+        **options: Any,
+    ) -> asyncio.Task[T]:
+        # uvloop 0.23 names `eager_start`, which the factory of Python 3.12 does not know.
+        return asyncio.eager_task_factory(loop, coro, **options)
 
 
 class Kind(NamedTuple):
@@ -44,7 +56,7 @@ def set_mode(loop: asyncio.AbstractEventLoop, mode: str) -> None:
     """Have a loop run in one of the modes from now on."""
     loop.set_debug(mode == "debug")
     if sys.version_info >= (3, 12):
-        loop.set_task_factory(asyncio.eager_task_factory if mode == "eager" else None)
+        loop.set_task_factory(_eager_task if mode == "eager" else None)
 
 
 @contextmanager
