@@ -183,8 +183,9 @@ async def _keeps_a_descriptor(pair: Pair) -> None:
 
 async def _keeps_a_thread(pair: Pair) -> None:
     go_on = threading.Event()
-    _kept.append(go_on)
-    threading.Thread(target=go_on.wait, name="aiotensor-left", daemon=True).start()
+    thread = threading.Thread(target=go_on.wait, name="aiotensor-left", daemon=True)
+    thread.start()
+    _kept.append((go_on, thread))
     await asyncio.sleep(0)
     go_on.set()
 
@@ -235,8 +236,9 @@ async def test_whatever_a_cancelled_operation_leaves_behind_is_found(
         match kept:
             case asyncio.Task():
                 kept.cancel()
-            case threading.Event():
-                kept.set()
+            case threading.Event() as go_on, threading.Thread() as thread:
+                go_on.set()
+                thread.join()
             case io.IOBase():
                 kept.close()
     _kept.clear()
