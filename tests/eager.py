@@ -11,13 +11,18 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any
 
-import uvloop
-
-__all__ = ["new_eager_loop", "new_eager_uvloop"]
+__all__ = ["eager_task"]
 
 
 if sys.version_info >= (3, 12):
-    _eager_tasks = asyncio.eager_task_factory
+
+    def eager_task(
+        loop: asyncio.AbstractEventLoop, coro: Any, *, eager_start: bool | None = None, **options: Any
+    ) -> asyncio.Task[Any]:
+        """Make a task that runs up to its first wait at once."""
+        # uvloop 0.23 names `eager_start`, which the factory of Python 3.12 does not know.
+        return asyncio.eager_task_factory(loop, coro, **options)
+
 else:
 
     class _FirstStep:
@@ -48,20 +53,7 @@ else:
                 if maker is not None:
                     tasks._enter_task(loop, maker)
 
-    def _eager_tasks(loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> "asyncio.Task[Any]":
+    def eager_task(loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> "asyncio.Task[Any]":
+        """Make a task that runs up to its first wait at once."""
         task: asyncio.Task[Any] = _EagerTask(coro, loop, **options)
         return task
-
-
-def new_eager_loop() -> asyncio.AbstractEventLoop:
-    """Make asyncio's own loop, with eager tasks."""
-    loop = asyncio.new_event_loop()
-    loop.set_task_factory(_eager_tasks)
-    return loop
-
-
-def new_eager_uvloop() -> asyncio.AbstractEventLoop:
-    """Make uvloop's loop, with eager tasks."""
-    loop = uvloop.new_event_loop()
-    loop.set_task_factory(_eager_tasks)
-    return loop

@@ -2,16 +2,15 @@
 
 import asyncio
 import logging
-import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import uvloop
 
-__all__ = ["FACTORIES", "MODES", "Kind", "complaints", "kind_of", "set_mode"]
+from tests.eager import eager_task
 
-T = TypeVar("T")
+__all__ = ["FACTORIES", "MODES", "Kind", "complaints", "kind_of", "set_mode"]
 
 FACTORIES: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
@@ -19,19 +18,7 @@ FACTORIES: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
 }
 
 # With eager tasks a task runs up to its first wait while it is being made.
-MODES = ["plain", "debug"]
-if sys.version_info >= (3, 12):
-    MODES.append("eager")
-
-    def _eager_task(
-        loop: asyncio.AbstractEventLoop,
-        coro: Coroutine[Any, Any, T],
-        *,
-        eager_start: bool | None = None,
-        **options: Any,
-    ) -> asyncio.Task[T]:
-        # uvloop 0.23 names `eager_start`, which the factory of Python 3.12 does not know.
-        return asyncio.eager_task_factory(loop, coro, **options)
+MODES = ["plain", "debug", "eager"]
 
 
 class Kind(NamedTuple):
@@ -55,8 +42,7 @@ def kind_of(loop: asyncio.AbstractEventLoop) -> Kind:
 def set_mode(loop: asyncio.AbstractEventLoop, mode: str) -> None:
     """Have a loop run in one of the modes from now on."""
     loop.set_debug(mode == "debug")
-    if sys.version_info >= (3, 12):
-        loop.set_task_factory(_eager_task if mode == "eager" else None)
+    loop.set_task_factory(eager_task if mode == "eager" else None)
 
 
 @contextmanager

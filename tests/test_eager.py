@@ -1,15 +1,14 @@
 """The eager tasks of the tests are eager, and tasks for the rest."""
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
-from tests.eager import new_eager_loop, new_eager_uvloop
+from tests.loops import FACTORIES, Kind
 
 
-@pytest.mark.parametrize("new_loop", [new_eager_loop, new_eager_uvloop])
-def test_an_eager_task_begins_where_it_is_made(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+@pytest.mark.parametrize("loop", FACTORIES)
+def test_an_eager_task_begins_where_it_is_made(loop: str) -> None:
     maker: asyncio.Task[None] | None = None
 
     async def work(said: list[str]) -> int:
@@ -35,5 +34,5 @@ def test_an_eager_task_begins_where_it_is_made(new_loop: Callable[[], asyncio.Ab
         with pytest.raises(asyncio.CancelledError):
             await waiting
 
-    with asyncio.Runner(loop_factory=new_loop) as runner:
+    with asyncio.Runner(loop_factory=Kind(loop, "eager").make) as runner:
         runner.run(main())
