@@ -154,7 +154,7 @@ class TensorReceiver:
         """
         self._home.check()
         key = _key(handle)
-        item = self._mailbox.hold(key)
+        item = self._find(key)
         if item is None:
             self._raise_if_failed()
             raise WouldBlockError(
@@ -249,7 +249,7 @@ class TensorReceiver:
 
     async def _hold(self, key: Key) -> Delivery:
         """Wait for a tensor, and reserve it."""
-        while (item := self._mailbox.hold(key)) is None:
+        while (item := self._find(key)) is None:
             self._raise_if_failed()
             waiters = self._waiters.setdefault(key, Waiters())
             try:
@@ -260,6 +260,14 @@ class TensorReceiver:
             if self._home.is_closed:
                 raise ClosedError("this TensorReceiver was closed")
         return item
+
+    def _find(self, key: Key) -> Delivery | None:
+        """Reserve a tensor if it is here."""
+        try:
+            return self._mailbox.hold(key)
+        except PeerLostError:
+            self._listener.look()  # its sender may be back
+        return self._mailbox.hold(key)
 
     def _take(self, key: Key, item: Delivery) -> torch.Tensor:
         if self._mailbox.finish(key):

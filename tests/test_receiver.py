@@ -311,6 +311,18 @@ async def test_nobody_waits_for_a_tensor_of_a_sender_that_is_refused(limit: str)
                 assert caught.value.pid == os.getpid()
 
 
+async def test_a_handle_that_is_here_before_its_sender_has_come_back_is_waited_for() -> None:
+    with endpoint("unix") as place:
+        async with TensorReceiver(place, max_unclaimed_messages=8) as receiver, TensorSender(place) as first:
+            await until(lambda: receiver.statistics().senders == 1)
+            async with TensorSender(place) as late:
+                await until(lambda: late.statistics().receivers_lost == 1)  # there is no room for it
+                await first.aclose()
+                await until(lambda: receiver.statistics().senders == 0)
+                handle = await late.send(pattern(0, 3))  # the receiver has not looked at its socket since
+                assert torch.equal(await receiver.receive(handle), pattern(0, 3))
+
+
 async def test_memory_returns_when_the_last_view_is_freed_in_whatever_thread() -> None:
     async with pair() as (sender, receiver):
         holder: list[Any] = [await receiver.receive(await sender.send(pattern(0, BIG)))]

@@ -112,6 +112,12 @@ class Listener(Protocol):
             UsageError: another receiver listens there, or nobody could.
         """
 
+    def look(self) -> None:
+        """Take in those who have come back by now, up to their introductions.
+
+        Whoever holds a handle of a sender that was lost may hold it before its new connection was read.
+        """
+
     def stop(self) -> None:
         """Take no more senders and no more records; the links that there are can still be written to."""
 

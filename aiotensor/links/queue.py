@@ -272,6 +272,9 @@ class QueueListener:
         reader = RecordReader(sock, max_record_bytes + _PREFIX_BYTES)
         self._reading = loop.create_task(self._drain(sock, reader), name="aiotensor-drain")
 
+    def look(self) -> None:
+        """Do nothing: to a queue nobody comes back."""
+
     def stop(self) -> None:
         """Stop draining; what is on the queue stays there for the next receiver."""
         sock, self._sock = self._sock, None

@@ -195,6 +195,10 @@ class RecordSocket:
         """Wake those who wait in `room`."""
         self._flushers.wake()
 
+    def look(self) -> None:
+        """Read a record now, if there is one; not while another is being read."""
+        self._readable()
+
     def close(self) -> None:
         """Close at once; what waits to be sent is dropped."""
         if self._is_closed:

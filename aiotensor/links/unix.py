@@ -257,6 +257,10 @@ class _UnixReceiverLink:
         self._sock.close()
         self._listener._links.discard(self)
 
+    def look(self) -> None:
+        """Read a record now, if there is one."""
+        self._sock.look()
+
     def _lost(self, reason: str) -> None:
         self._listener._lost(self, reason)
 
@@ -293,6 +297,13 @@ class UnixListener:
         self._sock = sock
         self._events = events
         self._loop.add_reader(sock.fileno(), self._accept)
+
+    def look(self) -> None:
+        """Accept whoever has connected, and read what each says first."""
+        if self._pause is None:
+            self._accept()
+        for link in list(self._links):
+            link.look()
 
     def stop(self) -> None:
         """Take the socket away."""
@@ -336,6 +347,7 @@ class UnixListener:
             self._events.link_opened(link)
 
     def _resume(self) -> None:
+        self._pause = None
         if self._sock is not None:
             self._loop.add_reader(self._sock.fileno(), self._accept)
 
