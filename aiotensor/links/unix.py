@@ -300,8 +300,7 @@ class UnixListener:
 
     def look(self) -> None:
         """Accept whoever has connected, and read what each says first."""
-        if self._pause is None:
-            self._accept()
+        self._accept()
         for link in list(self._links):
             link.look()
 
@@ -331,9 +330,10 @@ class UnixListener:
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                logger.error("a sender cannot be accepted: %s", error)
-                self._loop.remove_reader(self._sock.fileno())
-                self._pause = self._loop.call_later(_ACCEPT_PAUSE_S, self._resume)
+                if self._pause is None:
+                    logger.error("a sender cannot be accepted: %s", error)
+                    self._loop.remove_reader(self._sock.fileno())
+                    self._pause = self._loop.call_later(_ACCEPT_PAUSE_S, self._resume)
                 return
             sock.setblocking(False)
             try:
