@@ -61,6 +61,8 @@ class _Play:
         try:
             async with asyncio.timeout(3 * WATCHDOG_S), _all_of(self._inject(fault) for fault in plan.faults):
                 pass
+            if family.has_ended:
+                self._give_up_new()
             while self.programs:
                 await asyncio.gather(*self.programs)
                 self.programs = {program for program in self.programs if not program.done()}
@@ -186,6 +188,13 @@ class _Play:
             self.times.senders_told = max(self.times.senders_told, took)
             if took > _TOLD_WITHIN_S:
                 raise RoundError(f"{sender.name} was told of the end of its receiver after {took:.3f} s")
+
+    def _give_up_new(self) -> None:
+        """Kill the senders whose introduction may still be on a queue that nobody reads any more."""
+        for slot, sender in enumerate(self.family.senders):
+            if sender in self.new and not sender.is_killed:
+                sender.kill()
+                self.gone.append((sender, slot))
 
     # Its end
 
