@@ -9,7 +9,19 @@ from typing import Protocol
 
 from aiotensor.errors import AioTensorError
 
-__all__ = ["Listener", "ReceiverEvents", "ReceiverLink", "SenderEvents", "SenderLink"]
+__all__ = [
+    "MAX_UNREAD_BYTES",
+    "Listener",
+    "ReceiverEvents",
+    "ReceiverLink",
+    "SenderEvents",
+    "SenderLink",
+]
+
+# What a receiver keeps for a sender that does not read its answers. A sender that is only stopped has at most
+# its messages in flight to be answered: with as many as a receiver admits by default, of as many tensors as a
+# message may have, the answers to all of them are shorter than this.
+MAX_UNREAD_BYTES = 8 << 20
 
 
 class SenderEvents(Protocol):
@@ -75,7 +87,7 @@ class ReceiverLink(Protocol):
     """A receiver's end of a link to one sender."""
 
     def write(self, data: bytes) -> None:
-        """Send a record; never block."""
+        """Send a record; never block. A sender that leaves `MAX_UNREAD_BYTES` unread loses its link."""
 
     async def flush(self) -> None:
         """Wait until the kernel has everything that was written, or the link is closed or lost."""

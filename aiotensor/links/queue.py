@@ -12,6 +12,7 @@ end, so the two sides need no name to find each other, and each hears at once wh
 
 import asyncio
 import fcntl
+import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from typing import Any, BinaryIO, TypeAlias
 
 from aiotensor.descriptors import close_all
 from aiotensor.errors import PeerLostError, UsageError
-from aiotensor.links.base import ReceiverEvents, SenderEvents
+from aiotensor.links.base import MAX_UNREAD_BYTES, ReceiverEvents, SenderEvents
 from aiotensor.links.records import (
     RECORDS_A_TURN,
     RecordReader,
@@ -30,6 +31,8 @@ from aiotensor.links.records import (
 )
 
 __all__ = ["QueueListener", "QueueSenderLink", "TensorQueue"]
+
+logger = logging.getLogger("aiotensor.links")
 
 # A record: its kind, who sent it, then the frames.
 _HELLO = b"H"
@@ -210,13 +213,16 @@ class _QueueReceiverLink:
     def __init__(self, listener: "QueueListener", sender: str, sock: socket.socket) -> None:
         self.sender = sender
         self._listener = listener
-        self._pipe = RecordSocket(sock, on_record=self._unexpected, on_closed=self._closed)
+        self._pipe = RecordSocket(
+            sock, on_record=self._unexpected, on_closed=self._closed, max_unsent_bytes=MAX_UNREAD_BYTES
+        )
 
     def write(self, data: bytes) -> None:
-        """Send a frame back; a pipe that the kernel refuses to write to is at its end."""
+        """Send a frame back; a pipe that takes no more is at its end."""
         try:
             self._pipe.write(data)
         except OSError as error:
+            logger.error("a sender is cut off, writing to it failed: %s", error)
             self._pipe.close()
             self._closed(f"writing failed: {error}")
 
@@ -345,11 +351,11 @@ class QueueListener:
         kind, address = bytes(data[:1]), bytes(data[1:_PREFIX_BYTES])
         sender = address.decode("ascii", "replace")
         if kind == _HELLO and descriptors and sender not in self._links:
-            sock = socket.socket(fileno=descriptors.pop(0))
-            sock.setblocking(False)
-            opened = self._links[sender] = _QueueReceiverLink(self, sender, sock)
-            if self._events is not None:
-                self._events.link_opened(opened)
+            pipe = _pipe_of(descriptors.pop(0))
+            if pipe is not None:
+                opened = self._links[sender] = _QueueReceiverLink(self, sender, pipe)
+                if self._events is not None:
+                    self._events.link_opened(opened)
         link = self._links.get(sender)
         if link is None or self._events is None:
             close_all(descriptors)  # of a sender whose link was closed
@@ -376,3 +382,18 @@ class QueueListener:
     def _forget(self, link: _QueueReceiverLink) -> None:
         self._links.pop(link.sender, None)
         self._gone_links.pop(link, None)
+
+
+def _pipe_of(descriptor: int) -> socket.socket | None:
+    """Return the way back to a sender; None, and closed, if it sent something else in its place."""
+    try:
+        sock = socket.socket(fileno=descriptor)
+    except OSError:
+        os.close(descriptor)
+    else:
+        if (sock.family, sock.type) == (socket.AF_UNIX, socket.SOCK_SEQPACKET):
+            sock.setblocking(False)
+            return sock
+        sock.close()
+    logger.error("a sender broke the protocol, it is not listened to: it sent no pipe to answer it by")
+    return None

@@ -7,8 +7,13 @@ such socket without a lock.
 
 import array
 import asyncio
+import errno
+import fcntl
 import os
+import select
 import socket
+import struct
+import termios
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,9 +32,13 @@ __all__ = [
 ]
 
 _MAX_DESCRIPTORS = 8
-_WRITE_FLAGS = int(socket.MSG_NOSIGNAL)  # plain numbers: the kernel is asked for every record
+# Plain numbers: the kernel is asked for every record. Not to block is asked for each time too, since another
+# process that has the same socket can make it one that blocks.
+_WRITE_FLAGS = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 _READ_FLAGS = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+_INT = struct.Struct("i")
 _UNHEARD = (BrokenPipeError, ConnectionResetError, ConnectionRefusedError)
+_QUEUED_RECORD_BYTES = 128  # what one takes in the queue, beside its bytes
 RECORDS_A_TURN = 4  # of many frames each; then other callbacks of the loop have their turn
 
 
@@ -81,6 +90,7 @@ class RecordReader:
     def read(self) -> tuple[memoryview, list[int]] | None:
         """Return the next record and its descriptors, or None if there is none yet.
 
+        A record may be empty: the reader of the frames refuses it, and whoever wrote it harms nobody else.
         The record is valid until the next call. One longer than any may be comes cut off, and descriptors
         for which this process has no room are missing (EMFILE): the reader of the frames finds out, and
         knows whose they are.
@@ -102,10 +112,21 @@ class RecordReader:
                 self.was_reset = True
                 continue
         descriptors = _descriptors_of(ancillary) if ancillary else []
-        if size == 0:
-            close_all(descriptors)
+        if size == 0 and not descriptors and self._is_at_end():
             raise EOFError
         return self._buffer[:size], descriptors
+
+    def _is_at_end(self) -> bool:
+        """Tell the end from a record without bytes, which the kernel reads out in the same way."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLRDHUP)
+        # In this order: once the other side has closed, nothing more comes to what is there.
+        return bool(poll.poll(0)) and _bytes_to_read(self._sock) == 0
+
+
+def _bytes_to_read(sock: socket.socket) -> int:
+    count = fcntl.ioctl(sock, termios.FIONREAD, bytes(_INT.size))
+    return int(_INT.unpack(count)[0])
 
 
 def _descriptors_of(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
@@ -127,6 +148,7 @@ class RecordSocket:
         on_record: called with each record, valid during the call, and its descriptors; None to never read.
         on_closed: called once when the other side is gone, with a reason; not after `close`.
         max_bytes: how long a record may be that is read.
+        max_unsent_bytes: how much may queue, for a writer that waits for nobody; None for no limit.
     """
 
     def __init__(
@@ -136,6 +158,7 @@ class RecordSocket:
         on_record: Callable[[memoryview, list[int]], None] | None,
         on_closed: Callable[[str], None],
         max_bytes: int = MAX_RECORD_BYTES,
+        max_unsent_bytes: int | None = None,
     ) -> None:
         close_after_fork(sock)
         self._sock = sock
@@ -143,6 +166,8 @@ class RecordSocket:
         self._on_record = on_record
         self._on_closed: Callable[[str], None] | None = on_closed
         self._outbox: deque[tuple[bytes, Sequence[int]]] = deque()
+        self._unsent_bytes = 0
+        self._max_unsent_bytes = max_unsent_bytes
         self._flushers = Waiters()
         self._is_closed = False
         self._is_unheard = False  # nobody reads what is written, but there may be something to read
@@ -159,7 +184,8 @@ class RecordSocket:
         """Send a record; takes the descriptors over. After the end of the socket it does nothing.
 
         Raises:
-            OSError: the kernel refused the record (no memory, too many descriptors on their way).
+            OSError: the kernel refused the record (no memory, too many descriptors on their way), or more
+                would queue than may; it is not sent.
         """
         if self._is_closed or self._is_unheard:
             close_all(descriptors)
@@ -176,6 +202,11 @@ class RecordSocket:
                 close_all(descriptors)
                 raise
             self._loop.add_writer(self._sock.fileno(), self._writable)
+        unsent = self._unsent_bytes + len(data) + _QUEUED_RECORD_BYTES
+        if self._max_unsent_bytes is not None and unsent > self._max_unsent_bytes:
+            close_all(descriptors)
+            raise OSError(errno.ENOBUFS, "the other side does not read what it is told")
+        self._unsent_bytes = unsent
         self._outbox.append((data, descriptors))
 
     async def flush(self) -> None:
@@ -229,7 +260,8 @@ class RecordSocket:
             while self._outbox:
                 if not self._send(*self._outbox[0]):
                     return
-                self._outbox.popleft()
+                data, _ = self._outbox.popleft()
+                self._unsent_bytes -= len(data) + _QUEUED_RECORD_BYTES
             self._loop.remove_writer(self._sock.fileno())
         except _UNHEARD as error:
             self._stop_writing(error)

@@ -18,7 +18,7 @@ import anyio.to_thread
 from aiotensor.descriptors import close_all
 from aiotensor.errors import AccessDeniedError, AioTensorError, PeerLostError, UsageError
 from aiotensor.gates import Waiters
-from aiotensor.links.base import ReceiverEvents, SenderEvents
+from aiotensor.links.base import MAX_UNREAD_BYTES, ReceiverEvents, SenderEvents
 from aiotensor.links.records import RecordSocket, close_after_fork
 from aiotensor.links.socket_file import SocketFile
 
@@ -27,6 +27,7 @@ __all__ = ["UnixListener", "UnixSenderLink", "path_of"]
 logger = logging.getLogger("aiotensor.links")
 
 _MAX_PATH_BYTES = 107  # of a socket's address on Linux
+_ACCEPTS_A_TURN = 16  # who connects without end must not keep the loop from everybody else
 _CREDENTIALS = struct.Struct("3i")  # of the peer: pid, uid, gid
 
 # Nothing tells when a socket appears at a path, so a sender without a receiver looks for it now and then,
@@ -238,13 +239,15 @@ class _UnixReceiverLink:
             on_record=partial(events.record_arrived, self),
             on_closed=self._lost,
             max_bytes=max_record_bytes,
+            max_unsent_bytes=MAX_UNREAD_BYTES,
         )
 
     def write(self, data: bytes) -> None:
-        """Send a record back; a socket that the kernel refuses to write to is at its end."""
+        """Send a record back; a socket that takes no more is at its end."""
         try:
             self._sock.write(data)
         except OSError as error:
+            logger.error("a sender is cut off, writing to it failed: %s", error)
             self._sock.close()
             self._lost(f"writing failed: {error}")
 
@@ -322,7 +325,9 @@ class UnixListener:
             link.close()
 
     def _accept(self) -> None:
-        while self._sock is not None and self._events is not None:
+        for _ in range(_ACCEPTS_A_TURN):
+            if self._sock is None or self._events is None:
+                return
             try:
                 sock, _ = self._sock.accept()
             except (BlockingIOError, InterruptedError):

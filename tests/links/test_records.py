@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from aiotensor.links.records import RecordReader, record_pair
+from aiotensor.descriptors import close_all
+from aiotensor.links.records import RecordReader, RecordSocket, record_pair
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
 from tests.links.ends import End, fill, is_open, open_sockets, read_all, turns
 
@@ -140,17 +141,74 @@ async def test_a_reader_says_that_there_is_nothing_yet(pair: tuple[End, socket.s
     assert RecordReader(end.socket._sock).read() is None
 
 
-async def test_an_empty_record_leaves_none_of_its_descriptors_open(pair: tuple[End, socket.socket]) -> None:
+async def test_an_empty_record_is_no_end_and_hands_its_descriptors_over(
+    pair: tuple[End, socket.socket],
+) -> None:
     end, far = pair
+    reader = RecordReader(end.socket._sock)
     before = open_sockets()
     socket.send_fds(far, [b""], [far.fileno()] * 2)
-    with contextlib.suppress(EOFError):
-        RecordReader(end.socket._sock).read()
-    left = open_sockets() - before
-    for name in left:
-        os.close(int(name.split()[0]))
+    record = reader.read()
+    assert record is not None
+    close_all(record[1])
 
-    assert not left
+    assert (bytes(record[0]), len(record[1])) == (b"", 2)
+    assert open_sockets() == before
+    assert reader.read() is None
+
+
+@pytest.mark.parametrize("behind", [[], [b"last"], [b"", b"last", b""]], ids=len)
+async def test_an_empty_record_is_no_end_also_when_the_other_side_has_closed(behind: list[bytes]) -> None:
+    near, far = record_pair()
+    for record in (b"", *behind):
+        far.send(record)
+    far.close()
+    with near:
+        reader = RecordReader(near)
+        read = []
+        with contextlib.suppress(EOFError):
+            while (found := reader.read()) is not None:
+                read.append(bytes(found[0]))
+    assert [record for record in read if record] == [record for record in behind if record]
+
+
+async def test_a_record_that_would_queue_beyond_the_limit_is_refused_and_nothing_of_it_is_kept() -> None:
+    near, far = record_pair()
+    end = RecordSocket(near, on_record=None, on_closed=lambda reason: None, max_unsent_bytes=100_000)
+    written = 0
+    with far, pytest.raises(OSError, match="does not read"):
+        while True:
+            end.write(bytes(1000), [os.dup(far.fileno())])
+            written += 1
+    assert written * 1000 > 100_000  # what the kernel has does not count
+    with pytest.raises(OSError, match="does not read"):
+        end.write(bytes(1000))
+    end.close()
+
+
+async def test_what_was_sent_after_all_leaves_room_in_the_queue() -> None:
+    near, far = record_pair()
+    end = RecordSocket(near, on_record=None, on_closed=lambda reason: None, max_unsent_bytes=100_000)
+    with far:
+        for _ in range(5):
+            with contextlib.suppress(OSError):
+                while True:
+                    end.write(bytes(1000))
+            while not end.is_flushed:
+                with contextlib.suppress(BlockingIOError):
+                    far.recv(1000)
+                await turns(1)
+        assert end._unsent_bytes == 0
+    end.close()
+
+
+async def test_writing_does_not_block_on_a_socket_that_another_process_made_block(
+    pair: tuple[End, socket.socket],
+) -> None:
+    end, _ = pair
+    os.set_blocking(end.socket._sock.fileno(), True)  # what a copy of the descriptor can do anywhere
+    fill(end)
+    assert not end.socket.is_flushed
 
 
 # A full socket
