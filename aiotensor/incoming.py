@@ -60,8 +60,7 @@ MAX_SEGMENTS = 16
 class _Segment:
     """A segment that a sender attached, and the views of it that live."""
 
-    def __init__(self, peer: "_Peer", mapped: MappedSegment) -> None:
-        self.peer = peer
+    def __init__(self, mapped: MappedSegment) -> None:
         self.mapped = mapped
         self.leases = 0
         self.is_attached = True
@@ -75,8 +74,8 @@ class _Peer:
         self.sender: str | None = None  # known when it has introduced itself
         self.max_messages = 0
         self.arena_bytes = 0
-        self.mappings = 0  # its segments that are mapped here, also those that it detached
         self.segments: dict[int, _Segment] = {}
+        self.held: set[_Segment] = set()  # those too that are detached, and that living views keep
         self.mapped: dict[int, MappedSegment] = {}
 
 
@@ -143,8 +142,8 @@ class Incoming:
 
     @property
     def promised_messages(self) -> int:
-        """Count the messages that may be unclaimed here at once."""
-        return sum(peer.max_messages for peer in self._senders.values())
+        """Count the messages that may be unclaimed here at once, and those that closed senders left."""
+        return self.mailbox.messages_left + sum(peer.max_messages for peer in self._senders.values())
 
     def link_of(self, sender: str) -> ReceiverLink | None:
         """Return the link to a sender, if it is connected."""
@@ -199,7 +198,9 @@ class Incoming:
                     break  # it left, or was refused
         except ProtocolError as error:
             logger.error("sender %s broke the protocol, its link is closed: %s", peer.sender, str(error))
-            self._lose(peer, error)
+            # A new one: the traceback of what was raised would keep the record, and memory that is mapped,
+            # for as long as the loss is remembered.
+            self._lose(peer, ProtocolError(*error.args))
             link.close()
         finally:
             if changed:
@@ -249,10 +250,12 @@ class Incoming:
     def _admit(self, peer: _Peer, hello: Hello) -> Sequence[Key]:
         # First: it says what differs.
         peer.link.write(encode(Welcome(VERSION, os.getpid(), self.limits.frame_bytes)))
+        if peer.link not in self._peers:
+            return ()  # writing to it failed
         if hello.version != VERSION:
-            error = ProtocolError(f"it speaks version {hello.version}, this receiver speaks {VERSION}")
-            self._turn_away(hello, error)
-            raise error
+            reason = f"it speaks version {hello.version}, this receiver speaks {VERSION}"
+            self._turn_away(hello, ProtocolError(reason))
+            raise ProtocolError(reason)
         for limit, present, wanted, what, name in (
             (
                 self.limits.mapped_bytes,
@@ -294,19 +297,17 @@ class Incoming:
             self._wake(self.mailbox.lose(hello.sender, error, hello.pid))
 
     def _attach(self, peer: _Peer, frame: Attach, descriptors: list[int]) -> None:
-        attached = sum(segment.mapped.nbytes for segment in peer.segments.values())
+        attached = sum(segment.mapped.nbytes for segment in peer.held)
         if frame.segment in peer.segments:
             raise ProtocolError(f"it attached segment {frame.segment} twice")
+        if frame.placement != placements.ARENA:
+            raise ProtocolError(f"it attached memory for {frame.placement!r}, which is unknown here")
+        if len(peer.held) >= MAX_SEGMENTS:
+            raise ProtocolError(f"it attached more than {MAX_SEGMENTS} segments")
         if attached + frame.nbytes > placements.segment_bytes(peer.arena_bytes):
             raise ProtocolError(
                 f"it attached {attached + frame.nbytes} bytes and announced an arena of {peer.arena_bytes}"
             )
-        if peer.mappings >= MAX_SEGMENTS:
-            raise ProtocolError(f"it attached more than {MAX_SEGMENTS} segments")
-        limit = self.limits.mapped_bytes
-        if limit is not None and self.mapped_bytes > limit:  # by what it detached, and tensors keep
-            self._refuse(peer, f"its tensors keep more memory than max_mapped_bytes={limit} allows")
-            return
         if not descriptors:
             self._refuse(peer, "its memory did not arrive: no descriptors are left here (ulimit -n)")
             return
@@ -318,8 +319,8 @@ class Incoming:
             return
         finally:
             close_all([descriptor])
-        peer.mappings += 1
-        peer.segments[frame.segment] = _Segment(peer, mapped)
+        segment = peer.segments[frame.segment] = _Segment(mapped)
+        peer.held.add(segment)
         peer.mapped[frame.segment] = mapped
 
     def _detach(self, peer: _Peer, frame: Detach) -> None:
@@ -327,7 +328,7 @@ class Incoming:
         if segment is None:
             raise ProtocolError(f"it detached segment {frame.segment}, which it never attached")
         del peer.mapped[frame.segment]
-        self._let_go(segment)
+        self._let_go(peer, segment)
 
     def _file(self, peer: _Peer, sender: str, put: Put) -> Sequence[Key]:
         """Open a tensor that arrived, and keep it until somebody takes it."""
@@ -373,18 +374,18 @@ class Incoming:
                 self.answers.released(lease.peer.link, lease.block)
             elif not lease.segment.leases:
                 self.lingering_bytes -= lease.segment.mapped.nbytes
-                self._unmap(lease.segment)
+                self._unmap(lease.peer, lease.segment)
 
-    def _let_go(self, segment: _Segment) -> None:
+    def _let_go(self, peer: _Peer, segment: _Segment) -> None:
         """Note that a segment's sender is gone or needs it no more."""
         segment.is_attached = False
         if segment.leases:
             self.lingering_bytes += segment.mapped.nbytes
         else:
-            self._unmap(segment)
+            self._unmap(peer, segment)
 
-    def _unmap(self, segment: _Segment) -> None:
-        segment.peer.mappings -= 1
+    def _unmap(self, peer: _Peer, segment: _Segment) -> None:
+        peer.held.discard(segment)
         if self._is_closed:
             segment.mapped.close()
         else:
@@ -412,7 +413,7 @@ class Incoming:
         if peer.sender is not None:
             self._senders.pop(peer.sender, None)
         for segment in peer.segments.values():
-            self._let_go(segment)
+            self._let_go(peer, segment)
         peer.segments.clear()
         peer.mapped.clear()
 

@@ -122,7 +122,8 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
         unclaimed_bytes: bytes of those tensors.
         mapped_bytes: bytes of senders' arenas, those that are mapped here and those that may yet be.
         max_mapped_bytes: the limit on them.
-        promised_messages: messages that the connected senders may have unclaimed here at once.
+        promised_messages: messages that the connected senders may have unclaimed here at once, and those that
+            senders left here when they closed.
         max_unclaimed_messages: the limit on them.
         leases: blocks of shared memory pinned by tensors that were received and are still alive.
         leased_bytes: bytes of the tensors that pin them.

@@ -200,25 +200,19 @@ async def test_segments_that_were_detached_and_are_not_in_use_make_room_for_othe
             await until(lambda: receiver.statistics().senders == 0)
 
 
-async def test_what_tensors_keep_of_detached_segments_counts_as_mapped() -> None:
+async def test_what_tensors_keep_of_detached_segments_counts_against_the_arena(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    half = ARENA // 2
+    frames: list[ToReceiver] = [
+        Attach(0, "arena", half),
+        put(shape=(1,), placement="arena", payload=WHERE.pack(0, 0), block=0),
+        Detach(0),
+        Attach(1, "arena", half + 1),
+    ]
     with endpoint() as place:
-        async with TensorReceiver(place, max_mapped_bytes=ARENA + 4096) as receiver:
-            rogue = Rogue(place)
-            await rogue.open()
-            kept = []
-            for number in range(2):
-                _attach(rogue, Attach(number, "arena", 4096), 4096)
-                where = WHERE.pack(number, 0)
-                rogue.say(
-                    put(message=number, shape=(1,), placement="arena", payload=where, block=number, last=True)
-                )
-                rogue.say(Detach(number))
-                kept.append((await anext(receiver)).tensor)
-            await until(lambda: receiver.statistics().mapped_bytes == ARENA + 2 * 4096)
-            _attach(rogue, Attach(2, "arena", 4096), 4096)
-            await rogue.lost.wait()
-            assert any(isinstance(frame, Bye) and "max_mapped_bytes" in frame.reason for frame in rogue.heard)
-            del kept
+        await _cut_off(place, [], caplog, segments=frames, size=half)
+    assert f"attached {ARENA + 1} bytes" in caplog.text
 
 
 def _attach(rogue: Rogue, segment: ToReceiver, size: int, seals: int = fcntl.F_SEAL_SHRINK) -> None:

@@ -343,6 +343,9 @@ def open_segment(descriptor: int, nbytes: int) -> MappedSegment:
         seals = 0  # it is no memfd at all
     if not seals & fcntl.F_SEAL_SHRINK:
         raise ProtocolError("the peer shared memory that could shrink while it is read")
+    if os.fstatvfs(descriptor).f_bsize != mmap.PAGESIZE:
+        # There may be none left to fill a hole that the peer makes, and to read there is then SIGBUS.
+        raise ProtocolError("the peer shared memory of huge pages, which are not to be had at any time")
     size = os.fstat(descriptor).st_size
     if size != nbytes or not nbytes:
         raise ProtocolError(f"the peer shared {size} bytes of memory and announced {nbytes}")

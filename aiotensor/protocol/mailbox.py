@@ -38,10 +38,11 @@ __all__ = ["Key", "Mailbox"]
 
 T = TypeVar("T")
 
-# How many discarded messages of a sender, and how many departed senders, are remembered by name. An
-# older one gets a less exact error (taken or discarded), and a handle of an older sender waits like one
-# of a sender that has not come yet.
+# How many discarded messages of a sender, how many ranges of its ended ones over all its connections, and how
+# many departed senders are remembered. An older message gets a less exact error (taken, discarded or lost),
+# and a handle of an older sender waits like one of a sender that has not come yet.
 _REMEMBERED_DISCARDS = 1024
+_REMEMBERED_RANGES = 1024
 _REMEMBERED_SENDERS = 4096
 
 
@@ -110,6 +111,11 @@ class Mailbox(Generic[T]):
         self._arrivals: OrderedDict[Key, None] = OrderedDict()  # whole, neither taken nor held
         self._claims = Claims()
 
+    @property
+    def messages_left(self) -> int:
+        """Count the messages that can be taken and whose senders have closed."""
+        return sum(len(self._senders[sender].messages) for sender in self._departed)
+
     # What senders do
 
     def join(self, sender: str, pid: int, limit: int, first: int = 0) -> Sequence[Key]:
@@ -134,6 +140,7 @@ class Mailbox(Generic[T]):
         record.pid = pid
         record.limit = limit
         record.first = record.next = first
+        record.ended.keep_last(_REMEMBERED_RANGES)  # each connection may leave a gap
         return self._claims.of_sender(sender) if first else []
 
     def expects(self, sender: str, message: int) -> bool:

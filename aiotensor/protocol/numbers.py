@@ -45,6 +45,12 @@ class NumberSet:
             self._starts.insert(index, number)
             self._stops.insert(index, number + 1)
 
+    def keep_last(self, count: int) -> None:
+        """Forget the lowest numbers, if they form more ranges than are to be kept."""
+        excess = len(self._starts) - count
+        if excess > 0:
+            del self._starts[:excess], self._stops[:excess]
+
     def ranges(self) -> list[tuple[int, int]]:
         """List the ranges as (first, one past the last), in order."""
         return list(zip(self._starts, self._stops, strict=True))

@@ -172,8 +172,8 @@ def test_a_tensor_that_ends_where_its_segment_ends_is_opened(offset: int, shape:
 
 
 @contextmanager
-def memfd(nbytes: int, seals: int = fcntl.F_SEAL_SHRINK) -> Iterator[int]:
-    descriptor = os.memfd_create("of a peer", os.MFD_ALLOW_SEALING)
+def memfd(nbytes: int, seals: int = fcntl.F_SEAL_SHRINK, flags: int = 0) -> Iterator[int]:
+    descriptor = os.memfd_create("of a peer", os.MFD_ALLOW_SEALING | flags)
     try:
         os.ftruncate(descriptor, nbytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
@@ -218,6 +218,15 @@ def test_another_size_than_was_announced_is_refused(announced: int) -> None:
 def test_a_segment_of_no_bytes_is_refused() -> None:
     with memfd(0) as descriptor, pytest.raises(ProtocolError, match="0 bytes of memory and announced 0"):
         open_segment(descriptor, 0)
+
+
+def test_memory_of_huge_pages_is_refused_since_a_hole_in_it_may_never_be_filled_again() -> None:
+    nbytes = 2 << 20
+    with (
+        memfd(nbytes, flags=os.MFD_HUGETLB | os.MFD_HUGE_2MB) as descriptor,
+        pytest.raises(ProtocolError, match="huge pages"),
+    ):
+        open_segment(descriptor, nbytes)
 
 
 def test_a_segment_that_cannot_be_mapped_is_no_offence_but_a_lack() -> None:

@@ -475,3 +475,34 @@ def test_a_sender_of_which_only_a_discard_was_known_is_kept_once_it_is_here(
 
     assert not mailbox.expects("s", 0)
     assert mailbox.hold(Key("a", 0, 0)) is None, "it is like one that was never heard of"
+
+
+def test_messages_that_closed_senders_left_are_counted_until_nobody_can_take_them() -> None:
+    mailbox = joined()
+    send(mailbox, 0)
+    send(mailbox, 1)
+    put(mailbox, 2, 0)
+    assert mailbox.messages_left == 0
+    mailbox.leave("s")  # the third is not whole
+    assert mailbox.messages_left == 2
+
+    mailbox.hold(Key("s", 0, 0))
+    mailbox.finish(Key("s", 0, 0))
+    assert mailbox.messages_left == 1
+    mailbox.discard("s", 1)
+    assert mailbox.messages_left == 0
+
+
+def test_a_sender_that_comes_back_for_ever_and_leaves_gaps_does_not_make_the_memory_of_it_grow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mailbox_module, "_REMEMBERED_RANGES", 2)
+    mailbox: Mailbox[str] = Mailbox()
+    for first in range(0, 50, 10):
+        mailbox.join("s", 1, 4, first)
+        put(mailbox, first, 0)
+        mailbox.lose("s", PeerLostError("killed"))
+
+    assert mailbox._senders["s"].ended.ranges() == [(20, 21), (30, 31), (40, 41)]
+    with pytest.raises(PeerLostError):
+        mailbox.hold(Key("s", 0, 0))

@@ -59,3 +59,16 @@ def test_the_largest_number_of_the_protocol_fits() -> None:
     assert number_set.ranges() == [(0, 1), (2**63 - 1, 2**63)]
     assert 2**63 - 1 in number_set
     assert 2**63 - 2 not in number_set
+
+
+def test_the_last_ranges_are_kept_and_the_others_forgotten() -> None:
+    number_set = filled([0, 2, 4, 5, 9])
+
+    number_set.keep_last(3)
+    assert number_set.ranges() == [(2, 3), (4, 6), (9, 10)]
+    number_set.keep_last(3)
+    assert number_set.ranges() == [(2, 3), (4, 6), (9, 10)]
+    number_set.add(3)
+    assert number_set.ranges() == [(2, 6), (9, 10)]
+    number_set.keep_last(0)
+    assert number_set.ranges() == []
