@@ -19,6 +19,7 @@ from aiotensor.message import Message, State
 from aiotensor.outbox import Outbox
 from aiotensor.placements import Block, Placed
 from aiotensor.protocol.frames import (
+    MAX_RECORD_BYTES,
     VERSION,
     Attach,
     Bye,
@@ -192,7 +193,8 @@ class Conversation:
                     self._handle_frame(frame)
         except ProtocolError as error:
             logger.error("the receiver (pid %s) broke the protocol: %s", self.receiver_pid, str(error))
-            self._drop(f"it broke the protocol: {error}", error, retry=False)
+            # A new one, without the traceback: that of what was raised keeps the record.
+            self._drop(f"it broke the protocol: {error}", ProtocolError(*error.args), retry=False)
 
     def link_lost(self, error: AioTensorError) -> None:
         """Note that the receiver is gone, or will not have us."""
@@ -220,7 +222,8 @@ class Conversation:
                 self.receiver_pid = frame.pid
                 if frame.version != VERSION:
                     raise ProtocolError(f"it speaks version {frame.version}, this sender speaks {VERSION}")
-                self._outbox.max_bytes = frame.max_frame_bytes
+                # Not beyond what this side's sockets take, whatever the other one does.
+                self._outbox.max_bytes = min(frame.max_frame_bytes, MAX_RECORD_BYTES)
             case Bye(reason=""):
                 self._drop("it closed", retry=True)
             case Bye():
