@@ -1,0 +1,180 @@
+"""What the model knows of each side, each message and each tensor, and what may become of them."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from aiotensor import TensorHandle, TensorReceiver, TensorSender
+from aiotensor.sender import OpenMessage
+
+
+class _Printed:
+    """Hypothesis prints what it drew as it calls itself, not field by field."""
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))
+
+
+@dataclass(eq=False, repr=False)
+class Receiver(_Printed):
+    """One receiver, from its opening to its end."""
+
+    number: int
+    receiver: TensorReceiver
+    is_open: bool = False
+    is_gone: bool = False
+
+    def __repr__(self) -> str:
+        return f"receiver {self.number}"
+
+
+@dataclass(eq=False)
+class Loss:
+    """Something that ends a connection."""
+
+    at: int
+    is_certain: bool  # there was one
+    noticed: int | None = None  # by when both sides know
+
+
+@dataclass(eq=False, repr=False)
+class Sender(_Printed):
+    """One sender, from its opening to its end."""
+
+    number: int
+    sender: TensorSender
+    comes_back: bool
+    limit: int
+    arena_bytes: int
+    met: Receiver | None = None  # with whom it was connected when everything had settled
+    may_be_refused: bool = False
+    end: str = ""  # or "closed" or "killed"
+    messages: list["Message"] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"sender {self.number}"
+
+    def may_have_lost(self, began: int) -> bool:
+        """Say whether something that began then may be lost by now."""
+        if self.may_be_refused or (self.losses and not self.comes_back):
+            return True
+        return any(loss.noticed is None or began < loss.noticed for loss in self.losses)
+
+    def has_lost(self, known: int) -> bool:
+        """Say whether what was on its way at that moment is lost."""
+        return any(loss.is_certain and known < loss.at for loss in self.losses)
+
+
+@dataclass(eq=False, repr=False)
+class Message(_Printed):
+    """One message: open, then whole or dropped."""
+
+    sender: Sender
+    began: int
+    state: str = "open"  # or "whole" or "dropped", as the sending side sees it
+    number: int | None = None
+    known: int | None = None  # when it was certainly on its way
+    outlived: int = 0  # until when it was certainly not lost
+    whole_in_turn: int = 0
+    waits_in_line: bool = True  # for its permit
+    opened: OpenMessage | None = None
+    ending: "asyncio.Future[None] | None" = None
+    tensors: list["Tensor"] = field(default_factory=list)
+    discarded_here: bool = False
+    was_lost: bool = False  # neither side has it
+    is_gone: bool = False  # discarded or lost, and everybody knows: nothing of it can be taken any more
+
+    def __repr__(self) -> str:
+        return f"message {self.number} of {self.sender} ({self.state})"
+
+    @property
+    def is_taken(self) -> bool:
+        return self.state == "whole" and all(tensor.is_taken for tensor in self.tensors)
+
+    @property
+    def may_be_lost(self) -> bool:
+        return self.sender.may_have_lost(max(self.began, self.outlived))
+
+    @property
+    def is_lost(self) -> bool:
+        return self.was_lost or (self.known is not None and self.sender.has_lost(self.known))
+
+
+@dataclass(eq=False, repr=False)
+class Block(_Printed):
+    """Shared memory, as long as somebody pins it."""
+
+    sender: Sender
+    nbytes: int
+    owner: torch.Tensor | None = None  # of one from `allocate`
+    is_allocated: bool = False
+    began: int = 0
+    may_be_copied: bool = (
+        False  # it may lie in memory that a lost receiver still reads, and be sent from elsewhere
+    )
+
+    def __repr__(self) -> str:
+        return f"{self.nbytes} bytes of {self.sender}"
+
+
+@dataclass(eq=False, repr=False)
+class Tensor(_Printed):
+    """One tensor that was announced."""
+
+    message: Message
+    handle: TensorHandle
+    values: torch.Tensor
+    block: Block | None
+    is_taken: bool = False
+    taken_at: int = 0
+    taken_by: Receiver | None = None
+    view: torch.Tensor | None = None  # what was received, while it lives
+    is_copy: bool = False
+
+    def __repr__(self) -> str:
+        return f"tensor {self.handle.tensor} of {self.message}"
+
+
+Key = tuple[str, int, int]
+
+
+def key_of(handle: TensorHandle) -> Key:
+    return handle.sender, handle.message, handle.tensor
+
+
+@dataclass(eq=False)
+class Outcome:
+    """How a call ended."""
+
+    value: Any = None
+    error: BaseException | None = None
+    is_cancelled: bool = False
+
+
+@dataclass(eq=False, repr=False)
+class Call(_Printed):
+    """A call that has not returned, in a task of its own."""
+
+    what: str
+    task: "asyncio.Task[Any] | None"  # until it has returned: Hypothesis keeps what it drew
+    began: int
+    finish: Callable[["Call", Outcome], None]
+    side: Sender | Receiver
+    message: Message | None = None
+    block: Block | None = None
+    key: Key | None = None  # of the tensor that it waits for
+    is_copy: bool = False
+    is_cancelled: bool = False
+
+    def __repr__(self) -> str:
+        return f"{self.what} at {self.side}"
+
+    @property
+    def begun(self) -> Message:
+        """The message that it sends."""
+        assert self.message is not None
+        return self.message

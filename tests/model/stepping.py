@@ -1,0 +1,137 @@
+"""An event loop that goes on only when it is told to, so that what happens between can be chosen."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from contextvars import Context
+from typing import Any, TypeVar
+
+import pytest
+import uvloop
+from anyio._backends._asyncio import WorkerThread
+
+from aiotensor.links import unix
+from aiotensor.worker import Worker
+
+T = TypeVar("T")
+_Post = tuple[Callable[..., object], tuple[Any, ...], Context | None]
+
+
+class Steps:
+    """Turn a loop one turn at a time.
+
+    Threads are waited for before each turn, and their results come in the same order each time; a worker
+    that is *held* comes to nothing until it is let go.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.loop = asyncio.SelectorEventLoop() if kind == "asyncio" else uvloop.new_event_loop()
+        self.complaints: list[str] = []
+        self.loop.set_exception_handler(lambda loop, context: self.complaints.append(str(context)))
+        self._workers: dict[Worker, threading.Event | None] = {}  # and what holds it
+        self._posted: list[_Post] = []  # by `call_soon_threadsafe`, since the last turn
+        self._clock = 0.0
+        self._patched = pytest.MonkeyPatch()
+        self._patched.setattr(self.loop, "call_soon_threadsafe", self._post)
+        self._has_clock = kind == "asyncio"
+        if self._has_clock:  # timers are due when the test says so
+            self._patched.setattr(self.loop, "time", lambda: self._clock)
+        else:  # the kernel has the clock: nobody waits for long
+            self._patched.setattr(unix, "_LAST_RETRY_S", unix._FIRST_RETRY_S)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Act as a callback of the loop does, without a turn of it."""
+        asyncio._set_running_loop(self.loop)
+        try:
+            yield
+        finally:
+            asyncio._set_running_loop(None)
+
+    def start(self, call: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Begin a call; it does its first step in the next turn."""
+        with self.inside():
+            return self.loop.create_task(call)
+
+    def turn(self) -> None:
+        """Let the loop turn once: what is ready runs, and what came is read."""
+        self._join_threads()
+        self.loop.call_soon(self.loop.stop)
+        self.loop.run_forever()
+
+    def pass_time(self, seconds: float) -> None:
+        """Let timers of so many seconds become due."""
+        if self._has_clock:
+            self._clock += seconds
+        else:
+            time.sleep(min(seconds, 0.01))
+
+    def watch(self, worker: Worker) -> None:
+        """Wait for the work of this one from now on."""
+        self._workers[worker] = None
+
+    def hold(self, worker: Worker) -> None:
+        """Let no work of a worker begin."""
+        event = self._workers[worker] = threading.Event()
+        worker._executor.submit(event.wait)
+
+    def is_held(self, worker: Worker) -> bool:
+        """Say whether no work of a worker begins."""
+        return self._workers.get(worker) is not None
+
+    def let_go(self, worker: Worker) -> None:
+        """Let the work of a worker begin."""
+        event = self._workers[worker]
+        self._workers[worker] = None
+        if event is not None:
+            event.set()
+
+    def close(self) -> None:
+        """Close the loop, in which nothing runs any more."""
+        self._patched.undo()
+        assert not asyncio.all_tasks(self.loop), "tasks were left behind"
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.close()
+        for worker in self._workers:
+            for thread in list(worker._executor._threads):
+                thread.join()
+
+    def abandon(self) -> None:
+        """End what can be ended, after a failure."""
+        self._patched.undo()
+        for worker in self._workers:
+            if self.is_held(worker):
+                self.let_go(worker)
+            for executor in (worker._executor, worker.helper):
+                executor.shutdown()
+
+    def _post(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> None:
+        self._posted.append((callback, args, context))
+
+    def _join_threads(self) -> None:
+        others: list[object] = []
+        for thread in threading.enumerate():
+            if isinstance(thread, WorkerThread) and thread.loop is self.loop:
+                others.append(thread)
+                if thread.stopping:
+                    thread.join()
+                else:
+                    thread.queue.join()
+        for worker, held_by in self._workers.items():
+            if held_by is None and worker._running:
+                try:
+                    worker._executor.submit(int).result()
+                except RuntimeError:  # it was shut down, and ends what it was doing
+                    for thread in list(worker._executor._threads):
+                        thread.join()
+        # Which of two threads was faster must make no difference, nor whether one was done at once.
+        order = {id(owner): place for place, owner in enumerate([*others, *self._workers], 1)}
+        posted, self._posted = self._posted, []
+        for callback, args, context in sorted(posted, key=lambda one: order.get(id(_owner_of(one[0])), 0)):
+            self.loop.call_soon(callback, *args, context=context)
+
+
+def _owner_of(callback: Callable[..., object]) -> object:
+    return getattr(callback, "__self__", None)
