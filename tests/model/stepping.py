@@ -2,25 +2,39 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import Context
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
 import uvloop
 from anyio._backends._asyncio import WorkerThread
 
-from aiotensor.links import unix
 from aiotensor.worker import Worker
 
 T = TypeVar("T")
 _Post = tuple[Callable[..., object], tuple[Any, ...], Context | None]
 
 
+class _Timer:
+    """What is to be called when the test lets so much time pass."""
+
+    def __init__(self, when: float, callback: Callable[[], object]) -> None:
+        self.when = when
+        self._callback: Callable[[], object] | None = callback
+
+    def cancel(self) -> None:
+        self._callback = None
+
+    def run(self) -> None:
+        if self._callback is not None:
+            self._callback()
+
+
 class Steps:
-    """Turn a loop one turn at a time.
+    """Turn a loop one turn at a time, by a clock that goes on when it is told to.
 
     Threads are waited for before each turn, and their results come in the same order each time; a worker
     that is *held* comes to nothing until it is let go.
@@ -33,13 +47,12 @@ class Steps:
         self._workers: dict[Worker, threading.Event | None] = {}  # and what holds it
         self._posted: list[_Post] = []  # by `call_soon_threadsafe`, since the last turn
         self._clock = 0.0
+        self._timers: list[_Timer] = []
         self._patched = pytest.MonkeyPatch()
         self._patched.setattr(self.loop, "call_soon_threadsafe", self._post)
-        self._has_clock = kind == "asyncio"
-        if self._has_clock:  # timers are due when the test says so
-            self._patched.setattr(self.loop, "time", lambda: self._clock)
-        else:  # the kernel has the clock: nobody waits for long
-            self._patched.setattr(unix, "_LAST_RETRY_S", unix._FIRST_RETRY_S)
+        self._patched.setattr(self.loop, "call_later", self._call_later)
+        self._patched.setattr(self.loop, "call_at", self._call_at)
+        self._patched.setattr(self.loop, "time", lambda: self._clock)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -58,15 +71,16 @@ class Steps:
     def turn(self) -> None:
         """Let the loop turn once: what is ready runs, and what came is read."""
         self._join_threads()
+        due = [timer for timer in self._timers if timer.when <= self._clock]
+        self._timers = [timer for timer in self._timers if timer.when > self._clock]
+        for timer in sorted(due, key=lambda timer: timer.when):
+            self.loop.call_soon(timer.run)
         self.loop.call_soon(self.loop.stop)
         self.loop.run_forever()
 
     def pass_time(self, seconds: float) -> None:
         """Let timers of so many seconds become due."""
-        if self._has_clock:
-            self._clock += seconds
-        else:
-            time.sleep(min(seconds, 0.01))
+        self._clock += seconds
 
     def watch(self, worker: Worker) -> None:
         """Wait for the work of this one from now on."""
@@ -106,6 +120,14 @@ class Steps:
                 self.let_go(worker)
             for executor in (worker._executor, worker.helper):
                 executor.shutdown()
+
+    def _call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> "_Timer":
+        return self._call_at(self._clock + delay, callback, *args)
+
+    def _call_at(self, when: float, callback: Callable[..., object], *args: Any) -> "_Timer":
+        timer = _Timer(when, partial(callback, *args))
+        self._timers.append(timer)
+        return timer
 
     def _post(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> None:
         self._posted.append((callback, args, context))

@@ -75,3 +75,4 @@ for _case in (
     TestAnythingOverASocketOnUvloop,
 ):
     _case.settings = _SETTINGS
+del _case
