@@ -1,0 +1,207 @@
+"""Conversations that are nearly right: each frame follows from those before, or nearly so."""
+
+import math
+import struct
+
+from aiotensor.placements.dtypes import DTYPES
+from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_RECORD_BYTES, VERSION
+from tests.fuzz.choosers import Chooser, happens, one_of
+from tests.fuzz.steps import RIGHT, STAND_IN, Conversation, Step
+from tests.fuzz.wire import BOUNDARIES, Frame, boundary, broken_frame, record_of
+
+__all__ = ["TO_RECEIVER", "TO_SENDER", "conversation"]
+
+TO_RECEIVER = "receiver"
+TO_SENDER = "sender"
+
+# One of how many choices of a conversation is broken: one fault is met alone, and many together.
+WILDNESS = (100, 20, 5)
+
+ARENA = 1 << 20
+SEGMENT_BYTES = (4096, 8192, 65536)
+WHERE = struct.Struct("<QQ")
+
+# Sealed memory is what a segment should be.
+OTHER_DESCRIPTORS = ("unsealed", "read-only", "write-sealed", "growable", "huge", "sealed", "device")
+OTHER_THINGS = ("pipe", "directory", "file", "socket", "listener", "itself")
+ENVELOPES = (
+    *(RIGHT, "none", "hello", "hello without a pipe", "hello with a pipe", "hello with a file"),
+    *("hello with a listener", "stranger", "unknown kind"),
+)
+
+DTYPE_NAMES = ("uint8", "int64", "float32", *sorted(DTYPES))
+
+
+class Talk:
+    """What a sender has said, so that what it says next can be right."""
+
+    def __init__(self, chooser: Chooser, one_in: int) -> None:
+        self._chooser = chooser
+        self._one_in = one_in
+        self._next_message = 0
+        self._open: dict[int, int] = {}  # how many tensors each message has
+        self._segments: dict[int, int] = {}
+        self._next_segment = 0
+        self._next_block = 0
+        self.descriptors: list[str] = []  # what belongs beside the record
+
+    def hello(self) -> Frame:
+        self._open.clear()
+        self._segments.clear()
+        permits = one_of(self._chooser, (64, 8, 1))
+        return ["hello", VERSION, 1, STAND_IN, permits, ARENA, self._next_message]
+
+    def frame(self) -> Frame:
+        chooser = self._chooser
+        frame = self._right_frame()
+        return broken_frame(chooser, frame) if happens(chooser, self._one_in) else frame
+
+    def _right_frame(self) -> Frame:
+        chooser = self._chooser
+        match chooser.number(0, 11):
+            case 0 | 1:
+                return self._put(self._begin(), last=True)
+            case 2:
+                message = self._begin()
+                self._open[message] = 0
+                return self._put(message, last=False)
+            case 3 | 4 if self._open:
+                message = one_of(chooser, list(self._open))
+                return self._put(message, last=chooser.number(0, 1) == 1)
+            case 5 if self._open:
+                message = one_of(chooser, list(self._open))
+                return ["end", message, self._open.pop(message)]
+            case 6 if self._next_message:
+                message = chooser.number(0, self._next_message - 1)
+                self._open.pop(message, None)
+                return ["discard", message]
+            case 7 if self._segments:
+                number = one_of(chooser, list(self._segments))
+                del self._segments[number]
+                return ["detach", number]
+            case 8 if happens(chooser, 4):
+                return ["bye", one_of(chooser, ("", "a reason"))]
+            case 9 if happens(chooser, 4):
+                return self.hello()
+            case 10 | 11:
+                return self.attach()
+            case _:
+                return self._put(self._begin(), last=True)
+
+    def _begin(self) -> int:
+        self._next_message += 1
+        return self._next_message - 1
+
+    def attach(self) -> Frame:
+        chooser = self._chooser
+        number, self._next_segment = self._next_segment, self._next_segment + 1
+        nbytes = one_of(chooser, SEGMENT_BYTES)
+        self._segments[number] = nbytes
+        kind = f"sealed:{nbytes}"
+        if happens(chooser, self._one_in):
+            kind = one_of(chooser, (*(f"{kind}:{nbytes}" for kind in OTHER_DESCRIPTORS), *OTHER_THINGS))
+        if happens(chooser, self._one_in):
+            kind = f"sealed:{one_of(chooser, SEGMENT_BYTES)}"
+        self.descriptors += [kind] * (0 if happens(chooser, 2 * self._one_in) else 1)
+        return ["attach", number, "arena", nbytes]
+
+    def _put(self, message: int, *, last: bool) -> Frame:
+        chooser = self._chooser
+        tensor = self._open.get(message, 0)
+        if message in self._open:
+            self._open[message] += 1
+            if last:
+                del self._open[message]
+        dtype = one_of(chooser, DTYPE_NAMES)
+        itemsize = DTYPES[dtype].itemsize
+        shape = [chooser.number(1, 4) for _ in range(chooser.number(0, 3))]
+        in_memory = bool(self._segments) and chooser.number(0, 2) > 0
+        if in_memory and happens(chooser, 3):
+            shape = [chooser.number(1, min(SEGMENT_BYTES) // itemsize)]
+        nbytes = math.prod(shape) * itemsize
+        placement, payload, block = "inline", chooser.data(nbytes if nbytes < 300 else 0), None
+        if in_memory:
+            placement, payload, block = "arena", self._place(nbytes, itemsize), self._next_block
+            self._next_block += 1
+        if happens(chooser, 2 * self._one_in):
+            shape = [boundary(chooser) for _ in range(chooser.number(0, 4))]
+        frame: Frame = ["put", message, tensor, dtype, shape, "cpu", placement, payload, block, last]
+        if happens(chooser, 4):
+            may_require = DTYPES[dtype].is_floating_point or happens(chooser, self._one_in)
+            frame += [may_require and chooser.number(0, 1) == 1, chooser.number(0, 1) == 1]
+        return frame
+
+    def _place(self, nbytes: int, alignment: int) -> bytes:
+        chooser = self._chooser
+        segment = one_of(chooser, list(self._segments))
+        last = max(0, self._segments[segment] - nbytes) // alignment
+        offset = chooser.number(0, last) * alignment
+        if happens(chooser, self._one_in):
+            offset = one_of(chooser, (self._segments[segment], *BOUNDARIES)) % 2**64
+        if happens(chooser, 2 * self._one_in):
+            segment = boundary(chooser) % 2**64
+        payload = WHERE.pack(segment, offset)
+        return payload[: chooser.number(0, 15)] if happens(chooser, 3 * self._one_in) else payload
+
+
+def conversation(chooser: Chooser, to: str) -> Conversation:
+    """Make a conversation of a rogue."""
+    steps = _to_receiver(chooser) if to == TO_RECEIVER else _to_sender(chooser)
+    return Conversation(to, tuple(steps))
+
+
+def _to_receiver(chooser: Chooser) -> list[Step]:
+    one_in = one_of(chooser, WILDNESS)
+    talk = Talk(chooser, one_in)
+    steps: list[Step] = []
+    if not happens(chooser, 20):
+        hello = talk.hello()
+        frames = [broken_frame(chooser, hello) if happens(chooser, one_in) else hello]
+        frames += [talk.attach() for _ in range(chooser.number(0, 1))]
+        steps.append(_step(chooser, talk, one_in, frames))
+    for _ in range(chooser.number(1, 12)):
+        connects = happens(chooser, 20)
+        frames = [talk.hello()] if connects else []
+        frames += [talk.frame() for _ in range(chooser.number(1, 4))]
+        steps.append(_step(chooser, talk, one_in, frames, connects=connects))
+    return steps
+
+
+def _step(chooser: Chooser, talk: Talk, one_in: int, frames: list[Frame], *, connects: bool = False) -> Step:
+    record = record_of(chooser, frames, 2 * one_in)
+    descriptors, talk.descriptors = talk.descriptors, []
+    if happens(chooser, 2 * one_in):
+        descriptors += [one_of(chooser, OTHER_THINGS)] * one_of(chooser, (1, 7, 8, 9, 64))
+    envelope = one_of(chooser, ENVELOPES) if happens(chooser, 2 * one_in) else RIGHT
+    return Step(record.hex(), tuple(descriptors), envelope, connects)
+
+
+def _to_sender(chooser: Chooser) -> list[Step]:
+    """Answer a sender that has just begun: its messages and blocks count from 0."""
+    one_in = one_of(chooser, WILDNESS)
+    steps: list[Step] = []
+    frames: list[Frame] = []
+    if not happens(chooser, 10):
+        frames.append(["welcome", VERSION, 1, one_of(chooser, (MAX_RECORD_BYTES, LEAST_FRAME_BYTES))])
+    for _ in range(chooser.number(0, 5)):
+        for _ in range(chooser.number(0, 3)):
+            frame = _answer(chooser, one_in)
+            frames.append(broken_frame(chooser, frame) if happens(chooser, one_in) else frame)
+        descriptors = ["pipe"] * one_of(chooser, (1, 8, 9, 64)) if happens(chooser, 10) else []
+        record = record_of(chooser, frames, 2 * one_in)
+        steps.append(Step(record.hex(), tuple(descriptors), after=chooser.number(0, 3)))
+        frames = []
+    return steps
+
+
+def _answer(chooser: Chooser, one_in: int) -> Frame:
+    tag = one_of(chooser, ("taken", "discarded", "taken", "discarded", "release", "welcome", "bye"))
+    if tag == "bye":
+        return ["bye", one_of(chooser, ("", "no room"))]
+    if tag == "welcome":
+        longest = one_of(chooser, (MAX_RECORD_BYTES, LEAST_FRAME_BYTES, 2**31, 2**63 - 1))
+        return ["welcome", VERSION, 1, longest]
+    numbers = [chooser.number(0, 2) for _ in range(chooser.number(1, 2))]
+    if happens(chooser, one_in):
+        numbers.append(boundary(chooser))
+    return [tag, numbers]

@@ -1,0 +1,53 @@
+"""A rogue's ear: a bare socket where a sender looks for its receiver, which answers what it likes."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aiotensor.protocol.frames import MAX_RECORD_BYTES
+from tests.fuzz.speaking import say
+from tests.fuzz.steps import Conversation
+from tests.fuzz.things import Things
+
+__all__ = ["answer", "waiting_at"]
+
+
+@contextmanager
+def waiting_at(address: str) -> Iterator[socket.socket]:
+    """Listen where a receiver would; leave nothing there."""
+    path = address.removeprefix("unix://")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.setblocking(False)
+        listener.bind(path)
+        try:
+            listener.listen()
+            yield listener
+        finally:
+            os.unlink(path)
+
+
+async def answer(listener: socket.socket, conversation: Conversation, things: Things) -> None:
+    """Accept one sender, and answer it to the end of the conversation.
+
+    No more than the first three records are waited for: the introduction, a segment, and tensors.
+    """
+    loop = asyncio.get_running_loop()
+    sock, _ = await loop.sock_accept(listener)
+    with sock:
+        sock.setblocking(False)
+        read = 0
+        for step in conversation.steps:
+            while read < step.after and await _read(sock):
+                read += 1
+            beside = [things.descriptor(name) for name in step.descriptors]
+            if not await say(sock, step.data, beside):
+                return
+
+
+async def _read(sock: socket.socket) -> bool:
+    try:
+        return bool(await asyncio.get_running_loop().sock_recv(sock, MAX_RECORD_BYTES))
+    except ConnectionResetError:
+        return False

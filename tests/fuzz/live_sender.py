@@ -1,0 +1,98 @@
+"""Rogues where a sender in a process of its own looks for its receiver, and an honest one after each."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiotensor import TensorReceiver, TensorSender
+from tests.fuzz import api
+from tests.fuzz.engine import Figures, Troubles, figures
+from tests.fuzz.listening import answer, waiting_at
+from tests.fuzz.steps import Conversation
+from tests.fuzz.things import Things
+from tests.processes import peers
+
+__all__ = ["LiveSender", "live_sender"]
+
+_PATIENCE_S = 20  # for what takes milliseconds: the sender hangs
+
+_troubles: list[Troubles] = []  # of the child
+
+
+async def _start(state: peers.State) -> None:
+    _troubles.append(Troubles())
+    _troubles[-1].watch()
+
+
+async def _open(state: peers.State) -> None:
+    sender = TensorSender(state.endpoint, api.PERMITS, api.ARENA_BYTES)
+    state.senders[:] = [await sender.__aenter__()]
+
+
+async def _work(state: peers.State) -> Counter[str]:
+    return await api.work(state.sender)
+
+
+async def _check(state: peers.State) -> None:
+    await api.check_all_is_back(state.sender)
+    await state.sender.aclose()
+
+
+async def _look(state: peers.State) -> tuple[Figures, list[str], int]:
+    state.senders.clear()
+    return figures(), _troubles[-1].found, _troubles[-1].cut_off
+
+
+class LiveSender:
+    """A sender, as those who answer it see it."""
+
+    def __init__(self, address: str, child: peers.Peer, things: Things) -> None:
+        self.conversations = self.honest_tensors = self.cut_off = 0
+        self.outcomes: Counter[str] = Counter()
+        self._address = address
+        self._child = child
+        self._things = things
+
+    async def hear(self, conversation: Conversation) -> None:
+        """Have a rogue answer a new sender that works, then see that the next receiver is served in full."""
+        async with asyncio.timeout(_PATIENCE_S):
+            with waiting_at(self._address) as listener:
+                await self._child.call(_open)
+                working = self._child.start(_work)
+                await answer(listener, conversation, self._things)
+            self.conversations += 1
+            async with TensorReceiver(self._address) as honest:
+                taking = asyncio.create_task(self._take(honest))
+                self.outcomes += await working
+                await self._child.call(_work)
+                await self._child.call(_check)
+                taking.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await taking
+
+    async def look(self) -> Figures:
+        """See that nothing went wrong, and measure what is held."""
+        held, troubles, self.cut_off = await self._child.call(_look)
+        assert not troubles, "\n".join(troubles)
+        return held
+
+    async def _take(self, receiver: TensorReceiver) -> None:
+        async for delivery in receiver:
+            assert api.is_whole(delivery.tensor)
+            self.honest_tensors += 1
+            del delivery
+
+
+@asynccontextmanager
+async def live_sender(address: str, *, uvloop: bool) -> AsyncIterator[LiveSender]:
+    """Start a process for senders."""
+    child = peers.Peer(address, uvloop=uvloop)
+    try:
+        await child.call(_start)
+        with Things() as things:
+            yield LiveSender(address, child, things)
+        assert await child.finish() == 0
+    finally:
+        await child.close()

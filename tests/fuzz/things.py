@@ -1,0 +1,95 @@
+"""The descriptors that a rogue sends: memory that is what it should be, and everything else."""
+
+import contextlib
+import fcntl
+import os
+import socket
+import tempfile
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+__all__ = ["GUARD", "LOOSE_NAME", "MEMORY_NAME", "Things"]
+
+MEMORY_NAME = "fuzz"  # as the kernel lists it, behind "memfd:"; "loose" is what must never be mapped
+LOOSE_NAME = "loose"
+
+# What each byte of a rogue's memory is, by its offset: no two windows of a few bytes are alike.
+_OFFSETS = np.arange(1 << 16, dtype=np.uint32)
+GUARD = ((_OFFSETS * 2654435761) >> 13).astype(np.uint8).tobytes()
+
+_SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_HUGE_BYTES = 2 << 20
+
+
+class Things:
+    """Open each kind of thing when it is first asked for, and close all in the end."""
+
+    def __init__(self) -> None:
+        self._opened: dict[str, int] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        self._opened.clear()
+
+    def descriptor(self, name: str) -> int:
+        """Return a descriptor of what is called so; it stays ours."""
+        if name not in self._opened:
+            descriptor = self._opened[name] = self._open(name)
+            self._stack.callback(os.close, descriptor)
+        return self._opened[name]
+
+    def _open(self, name: str) -> int:
+        kind, _, size = name.partition(":")
+        if size:
+            return _memory(kind, int(size))
+        match kind:
+            case "pipe":
+                reader, writer = os.pipe()
+                self._stack.callback(os.close, writer)
+                return reader
+            case "directory":
+                return os.open("/", os.O_RDONLY | os.O_DIRECTORY)
+            case "file":
+                with tempfile.TemporaryFile() as file:
+                    file.write(GUARD)
+                    return os.dup(file.fileno())
+            case "socket":
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self._stack.callback(ours.close)
+                return theirs.detach()
+            case "listener":
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+                    sock.bind("")  # the kernel chooses a name that is in no folder
+                    sock.listen()
+                    return sock.detach()
+        raise ValueError(f"no thing is called {name!r}")
+
+
+def _memory(kind: str, nbytes: int) -> int:
+    match kind:
+        case "huge":
+            flags = os.MFD_ALLOW_SEALING | os.MFD_HUGETLB
+            descriptor = os.memfd_create(LOOSE_NAME, flags)
+            os.ftruncate(descriptor, _HUGE_BYTES)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALED)
+            return descriptor
+        case "device":
+            return os.open("/dev/zero", os.O_RDWR)
+    name = LOOSE_NAME if kind in ("unsealed", "read-only", "write-sealed") else MEMORY_NAME
+    descriptor = os.memfd_create(name, os.MFD_ALLOW_SEALING)
+    os.write(descriptor, GUARD[:nbytes])
+    seals = {"unsealed": 0, "growable": fcntl.F_SEAL_SHRINK, "write-sealed": _SEALED | fcntl.F_SEAL_WRITE}
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals.get(kind, _SEALED))
+    if kind != "read-only":
+        return descriptor
+    opened = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+    os.close(descriptor)
+    return opened
