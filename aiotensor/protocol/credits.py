@@ -86,7 +86,13 @@ class Budget(Generic[P]):
         return ticket
 
     def try_request(self, amount: int, holder: Hashable = None) -> Ticket[P] | None:
-        """Take an amount if it is free now and nobody waits in line; never join the line."""
+        """Take an amount if it is free now and nobody waits in line; never join the line.
+
+        Raises:
+            ValueError: the amount is negative.
+        """
+        if amount < 0:
+            raise ValueError(f"amount must not be negative, got {amount}")
         if self._line:
             return None
         ticket: Ticket[P] = Ticket(amount, holder)

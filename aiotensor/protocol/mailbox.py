@@ -326,7 +326,6 @@ class Mailbox(Generic[T]):
         message = record.messages.get(key.message) if record is not None else None
         if record is None or message is None:
             return False  # discarded or lost while it was held: the taker has it all the same
-        message.held.discard(key.tensor)
         del message.tensors[key.tensor]
         if message.tensors:
             return False

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.links import Endpoint
+from tests import loops
 from tests.fuzz.engine import Engine, Figures, figures
 from tests.fuzz.speaking import converse, heard, road_to
 from tests.fuzz.steps import Conversation
@@ -82,7 +83,7 @@ class LiveReceiver:
 @asynccontextmanager
 async def live_receiver(endpoint: Endpoint, *, uvloop: bool) -> AsyncIterator[LiveReceiver]:
     """Start a receiver in a process of its own, and connect to it honestly."""
-    child = peers.Peer(endpoint, uvloop=uvloop)
+    child = peers.Peer(endpoint, kind=loops.Kind("uvloop" if uvloop else "asyncio", "plain"))
     try:
         await child.call(_start)
         async with TensorSender(endpoint) as honest:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from aiotensor import TensorReceiver, TensorSender
+from tests import loops
 from tests.fuzz import api
 from tests.fuzz.engine import Figures, Troubles, figures
 from tests.fuzz.listening import answer, waiting_at
@@ -88,7 +89,7 @@ class LiveSender:
 @asynccontextmanager
 async def live_sender(address: str, *, uvloop: bool) -> AsyncIterator[LiveSender]:
     """Start a process for senders."""
-    child = peers.Peer(address, uvloop=uvloop)
+    child = peers.Peer(address, kind=loops.Kind("uvloop" if uvloop else "asyncio", "plain"))
     try:
         await child.call(_start)
         with Things() as things:

@@ -138,13 +138,19 @@ class SettledWorld(EndRules):
         assert statistics.waiting == len(calls), f"{calls} wait at {receiver}"
         met = [sender for sender in self.living if sender.met is receiver]
         assert statistics.senders == len(met)
-        assert statistics.promised_messages == sum(sender.limit for sender in met)
+        promised = sum(sender.limit for sender in met)
+        assert statistics.promised_messages >= promised
         messages = [message for sender in self.senders for message in sender.messages]
         if any(self.is_unclear(message) for message in messages):
             return
         if any(tensor.block and tensor.block.may_be_copied for tensor in self.known.values()):
             return
-        there = [t for m in messages if self._is_there(receiver, m) for t in m.tensors if not t.is_taken]
+        messages = [message for message in messages if self._is_there(receiver, message)]
+        left = [message for message in messages if message.sender not in met]
+        assert statistics.promised_messages == promised + len(left), (
+            f"{receiver} has other messages than {left}"
+        )
+        there = [t for m in messages for t in m.tensors if not t.is_taken]
         assert statistics.unclaimed_tensors == len(there), f"{receiver} has other tensors than {there}"
         leased = [t for t in there if t.block is not None]
         leased += [t for t in self.alive() if t.block and t.taken_by is receiver and not t.is_copy]

@@ -57,6 +57,11 @@ class BlocksMachine(RuleBasedStateMachine):
     def allocate_large(self, nbytes: int) -> None:
         self.check_allocate(nbytes)
 
+    @rule(nbytes=st.integers(-64, 0))
+    def allocate_nothing(self, nbytes: int) -> None:
+        with pytest.raises(ValueError, match=f"at least 1 byte, got {nbytes}"):
+            self.blocks.allocate(nbytes)
+
     @rule(nbytes=smalls, count=st.integers(2, 8))
     def allocate_several(self, nbytes: int, count: int) -> None:
         for _ in range(count):

@@ -32,11 +32,17 @@ class LeasesMachine(RuleBasedStateMachine):
         self.pins[number] = 0
 
     @precondition(lambda self: self.granted)
-    @rule(data=st.data())
-    def pin(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), times=st.integers(1, 3))
+    def pin(self, data: st.DataObject, times: int) -> None:
         number = data.draw(st.sampled_from(sorted(self.granted)))
-        self.leases.pin(number)
-        self.pins[number] += 1
+        for _ in range(times):
+            self.leases.pin(number)
+        self.pins[number] += times
+
+    @precondition(lambda self: any(self.pins[number] for number in self.granted))
+    @rule(data=st.data())
+    def unpin_one_that_is_pinned(self, data: st.DataObject) -> None:
+        self.unpin(data.draw(st.sampled_from([number for number in self.granted if self.pins[number]])))
 
     @rule(number=st.integers(0, 12))
     def unpin(self, number: int) -> None:

@@ -101,6 +101,28 @@ def test_a_sender_that_closed_cannot_be_lost_any_more() -> None:
     assert mailbox.hold(Key("s", 0, 0)) == "tensor 0"
 
 
+def test_a_sender_that_was_not_admitted_is_lost_until_it_comes() -> None:
+    mailbox: Mailbox[str] = Mailbox()
+    mailbox.claim(Key("s", 1, 0))
+
+    assert mailbox.lose("s", PeerLostError("refused")) == [Key("s", 1, 0)]
+    with pytest.raises(PeerLostError, match="refused"):
+        mailbox.hold(Key("s", 1, 0))
+    mailbox.join("s", 42, 1)
+    assert mailbox.hold(Key("s", 1, 0)) is None
+
+
+def test_lost_senders_are_forgotten_as_those_that_closed_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox_module, "_REMEMBERED_SENDERS", 1)
+    mailbox = lost(1)
+    mailbox.join("another", 43, 1)
+    mailbox.lose("another", PeerLostError("killed"))
+
+    assert mailbox.hold(Key("s", 0, 0)) is None, "it is like one that has yet to come"
+    with pytest.raises(PeerLostError):
+        mailbox.hold(Key("another", 0, 0))
+
+
 def test_there_is_nothing_to_discard_of_a_lost_sender() -> None:
     mailbox = with_message()
     mailbox.lose("s", PeerLostError("killed"))
@@ -261,8 +283,9 @@ def test_a_tensor_that_is_being_taken_outlives_the_memory_of_its_sender(
     monkeypatch.setattr(mailbox_module, "_REMEMBERED_SENDERS", 1)
     mailbox = with_message()
     mailbox.hold(Key("s", 0, 0))
-    mailbox.lose("s", PeerLostError("killed"))
-    mailbox.lose("another", PeerLostError("killed"))
+    mailbox.join("another", 43, 1)
+    for name in ("s", "another"):
+        mailbox.lose(name, PeerLostError("killed"))
 
     assert not getattr(mailbox, how)(Key("s", 0, 0))
 

@@ -15,7 +15,6 @@ from aiotensor.errors import (
 )
 from aiotensor.protocol.mailbox import Key, Mailbox
 
-LIMIT = 2
 senders = st.sampled_from(["a", "b", "c"])
 messages = st.integers(0, 6)
 seldom = st.integers(0, 5).map(lambda number: number == 5)  # else every sender ends before much happens
@@ -45,13 +44,15 @@ class MailboxMachine(RuleBasedStateMachine):
         self.state = dict.fromkeys("abc", "unknown")
         self.first = dict.fromkeys("abc", 0)  # below it everything is lost
         self.next = dict.fromkeys("abc", 0)
+        self.limit = dict.fromkeys("abc", 2)
         self.messages: dict[tuple[str, int], Known] = {}
         self.ended: dict[tuple[str, int], str] = {}
         self.arrivals: list[Key] = []
         self.held: dict[Key, bool] = {}  # and whether the message is still there
         self.claims: Counter[Key] = Counter()
         self.taken: set[Key] = set()
-        self.join("a", 0)
+        self.discarded = 0
+        self.join("a", 0, 2)
 
     # What the model says
 
@@ -78,7 +79,7 @@ class MailboxMachine(RuleBasedStateMachine):
             return None
         if has_ended:
             return False
-        return True if len(self.of(sender)) < LIMIT else None
+        return True if len(self.of(sender)) < self.limit[sender] else None
 
     def what_hold_finds(self, key: Key) -> type[AioTensorError] | str | None:
         known = self.messages.get(key[:2])
@@ -99,17 +100,18 @@ class MailboxMachine(RuleBasedStateMachine):
 
     # What senders do
 
-    @rule(sender=senders, ahead=st.integers(-1, 2))
-    def join(self, sender: str, ahead: int) -> None:
+    @rule(sender=senders, ahead=st.integers(-2, 2), limit=st.integers(1, 3))
+    def join(self, sender: str, ahead: int, limit: int) -> None:
         first = max(0, self.next[sender] + ahead)
         if self.state[sender] in ("unknown", "lost") and first >= self.next[sender]:
-            woken = self.mailbox.join(sender, 7, LIMIT, first)
+            woken = self.mailbox.join(sender, 7, limit, first)
             self.state[sender] = "joined"
+            self.limit[sender] = limit
             self.first[sender] = self.next[sender] = first
             self.same_keys(woken, self.claimed(sender) if first else ())
             return
         with pytest.raises(ProtocolError, match="introduced itself twice"):
-            self.mailbox.join(sender, 7, LIMIT, first)
+            self.mailbox.join(sender, 7, limit, first)
 
     def put(self, key: Key) -> None:
         expected = self.expected(key.sender, key.message)
@@ -140,7 +142,7 @@ class MailboxMachine(RuleBasedStateMachine):
 
     @rule(sender=senders, data=st.data())
     def put_in_turn(self, sender: str, data: st.DataObject) -> None:
-        numbers = {self.next[sender]} if len(self.of(sender)) < LIMIT else set()
+        numbers = {self.next[sender]} if len(self.of(sender)) < self.limit[sender] else set()
         numbers |= {number for number in self.of(sender) if not self.messages[sender, number].is_whole}
         if self.state[sender] == "joined" and numbers:
             number = data.draw(st.sampled_from(sorted(numbers)))
@@ -150,6 +152,22 @@ class MailboxMachine(RuleBasedStateMachine):
     def put_anything(self, key: Key, is_meant: bool) -> None:
         if is_meant:
             self.put(key)
+
+    @rule(sender=senders, data=st.data(), is_meant=seldom)
+    def offend(self, sender: str, data: st.DataObject, is_meant: bool) -> None:
+        """Put what is just out of turn."""
+        if self.state[sender] != "joined" or not is_meant:
+            return
+        of, number = self.of(sender), self.next[sender]
+        offences = [Key(sender, number + 1, 0)]
+        if number:
+            offences.append(Key(sender, data.draw(st.integers(0, number - 1)), 0))
+        if len(of) >= self.limit[sender]:
+            offences += [Key(sender, number, 0)] * 3
+        for known in of:
+            there = len(self.messages[sender, known].arrived)
+            offences += [Key(sender, known, tensor) for tensor in (there - 1, there, there + 1)]
+        self.put(data.draw(st.sampled_from(offences)))
 
     @rule(sender=senders, number=messages, count=st.integers(0, 3))
     def end(self, sender: str, number: int, count: int) -> None:
@@ -165,18 +183,32 @@ class MailboxMachine(RuleBasedStateMachine):
             with pytest.raises(ProtocolError):
                 self.mailbox.end(sender, number, count)
         else:
-            known.is_whole = True
-            new = [Key(sender, number, tensor) for tensor in range(count)]
-            self.arrivals += new
-            self.same_keys(self.mailbox.end(sender, number, count), {*new, *self.claimed(sender, number)})
+            self.became_whole(sender, number, self.mailbox.end(sender, number, count))
 
-    @rule(sender=senders, count=st.integers(1, 3))
-    def put_a_whole_message(self, sender: str, count: int) -> None:
+    @rule(sender=senders, count=st.integers(1, 3), is_told_apart=st.booleans())
+    def put_a_whole_message(self, sender: str, count: int, is_told_apart: bool) -> None:
         number = self.next[sender]
-        if self.expected(sender, number):
-            for tensor in range(count):
-                self.put(Key(sender, number, tensor))
+        if not self.expected(sender, number):
+            return
+        for tensor in range(count - 1):
+            self.put(Key(sender, number, tensor))
+        if is_told_apart:
+            self.put(Key(sender, number, count - 1))
             self.end(sender, number, count)
+            return
+        assert self.mailbox.expects(sender, number)
+        self.next[sender] = number + 1
+        known = self.messages.setdefault((sender, number), Known())
+        known.arrived.add(count - 1)
+        key = Key(sender, number, count - 1)
+        self.became_whole(sender, number, self.mailbox.put(key, item_of(key), last=True))
+
+    def became_whole(self, sender: str, number: int, woken: Sequence[Key]) -> None:
+        known = self.messages[sender, number]
+        known.is_whole = True
+        new = [Key(sender, number, tensor) for tensor in sorted(known.arrived)]
+        self.arrivals += new
+        self.same_keys(woken, {*new, *self.claimed(sender, number)})
 
     @rule(sender=senders, is_meant=seldom)
     def leave(self, sender: str, is_meant: bool) -> None:
@@ -189,12 +221,13 @@ class MailboxMachine(RuleBasedStateMachine):
         for number in self.of(sender):
             if not self.messages[sender, number].is_whole:
                 self.drop(sender, number)
+                self.discarded += 1
         self.state[sender] = "left"
         self.same_keys(self.mailbox.leave(sender), self.claimed(sender))
 
     @rule(sender=senders, is_meant=seldom)
     def lose(self, sender: str, is_meant: bool) -> None:
-        if not is_meant:
+        if not is_meant and self.state[sender] != "left":
             return
         woken = self.mailbox.lose(sender, PeerLostError("killed"))
         if self.state[sender] == "left":
@@ -215,6 +248,7 @@ class MailboxMachine(RuleBasedStateMachine):
         woken = self.mailbox.withdraw(sender, number)
         if is_there:
             self.drop(sender, number)
+            self.discarded += 1
         self.same_keys(woken, self.claimed(sender, number) if is_there else ())
 
     @rule(sender=senders, number=messages)
@@ -224,18 +258,30 @@ class MailboxMachine(RuleBasedStateMachine):
         assert had_arrived == is_there
         if is_there or (self.state[sender] in ("unknown", "joined") and (sender, number) not in self.ended):
             self.drop(sender, number)
+            self.discarded += 1
             self.same_keys(woken, self.claimed(sender, number))
         else:
             assert woken == []
+
+    @precondition(lambda self: self.messages)
+    @rule(data=st.data())
+    def withdraw_what_is_there(self, data: st.DataObject) -> None:
+        self.withdraw(*data.draw(st.sampled_from(sorted(self.messages))))
+
+    @precondition(lambda self: +self.claims)
+    @rule(data=st.data())
+    def discard_what_is_claimed(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(+self.claims)))
+        self.discard(key.sender, key.message)
 
     @rule(sender=senders, ahead=st.integers(0, 2))
     def discard_what_is_to_come(self, sender: str, ahead: int) -> None:
         self.discard(sender, self.next[sender] + ahead)
 
     @precondition(lambda self: "lost" in self.state.values())
-    @rule(data=st.data(), ahead=st.integers(0, 2))
-    def come_back(self, data: st.DataObject, ahead: int) -> None:
-        self.join(data.draw(st.sampled_from([s for s in "abc" if self.state[s] == "lost"])), ahead)
+    @rule(data=st.data(), ahead=st.integers(-2, 2), limit=st.integers(1, 3))
+    def come_back(self, data: st.DataObject, ahead: int, limit: int) -> None:
+        self.join(data.draw(st.sampled_from([s for s in "abc" if self.state[s] == "lost"])), ahead, limit)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), is_all=seldom)
@@ -252,6 +298,11 @@ class MailboxMachine(RuleBasedStateMachine):
     def claim(self, key: Key) -> None:
         self.mailbox.claim(key)
         self.claims[key] += 1
+
+    @precondition(lambda self: self.messages)
+    @rule(data=st.data(), tensor=tensors)
+    def claim_what_may_be_there(self, data: st.DataObject, tensor: int) -> None:
+        self.claim(Key(*data.draw(st.sampled_from(sorted(self.messages))), tensor))
 
     @precondition(lambda self: +self.claims)
     @rule(data=st.data())
@@ -276,6 +327,16 @@ class MailboxMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def hold_what_is_there(self, data: st.DataObject) -> None:
         self.hold(data.draw(st.sampled_from(self.arrivals)))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def hold_what_is_held(self, data: st.DataObject) -> None:
+        self.hold(data.draw(st.sampled_from(sorted(self.held))))
+
+    @precondition(lambda self: self.ended)
+    @rule(data=st.data(), tensor=tensors)
+    def hold_what_has_ended(self, data: st.DataObject, tensor: int) -> None:
+        self.hold(Key(*data.draw(st.sampled_from(sorted(self.ended))), tensor))
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
@@ -315,6 +376,10 @@ class MailboxMachine(RuleBasedStateMachine):
     def the_next_one_is_the_earliest_that_nobody_claims(self) -> None:
         unclaimed = [key for key in self.arrivals if not self.claims[key]]
         assert self.mailbox.next_unclaimed() == (unclaimed[0] if unclaimed else None)
+
+    @invariant()
+    def it_counts_what_was_discarded(self) -> None:
+        assert self.mailbox.messages_discarded == self.discarded
 
     @invariant()
     def what_nobody_took_is_there_once(self) -> None:
