@@ -208,17 +208,29 @@ class QueueSenderLink:
 
 
 class _QueueReceiverLink:
-    """A receiver's end of one sender's pipe."""
+    """A receiver's end of one sender's pipe.
 
-    def __init__(self, listener: "QueueListener", sender: str, sock: socket.socket) -> None:
+    Args:
+        listener: what reads the queue.
+        sender: its id.
+        sock: the pipe, or None if it did not arrive; then what is written is lost.
+    """
+
+    def __init__(self, listener: "QueueListener", sender: str, sock: socket.socket | None) -> None:
         self.sender = sender
         self._listener = listener
-        self._pipe = RecordSocket(
-            sock, on_record=self._unexpected, on_closed=self._closed, max_unsent_bytes=MAX_UNREAD_BYTES
+        self._pipe = (
+            None
+            if sock is None
+            else RecordSocket(
+                sock, on_record=self._unexpected, on_closed=self._closed, max_unsent_bytes=MAX_UNREAD_BYTES
+            )
         )
 
     def write(self, data: bytes) -> None:
         """Send a frame back; a pipe that takes no more is at its end."""
+        if self._pipe is None:
+            return
         try:
             self._pipe.write(data)
         except OSError as error:
@@ -228,11 +240,13 @@ class _QueueReceiverLink:
 
     async def flush(self) -> None:
         """Wait until the pipe has everything that was written."""
-        await self._pipe.flush()
+        if self._pipe is not None:
+            await self._pipe.flush()
 
     def close(self) -> None:
         """Close the pipe, and read nothing more of this sender from the queue."""
-        self._pipe.close()
+        if self._pipe is not None:
+            self._pipe.close()
         self._listener._forget(self)
 
     def _closed(self, reason: str) -> None:
@@ -350,12 +364,15 @@ class QueueListener:
     def _dispatch(self, data: memoryview, descriptors: list[int]) -> None:
         kind, address = bytes(data[:1]), bytes(data[1:_PREFIX_BYTES])
         sender = address.decode("ascii", "replace")
-        if kind == _HELLO and descriptors and sender not in self._links:
-            pipe = _pipe_of(descriptors.pop(0))
-            if pipe is not None:
+        if kind == _HELLO and sender not in self._links:
+            has_arrived = bool(descriptors)
+            pipe = _pipe_of(descriptors.pop(0)) if has_arrived else None
+            if pipe is not None or not has_arrived:
                 opened = self._links[sender] = _QueueReceiverLink(self, sender, pipe)
                 if self._events is not None:
                     self._events.link_opened(opened)
+                if pipe is None:  # it is told by the kernel, and those who have its handles by this
+                    self._gone(opened, "its pipe did not arrive: no descriptors are left here (ulimit -n)")
         link = self._links.get(sender)
         if link is None or self._events is None:
             close_all(descriptors)  # of a sender whose link was closed

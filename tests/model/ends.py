@@ -85,8 +85,8 @@ class EndRules(SenderRules, ReceiverRules):
     def _kill_receiver(self, receiver: Receiver) -> None:
         """End a receiver as the kernel ends a process: its sockets are closed, and its file stays."""
         listener = receiver.receiver._listener
-        if isinstance(listener, UnixListener):
-            listener._file = None  # nobody removes it
+        if isinstance(listener, UnixListener) and listener._file is not None:
+            listener._file._identity = None  # nobody removes it
         closing = listener.close()
         with self.steps.inside(), suppress(StopIteration):
             closing.send(None)  # it closes everything before it first waits
