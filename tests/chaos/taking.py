@@ -111,13 +111,13 @@ class _Taking:
         if token_of(tensor) != token:
             here.journal(Broken(f"the values of {token} changed while the receiver kept it: {tensor[:9]}"))
 
-    async def stop(self) -> None:
+    async def stop(self, *, waits: bool) -> None:
         for task in self.tasks:
             task.cancel()
         for ended in await asyncio.gather(*self.tasks, return_exceptions=True):
             if isinstance(ended, BaseException) and not isinstance(ended, asyncio.CancelledError):
                 raise ended
-        while self.kept:
+        while waits and self.kept:
             await asyncio.sleep(0.001)
 
 
@@ -166,9 +166,9 @@ async def heard(state: State, sender: str) -> int | None:
 
 
 async def close(state: State) -> None:
-    """Close the receiver in the middle of what it does."""
+    """Close the receiver in the middle of what it does; what it kept it keeps for as long as planned."""
     await state.receiver.aclose()
-    await stop(state)
+    await _stop(waits=False)
 
 
 async def answer(state: State, handles: Sequence[TensorHandle]) -> None:
@@ -200,10 +200,14 @@ async def take_probe(state: State, handle: TensorHandle) -> bool:
 async def stop(state: State) -> None:
     """Stop taking what comes, and let go of what was kept."""
     del state
+    await _stop(waits=True)
+
+
+async def _stop(*, waits: bool) -> None:
     global _taking
     taking, _taking = _taking, None
     if taking is not None:
-        await taking.stop()
+        await taking.stop(waits=waits)
 
 
 async def settle(state: State) -> ReceiverStatistics:
