@@ -244,7 +244,8 @@ class Mailbox(Generic[T]):
     def discard(self, sender: str, number: int) -> tuple[bool, Sequence[Key]]:
         """Drop a message, also one that has not arrived; one that has ended stays as it is.
 
-        Of one that has not arrived, tensors that arrive later are not expected; see `expects`.
+        Of one that has not arrived, tensors that arrive later are not expected; see `expects`. So too of a
+        lost sender: it may be back already, and its handle here before its introduction.
 
         Returns:
             whether something of the message had arrived, and the keys whose waiters are to be woken.
@@ -254,7 +255,7 @@ class Mailbox(Generic[T]):
             self._remember(self._strangers, sender)
         if (
             number in record.ended
-            or record.loss is not None
+            or (record.loss is not None and number < record.next)
             or (record.left and number not in record.messages)
         ):
             return False, []

@@ -319,6 +319,16 @@ def test_one_that_holds_nothing_is_not_asked_to_give_way() -> None:
     assert budget.stuck() is greedy
 
 
+def test_one_that_was_granted_nothing_is_not_asked_to_give_way_either() -> None:
+    budget: Budget[None] = Budget(10)
+    budget.request(10, "a")
+    budget.request(0, "new")
+    greedy = budget.request(5, "a")
+    budget.request(5, "new")
+
+    assert budget.stuck() is greedy
+
+
 def test_it_is_not_stuck_while_something_in_use_will_come_back() -> None:
     budget: Budget[None] = Budget(10)
     budget.request(5, "a")

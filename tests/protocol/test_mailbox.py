@@ -126,9 +126,9 @@ def test_lost_senders_are_forgotten_as_those_that_closed_are(monkeypatch: pytest
 def test_there_is_nothing_to_discard_of_a_lost_sender() -> None:
     mailbox = with_message()
     mailbox.lose("s", PeerLostError("killed"))
-    mailbox.claim(Key("s", 1, 0))
+    mailbox.claim(Key("s", 0, 0))
 
-    assert mailbox.discard("s", 1) == (False, [])
+    assert mailbox.discard("s", 0) == (False, [])
 
 
 def test_who_waits_for_a_tensor_beyond_the_end_is_told_that_it_will_never_come() -> None:
@@ -458,6 +458,19 @@ def test_what_was_given_up_before_a_loss_is_not_expected_after_it() -> None:
     assert not mailbox.expects("s", 1)
     with pytest.raises(DiscardedError):
         mailbox.hold(Key("s", 1, 0))
+
+
+def test_what_is_given_up_while_its_sender_is_away_is_not_expected_when_it_is_back() -> None:
+    mailbox = lost(1)
+    assert mailbox.discard("s", 2) == (False, [])
+    with pytest.raises(PeerLostError):
+        mailbox.hold(Key("s", 2, 0))
+    mailbox.join("s", 43, 8, 1)
+    send(mailbox, 1)
+
+    assert not mailbox.expects("s", 2)
+    with pytest.raises(DiscardedError):
+        mailbox.hold(Key("s", 2, 0))
 
 
 def test_a_tensor_held_through_a_loss_and_a_return_is_taken_and_cannot_be_put_back() -> None:

@@ -256,7 +256,9 @@ class MailboxMachine(RuleBasedStateMachine):
         had_arrived, woken = self.mailbox.discard(sender, number)
         is_there = (sender, number) in self.messages
         assert had_arrived == is_there
-        if is_there or (self.state[sender] in ("unknown", "joined") and (sender, number) not in self.ended):
+        may_come = self.state[sender] in ("unknown", "joined")
+        may_come |= self.state[sender] == "lost" and number >= self.next[sender]
+        if is_there or (may_come and (sender, number) not in self.ended):
             self.drop(sender, number)
             self.discarded += 1
             self.same_keys(woken, self.claimed(sender, number))
