@@ -4,12 +4,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit chaos soak bench bench-quick bench-peers clean help
+.PHONY: demo test lint types unit chaos fuzz soak bench bench-quick bench-peers clean help
 
 help:
 	@echo "make demo    upload real videos to a server, hand them to an engine process, show the answers"
 	@echo "make test    lint, types, and the whole test suite with coverage"
-	@echo "make chaos   kill, stop and starve processes while tensors travel, for SECONDS=600 with SEED=random"
+	@echo "make chaos   kill, stop and starve processes while tensors travel, for SECONDS=600 from SEED="
+	@echo "make fuzz    say everything that a peer can say, and much that it may not, for SECONDS=600 from SEED="
 	@echo "make soak    let processes come and go for SECONDS=60 (hours, if you like), and see that nothing grows"
 	@echo "make bench   time aiotensor beside what people use without it, and against its goals: minutes"
 	@echo "make bench-quick   the same in less than a minute, with fewer of the others"
@@ -48,12 +49,19 @@ unit: $(VENV)/.test
 	@$(BIN)/coverage report
 
 # How long these run, in seconds, and what they draw from: SECONDS=60 SEED=7.
-chaos: SECONDS ?= 600
+chaos fuzz: SECONDS ?= 600
 soak: SECONDS ?= 60
 FOR = --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
+$(VENV)/.fuzz: $(VENV)/.test
+	$(PIP) --editable '.[fuzz]'
+	@touch $@
+
 chaos: $(VENV)/.test
 	@$(BIN)/python -m tests.chaos $(FOR)
+
+fuzz: $(VENV)/.fuzz
+	@$(BIN)/python -m tests.fuzz $(FOR)
 
 soak: $(VENV)/.test
 	@$(BIN)/python -m tests.soak $(FOR)

@@ -7,6 +7,7 @@ from aiotensor.placements.dtypes import DTYPES
 from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_RECORD_BYTES, VERSION
 from tests.fuzz.choosers import Chooser, happens, one_of
 from tests.fuzz.steps import RIGHT, STAND_IN, Conversation, Step
+from tests.fuzz.things import MEMORY_KINDS, OTHER_THINGS, SEGMENT_BYTES
 from tests.fuzz.wire import BOUNDARIES, Frame, boundary, broken_frame, record_of
 
 __all__ = ["TO_RECEIVER", "TO_SENDER", "conversation"]
@@ -18,12 +19,9 @@ TO_SENDER = "sender"
 WILDNESS = (100, 20, 5)
 
 ARENA = 1 << 20
-SEGMENT_BYTES = (4096, 8192, 65536)
+ANYTHING = (*OTHER_THINGS, "itself")
 WHERE = struct.Struct("<QQ")
 
-# Sealed memory is what a segment should be.
-OTHER_DESCRIPTORS = ("unsealed", "read-only", "write-sealed", "growable", "huge", "sealed", "device")
-OTHER_THINGS = ("pipe", "directory", "file", "socket", "listener", "itself")
 ENVELOPES = (
     *(RIGHT, "none", "hello", "hello without a pipe", "hello with a pipe", "hello with a file"),
     *("hello with a listener", "stranger", "unknown kind"),
@@ -99,7 +97,7 @@ class Talk:
         self._segments[number] = nbytes
         kind = f"sealed:{nbytes}"
         if happens(chooser, self._one_in):
-            kind = one_of(chooser, (*(f"{kind}:{nbytes}" for kind in OTHER_DESCRIPTORS), *OTHER_THINGS))
+            kind = one_of(chooser, (*(f"{kind}:{nbytes}" for kind in MEMORY_KINDS), *ANYTHING))
         if happens(chooser, self._one_in):
             kind = f"sealed:{one_of(chooser, SEGMENT_BYTES)}"
         self.descriptors += [kind] * (0 if happens(chooser, 2 * self._one_in) else 1)
@@ -171,7 +169,7 @@ def _step(chooser: Chooser, talk: Talk, one_in: int, frames: list[Frame], *, con
     record = record_of(chooser, frames, 2 * one_in)
     descriptors, talk.descriptors = talk.descriptors, []
     if happens(chooser, 2 * one_in):
-        descriptors += [one_of(chooser, OTHER_THINGS)] * one_of(chooser, (1, 7, 8, 9, 64))
+        descriptors += [one_of(chooser, ANYTHING)] * one_of(chooser, (1, 7, 8, 9, 64))
     envelope = one_of(chooser, ENVELOPES) if happens(chooser, 2 * one_in) else RIGHT
     return Step(record.hex(), tuple(descriptors), envelope, connects)
 

@@ -62,6 +62,14 @@ class LiveReceiver:
             self.conversations += 1
             await self.serve_honest(BIG if self.conversations % 8 == 0 else 3)
 
+    @property
+    def summary(self) -> str:
+        """Say what was done."""
+        return (
+            f"{self.cut_off} links cut off, {self.honest_tensors} honest tensors in between, "
+            f"{self.taken_in_memory} tensors of rogues taken in shared memory"
+        )
+
     async def serve_honest(self, count: int) -> None:
         """Send a tensor whose contents say which it is."""
         await self._honest.send(pattern(self.honest_tensors, count))

@@ -79,6 +79,15 @@ class LiveSender:
         assert not troubles, "\n".join(troubles)
         return held
 
+    @property
+    def summary(self) -> str:
+        """Say what was done."""
+        outcomes = ", ".join(f"{count} {name}" for name, count in sorted(self.outcomes.items()))
+        return (
+            f"{self.cut_off} receivers cut off, {self.honest_tensors} honest tensors in between; "
+            f"sends to rogues and their successors: {outcomes}"
+        )
+
     async def _take(self, receiver: TensorReceiver) -> None:
         async for delivery in receiver:
             assert api.is_whole(delivery.tensor)

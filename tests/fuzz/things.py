@@ -10,7 +10,7 @@ from typing import Self
 
 import numpy as np
 
-__all__ = ["GUARD", "LOOSE_NAME", "MEMORY_NAME", "Things"]
+__all__ = ["GUARD", "LOOSE_NAME", "MEMORY_KINDS", "MEMORY_NAME", "OTHER_THINGS", "SEGMENT_BYTES", "Things"]
 
 MEMORY_NAME = "fuzz"  # as the kernel lists it, behind "memfd:"; "loose" is what must never be mapped
 LOOSE_NAME = "loose"
@@ -19,18 +19,29 @@ LOOSE_NAME = "loose"
 _OFFSETS = np.arange(1 << 16, dtype=np.uint32)
 GUARD = ((_OFFSETS * 2654435761) >> 13).astype(np.uint8).tobytes()
 
+SEGMENT_BYTES = (4096, 8192, 65536)
+
+# Sealed memory is what a segment should be; what may be written by others, or only grow, is accepted too.
+MEMORY_KINDS = ("sealed", "unsealed", "read-only", "write-sealed", "growable", "huge", "device")
+OTHER_THINGS = ("pipe", "directory", "file", "socket", "listener")
+
 _SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HUGE_BYTES = 2 << 20
 
 
 class Things:
-    """Open each kind of thing when it is first asked for, and close all in the end."""
+    """Open one of each kind, all at once, so that their number tells nothing; close them in the end."""
 
     def __init__(self) -> None:
         self._opened: dict[str, int] = {}
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
+        for name in OTHER_THINGS:
+            self.descriptor(name)
+        for kind in MEMORY_KINDS:
+            for nbytes in SEGMENT_BYTES:
+                self.descriptor(f"{kind}:{nbytes}")
         return self
 
     def __exit__(

@@ -1,0 +1,106 @@
+"""Live targets: a receiver or a sender alone in its process, so that what it holds can be measured."""
+
+import asyncio
+import contextlib
+import random
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+
+import msgspec
+
+from aiotensor.links import Endpoint
+from tests.fuzz.choosers import FromBytes
+from tests.fuzz.engine import Figures
+from tests.fuzz.grammar import TO_RECEIVER, TO_SENDER, conversation
+from tests.fuzz.live_receiver import LiveReceiver, live_receiver
+from tests.fuzz.live_sender import LiveSender, live_sender
+from tests.fuzz.steps import Conversation, cases
+from tests.fuzz.targets import link_of
+from tests.pairs import endpoint
+
+__all__ = ["LiveReport", "harass"]
+
+_WARM_UP_SHARE = 0.3  # of the time: the allocator meets its sizes, and what is remembered fills up
+_GROWTH_KIB = 8192
+_BYTES = 1000
+
+
+class LiveReport(msgspec.Struct):
+    """What was said to a process, what it did, and what it held in the middle and in the end."""
+
+    executions: int = 0
+    summary: str = ""
+    before: Figures | None = None
+    after: Figures | None = None
+    grown: list[str] = []
+    last: Conversation | None = None  # that was heard
+    error: str = ""
+
+
+def harass(target: str, seconds: float, seed: int, corpus: Sequence[bytes]) -> LiveReport:
+    """Have a live process hear conversations for some time."""
+    report = LiveReport()
+    source = random.Random(seed)
+    to = TO_SENDER if target == "sender" else TO_RECEIVER
+    with asyncio.Runner() as runner, endpoint(link_of(target)) as place:
+        living = _living(to, place, uvloop=bool(seed % 2))
+        one = runner.run(living.__aenter__())
+        try:
+            _talk(one, runner, to, report, _inputs(to, source, corpus), seconds)
+        except Exception as error:  # noqa: BLE001 - any is a finding
+            report.error = "\n".join([*traceback.format_exception(error)])
+            with contextlib.suppress(type(error)):
+                runner.run(living.__aexit__(type(error), error, error.__traceback__))
+        else:
+            runner.run(living.__aexit__(None, None, None))
+    report.summary = one.summary
+    return report
+
+
+def _living(
+    to: str, place: Endpoint, *, uvloop: bool
+) -> AbstractAsyncContextManager[LiveReceiver | LiveSender]:
+    if to == TO_SENDER:
+        return live_sender(str(place), uvloop=uvloop)
+    return live_receiver(place, uvloop=uvloop)
+
+
+def _talk(
+    one: LiveReceiver | LiveSender,
+    runner: asyncio.Runner,
+    to: str,
+    report: LiveReport,
+    inputs: Iterator[Conversation],
+    seconds: float,
+) -> None:
+    began = time.monotonic()
+    while (passed := time.monotonic() - began) < seconds:
+        if report.before is None and passed > _WARM_UP_SHARE * seconds:
+            report.before = runner.run(one.look())
+        report.last = next(inputs)
+        runner.run(one.hear(report.last))
+        report.executions += 1
+    report.last = None
+    report.after = runner.run(one.look())
+    report.grown = report.after.grown(report.before or report.after, _GROWTH_KIB)
+
+
+def _inputs(to: str, source: random.Random, corpus: Sequence[bytes]) -> Iterator[Conversation]:
+    """Make conversations: those that were kept or met before, then random ones and changes of these."""
+    yield from cases(to).values()
+    for data in corpus:
+        yield conversation(FromBytes(data), to)
+    while True:
+        data = source.randbytes(_BYTES)
+        if corpus and source.random() < 0.5:
+            data = _changed(source, source.choice(corpus))
+        yield conversation(FromBytes(data), to)
+
+
+def _changed(source: random.Random, data: bytes) -> bytes:
+    changed = bytearray(data.ljust(_BYTES, b"\0"))
+    for _ in range(source.randint(1, 8)):
+        changed[source.randrange(len(changed))] = source.randrange(256)
+    return bytes(changed)
