@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from tests.chaos.journal import Answered, Began, Broken, Dropped, Ended, Event, Sent, Taken, Withdrawn
-from tests.chaos.plan import FaultKind, Round
+from tests.chaos.plan import MAX_TENSORS, FaultKind, Round
 
 __all__ = ["Account", "Tally", "audit"]
 
@@ -77,8 +77,8 @@ class _Audit:
             case Began():
                 self.messages[event.key] = _Message(account, event.tensors)
             case Sent():
-                key, index = divmod(event.token, 4)
-                self.messages[key * 4].handles[index] = event
+                index = event.token % MAX_TENSORS
+                self.messages[event.token - index].handles[index] = event
             case Ended():
                 self.messages[event.key].end = event
             case Withdrawn():

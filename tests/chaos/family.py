@@ -22,7 +22,7 @@ __all__ = ["WATCHDOG_S", "Family", "GoneError", "Member", "RoundError"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-WATCHDOG_S = 8.0  # far beyond what anything here takes, also on a busy machine: then it hangs
+WATCHDOG_S = 15.0  # far beyond what anything here takes, also on a busy machine: then it hangs
 
 _PROBES = 16  # more than the receiver can have discarded before they were sent
 

@@ -12,6 +12,7 @@ import msgspec
 
 __all__ = [
     "FAMILIES",
+    "MAX_TENSORS",
     "SLOTS",
     "Fault",
     "FaultKind",
@@ -81,7 +82,8 @@ class Order(msgspec.Struct, frozen=True):
     """One message to send.
 
     Attributes:
-        key: the pattern of its first tensor; the next ones count on. No other message has it.
+        key: the pattern of its first tensor, a multiple of `MAX_TENSORS`; the next ones count on. No other
+            message has it.
         how: send, nowait, message, or allocate.
         counts: elements of its tensors.
         fate: what its sender does to it: nothing, or discard, cancel, raise.

@@ -26,7 +26,6 @@ T = TypeVar("T")
 
 _TOLD_WITHIN_S = 1.0
 _RESOURCES = (FaultKind.NO_SPACE, FaultKind.FILE_SIZE, FaultKind.NO_ADDRESSES, FaultKind.NO_DESCRIPTORS)
-_KILLS = (FaultKind.KILL, FaultKind.KILL_WITH_FORK)
 
 
 class Times(msgspec.Struct):

@@ -42,11 +42,8 @@ async def run_for(seed: int, seconds: float, rounds: range | None, repeat: int) 
             await _play(run, plan, family)
             if run.problems:
                 break
-        else:
-            run.seconds = time.monotonic() - ends + seconds
         for family in families.values() if not run.problems else ():
-            _compare_memory(run, family)
-            run.problems += await family.finish()
+            run.problems += run.memory_problems(family.name) + await family.finish()
         run.seconds = time.monotonic() - ends + seconds
     finally:
         for family in families.values():
@@ -64,11 +61,6 @@ async def _play(run: Run, plan: Round, family: Family) -> None:
         error.add_note(f"in round {plan.number} of seed {run.seed}")
         raise
     run.note(plan, problems)
-    if family.elder is not None and not problems and plan.number % _ROUNDS_A_SAMPLE == 0:
+    if not problems and plan.number % _ROUNDS_A_SAMPLE == 0 and family.elder is not None:
         await family.elder.call(here.tidy)
         run.memory[family.name].append(watch.status(family.elder.pid, "RssAnon"))
-
-
-def _compare_memory(run: Run, family: Family) -> None:
-    """See that who lived for the whole run holds as much at its end as in its middle."""
-    run.problems += run.memory_problems(family.name)
