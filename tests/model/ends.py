@@ -49,6 +49,9 @@ class EndRules(SenderRules, ReceiverRules):
 
     def _close_sender(self, sender: Sender, end: str = "closed") -> None:
         sender.end = end
+        for loss in sender.losses:
+            if loss.noticed is None:
+                loss.is_certain = False  # its goodbye may be heard before
         worker = sender.sender._outgoing.memory._worker
         if self.steps.is_held(worker):
             self.steps.let_go(worker)
@@ -70,9 +73,12 @@ class EndRules(SenderRules, ReceiverRules):
         self._close_sender(sender, "killed")  # of what this process keeps, which the kernel would free
 
     @precondition(lambda self: self.receiver)
-    @rule(is_killed=st.booleans())
-    def end_the_receiver(self, is_killed: bool) -> None:
+    @rule(is_killed=st.booleans(), is_quiet=st.booleans())
+    def end_the_receiver(self, is_killed: bool, is_quiet: bool) -> None:
         assert self.receiver is not None
+        if is_quiet:
+            self.settle()
+            self.note_who_waits([sender for sender in self.living if sender.met])
         if is_killed:
             self._kill_receiver(self.receiver)
         else:
@@ -96,14 +102,21 @@ class EndRules(SenderRules, ReceiverRules):
         self._close_receiver(receiver)
 
     @precondition(lambda self: any(sender.met for sender in self.living))
-    @rule(data=st.data())
-    def break_a_link(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), is_quiet=st.booleans())
+    def break_a_link(self, data: st.DataObject, is_quiet: bool) -> None:
         """Cut a connection, with both sides alive."""
-        sender = data.draw(st.sampled_from([one for one in self.living if one.met]))
+        if is_quiet:
+            self.settle()
+        connected = [one for one in self.living if one.met]
+        if not connected:
+            return  # the receiver's limits have refused it meanwhile
+        sender = data.draw(st.sampled_from(connected))
         link = sender.sender._outgoing._conversation.link
         assert isinstance(link, UnixSenderLink | QueueSenderLink)
         records = link._sock if isinstance(link, UnixSenderLink) else link._pipe
         if records is not None and not records._is_closed:
+            if is_quiet:
+                self.note_who_waits([sender])
             records._sock.shutdown(socket.SHUT_RDWR)
             self.lose(sender, is_certain=True)
 

@@ -169,6 +169,7 @@ class Call(_Printed):
     key: Key | None = None  # of the tensor that it waits for
     is_copy: bool = False
     is_cancelled: bool = False
+    must_be_lost: bool = False
 
     def __repr__(self) -> str:
         return f"{self.what} at {self.side}"

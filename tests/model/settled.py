@@ -96,14 +96,14 @@ class SettledWorld(EndRules):
         assert present == expected, f"{sender} holds permits for {present}, and not for {expected}"
         if self.steps.is_held(sender.sender._outgoing.memory._worker):
             return
-        calls = self.of(sender, "send", "message", "send in a message", "allocate")
+        calls = self.of(sender, "send", "several", "message", "send in a message", "allocate")
         waiting = [call for call in calls if not (call.what == "message" and call.begun.opened)]
         assert statistics.waiting == len(waiting), f"{sender}: {waiting} wait for nothing"
         for_bytes = sender.sender._outgoing.memory.gate.budget.waiting
         assert statistics.bytes_in_use or not for_bytes, f"{sender}: {waiting} wait for bytes that are free"
         begun = [m for m in sender.messages if m.number is None and m.opened and not self.has_ended(m)]
-        sends = len(self.of(sender, "send")) + len([c for c in waiting if c.what == "message"])
-        granted = sends - sender.sender._outgoing.permits.budget.waiting
+        asking = [call for call in waiting if call.message is not None and call.message.opened is None]
+        granted = len(asking) - sender.sender._outgoing.permits.budget.waiting
         if not any(message.may_be_lost for message in begun):
             assert statistics.in_flight == len(present) + len(begun) + granted, f"{sender} has permits left"
         held = [tensor for tensor in self.known.values() if tensor.message.sender is sender]
@@ -167,7 +167,9 @@ class SettledWorld(EndRules):
     def _check_that_nobody_waits_in_vain(self) -> None:
         receiver = self.receiver
         for call in self.calls:
-            assert call.what != "close", f"{call} hangs"
+            is_left = call.what == "message" and call.begun.opened is not None  # by its block's own time
+            is_over = call.side.is_gone if isinstance(call.side, Receiver) else bool(call.side.end)
+            assert is_left or not is_over, f"{call} hangs, though it is closed"
             assert call.message is None or not call.message.ending or not call.message.ending.done(), call
             if call.what == "drain":
                 assert isinstance(call.side, Sender)

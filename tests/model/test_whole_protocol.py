@@ -14,7 +14,7 @@ from tests.model.settled import SettledWorld
 pytestmark = pytest.mark.timeout(900)  # what fails takes minutes to be made short
 
 _SETTINGS = settings(
-    max_examples=int(os.environ.get("AIOTENSOR_EXAMPLES", "50")),
+    max_examples=int(os.environ.get("AIOTENSOR_EXAMPLES", "100")),
     stateful_step_count=45,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -39,7 +39,9 @@ class WholeProtocol(SettledWorld):
             assert not permits.waiting or permits.in_use == permits.limit, "a permit is free, and one waits"
             begun = [m for m in sender.messages if m.opened is not None or m.number is not None]
             latest = max((m.began for m in begun if m.waits_in_line), default=0)
-            later = [call for call in self.of(sender, "send", "message") if call.begun.began > latest]
+            later = [
+                call for call in self.of(sender, "send", "several", "message") if call.begun.began > latest
+            ]
             assert permits.waiting <= len(later), "one who came later got a permit first"
         for receiver in self.receivers:
             here = receiver.receiver.statistics()

@@ -144,6 +144,10 @@ class World(RuleBasedStateMachine):
         for _, call, outcome in sorted(heard, key=lambda one: one[0]):
             if outcome.is_cancelled:
                 assert call.is_cancelled, f"nobody cancelled {call}"
+            elif call.must_be_lost:
+                assert isinstance(outcome.error, PeerLostError | ClosedError), (
+                    f"{call} did not hear of the loss"
+                )
             call.finish(call, outcome)
         return True
 
@@ -155,7 +159,6 @@ class World(RuleBasedStateMachine):
         """Note that a tensor was announced."""
         assert handle.sender == message.sender.sender.id
         assert message.number in (None, handle.message), "two numbers for one message"
-        assert handle.tensor == len(message.tensors), "the tensors of a message are not counted up"
         message.number = handle.message
         if message.known is None:
             message.known = self.tick()
@@ -163,12 +166,15 @@ class World(RuleBasedStateMachine):
         assert key_of(handle) not in self.known, "two tensors of one name"
         self.known[key_of(handle)] = tensor
         message.tensors.append(tensor)
+        message.tensors.sort(key=lambda tensor: tensor.handle.tensor)  # they may return in another order
         return tensor
 
     def became_whole(self, message: Message) -> None:
         assert message.state == "open" or self.is_discarded(message), "whole, though it was dropped"
         if message.state == "open":
             message.state = "whole" if message.tensors else "dropped"
+        numbers = [tensor.handle.tensor for tensor in message.tensors]
+        assert numbers == list(range(len(numbers))), "the tensors of a message are not counted up"
         message.whole_in_turn = self.turns
 
     def check_not_sent(self, call: Call, error: BaseException) -> None:
@@ -183,7 +189,8 @@ class World(RuleBasedStateMachine):
                 assert sender.end, f"{call}: it was not closed"
             case DiscardedError():
                 assert message is not None
-                assert message.state == "dropped" or self.is_discarded(message), f"{call}: not discarded"
+                is_over = message.state == "dropped" or (message.ending is not None and message.ending.done())
+                assert is_over or self.is_discarded(message), f"{call}: not discarded"
             case WouldBlockError():
                 in_use = sender.sender.statistics().bytes_in_use
                 assert in_use or self.of(sender), f"{call}: {error}, and nothing is in use"
@@ -264,6 +271,21 @@ class World(RuleBasedStateMachine):
                 raise AssertionError(f"receiving {tensor or key} failed: {error!r}") from error
 
     # Ends
+
+    def settle(self) -> None:
+        raise NotImplementedError
+
+    def note_who_waits(self, senders: list[Sender]) -> None:
+        """Note who must hear of a loss, when nothing is on its way that could end the wait otherwise."""
+        for sender in senders:
+            if self.steps.is_held(sender.sender._outgoing.memory._worker):
+                continue
+            for call in self.of(
+                sender, "send", "several", "send in a message", "allocate", "drain", "message"
+            ):
+                has_its_permit = call.what == "message" and call.begun.opened is not None
+                is_over = call.message is not None and call.message.state == "dropped"
+                call.must_be_lost |= not has_its_permit and not is_over
 
     def lose(self, sender: Sender, *, is_certain: bool) -> None:
         sender.losses.append(Loss(self.tick(), is_certain))
