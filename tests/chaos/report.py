@@ -63,7 +63,7 @@ class Run:
 
     def print(self) -> None:
         """Tell it."""
-        console = Console(soft_wrap=True)
+        console = Console(soft_wrap=True, width=100)
         rounds = sum(self._rounds.values())
         console.print(f"seed {self.seed}: {rounds} rounds in {self.seconds:.0f} s")
         table = Table("what happened", "times", box=None)
