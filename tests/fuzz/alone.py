@@ -23,7 +23,7 @@ from tests.pairs import endpoint
 __all__ = ["LiveReport", "harass"]
 
 _WARM_UP_SHARE = 0.3  # of the time: the allocator meets its sizes, and what is remembered fills up
-_GROWTH_KIB = 8192
+_GROWTH_KIB = 16_384  # the 4096 senders that a receiver remembers when they are gone take 14 MiB
 _BYTES = 1000
 
 

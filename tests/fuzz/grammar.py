@@ -185,9 +185,12 @@ def _to_sender(chooser: Chooser) -> list[Step]:
         for _ in range(chooser.number(0, 3)):
             frame = _answer(chooser, one_in)
             frames.append(broken_frame(chooser, frame) if happens(chooser, one_in) else frame)
+            if happens(chooser, 4):
+                frames.append(frame)  # the same again
         descriptors = ["pipe"] * one_of(chooser, (1, 8, 9, 64)) if happens(chooser, 10) else []
         record = record_of(chooser, frames, 2 * one_in)
-        steps.append(Step(record.hex(), tuple(descriptors), after=chooser.number(0, 3)))
+        # By the third record tensors have come, so that an answer can be right.
+        steps.append(Step(record.hex(), tuple(descriptors), after=3 - chooser.number(0, 3)))
         frames = []
     return steps
 

@@ -15,7 +15,7 @@ from tests.pairs import endpoint
 
 _WARM_UP = 40
 _EXAMPLES = 60
-_GROWTH_KIB = 4096  # of an allocator that has not met every size in its warm-up
+_GROWTH_KIB = 6144  # of an allocator that has not met every size in its warm-up
 
 links = pytest.mark.parametrize("link", ["queue", "unix"])
 
