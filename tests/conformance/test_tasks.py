@@ -121,23 +121,26 @@ async def test_a_forked_child_is_told_at_once_and_does_not_hide_a_death(endpoint
 def _report_from_fork(
     write: int, endpoint: Endpoint, sender: TensorSender, receiver: TensorReceiver, handle: TensorHandle
 ) -> None:
-    uses: list[Callable[[], object]] = [
-        lambda: sender.send_nowait(torch.ones(3)),
-        lambda: sender.discard(handle),
-        sender.statistics,
-        lambda: receiver.receive_nowait(handle),
-        lambda: receiver.discard(handle),
-    ]
-    if isinstance(endpoint, TensorQueue):
-        uses.append(endpoint._duplicate_reader)
-    names = []
-    for use in uses:
-        try:
-            use()
-        except UsageError as error:
-            names.append(type(error).__name__ if "fork" in str(error) else str(error))
-    os.write(write, " ".join(names).encode())
-    os._exit(0)
+    try:
+        uses: list[Callable[[], object]] = [
+            lambda: sender.send_nowait(torch.ones(3)),
+            lambda: sender.discard(handle),
+            sender.statistics,
+            lambda: receiver.receive_nowait(handle),
+            lambda: receiver.discard(handle),
+        ]
+        if isinstance(endpoint, TensorQueue):
+            uses.append(endpoint._duplicate_reader)
+        names = []
+        for use in uses:
+            try:
+                use()
+            except UsageError as error:
+                names.append(type(error).__name__ if "fork" in str(error) else str(error))
+        os.write(write, " ".join(names).encode())
+        os._exit(0)
+    finally:
+        os._exit(1)  # whatever it was, a child must not go on with the tests
 
 
 async def test_a_receivers_forked_child_does_not_keep_its_senders_waiting(pairs: PairMaker) -> None:
