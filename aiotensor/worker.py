@@ -66,7 +66,8 @@ class Worker:
         except RuntimeError as error:
             # It is in the executor's queue all the same, and would run before the next piece.
             piece.is_wanted = False
-            raise OSError(errno.EAGAIN, f"no thread can be started: {error}") from error
+            # Not EAGAIN, as the kernel says: that is a BlockingIOError, and sounds as if one could wait.
+            raise OSError(errno.ENOMEM, f"no thread can be started: {error}") from error
         self._running += 1
         running.add_done_callback(lambda done: self._in_loop(done, future, on_done))
         future.add_done_callback(lambda done: running.cancel() if done.cancelled() else None)
