@@ -256,6 +256,10 @@ class Incoming:
             reason = f"it speaks version {hello.version}, this receiver speaks {VERSION}"
             self._turn_away(hello, ProtocolError(reason))
             raise ProtocolError(reason)
+        earlier = self._senders.get(hello.sender)
+        if earlier is not None:  # it broke off and came back, and the end of the old connection is unread
+            self._lose(earlier, PeerLostError("it connected again"))
+            earlier.link.close()
         for limit, present, wanted, what, name in (
             (
                 self.limits.mapped_bytes,
@@ -280,10 +284,6 @@ class Incoming:
                 self._refuse(peer, reason)
                 self._turn_away(hello, PeerLostError(reason))
                 return ()
-        earlier = self._senders.get(hello.sender)
-        if earlier is not None:  # it broke off and came back, and the end of the old connection is unread
-            self._lose(earlier, PeerLostError("it connected again"))
-            earlier.link.close()
         keys = self.mailbox.join(hello.sender, hello.pid, hello.max_concurrent_videos, hello.first_message)
         peer.sender = hello.sender
         peer.max_messages = hello.max_concurrent_videos

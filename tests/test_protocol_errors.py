@@ -254,6 +254,24 @@ async def _cut_off(
             assert torch.equal(await receiver.receive(sent), pattern(seed, BIG))
 
 
+@pytest.mark.parametrize("link", ["unix"], indirect=True)
+async def test_a_sender_that_comes_back_before_its_end_was_read_is_not_refused_for_its_own_memory() -> None:
+    with endpoint() as place:
+        async with TensorReceiver(place, max_mapped_bytes=ARENA, max_unclaimed_messages=2) as receiver:
+            before, after = Rogue(place), Rogue(place)
+            after.id = before.id
+            await before.open()
+            before.say(put(last=True))
+            await anext(receiver)
+            await after.open(first_message=1)
+            after.say(put(message=1, last=True))
+            assert (await anext(receiver)).handle.message == 1
+            await before.lost.wait()
+            assert receiver.statistics().senders_refused == 0
+            after.link.close()
+            await until(lambda: receiver.statistics().senders == 0)
+
+
 async def test_what_follows_a_goodbye_is_not_read() -> None:
     with endpoint() as place:
         async with TensorReceiver(place) as receiver:
