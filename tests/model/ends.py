@@ -75,6 +75,7 @@ class EndRules(SenderRules, ReceiverRules):
     @precondition(lambda self: self.receiver)
     @rule(is_killed=st.booleans(), is_quiet=st.booleans())
     def end_the_receiver(self, is_killed: bool, is_quiet: bool) -> None:
+        """Close or kill the receiver, perhaps while nobody does anything else."""
         assert self.receiver is not None
         if is_quiet:
             self.settle()
@@ -83,6 +84,8 @@ class EndRules(SenderRules, ReceiverRules):
             self._kill_receiver(self.receiver)
         else:
             self._close_receiver(self.receiver)
+        if is_quiet:
+            self.settle()
 
     def _close_receiver(self, receiver: Receiver) -> None:
         self.lose_receiver(receiver)
@@ -104,7 +107,7 @@ class EndRules(SenderRules, ReceiverRules):
     @precondition(lambda self: any(sender.met for sender in self.living))
     @rule(data=st.data(), is_quiet=st.booleans())
     def break_a_link(self, data: st.DataObject, is_quiet: bool) -> None:
-        """Cut a connection, with both sides alive."""
+        """Cut a connection, with both sides alive, perhaps while nobody does anything else."""
         if is_quiet:
             self.settle()
         connected = [one for one in self.living if one.met]
@@ -119,6 +122,8 @@ class EndRules(SenderRules, ReceiverRules):
                 self.note_who_waits([sender])
             records._sock.shutdown(socket.SHUT_RDWR)
             self.lose(sender, is_certain=True)
+            if is_quiet:
+                self.settle()
 
 
 def _closed(call: Call, outcome: Outcome) -> None:

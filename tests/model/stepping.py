@@ -87,7 +87,8 @@ class Steps:
         self._workers[worker] = None
 
     def hold(self, worker: Worker) -> None:
-        """Let no work of a worker begin."""
+        """Let no more work of a worker begin; what has begun is done first."""
+        worker._executor.submit(int).result()
         event = self._workers[worker] = threading.Event()
         worker._executor.submit(event.wait)
 

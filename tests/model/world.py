@@ -312,7 +312,7 @@ class World(RuleBasedStateMachine):
         except Exception:
             if not has_failed:
                 raise
-            # What went wrong first is what is told.
+            # What went wrong first is what is told. What is left must not disturb the examples that follow.
             self.steps.abandon()
         finally:
             gc.enable()
