@@ -54,7 +54,7 @@ class Limits(NamedTuple):
 
 # Of one sender, mapped here at once. Ours attach one; without a bound a sender could attach a byte at a time,
 # until this process has no room left in its table of mappings (65530 by default on Linux).
-MAX_SEGMENTS = 16
+MAX_SEGMENTS = 8
 
 
 class _Segment:

@@ -146,14 +146,6 @@ async def test_what_a_broken_link_had_mapped_is_unmapped_though_its_loss_is_reme
         assert caught.value.__cause__.__traceback__ is None
 
 
-async def test_a_sender_attaches_a_few_segments_and_no_more() -> None:
-    async with _among_the_honest() as (receiver, rogue, _, _):
-        await rogue.connect()
-        for segment in range(64):
-            await rogue.attach(segment)
-        await until(lambda: _is_lost(receiver, rogue))
-
-
 async def test_segments_that_are_detached_count_for_as_long_as_a_tensor_keeps_them() -> None:
     async with _among_the_honest() as (receiver, rogue, _, _):
         await rogue.connect()
