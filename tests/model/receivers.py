@@ -61,6 +61,15 @@ class ReceiverRules(World):
         receiving = receiver.receiver.receive(handle, copy=copy)
         self.call("receive", receiver, receiving, finish, key=key, is_copy=copy)
 
+    @precondition(lambda self: self.receiver and self.known)
+    @rule(data=st.data(), turns=st.integers(1, 4))
+    def begin_a_copy_and_cancel_it(self, data: st.DataObject, turns: int) -> None:
+        self.receive(data, copy=True)
+        copying = self.calls[-1]
+        self.turn(turns)
+        if copying in self.calls:
+            self.cancel(copying)
+
     @precondition(lambda self: self.receiver and self.senders)
     @rule(data=st.data())
     def receive_nowait(self, data: st.DataObject) -> None:

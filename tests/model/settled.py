@@ -3,16 +3,22 @@
 import gc
 import threading
 
+import msgspec
 import torch
 
-from aiotensor import WouldBlockError
+from aiotensor import SenderStatistics, WouldBlockError
 from aiotensor.message import State
 from tests.conftest import our_descriptors
 from tests.model.ends import EndRules
 from tests.model.records import Message, Receiver, Sender, Tensor
 
-_QUIET_TURNS = 10  # with nothing done in so many turns, nothing will be
+_QUIET_TURNS = 10  # with nothing changed in so many turns, nothing will
 _IN_FLIGHT = {State.OPEN.value: "open", State.WHOLE.value: "whole"}
+
+
+def _without_times(statistics: SenderStatistics) -> SenderStatistics:
+    holders = tuple(msgspec.structs.replace(holder, seconds=0) for holder in statistics.holders)
+    return msgspec.structs.replace(statistics, longest_wait_s=0, holders=holders)
 
 
 class SettledWorld(EndRules):
@@ -22,8 +28,9 @@ class SettledWorld(EndRules):
         """Let everything happen that will, and compare what is there with what must be."""
         for _ in range(2 if self.link == "unix" else 1):
             self.steps.pass_time(0.3)  # senders look for a receiver
-            while self.turn(_QUIET_TURNS) or self._collect():
-                pass
+            before = None
+            while before != (before := self._state()) or self._collect():
+                self.turn(_QUIET_TURNS)
         self._note_what_is_known_now()
         for sender in self.living:
             self._check_sender(sender)
@@ -33,6 +40,15 @@ class SettledWorld(EndRules):
         for tensor in self.alive():
             assert tensor.view is not None
             assert torch.equal(tensor.view, tensor.values), f"{tensor} changed after it was taken"
+
+    def _state(self) -> object:
+        """Tell what changes as long as something is on its way."""
+        return (
+            self.now,
+            len(self.calls),
+            [_without_times(sender.sender.statistics()) for sender in self.senders],
+            [receiver.receiver.statistics() for receiver in self.receivers],
+        )
 
     def _collect(self) -> bool:
         """Free what anyio leaves to the garbage collector; nothing else may need it."""
