@@ -51,6 +51,7 @@ class Sender(_Printed):
     arena_bytes: int
     met: Receiver | None = None  # with whom it was connected when everything had settled
     may_be_refused: bool = False
+    latest_allocation: int = 0  # when the latest call of `allocate` that returned began
     end: str = ""  # or "closed" or "killed"
     messages: list["Message"] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)

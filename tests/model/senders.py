@@ -107,6 +107,7 @@ class SenderRules(World):
 
         def finish(call: Call, outcome: Outcome) -> None:
             if outcome.value is not None:
+                sender.latest_allocation = max(sender.latest_allocation, call.began)
                 outcome.value.copy_(self.values(count))
                 self.allocated.append(
                     Block(sender, outcome.value.nbytes, outcome.value, is_allocated=True, began=self.tick())

@@ -43,6 +43,10 @@ class WholeProtocol(SettledWorld):
                 call for call in self.of(sender, "send", "several", "message") if call.begun.began > latest
             ]
             assert permits.waiting <= len(later), "one who came later got a permit first"
+            later = [call for call in self.of(sender, "allocate") if call.began > sender.latest_allocation]
+            later += self.of(sender, "send", "several", "send in a message")
+            waiting = sender.sender._outgoing.memory.gate.budget.waiting
+            assert waiting <= len(later), "one who came later got memory first"
         for receiver in self.receivers:
             here = receiver.receiver.statistics()
             limit = here.max_unclaimed_messages

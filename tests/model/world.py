@@ -130,6 +130,7 @@ class World(RuleBasedStateMachine):
         self.claimed_in_turn = {call.key for call in self.calls if call.key is not None}
         self.copying_in_turn = {call.key for call in self.calls if call.is_copy}
         self.calls = [call for call in self.calls if call not in done]
+        self.iterated: list[Key] = []
         # What was sent in a message is known before its block ends, that before it is received, what was
         # taken before somebody came too late, and all of it before a drain says that nothing is on its way.
         heard: list[tuple[int, Call, Outcome]] = []
@@ -149,6 +150,8 @@ class World(RuleBasedStateMachine):
                     f"{call} did not hear of the loss"
                 )
             call.finish(call, outcome)
+        for key in self.iterated:
+            self.check_in_order(key)
         return True
 
     # What a sender's calls return
