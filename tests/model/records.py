@@ -50,6 +50,7 @@ class Sender(_Printed):
     limit: int
     arena_bytes: int
     met: Receiver | None = None  # with whom it was connected when everything had settled
+    introduced: set[Receiver] = field(default_factory=set)  # to whom
     may_be_refused: bool = False
     latest_allocation: int = 0  # when the latest call of `allocate` that returned began
     end: str = ""  # or "closed" or "killed"

@@ -73,6 +73,8 @@ class SettledWorld(EndRules):
                 must_be_here = not sender.may_be_refused and (sender.comes_back or not sender.losses)
                 assert is_here or not must_be_here, f"{sender} did not find {receiver}"
                 sender.met = receiver if is_here else None
+                if is_here:
+                    sender.introduced.add(receiver)
             for message in sender.messages:
                 if sender.met or (sender.end and receiver):
                     message.is_gone |= self._is_gone(message)
@@ -190,7 +192,13 @@ class SettledWorld(EndRules):
             if call.what == "drain":
                 assert isinstance(call.side, Sender)
                 assert call.side.sender.statistics().in_flight, f"{call} waits for nothing"
-            elif call.what == "receive" and call.key in self.known and receiver is not None:
+            elif call.what == "receive" and receiver is not None and call.key is not None:
+                sender = next(one for one in self.senders if one.sender.id == call.key[0])
+                assert not (sender.end and receiver in sender.introduced), (
+                    f"{call} waits for one that is gone"
+                )
+                if call.key not in self.known:
+                    continue
                 tensor = self.known[call.key]
                 assert tensor.taken_by is not receiver, f"{call} waits for what was taken"
                 assert not self._can_be_taken_now(tensor), f"{call} waits for what is here"
@@ -228,7 +236,7 @@ class SettledWorld(EndRules):
         if self.receiver is None:
             return
         sending = list(self.calls)
-        for _ in range(len(self.calls) + 2):
+        for _ in range(2 * len(self.calls) + 4):  # each may have to begin, and to end
             self.settle()
             for message in self.open_messages():
                 assert message.ending is not None
