@@ -51,7 +51,7 @@ class WholeProtocol(SettledWorld):
             here = receiver.receiver.statistics()
             limit = here.max_unclaimed_messages
             assert limit is None or here.promised_messages <= limit
-            assert here.leased_bytes <= here.peak_leased_bytes <= sum(one.arena_bytes for one in self.senders)
+            assert here.leased_bytes <= here.peak_leased_bytes
 
 
 class _OverQueue(WholeProtocol):
