@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
@@ -275,8 +276,9 @@ class World(RuleBasedStateMachine):
 
     # Ends
 
+    @abstractmethod
     def settle(self) -> None:
-        raise NotImplementedError
+        """Turn until nothing changes any more, and compare."""
 
     def note_who_waits(self, senders: list[Sender]) -> None:
         """Note who must hear of a loss, when nothing is on its way that could end the wait otherwise."""
@@ -321,8 +323,9 @@ class World(RuleBasedStateMachine):
             gc.enable()
             self.free_place()
 
+    @abstractmethod
     def end(self, *, is_checked: bool) -> None:
-        raise NotImplementedError
+        """Bring everything to its end, and look at what is left."""
 
 
 def _outcome_of(call: Call) -> Outcome:
