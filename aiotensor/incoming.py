@@ -1,4 +1,4 @@
-"""What senders say, and what they are told: admits them, opens their tensors, files them, returns leases.
+"""What senders say, and what they are told: admits them, opens their tensors, files them.
 
 A sender is admitted for all that it may ever use here: its messages in flight and its arena count against
 the receiver's limits from the introduction on, so that no later frame can exceed them.
@@ -10,16 +10,14 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import msgspec
 import torch
 
 from aiotensor import placements
 from aiotensor.answers import Answers
 from aiotensor.descriptors import close_all
 from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError
-from aiotensor.home import FreedItems
 from aiotensor.links.base import ReceiverLink
-from aiotensor.placements import MappedSegment, Owner, Watch
+from aiotensor.mappings import Mappings, Segments
 from aiotensor.protocol.frames import (
     VERSION,
     Attach,
@@ -36,9 +34,8 @@ from aiotensor.protocol.frames import (
 )
 from aiotensor.protocol.mailbox import Key, Mailbox
 from aiotensor.types import Delivery, TensorHandle
-from aiotensor.worker import Worker
 
-__all__ = ["MAX_SEGMENTS", "Incoming", "Limits"]
+__all__ = ["Incoming", "Limits"]
 
 logger = logging.getLogger("aiotensor.receiver")
 
@@ -52,20 +49,6 @@ class Limits(NamedTuple):
     frame_bytes: int
 
 
-# Of one sender, mapped here at once. Ours attach one; without a bound a sender could attach a byte at a time,
-# until this process has no room left in its table of mappings (65530 by default on Linux).
-MAX_SEGMENTS = 8
-
-
-class _Segment:
-    """A segment that a sender attached, and the views of it that live."""
-
-    def __init__(self, mapped: MappedSegment) -> None:
-        self.mapped = mapped
-        self.leases = 0
-        self.is_attached = True
-
-
 class _Peer:
     """A sender that is connected."""
 
@@ -73,20 +56,7 @@ class _Peer:
         self.link = link
         self.sender: str | None = None  # known when it has introduced itself
         self.max_messages = 0
-        self.arena_bytes = 0
-        self.segments: dict[int, _Segment] = {}
-        self.held: set[_Segment] = set()  # those too that are detached, and that living views keep
-        self.mapped: dict[int, MappedSegment] = {}
-
-
-class _Lease(msgspec.Struct, frozen=True):
-    """A block that a living tensor pins."""
-
-    peer: _Peer
-    segment: _Segment
-    block: int
-    nbytes: int
-    watch: Watch
+        self.segments = Segments(link)
 
 
 class Incoming:
@@ -106,24 +76,18 @@ class Incoming:
     ) -> None:
         self.limits = limits
         self.mailbox: Mailbox[Delivery] = Mailbox()
-        self.leased_bytes = self.peak_leased_bytes = 0
+        self.mappings = Mappings()
         self.senders_lost = self.senders_refused = 0
-        self.lingering_bytes = 0  # of segments whose sender is gone, and that living views keep
         self._wake = wake
         self._fail = fail
-        self._is_closed = False
         self._peers: dict[ReceiverLink, _Peer] = {}
         self._senders: dict[str, _Peer] = {}
-        self._leases: dict[int, _Lease] = {}
-        self._next_lease = 0
 
     def open(self) -> None:
         """Move into the running loop."""
-        loop = asyncio.get_running_loop()
-        self._freed: FreedItems[int] = FreedItems(loop, self._leases_ended)
         # A tensor that was dropped as soon as it was taken is told of together with that.
-        self.answers = Answers(loop, self._freed.collect)
-        self._worker = Worker("aiotensor-receiver")
+        self.answers = Answers(asyncio.get_running_loop(), self.mappings.collect)
+        self.mappings.open(self.answers.released)
 
     @property
     def senders(self) -> int:
@@ -131,14 +95,11 @@ class Incoming:
         return len(self._senders)
 
     @property
-    def leases(self) -> int:
-        """Count the blocks that living tensors pin."""
-        return len(self._leases)
-
-    @property
     def mapped_bytes(self) -> int:
         """Count the bytes of arenas that are mapped here, or may be."""
-        return self.lingering_bytes + sum(peer.arena_bytes for peer in self._senders.values())
+        return self.mappings.lingering_bytes + sum(
+            peer.segments.arena_bytes for peer in self._senders.values()
+        )
 
     @property
     def promised_messages(self) -> int:
@@ -165,10 +126,9 @@ class Incoming:
         try:
             for peer in peers:
                 await peer.link.flush()
-            await self._worker.settle()
+            await self.mappings.settle()
         finally:
-            self._is_closed = True
-            self._worker.close()
+            self.mappings.close()
 
     # What links say
 
@@ -237,7 +197,7 @@ class Incoming:
             case Attach():
                 self._attach(peer, frame, descriptors)
             case Detach():
-                self._detach(peer, frame)
+                self.mappings.detach(peer.segments, frame.segment)
             case Bye():
                 keys = self.mailbox.leave(sender)
                 self._forget(peer)
@@ -287,7 +247,7 @@ class Incoming:
         keys = self.mailbox.join(hello.sender, hello.pid, hello.max_concurrent_videos, hello.first_message)
         peer.sender = hello.sender
         peer.max_messages = hello.max_concurrent_videos
-        peer.arena_bytes = hello.arena_bytes
+        peer.segments.arena_bytes = hello.arena_bytes
         self._senders[hello.sender] = peer
         return keys
 
@@ -297,38 +257,19 @@ class Incoming:
             self._wake(self.mailbox.lose(hello.sender, error, hello.pid))
 
     def _attach(self, peer: _Peer, frame: Attach, descriptors: list[int]) -> None:
-        attached = sum(segment.mapped.nbytes for segment in peer.held)
-        if frame.segment in peer.segments:
-            raise ProtocolError(f"it attached segment {frame.segment} twice")
         if frame.placement != placements.ARENA:
             raise ProtocolError(f"it attached memory for {frame.placement!r}, which is unknown here")
-        if len(peer.held) >= MAX_SEGMENTS:
-            raise ProtocolError(f"it attached more than {MAX_SEGMENTS} segments")
-        if attached + frame.nbytes > placements.segment_bytes(peer.arena_bytes):
-            raise ProtocolError(
-                f"it attached {attached + frame.nbytes} bytes and announced an arena of {peer.arena_bytes}"
-            )
+        self.mappings.check(peer.segments, frame.segment, frame.nbytes)
         if not descriptors:
             self._refuse(peer, "its memory did not arrive: no descriptors are left here (ulimit -n)")
             return
         descriptor = descriptors.pop(0)
         try:
-            mapped = placements.open_segment(descriptor, frame.nbytes)
+            self.mappings.attach(peer.segments, frame.segment, frame.nbytes, descriptor)
         except OSError as error:
             self._refuse(peer, f"its memory cannot be mapped here: {error}")
-            return
         finally:
             close_all([descriptor])
-        segment = peer.segments[frame.segment] = _Segment(mapped)
-        peer.held.add(segment)
-        peer.mapped[frame.segment] = mapped
-
-    def _detach(self, peer: _Peer, frame: Detach) -> None:
-        segment = peer.segments.pop(frame.segment, None)
-        if segment is None:
-            raise ProtocolError(f"it detached segment {frame.segment}, which it never attached")
-        del peer.mapped[frame.segment]
-        self._let_go(peer, segment)
 
     def _file(self, peer: _Peer, sender: str, put: Put) -> Sequence[Key]:
         """Open a tensor that arrived, and keep it until somebody takes it."""
@@ -338,7 +279,9 @@ class Incoming:
             if put.block is not None:
                 self.answers.released(peer.link, put.block)
             return ()
-        opened = placements.open_tensor(put.placement, put.payload, put.dtype, put.shape, peer.mapped)
+        opened = placements.open_tensor(
+            put.placement, put.payload, put.dtype, put.shape, peer.segments.mapped
+        )
         tensor = opened.tensor
         if put.requires_grad or put.is_parameter:
             tensor = _with_gradient_flags(tensor, put)
@@ -347,50 +290,8 @@ class Incoming:
         if opened.owner is not None and opened.segment is not None:
             if put.block is None:
                 raise ProtocolError("it placed a tensor in a block without a number")
-            self._lease(peer, peer.segments[opened.segment], opened.owner, put.block)
+            self.mappings.lease(peer.segments, opened.segment, opened.owner, put.block)
         return keys
-
-    # Leases
-
-    def _lease(self, peer: _Peer, segment: _Segment, owner: Owner, block: int) -> None:
-        number = self._next_lease
-        self._next_lease += 1
-        watch = placements.watch(owner, self._storage_ended, number)
-        self._leases[number] = _Lease(peer, segment, block, owner.nbytes, watch)
-        segment.leases += 1
-        self.leased_bytes += owner.nbytes
-        self.peak_leased_bytes = max(self.peak_leased_bytes, self.leased_bytes)
-
-    def _storage_ended(self, watch: Watch) -> None:
-        """Note that a tensor's storage was freed; in any thread, perhaps inside the garbage collector."""
-        self._freed(watch.number)
-
-    def _leases_ended(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            lease = self._leases.pop(number)
-            self.leased_bytes -= lease.nbytes
-            lease.segment.leases -= 1
-            if lease.segment.is_attached:
-                self.answers.released(lease.peer.link, lease.block)
-            elif not lease.segment.leases:
-                self.lingering_bytes -= lease.segment.mapped.nbytes
-                self._unmap(lease.peer, lease.segment)
-
-    def _let_go(self, peer: _Peer, segment: _Segment) -> None:
-        """Note that a segment's sender is gone or needs it no more."""
-        segment.is_attached = False
-        if segment.leases:
-            self.lingering_bytes += segment.mapped.nbytes
-        else:
-            self._unmap(peer, segment)
-
-    def _unmap(self, peer: _Peer, segment: _Segment) -> None:
-        peer.held.discard(segment)
-        if self._is_closed:
-            segment.mapped.close()
-        else:
-            # Unmapping much memory takes milliseconds.
-            self._worker.begin("unmapping", segment.mapped.close)
 
     # Ends
 
@@ -412,10 +313,7 @@ class Incoming:
         self.answers.forget(peer.link)
         if peer.sender is not None:
             self._senders.pop(peer.sender, None)
-        for segment in peer.segments.values():
-            self._let_go(peer, segment)
-        peer.segments.clear()
-        peer.mapped.clear()
+        self.mappings.let_go(peer.segments)
 
 
 def _with_gradient_flags(tensor: torch.Tensor, put: Put) -> torch.Tensor:

@@ -138,7 +138,7 @@ async def test_what_a_broken_link_had_mapped_is_unmapped_though_its_loss_is_reme
         await rogue.say(_there(1, shape=(_PAGE + 1,)))
         await until(lambda: _is_lost(receiver, rogue))
         await heard(place, things)
-        await receiver._incoming._worker.settle()
+        await receiver._incoming.mappings.settle()
         assert _mapped() == 0
         with pytest.raises(PeerLostError) as caught:
             await receiver.receive(TensorHandle(rogue.id, 0, 0, "uint8", (3,), "cpu"))
@@ -164,7 +164,7 @@ async def test_segments_that_are_detached_count_for_as_long_as_a_tensor_keeps_th
         await until(lambda: _is_lost(receiver, rogue))
         assert _mapped() == 8
         kept.clear()
-        await until(lambda: receiver._incoming.lingering_bytes == 0)
+        await until(lambda: receiver._incoming.mappings.lingering_bytes == 0)
 
 
 async def test_memory_for_a_placement_that_is_unknown_is_refused() -> None:

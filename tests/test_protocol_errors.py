@@ -20,8 +20,8 @@ from aiotensor import (
     TensorReceiver,
     TensorSender,
 )
-from aiotensor.incoming import MAX_SEGMENTS
 from aiotensor.links import Endpoint, connect
+from aiotensor.mappings import MAX_SEGMENTS
 from aiotensor.protocol.frames import (
     MAX_RECORD_BYTES,
     VERSION,

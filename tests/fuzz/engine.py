@@ -121,7 +121,7 @@ class Engine:
     async def settle(self) -> None:
         """Let go of everything, and wait until every rogue is gone and nothing of it is here."""
         await until(lambda: self._taking.done() or self._is_settled())
-        await self.receiver._incoming._worker.settle()
+        await self.receiver._incoming.mappings.settle()
         if self._taking.done() and not self._taking.cancelled():
             self.troubles.found.append(f"taking ended: {self._taking.exception()!r}")
 
@@ -132,7 +132,7 @@ class Engine:
             len(self.receiver._incoming._peers) == len(self.honest)
             and not statistics.leases
             and not statistics.unclaimed_tensors
-            and not self.receiver._incoming.lingering_bytes
+            and not self.receiver._incoming.mappings.lingering_bytes
         )
 
     async def _take(self) -> None:

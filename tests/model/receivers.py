@@ -31,7 +31,7 @@ class ReceiverRules(World):
         opening.result()
         record.is_open = True
         self.receivers.append(record)
-        self.steps.watch(receiver._incoming._worker)
+        self.steps.watch(receiver._incoming.mappings._worker)
 
     def handles(self, data: st.DataObject) -> TensorHandle:
         """Choose a handle: of a tensor, or of one that may come."""

@@ -1,0 +1,183 @@
+"""What is mapped here of the memory of senders, and the living tensors that pin it.
+
+A segment stays mapped while its sender has it attached, or a tensor over it lives. A block of it goes back
+to the sender when the tensor over it is freed, unless there is nobody to tell any more.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from aiotensor import placements
+from aiotensor.errors import ProtocolError
+from aiotensor.home import FreedItems
+from aiotensor.links.base import ReceiverLink
+from aiotensor.placements import MappedSegment, Owner, Watch
+from aiotensor.worker import Worker
+
+__all__ = ["MAX_SEGMENTS", "Mappings", "Segments"]
+
+# Of one sender, mapped here at once. Ours attach one; without a bound a sender could attach a byte at a time,
+# until this process has no room left in its table of mappings (65530 by default on Linux).
+MAX_SEGMENTS = 8
+
+
+class Segments:
+    """What one sender attached, and what living tensors keep of it.
+
+    Args:
+        link: the way to the sender, which is told of its blocks.
+    """
+
+    def __init__(self, link: ReceiverLink) -> None:
+        self.link = link
+        self.arena_bytes = 0  # as the sender announced it
+        self.mapped: dict[int, MappedSegment] = {}  # what it may place tensors in
+        self.attached: dict[int, _Segment] = {}
+        self.held: set[_Segment] = set()  # those too that are detached, and that living views keep
+
+
+class _Segment:
+    """A segment that a sender attached, and the views of it that live."""
+
+    def __init__(self, mapped: MappedSegment, segments: Segments) -> None:
+        self.mapped = mapped
+        self.segments = segments
+        self.leases = 0
+        self.is_attached = True
+
+
+class _Lease(msgspec.Struct, frozen=True):
+    """A block that a living tensor pins."""
+
+    segment: _Segment
+    block: int
+    nbytes: int
+    watch: Watch
+
+
+class Mappings:
+    """The memory of all senders of one receiver; belongs to the event loop's thread."""
+
+    def __init__(self) -> None:
+        self.leased_bytes = self.peak_leased_bytes = 0
+        self.lingering_bytes = 0  # of segments whose sender is gone, and that living views keep
+        self._leases: dict[int, _Lease] = {}
+        self._next_lease = 0
+        self._is_closed = False
+
+    def open(self, released: Callable[[ReceiverLink, int], None]) -> None:
+        """Move into the running loop.
+
+        Args:
+            released: called with the link and the number of a block that its sender may use again.
+        """
+        self._released = released
+        self._freed: FreedItems[int] = FreedItems(asyncio.get_running_loop(), self._leases_ended)
+        self._worker = Worker("aiotensor-receiver")
+
+    @property
+    def leases(self) -> int:
+        """Count the blocks that living tensors pin."""
+        return len(self._leases)
+
+    def collect(self) -> None:
+        """Give back the blocks whose tensors were freed until now."""
+        self._freed.collect()
+
+    async def settle(self) -> None:
+        """Wait until everything that is to be unmapped is unmapped."""
+        await self._worker.settle()
+
+    def close(self) -> None:
+        """End the worker; what living tensors keep is unmapped with the last of them."""
+        self._is_closed = True
+        self._worker.close()
+
+    def check(self, segments: Segments, number: int, nbytes: int) -> None:
+        """Refuse a segment that a sender may not attach.
+
+        Raises:
+            ProtocolError: it is attached already, or one too many, or larger than what was announced.
+        """
+        held = sum(segment.mapped.nbytes for segment in segments.held)
+        if number in segments.attached:
+            raise ProtocolError(f"it attached segment {number} twice")
+        if len(segments.held) >= MAX_SEGMENTS:
+            raise ProtocolError(f"it attached more than {MAX_SEGMENTS} segments")
+        if held + nbytes > placements.segment_bytes(segments.arena_bytes):
+            raise ProtocolError(
+                f"it attached {held + nbytes} bytes and announced an arena of {segments.arena_bytes}"
+            )
+
+    def attach(self, segments: Segments, number: int, nbytes: int, descriptor: int) -> None:
+        """Map a segment that may be attached; its descriptor stays the caller's.
+
+        Raises:
+            ProtocolError: it is not what the sender says, or not sealed.
+            OSError: it cannot be mapped here.
+        """
+        mapped = segments.mapped[number] = placements.open_segment(descriptor, nbytes)
+        segment = segments.attached[number] = _Segment(mapped, segments)
+        segments.held.add(segment)
+
+    def detach(self, segments: Segments, number: int) -> None:
+        """Note that a sender needs a segment no more.
+
+        Raises:
+            ProtocolError: it never attached such a segment.
+        """
+        segment = segments.attached.pop(number, None)
+        if segment is None:
+            raise ProtocolError(f"it detached segment {number}, which it never attached")
+        del segments.mapped[number]
+        self._let_go(segment)
+
+    def let_go(self, segments: Segments) -> None:
+        """Note that a sender is gone."""
+        for segment in segments.attached.values():
+            self._let_go(segment)
+        segments.attached.clear()
+        segments.mapped.clear()
+
+    def lease(self, segments: Segments, number: int, owner: Owner, block: int) -> None:
+        """Keep a block of an attached segment from its sender for as long as a tensor over it lives."""
+        segment = segments.attached[number]
+        number = self._next_lease
+        self._next_lease += 1
+        watch = placements.watch(owner, self._storage_ended, number)
+        self._leases[number] = _Lease(segment, block, owner.nbytes, watch)
+        segment.leases += 1
+        self.leased_bytes += owner.nbytes
+        self.peak_leased_bytes = max(self.peak_leased_bytes, self.leased_bytes)
+
+    def _storage_ended(self, watch: Watch) -> None:
+        """Note that a tensor's storage was freed; in any thread, perhaps inside the garbage collector."""
+        self._freed(watch.number)
+
+    def _leases_ended(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            lease = self._leases.pop(number)
+            self.leased_bytes -= lease.nbytes
+            lease.segment.leases -= 1
+            if lease.segment.is_attached:
+                self._released(lease.segment.segments.link, lease.block)
+            elif not lease.segment.leases:
+                self.lingering_bytes -= lease.segment.mapped.nbytes
+                self._unmap(lease.segment)
+
+    def _let_go(self, segment: _Segment) -> None:
+        segment.is_attached = False
+        if segment.leases:
+            self.lingering_bytes += segment.mapped.nbytes
+        else:
+            self._unmap(segment)
+
+    def _unmap(self, segment: _Segment) -> None:
+        segment.segments.held.discard(segment)
+        if self._is_closed:
+            segment.mapped.close()
+        else:
+            # Unmapping much memory takes milliseconds.
+            self._worker.begin("unmapping", segment.mapped.close)
