@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from tests.holdings import Party, Watch
+from tests.pairs import until
 
 __all__ = ["Attempt", "Plan", "Running", "Way", "cancel_everywhere"]
 
@@ -108,8 +109,7 @@ class Running(Generic[T]):
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Let the loop turn until something is so, or the operation has ended."""
-        while not self._task.done() and not condition():
-            await asyncio.sleep(0)
+        await until(lambda: self._task.done() or bool(condition()))
 
     async def bring(self, give: Callable[[], object]) -> None:
         """Do what the operation waits for, and cancel it around that if it is planned so."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import uvloop
 
 from tests.eager import eager_task
 
-__all__ = ["FACTORIES", "MODES", "Kind", "complaints", "kind_of", "set_mode"]
+__all__ = ["FACTORIES", "MODES", "Kind", "complaints", "kind_of", "let_threads_run", "set_mode"]
 
 FACTORIES: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
@@ -43,6 +44,15 @@ def set_mode(loop: asyncio.AbstractEventLoop, mode: str) -> None:
     """Have a loop run in one of the modes from now on."""
     loop.set_debug(mode == "debug")
     loop.set_task_factory(eager_task if mode == "eager" else None)
+
+
+def let_threads_run() -> None:
+    """Let go of the interpreter for a moment, in a loop that turns without a pause.
+
+    Such a loop has it again before a thread that waits for it wakes up, and keeps it for
+    `sys.getswitchinterval`: 5 ms for every step that the thread takes.
+    """
+    time.sleep(0.00002)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch
 from aiotensor import TensorHandle, TensorReceiver, TensorSender
 from aiotensor.links import Endpoint
 from tests.conformance.links import LINKS
+from tests.loops import let_threads_run
 
 BIG = 100_000  # elements of int64: well above what rides in a frame
 
@@ -56,6 +57,7 @@ def beyond(handle: TensorHandle) -> TensorHandle:
 async def until(condition: Callable[[], bool]) -> None:
     """Let the loop turn until something is so; the test's own limit of time ends a wait in vain."""
     while not condition():
+        let_threads_run()
         await asyncio.sleep(0)
 
 

@@ -6,6 +6,8 @@ import time
 from types import TracebackType
 from typing import Self
 
+from tests.loops import let_threads_run
+
 __all__ = ["Turns"]
 
 
@@ -35,6 +37,7 @@ class Turns:
 
     def _turned(self) -> None:
         self._look()
+        let_threads_run()
         self._next = self._loop.call_soon(self._turned)
 
     def _look(self) -> None:

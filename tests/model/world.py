@@ -132,16 +132,17 @@ class World(RuleBasedStateMachine):
         self.copying_in_turn = {call.key for call in self.calls if call.is_copy}
         self.calls = [call for call in self.calls if call not in done]
         self.iterated: list[Key] = []
-        # What was sent in a message is known before its block ends, that before it is received, what was
-        # taken before somebody came too late, and all of it before a drain says that nothing is on its way.
+        # What was sent in a message is known before its block ends, that before its sender is closed, all
+        # of it before it is received, what was taken before somebody came too late, and everything before a
+        # drain says that nothing is on its way.
         heard: list[tuple[int, Call, Outcome]] = []
         for call in done:
             outcome = _outcome_of(call)
             came_too_late = outcome.error is not None or outcome.is_cancelled
             if isinstance(call.side, Receiver):
-                order = 2 + came_too_late
+                order = 3 + came_too_late
             else:
-                order = {"message": 1, "drain": 4}.get(call.what, 0)
+                order = {"message": 1, "close": 2, "drain": 5}.get(call.what, 0)
             heard.append((order, call, outcome))
         for _, call, outcome in sorted(heard, key=lambda one: one[0]):
             if outcome.is_cancelled:
