@@ -255,6 +255,8 @@ class World(RuleBasedStateMachine):
                 is_taken = tensor.is_taken if tensor is not None else message is not None and message.is_taken
                 assert is_taken or key in self.copying_in_turn, f"{tensor or key} was not taken"
             case DiscardedError():
+                if message is not None and message.state == "open" and sender.end == "closed":
+                    message.state = "dropped"  # its sender is closing: it must not become whole any more
                 is_known = message is not None and (
                     message.state == "dropped"
                     or self.is_discarded(message)
