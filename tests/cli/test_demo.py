@@ -5,13 +5,14 @@ import os
 import select
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.cli.commands import aiotensor
 
 RED, BLUE = (220, 20, 20), (20, 20, 220)
 
@@ -28,7 +29,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @contextmanager
 def demo(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
     """Start the command in a session of its own, as a terminal does."""
-    command = [sys.executable, "-m", "aiotensor.cli", "demo", *map(str, arguments)]
+    command = aiotensor("demo", *map(str, arguments))
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:

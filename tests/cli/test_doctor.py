@@ -18,6 +18,7 @@ from aiotensor.cli.command import aiotensor as command
 from aiotensor.cli.doctor.finding import Finding, Status, in_words
 from aiotensor.cli.doctor.report import as_lines, verdict
 from aiotensor.cli.doctor.table import as_table
+from tests.cli import commands
 
 Findings = dict[str, dict[str, str]]
 
@@ -34,20 +35,19 @@ doctor(prog_name="aiotensor doctor", standalone_mode=False)
 
 
 def run(*command_line: str) -> tuple[int, Findings]:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *command_line, "--json"], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*command_line, "--json"], capture_output=True, text=True, check=False)
     assert done.stderr == ""
     return done.returncode, {finding["check"]: finding for finding in json.loads(done.stdout)}
 
 
 def doctor(*arguments: str) -> tuple[int, Findings]:
-    return run("-m", "aiotensor.cli", "doctor", *arguments)
+    return run(*commands.aiotensor("doctor", *arguments))
 
 
 def doctor_after(before: str, *arguments: str) -> tuple[int, Findings]:
     """Run the doctor alone in a process that has run some code first."""
-    return run("-c", ALONE.format(folder=str(Path(aiotensor.__file__).parent), before=before), *arguments)
+    code = ALONE.format(folder=str(Path(aiotensor.__file__).parent), before=before)
+    return run(sys.executable, "-W", "error", "-c", code, *arguments)
 
 
 def problems(findings: Findings) -> list[str]:
