@@ -63,7 +63,7 @@ def _living(
     to: str, place: Endpoint, *, uvloop: bool
 ) -> AbstractAsyncContextManager[LiveReceiver | LiveSender]:
     if to == TO_SENDER:
-        return live_sender(str(place), uvloop=uvloop)
+        return live_sender(place, uvloop=uvloop)
     return live_receiver(place, uvloop=uvloop)
 
 

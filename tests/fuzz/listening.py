@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from aiotensor.links import Endpoint
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
 from tests.fuzz.speaking import say
 from tests.fuzz.steps import Conversation
@@ -15,9 +16,9 @@ __all__ = ["answer", "waiting_at"]
 
 
 @contextmanager
-def waiting_at(address: str) -> Iterator[socket.socket]:
+def waiting_at(address: Endpoint) -> Iterator[socket.socket]:
     """Listen where a receiver would; leave nothing there."""
-    path = address.removeprefix("unix://")
+    path = str(address).removeprefix("unix://")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.setblocking(False)
         listener.bind(path)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from aiotensor import TensorReceiver, TensorSender
+from aiotensor.links import Endpoint
 from tests import loops
 from tests.fuzz import api
 from tests.fuzz.engine import Figures, Troubles, figures
@@ -49,7 +50,7 @@ async def _look(state: peers.State) -> tuple[Figures, list[str], int]:
 class LiveSender:
     """A sender, as those who answer it see it."""
 
-    def __init__(self, address: str, child: peers.Peer, things: Things) -> None:
+    def __init__(self, address: Endpoint, child: peers.Peer, things: Things) -> None:
         self.conversations = self.honest_tensors = self.cut_off = 0
         self.outcomes: Counter[str] = Counter()
         self._address = address
@@ -96,7 +97,7 @@ class LiveSender:
 
 
 @asynccontextmanager
-async def live_sender(address: str, *, uvloop: bool) -> AsyncIterator[LiveSender]:
+async def live_sender(address: Endpoint, *, uvloop: bool) -> AsyncIterator[LiveSender]:
     """Start a process for senders."""
     child = peers.Peer(address, kind=loops.Kind("uvloop" if uvloop else "asyncio", "plain"))
     try:
