@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 help:
 	@echo "make demo    upload real videos to a server, hand them to an engine process, show the answers"
 	@echo "make test    lint, types, and the whole test suite with coverage"
-	@echo "make model   do everything that the protocol knows in any order, beside a model of it"
+	@echo "make model   do all that the protocol knows in any order, beside a model of it, EXAMPLES=1000 times"
 	@echo "make chaos   kill, stop and starve processes while tensors travel, for SECONDS=600 from SEED="
 	@echo "make fuzz    say everything that a peer can say, and much that it may not, for SECONDS=600 from SEED="
 	@echo "make soak    let processes come and go for SECONDS=60 (hours, if you like), and see that nothing grows"
@@ -58,8 +58,9 @@ $(VENV)/.fuzz: $(VENV)/.test
 	$(PIP) --editable '.[fuzz]'
 	@touch $@
 
+model: EXAMPLES ?= 1000
 model: $(VENV)/.test
-	@$(BIN)/python -m pytest --override-ini addopts=--import-mode=importlib --timeout 0 tests/model $(ARGS)
+	@AIOTENSOR_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest --timeout 0 tests/model $(ARGS)
 
 chaos: $(VENV)/.test
 	@$(BIN)/python -m tests.chaos $(FOR)
