@@ -14,7 +14,7 @@ from aiotensor import (
     WouldBlockError,
 )
 from aiotensor.protocol.frames import MAX_DIMENSIONS
-from tests.pairs import BIG, pair, pattern, settled, until
+from tests.pairs import BIG, endpoint, pair, pattern, settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
@@ -36,6 +36,28 @@ async def test_allocated_memory_is_sent_without_a_copy_and_counts_until_all_have
         assert not waiting.done()
         del received_part
         await waiting
+
+
+async def test_allocated_memory_is_sent_in_place_without_waiting_too() -> None:
+    async with pair(arena_bytes=BIG * 8) as (sender, receiver):
+        tensor = await sender.allocate((BIG,), torch.int64)
+        received = await receiver.receive(sender.send_nowait(tensor.fill_(1)))
+        tensor.fill_(2)
+        assert torch.equal(received, tensor)
+
+
+async def test_a_long_wait_for_memory_that_is_allocated_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with endpoint() as place:
+        async with (
+            TensorReceiver(place) as receiver,
+            TensorSender(place, arena_bytes=BIG * 8, long_wait_seconds=0.01) as sender,
+        ):
+            tensor = await sender.allocate((BIG,), torch.int64)
+            waiting = asyncio.create_task(sender.send(pattern(1, BIG)))
+            await until(lambda: "has waited" in caplog.text)
+            assert "held by: memory from allocate()" in caplog.text
+            del tensor
+            await receiver.receive(await waiting)
 
 
 async def test_an_allocated_tensor_in_another_order_is_copied() -> None:

@@ -24,9 +24,42 @@ from aiotensor import (
     WouldBlockError,
 )
 from aiotensor import receiver as receiver_module
-from tests.pairs import BIG, endpoint, pair, pattern, settled, until
+from tests.pairs import BIG, beyond, endpoint, pair, pattern, settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
+
+
+async def test_bad_arguments_say_what_to_do() -> None:
+    queue = TensorQueue()
+    for limit in ("max_senders", "max_mapped_bytes", "max_unclaimed_messages"):
+        with pytest.raises(ValueError, match=f"{limit} must be at least 1, or None, got 0"):
+            TensorReceiver(queue, **{limit: 0})
+    for frame_bytes in (1, 1 << 30):
+        with pytest.raises(ValueError, match="max_frame_bytes lies between"):
+            TensorReceiver(queue, max_frame_bytes=frame_bytes)
+    async with pair() as (sender, receiver):
+        for wrong in (
+            TensorHandle(sender.id, -1, 0, "int64", (3,), "cpu"),
+            TensorHandle(sender.id, 0, -1, "int64", (3,), "cpu"),
+        ):
+            with pytest.raises(ValueError, match="negative"):
+                await receiver.receive(wrong)
+
+
+async def test_once_reading_has_failed_everybody_is_told_why_and_nobody_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with pair() as (sender, receiver):
+        handle = await sender.send(pattern(0, 3))
+        await until(lambda: receiver.statistics().unclaimed_tensors == 1)
+        waiting = asyncio.create_task(receiver.receive(beyond(handle)))
+        await until(lambda: receiver.statistics().waiting == 1)
+        receiver._incoming.listener_failed(OSError("the disk is on fire"))
+        assert torch.equal(await receiver.receive(handle), pattern(0, 3))  # what is here can be taken
+        for receiving in (waiting, receiver.receive(beyond(handle))):
+            with pytest.raises(PeerLostError, match="nothing more will arrive: the disk is on fire"):
+                await receiving
+        assert "nothing more will arrive" in caplog.text
 
 
 async def test_handles_are_received_in_any_order() -> None:
