@@ -1,3 +1,5 @@
+import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -272,6 +274,21 @@ def test_both_threads_stop_before_the_copy_is_given_up(helper: Executor) -> None
         helper.submit(int).result(10)  # nothing of the copy is left in its line
         assert len(looking) == before
         assert bytes(place.view()) == bytes(source.nbytes)
+
+
+def test_copies_in_a_thread_leave_no_memory_behind(helper: Executor) -> None:
+    source = torch.zeros(5 * MIB, dtype=torch.uint8)
+    with arena_of(source.nbytes) as arena, ThreadPoolExecutor(1) as worker:
+        place = warm(place_in(arena, source.nbytes))
+
+        def copy_often(times: int) -> int:
+            for _ in range(times):
+                copy_in_threads(source, place, wanted, helper)
+            gc.collect()
+            return sys.getallocatedblocks()
+
+        before = worker.submit(copy_often, 300).result()
+        assert worker.submit(copy_often, 1500).result() - before < 8
 
 
 def test_what_was_abandoned_can_be_copied_again(helper: Executor) -> None:
