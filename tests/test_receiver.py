@@ -70,6 +70,21 @@ async def test_handles_are_received_in_any_order() -> None:
             assert torch.equal(tensor, pattern(seed, tensor.numel()))
 
 
+async def test_more_answers_in_one_turn_than_a_frame_may_hold_all_arrive() -> None:
+    messages = 2 * 4096 + 1
+    with endpoint() as place:
+        async with (
+            TensorReceiver(place, max_unclaimed_messages=None) as receiver,
+            TensorSender(place, messages) as sender,
+        ):
+            handles = [await sender.send(pattern(number, 1)) for number in range(messages)]
+            await until(lambda: receiver.statistics().unclaimed_tensors == messages)
+            for number, handle in enumerate(handles):
+                assert receiver.receive_nowait(handle)[0] == number
+            await settled(sender)
+            assert torch.equal(await receiver.receive(await sender.send(pattern(1, 3))), pattern(1, 3))
+
+
 async def test_a_handle_may_come_before_its_tensor_and_before_its_sender() -> None:
     queue = TensorQueue()
     async with TensorReceiver(queue) as receiver:

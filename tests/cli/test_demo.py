@@ -5,6 +5,7 @@ import os
 import select
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +19,12 @@ RED, BLUE = (220, 20, 20), (20, 20, 220)
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder in which the command keeps its temporary files."""
-    folder = tmp_path / "tmp"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    return folder
+    # Not under `tmp_path`, which may be too long for the paths of sockets.
+    with tempfile.TemporaryDirectory(prefix="demo-") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
 
 
 @contextmanager
