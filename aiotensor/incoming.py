@@ -35,9 +35,13 @@ from aiotensor.protocol.frames import (
 from aiotensor.protocol.mailbox import Key, Mailbox
 from aiotensor.types import Delivery, TensorHandle
 
-__all__ = ["Incoming", "Limits"]
+__all__ = ["MAX_STRANGERS", "Incoming", "Limits"]
 
 logger = logging.getLogger("aiotensor.receiver")
+
+
+# Connections that have not said who they are. Of ours each says so at once.
+MAX_STRANGERS = 64
 
 
 class Limits(NamedTuple):
@@ -133,11 +137,10 @@ class Incoming:
     # What links say
 
     def link_opened(self, link: ReceiverLink) -> None:
-        """Take a connection, or refuse it."""
+        """Take a connection, or refuse it if too many others have said nothing yet."""
         self._peers[link] = _Peer(link)
-        limit = self.limits.senders
-        if limit is not None and len(self._peers) > limit:
-            self._refuse(self._peers[link], f"it has as many senders as max_senders={limit} allows")
+        if len(self._peers) - len(self._senders) > MAX_STRANGERS:
+            self._refuse(self._peers[link], f"{MAX_STRANGERS} connections have not introduced themselves")
 
     def record_arrived(
         self, link: ReceiverLink, data: bytes | memoryview, descriptors: Sequence[int]
@@ -214,12 +217,16 @@ class Incoming:
             return ()  # writing to it failed
         if hello.version != VERSION:
             reason = f"it speaks version {hello.version}, this receiver speaks {VERSION}"
-            self._turn_away(hello, ProtocolError(reason))
+            self._wake_in_vain(hello, ProtocolError(reason))
             raise ProtocolError(reason)
         earlier = self._senders.get(hello.sender)
         if earlier is not None:  # it broke off and came back, and the end of the old connection is unread
             self._lose(earlier, PeerLostError("it connected again"))
             earlier.link.close()
+        most = self.limits.senders
+        if most is not None and len(self._senders) >= most:
+            self._turn_away(peer, hello, f"it has as many senders as max_senders={most} allows")
+            return ()
         for limit, present, wanted, what, name in (
             (
                 self.limits.mapped_bytes,
@@ -237,12 +244,12 @@ class Incoming:
             ),
         ):
             if limit is not None and present + wanted > limit:
-                reason = (
+                self._turn_away(
+                    peer,
+                    hello,
                     f"{present} {what} are promised to others and this sender wants {wanted}, which is more "
-                    f"than {name}={limit} allows"
+                    f"than {name}={limit} allows",
                 )
-                self._refuse(peer, reason)
-                self._turn_away(hello, PeerLostError(reason))
                 return ()
         keys = self.mailbox.join(hello.sender, hello.pid, hello.max_concurrent_videos, hello.first_message)
         peer.sender = hello.sender
@@ -251,7 +258,12 @@ class Incoming:
         self._senders[hello.sender] = peer
         return keys
 
-    def _turn_away(self, hello: Hello, error: AioTensorError) -> None:
+    def _turn_away(self, peer: _Peer, hello: Hello, reason: str) -> None:
+        """Refuse a sender that has said who it is."""
+        self._refuse(peer, reason)
+        self._wake_in_vain(hello, PeerLostError(reason))
+
+    def _wake_in_vain(self, hello: Hello, error: AioTensorError) -> None:
         """Tell those who wait for a sender's tensors that it was not admitted: its handles may be here."""
         if hello.sender not in self._senders:
             self._wake(self.mailbox.lose(hello.sender, error, hello.pid))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from aiotensor import PeerLostError, TensorHandle, TensorQueue, TensorReceiver, TensorSender
+from aiotensor.incoming import MAX_STRANGERS
 from aiotensor.links import Endpoint, queue, unix
 from aiotensor.links.records import RecordSocket
 from aiotensor.placements.arena import _WHERE
@@ -201,19 +202,30 @@ async def _lost(sender: TensorSender) -> None:
         await sender.send(pattern(0, 3))
 
 
-async def test_who_connects_without_end_leaves_the_loop_to_others() -> None:
+async def test_who_says_nothing_takes_nobodys_place() -> None:
     async with _among_the_honest(max_senders=2) as (receiver, _, place, _):
+        if isinstance(place, TensorQueue):
+            return  # nobody is heard of there before something was said
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+            silent.connect(place.removeprefix("unix://"))
+            async with TensorSender(place) as second:
+                assert torch.equal(await receiver.receive(await second.send(pattern(0, 3))), pattern(0, 3))
+                assert receiver.statistics().senders_refused == 0
+
+
+async def test_who_connects_without_end_leaves_the_loop_to_others() -> None:
+    async with _among_the_honest() as (receiver, _, place, _):
         if isinstance(place, TensorQueue):
             return  # its reader counts records, as it does those of the others
         path = place.removeprefix("unix://")
         knocking = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(100)]
         for sock in knocking:
             sock.connect(path)
-        before = receiver.statistics().senders_refused
+        before = len(receiver._incoming._peers)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert receiver.statistics().senders_refused - before < 50
-        await until(lambda: receiver.statistics().senders_refused >= 99)
+        assert len(receiver._incoming._peers) - before < 50
+        await until(lambda: receiver.statistics().senders_refused == 100 - MAX_STRANGERS)
         for sock in knocking:
             sock.close()
 

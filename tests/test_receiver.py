@@ -344,19 +344,25 @@ async def test_a_second_receiver_on_the_same_queue_is_refused() -> None:
             assert torch.equal(await first.receive(await sender.send(pattern(0, 3))), pattern(0, 3))
 
 
-@pytest.mark.parametrize("limit", ["max_mapped_bytes", "max_unclaimed_messages"])
-async def test_nobody_waits_for_a_tensor_of_a_sender_that_is_refused(limit: str) -> None:
+@pytest.mark.parametrize(
+    ("limit", "enough_for_one"),
+    [("max_senders", 1), ("max_mapped_bytes", 1 << 30), ("max_unclaimed_messages", 8)],
+)
+async def test_nobody_waits_for_a_tensor_of_a_sender_that_is_refused(limit: str, enough_for_one: int) -> None:
     with endpoint() as place:
-        async with TensorReceiver(place, **{limit: 1}) as receiver, TensorSender(place) as sender:
+        async with TensorReceiver(place, **{limit: enough_for_one}) as receiver, TensorSender(place) as first:
+            await receiver.receive(await first.send(pattern(0, 3)))
+            sender = TensorSender(place)
             beyond = TensorHandle(sender.id, 1, 0, "int64", (1,), "cpu")
             receiver.discard(TensorHandle(sender.id, 2, 0, "int64", (1,), "cpu"))  # it is heard of before
             waiting = asyncio.create_task(receiver.receive(beyond))
             await asyncio.sleep(0)
-            handle = await sender.send(pattern(0, 3))
-            for receiving in (waiting, receiver.receive(handle)):
-                with pytest.raises(PeerLostError, match=limit) as caught:
-                    await receiving
-                assert caught.value.pid == os.getpid()
+            async with sender:
+                handle = await sender.send(pattern(0, 3))
+                for receiving in (waiting, receiver.receive(handle)):
+                    with pytest.raises(PeerLostError, match=limit) as caught:
+                        await receiving
+                    assert caught.value.pid == os.getpid()
 
 
 async def test_a_handle_that_is_here_before_its_sender_has_come_back_is_waited_for() -> None:

@@ -191,7 +191,11 @@ class UnixSenderLink:
             sock.close()
             raise
         self._sock = RecordSocket(sock, on_record=self._record_arrived, on_closed=self._lost)
-        self._sock.write(events.introduction())
+        try:
+            self._sock.write(events.introduction())
+        except OSError:
+            self.drop(retry=False)  # to one who was not introduced nobody would listen
+            raise
         self._waiters.wake()
 
     def _look(self) -> None:

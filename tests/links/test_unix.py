@@ -2,14 +2,17 @@
 
 # ruff: noqa: ASYNC240 - the paths of tests are quick
 import asyncio
+import errno
+import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from aiotensor.errors import PeerLostError, UsageError
+from aiotensor.links.records import RecordSocket
 from aiotensor.links.unix import UnixSenderLink, path_of
 from tests.links.ends import open_sockets, turns
 from tests.links.unix_ends import Receiver, Sender, connecting, leave_stale, listening
@@ -101,6 +104,29 @@ async def test_a_sender_finds_the_next_receiver_and_introduces_itself_again(path
         async with listening(path) as second:
             await sender.link.ready()
             assert await second.arrived.get() == b"introduction 2"
+
+
+async def test_a_sender_that_could_not_introduce_itself_tries_again_from_the_start(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: RecordSocket, data: bytes, descriptors: Sequence[int]) -> bool:
+        raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+
+    monkeypatch.setattr(RecordSocket, "_send", refuse)
+    async with listening(path) as receiver:
+        sender = Sender(path)
+        with pytest.raises(OSError, match="buffer"):
+            await sender.link.open(sender)
+        assert await receiver.lost.get()
+    async with connecting(path) as sender, listening(path) as receiver:
+        assert await receiver.lost.get()  # a connection that was of no use
+        assert not sender.is_ready()
+        monkeypatch.undo()
+        while not sender.is_ready():
+            await sender.link.ready()
+        sender.link.write(b"there")
+        assert await receiver.arrived.get() == f"introduction {sender.introductions}".encode()
+        assert await receiver.arrived.get() == b"there"
 
 
 async def test_a_sender_looks_for_a_receiver_only_while_there_is_none(
