@@ -52,7 +52,7 @@ def let_threads_run() -> None:
     Such a loop has it again before a thread that waits for it wakes up, and keeps it for
     `sys.getswitchinterval`: 5 ms for every step that the thread takes.
     """
-    time.sleep(0.00002)
+    time.sleep(0.00002)  # waits for nothing: the shortest pause in which the kernel runs another thread
 
 
 @contextmanager

@@ -17,7 +17,7 @@ links = pytest.mark.parametrize("link", ["queue", "unix"])
 @links
 def test_a_receiver_survives_whatever_it_is_told_and_keeps_nothing_of_it(link: str, uvloop: bool) -> None:
     with listening(link, partial(live_receiver, uvloop=uvloop)) as receiver:
-        receiver.explore(TO_RECEIVER, warm_up=40, examples=60, growth_kib=_GROWTH_KIB)
+        receiver.explore(TO_RECEIVER, warm_up=120, examples=60, growth_kib=_GROWTH_KIB)
         assert receiver.live.cut_off
         assert receiver.live.taken_in_memory
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(900)  # what fails takes minutes to be made sho
 _EXAMPLES = int(os.environ.get("AIOTENSOR_EXAMPLES", "0"))
 
 _SETTINGS = settings(
-    max_examples=_EXAMPLES or 60,
+    max_examples=_EXAMPLES or 100,
     derandomize=not _EXAMPLES,
     stateful_step_count=45,
     deadline=None,
