@@ -1,7 +1,6 @@
 """What a process of the run keeps for itself, beside the ends that it has open."""
 
 import asyncio
-import ctypes
 import faulthandler
 import gc
 import logging
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from tests.chaos.journal import Journal
+from tests.processes.allocator import forget_free_memory, keep_no_large_pieces
 from tests.processes.peers import State
 
 __all__ = ["ARENA_BYTES", "MAX_MAPPED_BYTES", "begin", "here", "say_where", "tidy", "token_of"]
@@ -22,9 +22,6 @@ __all__ = ["ARENA_BYTES", "MAX_MAPPED_BYTES", "begin", "here", "say_where", "tid
 ARENA_BYTES = 16 << 20
 MAX_MAPPED_BYTES = 4 * ARENA_BYTES  # three senders, and what is left of a killed one
 _PIECE = 8192  # elements
-_M_MMAP_THRESHOLD = -3
-
-_libc = ctypes.CDLL(None)
 
 
 class Here:
@@ -55,15 +52,14 @@ async def begin(state: State, folder: str, name: str) -> None:
     loop = asyncio.get_running_loop()
     if isinstance(loop, asyncio.BaseEventLoop):
         loop.time = lambda: time.monotonic() + here.jumped_s  # type: ignore[method-assign]
-    _libc.mallopt(_M_MMAP_THRESHOLD, 128 << 10)  # else it grows with what is freed, and so does the heap
+    keep_no_large_pieces()
     gc.freeze()  # a collection at every allocation then looks at little
 
 
 async def tidy(state: State) -> None:
     """Give memory that is free back to the system, so that what is left is what is used."""
     del state
-    gc.collect()
-    _libc.malloc_trim(0)
+    forget_free_memory()
 
 
 async def say_where(state: State) -> None:

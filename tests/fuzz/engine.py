@@ -2,7 +2,6 @@
 
 import asyncio
 import ctypes
-import gc
 import logging
 import os
 import re
@@ -17,6 +16,7 @@ from aiotensor import Delivery, TensorReceiver
 from tests.fuzz.things import GUARD, LOOSE_NAME, MEMORY_NAME
 from tests.pairs import pattern, until
 from tests.processes import watch
+from tests.processes.allocator import forget_free_memory
 
 __all__ = ["Engine", "Figures", "Troubles", "figures"]
 
@@ -46,7 +46,7 @@ class Figures(NamedTuple):
 
 def figures() -> Figures:
     """Measure this process."""
-    gc.collect()
+    forget_free_memory()
     pid = os.getpid()
     mappings = Path("/proc/self/maps").read_text().count("/memfd:")
     return Figures(

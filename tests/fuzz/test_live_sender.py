@@ -8,8 +8,7 @@ from tests.fuzz.grammar import TO_SENDER
 from tests.fuzz.live_sender import live_sender
 from tests.fuzz.living import listening
 
-# Each sender has a thread, with an allocator's arena; of tensors it is one for each example.
-_GROWTH_KIB = 15_000
+_GROWTH_KIB = 1024  # of tensors it is one for each example: 15 MiB
 
 
 @pytest.mark.parametrize("uvloop", [True, False], ids=["uvloop", "asyncio"])

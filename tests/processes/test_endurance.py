@@ -1,7 +1,6 @@
 """Many messages within narrow limits: nothing grows, and an idle pair does nothing."""
 
 import ctypes
-import gc
 import os
 import resource
 import subprocess
@@ -12,10 +11,11 @@ import torch
 
 from tests.pairs import pattern
 from tests.processes import peers, watch
+from tests.processes.allocator import forget_free_memory
 
 _SENDS = int(os.environ.get("AIOTENSOR_SENDS", "100000"))
 _CLONE_NEWNS = 0x20000
-_GROWTH_KIB = 4096  # of an allocator that has not met every size in its warm-up
+_GROWTH_KIB = 512  # 5 bytes a send
 
 
 def _small_shm() -> str:
@@ -61,8 +61,8 @@ async def _receive(state: peers.State, count: int) -> bool:
     return good
 
 
-async def _collect(state: peers.State) -> None:
-    gc.collect()
+async def _tidy(state: peers.State) -> None:
+    forget_free_memory()
 
 
 @pytest.mark.asyncio(loop_factories=["uvloop"])  # once is enough
@@ -80,7 +80,7 @@ async def test_many_sends_within_128_descriptors_and_a_small_shm_leave_memory_fl
             await api.call(_send, count)
             assert await receiving
             for child in (engine, api):
-                await child.call(_collect)
+                await child.call(_tidy)
             pids = (engine.pid, api.pid)
             return [watch.resident_kib(pid) for pid in pids], [watch.descriptors(pid) for pid in pids]
 
