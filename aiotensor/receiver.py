@@ -19,6 +19,7 @@ from aiotensor.incoming import Incoming, Limits
 from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_RECORD_BYTES
 from aiotensor.protocol.mailbox import Key
 from aiotensor.types import Delivery, ReceiverStatistics, TensorHandle, Usage
+from aiotensor.worker import no_thread
 
 __all__ = ["TensorReceiver"]
 
@@ -119,6 +120,7 @@ class TensorReceiver:
             DiscardedError: its message was discarded, or its sender closed without sending it.
             PeerLostError: its sender died or broke the link; `pid` says which.
             ClosedError: this receiver was closed, perhaps while waiting.
+            OSError: the copy needs a thread, and the machine has none to give; receive it again.
         """
         self._home.check()
         key = _key(handle)
@@ -133,10 +135,13 @@ class TensorReceiver:
             try:
                 # Cancelled, the thread ends a copy that nobody wants; until then it pins the block.
                 tensor = await anyio.to_thread.run_sync(_copy_only, source)
-            except BaseException:
+            except BaseException as error:
+                has_begun = not source
                 source.clear()
                 del item
                 self._wake(self._mailbox.put_back(key))
+                if isinstance(error, RuntimeError) and not has_begun:
+                    raise no_thread(error) from error
                 raise
             self._take(key, item)
             return tensor

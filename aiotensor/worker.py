@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from typing import Generic, TypeVar
 
-__all__ = ["Worker"]
+__all__ = ["Worker", "no_thread"]
 
 logger = logging.getLogger("aiotensor")
 
@@ -66,8 +66,7 @@ class Worker:
         except RuntimeError as error:
             # It is in the executor's queue all the same, and would run before the next piece.
             piece.is_wanted = False
-            # Not EAGAIN, as the kernel says: that is a BlockingIOError, and sounds as if one could wait.
-            raise OSError(errno.ENOMEM, f"no thread can be started: {error}") from error
+            raise no_thread(error) from error
         self._running += 1
         running.add_done_callback(lambda done: self._in_loop(done, future, on_done))
         future.add_done_callback(lambda done: running.cancel() if done.cancelled() else None)
@@ -129,6 +128,12 @@ class Worker:
             for one in settling:
                 if not one.done():
                     one.set_result(None)
+
+
+def no_thread(error: RuntimeError) -> OSError:
+    """Return the error to raise when a thread could not be started."""
+    # Not EAGAIN, as the kernel says: that is a BlockingIOError, and sounds as if one could wait.
+    return OSError(errno.ENOMEM, f"no thread can be started: {error}")
 
 
 def _log_failure(what: str, future: "asyncio.Future[object]") -> None:

@@ -6,6 +6,7 @@ import os
 import threading
 from typing import Any
 
+import anyio.to_thread
 import msgspec
 import pytest
 import torch
@@ -145,6 +146,40 @@ async def test_the_error_of_a_cancelled_copy_keeps_no_block(monkeypatch: pytest.
             assert receiving.cancelled()  # it is still here, and with it the error
     finally:
         gc.enable()
+
+
+async def _occupy_thread(begun: threading.Semaphore, go_on: threading.Event) -> None:
+    def wait() -> None:
+        begun.release()
+        go_on.wait()
+
+    await anyio.to_thread.run_sync(wait)
+
+
+async def test_a_copy_for_which_no_thread_can_be_started_leaves_the_tensor_claimable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async with pair() as (sender, receiver):
+        handle = await sender.send(pattern(1, BIG))
+        await until(lambda: receiver.statistics().unclaimed_tensors == 1)
+        go_on, begun = threading.Event(), threading.Semaphore(0)
+        busy = [asyncio.create_task(_occupy_thread(begun, go_on)) for _ in range(4)]  # more than idle
+        try:
+            for _ in busy:
+                await asyncio.to_thread(begun.acquire)
+            with monkeypatch.context() as patched:
+                patched.setattr(threading.Thread, "start", start)
+                with pytest.raises(OSError, match="no thread can be started"):
+                    await receiver.receive(handle, copy=True)
+        finally:
+            go_on.set()
+        await asyncio.wait(busy)
+        assert receiver.statistics().leases == 1
+        assert torch.equal(await receiver.receive(handle, copy=True), pattern(1, BIG))
+        await settled(sender)
 
 
 async def test_a_copy_has_memory_of_its_own_and_returns_the_lease_at_once() -> None:
