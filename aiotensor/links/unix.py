@@ -170,12 +170,12 @@ class UnixSenderLink:
         if events is None:
             return
         sock = _new_socket()
-        self._is_starved = False
         try:
             sock.connect(self._path)
             _check_user(sock)
         except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
             sock.close()  # it is not there, it is gone, or too many others connect right now
+            self._is_starved = False
             self._look_later()
             return
         except PermissionError as error:
@@ -196,6 +196,7 @@ class UnixSenderLink:
         except OSError:
             self.drop(retry=False)  # to one who was not introduced nobody would listen
             raise
+        self._is_starved = False
         self._waiters.wake()
 
     def _look(self) -> None:
