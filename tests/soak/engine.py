@@ -12,7 +12,7 @@ from aiotensor.protocol import mailbox
 from aiotensor.protocol.mailbox import Key
 from tests.processes.peers import State
 from tests.soak.numbers import of_python
-from tests.soak.pieces import MIB, Note, Piece, Store, use_threads
+from tests.soak.pieces import MIB, Note, Piece, Store, prepare
 
 __all__ = ["ready", "report", "run", "settle"]
 
@@ -169,7 +169,7 @@ _engines: list[Engine] = []  # of this process: one
 
 async def run(state: State, folder: Path, seed: int) -> None:
     """Open a receiver, and follow notes until `settle`."""
-    use_threads(_THREADS)
+    prepare(_THREADS)
     mailbox._REMEMBERED_SENDERS = mailbox._REMEMBERED_DISCARDS = _REMEMBERED
     receiver = TensorReceiver(state.endpoint)
     state.receivers.append(await receiver.__aenter__())

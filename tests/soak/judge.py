@@ -37,8 +37,7 @@ class Quantity(NamedTuple):
 _QUANTITIES = (
     Quantity("own memory", "MiB", MIB, 16),
     Quantity("shared memory", "MiB", MIB, 64),
-    # What only the garbage collector finds makes up 4 of them, which go every half a minute.
-    Quantity("object blocks", "thousand", 1000, 5),
+    Quantity("object blocks", "thousand", 1000, 2),
     Quantity("descriptors", "", 1, 3),
     Quantity("threads", "", 1, 2),
     Quantity("mappings", "", 1, 16),

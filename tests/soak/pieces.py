@@ -5,6 +5,7 @@ equal to the one that was noted. Mapped, it counts neither as a process's own me
 """
 
 import asyncio
+import gc
 import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from aiotensor import TensorHandle
 from aiotensor.placements import MAX_INLINE_BYTES
 
-__all__ = ["Note", "Piece", "Road", "Store", "fill", "use_threads"]
+__all__ = ["Note", "Piece", "Road", "Store", "fill", "prepare"]
 
 KIB, MIB = 1 << 10, 1 << 20
 LARGEST = 32 * MIB
@@ -67,11 +68,16 @@ def fill(path: Path, seed: int) -> None:
     path.write_bytes(Random(seed).randbytes(_STORE_BYTES))
 
 
-def use_threads(count: int) -> None:
-    """Start all threads for what is no work of the library: a pool that fills slowly looks like a leak."""
-    pool = ThreadPoolExecutor(count)
-    everybody = Barrier(count + 1)
-    for _ in range(count):
+def prepare(threads: int) -> None:
+    """Make this process ready to be measured.
+
+    All threads for what is no work of the library start now: a pool that fills slowly looks like a leak. What
+    is here by now is never taken for garbage, so that the collection before each count takes little time.
+    """
+    gc.freeze()
+    pool = ThreadPoolExecutor(threads)
+    everybody = Barrier(threads + 1)
+    for _ in range(threads):
         pool.submit(everybody.wait)
     everybody.wait()
     asyncio.get_running_loop().set_default_executor(pool)

@@ -14,7 +14,7 @@ from aiotensor import TensorHandle, TensorSender, WouldBlockError
 from tests.pairs import settled
 from tests.processes.peers import State
 from tests.soak.numbers import of_arena, of_python, of_waits
-from tests.soak.pieces import KIB, LARGEST, MIB, Note, Piece, Road, Store, use_threads
+from tests.soak.pieces import KIB, LARGEST, MIB, Note, Piece, Road, Store, prepare
 
 __all__ = ["PERMITS", "report", "run", "settle", "visit"]
 
@@ -184,7 +184,7 @@ _sources: list[Source] = []  # of this process: the one that lives long
 
 async def run(state: State, folder: Path, seed: int, seconds: float) -> None:
     """Send for so many seconds through one sender, and beside it through guests that come and go."""
-    use_threads(1)
+    prepare(1)
     sender = TensorSender(
         state.endpoint, PERMITS, _ARENA_BYTES, keep_warm_seconds=_KEEP_WARM_S, long_wait_seconds=_LONG_WAIT_S
     )
