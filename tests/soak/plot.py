@@ -30,6 +30,7 @@ class _Row(NamedTuple):
 _ROWS = (
     _Row("own memory", "anonymous\nmemory, MiB", _MIB),
     _Row("shared memory", "shared memory\nresident, MiB", _MIB),
+    _Row("other shared memory", "the same without\nwhat is kept warm,\nMiB", _MIB),
     _Row("object blocks", "Python's memory\nblocks, thousands", 1000, from_zero=False),
     _Row("descriptors", "descriptors"),
     _Row("threads", "threads"),

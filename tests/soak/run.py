@@ -114,8 +114,11 @@ class _Family:
         at = asyncio.get_running_loop().time() - began
         reports = {name: self._peers[name].start(source.report) for name in _SENDERS}
         reports[_ENGINE] = self._peers[_ENGINE].start(engine.report)
-        for name, report in reports.items():
-            numbers = of_kernel(self._peers[name].pid) | await report
+        found = {name: of_kernel(self._peers[name].pid) | await report for name, report in reports.items()}
+        warm = {name: found[name].get("warm bytes", 0) for name in _SENDERS}
+        warm[_ENGINE] = sum(warm.values())  # it has mapped that of both
+        for name, numbers in found.items():
+            numbers["other shared memory"] = numbers["shared memory"] - warm[name]
             self.samples.append(Sample(at, self.link, name, numbers))
 
     def _start(self, name: str, work: _Work, *arguments: object) -> "asyncio.Future[Any]":

@@ -237,6 +237,8 @@ async def settle(state: State) -> dict[str, float]:
     await source.sender.drain()
     source.notes.close()
     await settled(source.sender)
+    while source.sender.statistics().warm_bytes:  # for as long as it keeps them, but no longer
+        await asyncio.sleep(_KEEP_WARM_S / 100)
     return await report(state)
 
 
