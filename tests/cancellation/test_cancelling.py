@@ -17,10 +17,19 @@ from tests.pairs import BIG, Pair, pair, pattern, until
 
 Seen = list[tuple[str, ...]]
 
+_MORE_TURNS = 20  # than pass before anything is cancelled, however long they take
+
 
 def _set(future: "asyncio.Future[None]") -> None:
     if not future.done():
         future.set_result(None)
+
+
+def _set_later(future: "asyncio.Future[None]", turns: int) -> None:
+    if turns:
+        asyncio.get_running_loop().call_soon(_set_later, future, turns - 1)
+    else:
+        _set(future)
 
 
 async def _two_steps(seen: Seen) -> str:
@@ -32,7 +41,7 @@ async def _two_steps(seen: Seen) -> str:
         await asyncio.sleep(0)
         steps.append("future")
         future = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().call_later(0.001, _set, future)
+        _set_later(future, _MORE_TURNS)
         try:
             await future
         except asyncio.CancelledError:
