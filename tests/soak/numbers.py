@@ -34,7 +34,7 @@ def of_python() -> dict[str, float]:
     """Count the blocks that living objects have: what the system's allocator keeps is not among them.
 
     Nor are those that only the garbage collector finds, such as a closed sender's: they go with a full
-    collection, which under this load comes once in many minutes, and until then they look like a leak.
+    collection, of which none may come in 200 s of this load, and until then they look like a leak.
     """
     gc.collect()
     return {"object blocks": sys.getallocatedblocks()}

@@ -30,7 +30,8 @@ def test_a_short_soak_checks_every_value_and_leaves_nothing(tmp_path: Path) -> N
         for process in PROCESSES:
             mine = [one.numbers for one in report.samples if (one.link, one.process) == (link, process)]
             assert len(mine) > 5
-            assert {"own memory", "descriptors", "threads", "mappings"} <= set.intersection(*map(set, mine))
+            always = {"own memory", "other shared memory", "descriptors", "threads", "mappings"}
+            assert always <= set.intersection(*map(set, mine))
             of_its_own = {"tensors checked"} if process == "engine" else {"fragmentation", "permits"}
             assert of_its_own <= mine[-1].keys()
 
@@ -66,7 +67,15 @@ def test_a_run_in_which_nothing_grows_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "rate"), [("descriptors", 0.01), ("own_memory", 60e3), ("threads", 0.01), ("mappings", 0.1)]
+    ("number", "rate"),
+    [
+        ("descriptors", 0.01),
+        ("own_memory", 60e3),
+        ("other_shared_memory", 120e3),
+        ("object_blocks", 6),
+        ("threads", 0.01),
+        ("mappings", 0.1),
+    ],
 )
 def test_a_run_fails_in_which_one_number_of_one_process_grows(number: str, rate: float) -> None:
     report = made_up(**{number: rate})
