@@ -10,8 +10,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
-
 from aiotensor import placements
 from aiotensor.answers import Answers
 from aiotensor.descriptors import close_all
@@ -296,7 +294,9 @@ class Incoming:
         )
         tensor = opened.tensor
         if put.requires_grad or put.is_parameter:
-            tensor = _with_gradient_flags(tensor, put)
+            tensor = placements.as_leaf(
+                tensor, requires_grad=put.requires_grad, is_parameter=put.is_parameter
+            )
         handle = TensorHandle(sender, put.message, put.tensor, put.dtype, put.shape, put.device)
         keys = mailbox.put(Key(sender, put.message, put.tensor), Delivery(handle, tensor), last=put.last)
         if opened.owner is not None and opened.segment is not None:
@@ -326,11 +326,3 @@ class Incoming:
         if peer.sender is not None:
             self._senders.pop(peer.sender, None)
         self.mappings.let_go(peer.segments)
-
-
-def _with_gradient_flags(tensor: torch.Tensor, put: Put) -> torch.Tensor:
-    if put.requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ProtocolError(f"it sent a tensor of dtype {put.dtype} that requires a gradient")
-    if put.is_parameter:
-        return torch.nn.Parameter(tensor, requires_grad=put.requires_grad)
-    return tensor.requires_grad_(put.requires_grad)

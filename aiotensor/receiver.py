@@ -332,7 +332,6 @@ def _copy_only(source: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
     copy = placements.copy_of(tensor)
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
-    return copy.requires_grad_(tensor.requires_grad)
+    return placements.as_leaf(copy, requires_grad=tensor.requires_grad, is_parameter=is_parameter)

@@ -21,11 +21,13 @@ from aiotensor.placements.arena import (
     read_where,
     segment_bytes,
 )
+from aiotensor.placements.buffers import buffer_of, lies_flat, open_buffer
 from aiotensor.placements.copying import QUICK_BYTES, CopyAbandonedError, copy_in_threads, copy_now
 from aiotensor.placements.dtypes import DTYPE_NAMES, dtype_from_name
 from aiotensor.placements.inline import MAX_INLINE_BYTES, bytes_of, open_inline
+from aiotensor.placements.leaves import as_leaf
 from aiotensor.placements.raw import copy_of, new_tensor
-from aiotensor.placements.source import Sendable, as_tensor, check_dtype
+from aiotensor.placements.source import Sendable, SupportsDLPack, as_tensor, check_dtype
 from aiotensor.placements.views import Owner, Watch, watch
 
 __all__ = [
@@ -46,13 +48,21 @@ __all__ = [
     "Plan",
     "Segment",
     "Sendable",
+    "SupportsDLPack",
     "Watch",
+    "as_leaf",
     "as_tensor",
+    "buffer_of",
+    "bytes_of",
     "check_dtype",
     "copy_in_threads",
     "copy_now",
     "copy_of",
+    "dtype_from_name",
+    "lies_flat",
     "new_tensor",
+    "open_buffer",
+    "open_inline",
     "open_segment",
     "open_tensor",
     "place_allocated",

@@ -1,0 +1,167 @@
+"""From bytes, and buffers beside them, to a message whose types were checked."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeAlias, TypeVar, get_args, get_origin
+
+import msgspec
+import numpy as np
+import torch
+
+from aiotensor import placements
+from aiotensor.codec import wire
+from aiotensor.codec.expectations import expectations
+from aiotensor.codec.wire import ARRAY, TENSOR, Elsewhere, Inside
+from aiotensor.errors import ProtocolError
+
+__all__ = ["Find", "TensorDecoder"]
+
+T = TypeVar("T")
+
+Find: TypeAlias = Callable[[Any], torch.Tensor]
+
+
+def _nowhere(handle: object) -> torch.Tensor:
+    raise ProtocolError(f"the peer left a tensor elsewhere, and nobody here can find it: {handle!r:.64}")
+
+
+class _Parts:
+    """What one message consists of, while it is being decoded."""
+
+    def __init__(self, buffers: list[memoryview], find: Find) -> None:
+        self.find = find
+        self.buffers = buffers
+        self._used: set[int] = set()
+
+    def take(self, number: int) -> memoryview:
+        """Use a buffer, once: two tensors over one would be changed by each other."""
+        if number >= len(self.buffers):
+            raise ProtocolError(f"the peer named buffer {number}, and sent {len(self.buffers)}")
+        if number in self._used:
+            raise ProtocolError(f"the peer named buffer {number} twice")
+        self._used.add(number)
+        return self.buffers[number]
+
+    def check_all_used(self) -> None:
+        if len(self._used) != len(self.buffers):
+            raise ProtocolError(
+                f"the peer sent {len(self.buffers)} buffers, and the message uses {len(self._used)} of them: "
+                "there is one too many, or a tensor is in a field that the type here does not have"
+            )
+
+
+class _Current(threading.local):
+    """The message that this thread is decoding."""
+
+    parts = _Parts([], _nowhere)
+
+
+class TensorDecoder(Generic[T]):
+    """Decode messages that hold tensors and numpy arrays, and check their types.
+
+    Making one takes longer than decoding: make it once for each type. It may be used in several threads at
+    once.
+
+    A field of type `torch.Tensor` or `numpy.ndarray` takes either, and gives what it says; a dtype in
+    ``NDArray[np.uint8]`` is checked. What dtype and dimensions a tensor must have can be stated, and is
+    checked, at any depth: ``frames: Annotated[torch.Tensor, TensorMeta(dtype=torch.uint8, shape=(None, None,
+    None, 3))]``.
+
+    Args:
+        type: of the messages, as msgspec takes it.
+        find: called with each handle that the encoder's `place` returned, in the order of the message;
+            returns the tensor. What it raises, `decode` raises.
+
+    Raises:
+        TypeError: msgspec cannot decode this type, or a `TensorMeta` is where no tensor can be.
+    """
+
+    def __init__(self, type: type[T], find: Find = _nowhere) -> None:  # noqa: A002
+        self._find = find
+        self._current = _Current()
+        self._expectations = expectations(type)
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(
+            type, ext_hook=self._open_extension, dec_hook=_convert
+        )
+
+    def decode(self, parts: Sequence[bytes | bytearray | memoryview], find: Find | None = None) -> T:
+        """Return the message.
+
+        Its tensors are writable. Those that came in buffers lie in them and keep them alive; where a buffer
+        is read-only, or not aligned for its elements, they are copies.
+
+        Args:
+            parts: the body, and the buffers beside it, as `TensorEncoder.encode` returned them.
+            find: for this message, in place of the decoder's own.
+
+        Raises:
+            ProtocolError: the body cannot be read or is not of this type, a tensor is not as it has to be, or
+                there is a buffer too few or too many. The text says where in the message.
+        """
+        if not parts:
+            raise ProtocolError("the peer sent a message of no parts")
+        body, *buffers = parts
+        now = _Parts([memoryview(part) for part in buffers], find or self._find)
+        outer, self._current.parts = self._current.parts, now  # `find` may be decoding another message
+        try:
+            message = self._decoder.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolError(f"the peer sent a message that cannot be read: {error}") from error
+        finally:
+            self._current.parts = outer
+        now.check_all_used()
+        if self._expectations is not None:
+            self._expectations(message, "$")
+        return message
+
+    def _open_extension(self, code: int, data: memoryview) -> object:
+        if code not in (TENSOR, ARRAY):
+            return msgspec.msgpack.Ext(code, bytes(data))
+        tensor = self._open(wire.read(data))
+        return tensor if code == TENSOR else _as_array(tensor)
+
+    def _open(self, record: wire.Record) -> torch.Tensor:
+        if isinstance(record, Elsewhere):
+            return self._current.parts.find(record.handle)
+        meaning = record.meaning
+        dtype = placements.dtype_from_name(meaning.dtype)
+        if isinstance(record, Inside):
+            tensor = placements.open_inline(record.payload, dtype, meaning.shape)
+        else:
+            tensor = placements.open_buffer(self._current.parts.take(record.buffer), dtype, meaning.shape)
+        if meaning.requires_grad or meaning.is_parameter:
+            return placements.as_leaf(
+                tensor, requires_grad=meaning.requires_grad, is_parameter=meaning.is_parameter
+            )
+        return tensor
+
+
+def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    try:
+        return tensor.detach().numpy()
+    except (TypeError, RuntimeError) as error:
+        raise ProtocolError(f"the peer sent an array of {tensor.dtype}, which numpy does not know") from error
+
+
+def _convert(type_: Any, value: object) -> object:
+    """Give a field the kind of tensor that it asks for; what is none of them, msgspec refuses after this.
+
+    Raises:
+        TypeError: an array has another dtype than its annotation says; told with the place of the field.
+    """
+    wanted = get_origin(type_) or type_
+    if not issubclass(wanted, torch.Tensor | np.ndarray):
+        raise NotImplementedError(f"messages with a field of type {type_!r} cannot be decoded")
+    if wanted is np.ndarray:
+        array = _as_array(value) if isinstance(value, torch.Tensor) else value
+        if isinstance(array, np.ndarray):
+            _check_array(array, type_)
+        return array
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+def _check_array(array: np.ndarray[Any, Any], type_: Any) -> None:
+    """Check the dtype that ``NDArray[np.uint8]`` states."""
+    for scalar in (scalar for dtype in get_args(type_)[1:] for scalar in get_args(dtype)):
+        if isinstance(scalar, type) and not issubclass(array.dtype.type, scalar):
+            raise TypeError(f"Expected an array of `{scalar.__name__}`, got `{array.dtype}`")

@@ -1,0 +1,86 @@
+"""From a message to bytes, and buffers beside them."""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+import torch
+from torch.nn import Parameter
+
+from aiotensor import placements
+from aiotensor.codec.wire import ARRAY, TENSOR, Beside, Elsewhere, Inside, Meaning, write
+from aiotensor.placements import SupportsDLPack
+
+__all__ = ["Place", "TensorEncoder"]
+
+Place: TypeAlias = Callable[[torch.Tensor], object | None]
+
+Buffers: TypeAlias = list[bytes | memoryview]
+
+
+def _not_mine(tensor: torch.Tensor) -> None:
+    return None
+
+
+class TensorEncoder:
+    """Encode messages that hold tensors and numpy arrays.
+
+    An encoder keeps nothing of a message, and may be used in several threads at once.
+
+    Args:
+        place: called with each tensor in the order of the message, a numpy array as a tensor over its
+            memory; returns a handle, which is anything that msgpack can carry, or None for a tensor that is
+            to travel with the message. What it raises, `encode` raises.
+        inline_bytes: tensors of at most so many bytes ride in the body; larger ones become buffers.
+    """
+
+    def __init__(self, place: Place = _not_mine, *, inline_bytes: int = placements.MAX_INLINE_BYTES) -> None:
+        self._place = place
+        self._inline_bytes = inline_bytes
+
+    def encode(self, message: object) -> Buffers:
+        """Return the body of a message, and the buffers beside it.
+
+        A buffer shows the memory of a tensor, which must not change until the buffer was sent. A large tensor
+        whose elements do not lie in row-major order, one after the other, is copied here.
+
+        A tensor that is in the message twice is two tensors on the other side.
+
+        Args:
+            message: what msgspec can encode, and in it, at any depth, tensors, arrays and anything with
+                ``__dlpack__``.
+
+        Raises:
+            TypeError: something in it is of a type that cannot be encoded.
+            UnsupportedTensorError: a tensor would not arrive as it is.
+        """
+        buffers: Buffers = []
+
+        def encode_other(value: object) -> msgspec.msgpack.Ext:
+            return self._encode_tensor(value, buffers)
+
+        body = msgspec.msgpack.encode(message, enc_hook=encode_other)
+        return [body, *buffers]
+
+    def _encode_tensor(self, value: object, buffers: Buffers) -> msgspec.msgpack.Ext:
+        if not isinstance(value, torch.Tensor | np.ndarray | SupportsDLPack):
+            raise TypeError(
+                f"a message cannot hold a {type(value).__name__!r}: use a msgspec Struct, a dataclass, a "
+                "list, a dict, a plain value, a tensor or an array"
+            )
+        tensor = placements.as_tensor(value)
+        code = ARRAY if isinstance(value, np.ndarray) else TENSOR
+        handle = self._place(tensor)
+        if handle is not None:
+            return write(code, Elsewhere(handle))
+        meaning = Meaning(
+            placements.DTYPE_NAMES[tensor.dtype],
+            tuple(tensor.shape),
+            tensor.requires_grad,
+            type(tensor) is Parameter,
+        )
+        if tensor.nbytes <= self._inline_bytes:
+            return write(code, Inside(meaning, memoryview(placements.bytes_of(tensor))))
+        buffers.append(placements.buffer_of(tensor).data)
+        return write(code, Beside(meaning, len(buffers) - 1))

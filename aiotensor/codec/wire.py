@@ -1,0 +1,69 @@
+"""What stands in a message where a tensor was: a msgpack extension, which holds one of these records."""
+
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from aiotensor.errors import ProtocolError
+from aiotensor.protocol.frames import MAX_DIMENSIONS
+
+__all__ = ["ARRAY", "TENSOR", "Beside", "Elsewhere", "Inside", "Meaning", "read", "write"]
+
+# Codes of msgpack extensions. Those of users' own pass through as they are.
+TENSOR, ARRAY = ord("T"), ord("A")
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Shape = Annotated[tuple[_Number, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+
+
+class Meaning(NamedTuple):
+    """What the bytes of a tensor mean."""
+
+    dtype: _Name
+    shape: _Shape
+    requires_grad: bool = False
+    is_parameter: bool = False
+
+
+class Inside(msgspec.Struct, frozen=True, array_like=True, tag="in", gc=False):
+    """The bytes are here."""
+
+    meaning: Meaning
+    payload: memoryview
+
+
+class Beside(msgspec.Struct, frozen=True, array_like=True, tag="by", gc=False):
+    """The bytes are a buffer of their own, counted from 0."""
+
+    meaning: Meaning
+    buffer: _Number
+
+
+class Elsewhere(msgspec.Struct, frozen=True, array_like=True, tag="at"):
+    """Somebody else has the tensor, who knows it by a handle."""
+
+    handle: Any
+
+
+Record = Inside | Beside | Elsewhere
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+
+
+def write(code: int, record: Record) -> msgspec.msgpack.Ext:
+    """Make the extension that stands in the message."""
+    return msgspec.msgpack.Ext(code, _encoder.encode(record))
+
+
+def read(data: memoryview) -> Record:
+    """Read what stands in an extension.
+
+    Raises:
+        ProtocolError: it is no such record, or a number in it is out of bounds.
+    """
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"the peer described a tensor that cannot be: {error}") from error

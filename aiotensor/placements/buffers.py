@@ -1,0 +1,45 @@
+"""Tensors whose bytes travel in a buffer of their own, beside the message that they belong to."""
+
+import numpy as np
+import torch
+
+from aiotensor.placements.inline import check_size
+from aiotensor.placements.raw import RawBytes, flat_bytes, new_tensor, pieces
+from aiotensor.placements.views import view_over
+
+__all__ = ["buffer_of", "lies_flat", "open_buffer"]
+
+
+def lies_flat(source: torch.Tensor) -> bool:
+    """Say whether a tensor's bytes can be shown as they lie; if not, `buffer_of` copies them."""
+    return flat_bytes(source) is not None
+
+
+def buffer_of(source: torch.Tensor) -> RawBytes:
+    """Return the bytes of a tensor's values, in row-major order; the array keeps the memory alive."""
+    flat = flat_bytes(source)
+    if flat is not None:
+        return flat
+    gathered, offset = np.empty(source.nbytes, np.uint8), 0
+    for piece in pieces(source):
+        gathered[offset : offset + piece.nbytes] = piece
+        offset += piece.nbytes
+    return gathered
+
+
+def open_buffer(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a writable tensor over a buffer, which lives at least as long.
+
+    It is copied only where it cannot be used as it is: it is read-only, or lies where the processor cannot
+    load such elements.
+
+    Raises:
+        ProtocolError: the bytes are not as many as dtype and shape need, or there can be no such shape.
+    """
+    needed = check_size(buffer.nbytes, dtype, shape)
+    if not needed:
+        return new_tensor(shape, dtype)
+    flat = np.frombuffer(buffer, np.uint8)
+    if buffer.readonly or flat.ctypes.data % dtype.itemsize:
+        flat = flat.copy()
+    return view_over(flat.data, 0, dtype, shape, needed).tensor
