@@ -75,6 +75,7 @@ class Conversation:
         self.link = link
         self.is_connected = False
         self.receiver_pid: int | None = None
+        self.receiver_id: str | None = None
         self.receivers_lost = 0
         self._sender = sender
         self._max_messages = max_messages
@@ -219,7 +220,7 @@ class Conversation:
                     if message is not None:
                         self._events.message_ended(message, State.DISCARDED)
             case Welcome():
-                self.receiver_pid = frame.pid
+                self.receiver_pid, self.receiver_id = frame.pid, frame.receiver
                 if frame.version != VERSION:
                     raise ProtocolError(f"it speaks version {frame.version}, this sender speaks {VERSION}")
                 # Not beyond what this side's sockets take, whatever the other one does.
@@ -257,7 +258,7 @@ class Conversation:
 
     def _lose(self, error: AioTensorError) -> None:
         was_connected, self.is_connected = self.is_connected, False
-        self.receiver_pid = None
+        self.receiver_pid = self.receiver_id = None
         self._outbox.clear()
         lost = self._events.receiver_lost(error)
         if was_connected:

@@ -124,3 +124,11 @@ class RemoteError(AioTensorError):
 
 class UsageError(AioTensorError, RuntimeError):
     """This object cannot be used from here: after a fork, from another thread or event loop, or unopened."""
+
+
+def again(error: AioTensorError) -> AioTensorError:
+    """Make an error like another, since one that was raised carries its traceback along."""
+    again = type(error)(*error.args)
+    again.__dict__.update(error.__dict__)
+    again.__cause__ = error.__cause__
+    return again

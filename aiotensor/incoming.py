@@ -65,6 +65,7 @@ class Incoming:
     """Everything that senders do to one receiver; belongs to the event loop's thread.
 
     Args:
+        receiver: the receiver's id.
         limits: what all senders together may use.
         wake: called with the keys whose waiters should look again.
         fail: called when nothing more will arrive.
@@ -72,10 +73,12 @@ class Incoming:
 
     def __init__(
         self,
+        receiver: str,
         limits: Limits,
         wake: Callable[[Sequence[Key]], None],
         fail: Callable[[BaseException], None],
     ) -> None:
+        self._receiver = receiver
         self.limits = limits
         self.mailbox: Mailbox[Delivery] = Mailbox()
         self.mappings = Mappings()
@@ -210,7 +213,7 @@ class Incoming:
 
     def _admit(self, peer: _Peer, hello: Hello) -> Sequence[Key]:
         # First: it says what differs.
-        peer.link.write(encode(Welcome(VERSION, os.getpid(), self.limits.frame_bytes)))
+        peer.link.write(encode(Welcome(VERSION, os.getpid(), self.limits.frame_bytes, self._receiver)))
         if peer.link not in self._peers:
             return ()  # writing to it failed
         if hello.version != VERSION:

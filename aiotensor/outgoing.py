@@ -20,6 +20,7 @@ from aiotensor.errors import (
     AioTensorError,
     ClosedError,
     DiscardedError,
+    again,
 )
 from aiotensor.gates import Gate, StuckError, Waiters
 from aiotensor.ledger import Ledger
@@ -75,7 +76,7 @@ class Outgoing:
         self._parked = 0
         self._drainers = Waiters()
         self._wakes_room = False
-        self._conversation = Conversation(sender, link, max_messages, max_bytes, self)
+        self.conversation = Conversation(sender, link, max_messages, max_bytes, self)
         self.memory: Memory  # from `open` on: they belong to a loop
         self.ledger: Ledger
 
@@ -83,10 +84,10 @@ class Outgoing:
         """Begin to connect; `on_freed` is told of allocated blocks that were freed, from any thread."""
         self.memory = Memory(self.max_bytes, self._gate_over, on_freed, self._keep_warm_s)
         self.ledger = Ledger(
-            self._messages, self.permits, self.memory, lambda: self._conversation.receiver_pid
+            self._messages, self.permits, self.memory, lambda: self.conversation.receiver_pid
         )
         try:
-            await self._conversation.open()
+            await self.conversation.open()
         except BaseException:
             self.memory.close()
             raise
@@ -101,11 +102,11 @@ class Outgoing:
                 self.abandon(message)
             # First, and before anything is waited for: whoever goes without it is taken for lost, with all
             # that it had sent.
-            await self._conversation.say_goodbye()
-            self._conversation.close()
+            await self.conversation.say_goodbye()
+            self.conversation.close()
             await self.memory.aclose()
         finally:
-            self._conversation.close()
+            self.conversation.close()
             self.memory.close()
             self._drainers.wake()
 
@@ -149,7 +150,7 @@ class Outgoing:
         if not self._link.is_ready:
             reason = (
                 "the receiver is slow to read the link"
-                if self._conversation.is_connected
+                if self.conversation.is_connected
                 else "no receiver is here"
             )
             raise self.ledger.would_block(reason, 1, nbytes)
@@ -217,7 +218,7 @@ class Outgoing:
         if message.number is None:
             self._end(message, State.DISCARDED)  # an empty one: nobody has heard of it
             return
-        self._conversation.complete(message)
+        self.conversation.complete(message)
         self._send_if_few(message)
         self._make_whole(message)
 
@@ -227,11 +228,11 @@ class Outgoing:
             return
         self._end(message, State.DISCARDED)
         self.messages_discarded += 1
-        self._conversation.discard(message)
+        self.conversation.discard(message)
 
     def abandon_number(self, number: int) -> None:
         """Discard a message by its number, if it has not ended."""
-        message = self._conversation.find(number)
+        message = self.conversation.find(number)
         if message is not None:
             self.abandon(message)
 
@@ -318,10 +319,10 @@ class Outgoing:
         number: int | None = None
         if block is not None:
             number = block.number
-            self._conversation.attach(block)
+            self.conversation.attach(block)
             self._check_open(message)
             self.memory.pin(number)
-        handle = self._conversation.announce(message, source, placed, number, last=last)
+        handle = self.conversation.announce(message, source, placed, number, last=last)
         if last:
             self._send_if_few(message)
         else:
@@ -335,7 +336,7 @@ class Outgoing:
 
     def _send_if_few(self, message: Message) -> None:
         if len(self._messages) <= _FEW_MESSAGES:
-            self._conversation.flush()
+            self.conversation.flush()
         self._check_open(message)
 
     def _make_whole(self, message: Message) -> None:
@@ -349,7 +350,7 @@ class Outgoing:
         was_open = message.state is State.OPEN
         message.state = state
         del self._messages[message]
-        self._conversation.forget(message)
+        self.conversation.forget(message)
         if was_open:
             self.memory.abandon(message)
             self.memory.gate.budget.settle(message)
@@ -383,8 +384,8 @@ class Outgoing:
             self.permits.fail(self.why_not)
             self.memory.gate.fail(self.why_not)
         else:
-            self.permits.fail_waiting(lambda: _again(error))
-            self.memory.gate.fail_waiting(lambda: _again(error))
+            self.permits.fail_waiting(lambda: again(error))
+            self.memory.gate.fail_waiting(lambda: again(error))
         lost = list(self._messages)
         for message in lost:
             message.loss = error
@@ -398,9 +399,9 @@ class Outgoing:
     def why_not(self, message: Message | None = None) -> AioTensorError:
         """Make the error that tells why something cannot be sent, for whoever was waiting."""
         if message is not None and message.loss is not None:
-            return _again(message.loss)
+            return again(message.loss)
         if self.failure is not None:
-            return _again(self.failure)
+            return again(self.failure)
         if self._is_closed:
             return ClosedError("this TensorSender was closed")
         return DiscardedError("this message was discarded: begin a new one")
@@ -408,12 +409,4 @@ class Outgoing:
     @property
     def receivers_lost(self) -> int:
         """Count the receivers that were lost."""
-        return self._conversation.receivers_lost
-
-
-def _again(error: AioTensorError) -> AioTensorError:
-    """Make an error like another, since one that was raised carries its traceback along."""
-    again = type(error)(*error.args)
-    again.__dict__.update(error.__dict__)
-    again.__cause__ = error.__cause__
-    return again
+        return self.conversation.receivers_lost

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import logging
 import operator
+import secrets
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -69,6 +70,7 @@ class TensorReceiver:
         max_unclaimed_messages: int | None = 1024,
         max_frame_bytes: int = MAX_RECORD_BYTES,
     ) -> None:
+        self._id = secrets.token_hex(16)
         self._home = Home("TensorReceiver")
         self._listener = links.listen(endpoint)
         limits = Limits(
@@ -82,12 +84,17 @@ class TensorReceiver:
                 f"max_frame_bytes lies between {LEAST_FRAME_BYTES} and {MAX_RECORD_BYTES}, "
                 f"got {max_frame_bytes}"
             )
-        self._incoming = Incoming(limits, self._wake, self._failed)
+        self._incoming = Incoming(self._id, limits, self._wake, self._failed)
         self._mailbox = self._incoming.mailbox
         self._waiters: dict[Key, Waiters] = {}
         self._iterators = Waiters()
         self._failure: BaseException | None = None
         self._tensors_taken = self._bytes_taken = 0
+
+    @property
+    def id(self) -> str:
+        """The id that senders know this receiver by."""
+        return self._id
 
     async def __aenter__(self) -> Self:
         self._home.enter()
@@ -148,6 +155,23 @@ class TensorReceiver:
         finally:
             self._mailbox.unclaim(key)
             self._wake_iterators()  # it may be theirs now
+
+    async def arrived(self, handle: TensorHandle) -> None:
+        """Wait until the tensor that a handle names has arrived, and leave it there.
+
+        So whoever serves many requests can take those whose tensors are here. Waits until the whole message
+        of the tensor has arrived, and keeps it from iterations meanwhile. Cancelling changes nothing.
+        Errors are those of `receive`.
+        """
+        self._home.check()
+        key = _key(handle)
+        self._mailbox.claim(key)
+        try:
+            await self._hold(key)
+            self._wake(self._mailbox.put_back(key))
+        finally:
+            self._mailbox.unclaim(key)
+            self._wake_iterators()
 
     def receive_nowait(self, handle: TensorHandle) -> torch.Tensor:
         """Return the tensor that a handle names if it is here.

@@ -75,6 +75,11 @@ class TensorSender:
         """The id that the handles of this sender carry."""
         return self._id
 
+    @property
+    def receiver_id(self) -> str | None:
+        """The id of the receiver at the other end; None while there is none."""
+        return self._outgoing.conversation.receiver_id
+
     async def __aenter__(self) -> Self:
         loop = self._home.enter()
         self._freed: FreedItems[int] = FreedItems(loop, self._blocks_freed)
@@ -281,6 +286,12 @@ class OpenMessage:
         self._sender = sender
         self._message: Message | None = None
         self._sending = 0  # sends that have not returned
+        self._is_finished = False
+
+    @property
+    def sender(self) -> TensorSender:
+        """The sender whose message it is."""
+        return self._sender
 
     async def __aenter__(self) -> Self:
         if self._message is not None:
@@ -324,21 +335,41 @@ class OpenMessage:
         finally:
             self._sending -= 1
 
+    def finish(self) -> None:
+        """Make the message whole now, and not only at the end of the block.
+
+        Nothing more can be sent in it. If the block then ends with an exception, the message is discarded
+        all the same, unless the receiver has taken it by then. Finishing again does nothing.
+
+        Raises:
+            DiscardedError: the message was discarded, by either side.
+            PeerLostError: the receiver died or closed.
+            ClosedError: the sender was closed.
+            UsageError: a send of this message was not awaited; the message is discarded. Or it is not
+                begun yet.
+        """
+        message, outgoing = self._message, self._sender._outgoing
+        if message is None:
+            raise UsageError("this message is not begun yet: use `async with sender.message() as message`")
+        if self._is_finished:
+            return
+        if message.has_ended:
+            raise outgoing.why_not(message)  # it was not whole, so nobody can have taken it
+        if self._sending:
+            outgoing.abandon(message)
+            raise UsageError("a send of this message was not awaited: await every message.send in its block")
+        self._is_finished = True
+        outgoing.complete(message)
+
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        message, outgoing = self._message, self._sender._outgoing
-        if message is None:
+        if self._message is None:
             return
         if kind is not None:
-            outgoing.abandon(message)
-        elif message.has_ended:
-            raise outgoing.why_not(message)  # it was not whole, so nobody can have taken it
-        elif self._sending:
-            outgoing.abandon(message)
-            raise UsageError("a send of this message was not awaited: await every message.send in its block")
+            self._sender._outgoing.abandon(self._message)
         else:
-            outgoing.complete(message)
+            self.finish()
 
 
 def _seconds(name: str, value: float | None) -> float | None:

@@ -7,7 +7,16 @@ import msgspec
 if TYPE_CHECKING:  # these records hold tensors and make none: the pure rooms import this module
     import torch
 
-__all__ = ["Delivery", "Holder", "ReceiverStatistics", "SenderStatistics", "TensorHandle", "Usage"]
+__all__ = [
+    "ClientStatistics",
+    "Delivery",
+    "Holder",
+    "ReceiverStatistics",
+    "SenderStatistics",
+    "ServerStatistics",
+    "TensorHandle",
+    "Usage",
+]
 
 
 class TensorHandle(msgspec.Struct, frozen=True):
@@ -150,3 +159,59 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
     tensors_taken: int
     bytes_taken: int
     messages_discarded: int
+
+
+class ClientStatistics(msgspec.Struct, frozen=True):
+    """What a client of messages has in flight now, and what it has done since it was opened.
+
+    Attributes:
+        servers: servers that are connected now.
+        in_flight: messages that are being sent, or wait for an answer, at each server.
+        messages_sent: messages that were handed to ZeroMQ.
+        answers: requests that were answered.
+        failures: requests that ended with an error.
+        cancelled: requests that were cancelled here.
+        servers_lost: how often a server died, closed or refused this client.
+    """
+
+    servers: int
+    in_flight: tuple[int, ...]
+    messages_sent: int
+    answers: int
+    failures: int
+    cancelled: int
+    servers_lost: int
+
+
+class ServerStatistics(msgspec.Struct, frozen=True):
+    """What a server of messages holds now, and what it has done since it was opened.
+
+    Attributes:
+        clients: clients that are connected now.
+        max_clients: the limit on them.
+        waiting: messages that have arrived and that nobody has taken.
+        max_waiting: the limit on them.
+        waiting_bytes: bytes of these messages, without the tensors that travel by a sender.
+        max_waiting_bytes: the limit on them.
+        in_hand: messages that were taken, and neither answered nor given up.
+        messages_received: messages that have arrived.
+        answers: messages that were answered.
+        failures: messages that were answered with an error.
+        cancelled: messages that their clients gave up, or were lost with.
+        clients_lost: clients that died, closed or broke the protocol.
+        clients_refused: clients that were turned away, because of a limit.
+    """
+
+    clients: int
+    max_clients: int | None
+    waiting: int
+    max_waiting: int
+    waiting_bytes: int
+    max_waiting_bytes: int
+    in_hand: int
+    messages_received: int
+    answers: int
+    failures: int
+    cancelled: int
+    clients_lost: int
+    clients_refused: int

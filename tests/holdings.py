@@ -139,7 +139,7 @@ def _of_sender(sender: TensorSender) -> dict[str, object]:
         "parked bytes": outgoing._parked,
         "drainers": len(outgoing._drainers),
         "copies": len(outgoing.memory._copies) + outgoing.memory._worker._running,
-        "announced messages": len(outgoing._conversation._announced),
+        "announced messages": len(outgoing.conversation._announced),
         "those who look for a receiver": len(getattr(outgoing._link, "_waiters", ())),
     }
 

@@ -8,7 +8,6 @@ import asyncio
 import logging
 import os
 import socket
-import struct
 from collections.abc import Sequence
 from functools import partial
 from urllib.parse import unquote, urlsplit
@@ -21,6 +20,7 @@ from aiotensor.gates import Waiters
 from aiotensor.links.base import MAX_UNREAD_BYTES, ReceiverEvents, SenderEvents
 from aiotensor.links.records import RecordSocket, close_after_fork
 from aiotensor.links.socket_file import SocketFile
+from aiotensor.links.users import check_user
 
 __all__ = ["UnixListener", "UnixSenderLink", "path_of"]
 
@@ -28,7 +28,6 @@ logger = logging.getLogger("aiotensor.links")
 
 _MAX_PATH_BYTES = 107  # of a socket's address on Linux
 _ACCEPTS_A_TURN = 16  # who connects without end must not keep the loop from everybody else
-_CREDENTIALS = struct.Struct("3i")  # of the peer: pid, uid, gid
 
 # Nothing tells when a socket appears at a path, so a sender without a receiver looks for it now and then,
 # and only then: a connected pair does nothing while it is idle.
@@ -64,21 +63,6 @@ def path_of(address: str) -> str:
 
 def _new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-
-
-def _check_user(sock: socket.socket) -> None:
-    """Refuse a peer that is another user.
-
-    Raises:
-        AccessDeniedError: it is.
-    """
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(credentials)
-    if uid != os.geteuid():
-        raise AccessDeniedError(
-            f"the other side (pid {pid}) runs as user {uid}, this process as user {os.geteuid()}: "
-            "run both as the same user"
-        )
 
 
 class UnixSenderLink:
@@ -172,7 +156,7 @@ class UnixSenderLink:
         sock = _new_socket()
         try:
             sock.connect(self._path)
-            _check_user(sock)
+            check_user(sock)
         except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
             sock.close()  # it is not there, it is gone, or too many others connect right now
             self._is_starved = False
@@ -347,7 +331,7 @@ class UnixListener:
                 return
             sock.setblocking(False)
             try:
-                _check_user(sock)
+                check_user(sock)
             except AccessDeniedError as error:
                 logger.error("a sender was refused: %s", error)
                 sock.close()

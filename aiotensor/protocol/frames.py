@@ -43,6 +43,7 @@ __all__ = [
     "Discarded",
     "End",
     "Hello",
+    "Number",
     "Put",
     "Release",
     "Taken",
@@ -143,11 +144,12 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """Answer a `Hello`, with the longest record that the receiver takes."""
+    """Answer a `Hello`, with the longest record that the receiver takes, and the receiver's id."""
 
     version: int
     pid: Number
     max_frame_bytes: Annotated[int, msgspec.Meta(ge=LEAST_FRAME_BYTES)] = LEAST_FRAME_BYTES
+    receiver: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):

@@ -67,7 +67,7 @@ class EndRules(SenderRules, ReceiverRules):
     def _kill_sender(self, sender: Sender) -> None:
         """End a sender as the kernel ends a process: its sockets are closed, and nothing more is said."""
         with self.steps.inside():
-            sender.sender._outgoing._conversation.close()
+            sender.sender._outgoing.conversation.close()
         for call in self.of(sender):
             self.cancel(call)
         self._close_sender(sender, "killed")  # of what this process keeps, which the kernel would free
@@ -114,7 +114,7 @@ class EndRules(SenderRules, ReceiverRules):
         if not connected:
             return  # the receiver's limits have refused it meanwhile
         sender = data.draw(st.sampled_from(connected))
-        link = sender.sender._outgoing._conversation.link
+        link = sender.sender._outgoing.conversation.link
         assert isinstance(link, UnixSenderLink | QueueSenderLink)
         records = link._sock if isinstance(link, UnixSenderLink) else link._pipe
         if records is not None and not records._is_closed:

@@ -1,0 +1,323 @@
+"""The asking side."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+import anyio.to_thread
+import torch
+import zmq
+
+from aiotensor.channel import options
+from aiotensor.channel.connection import Answered, Asked, Connection, Handles
+from aiotensor.channel.options import Key
+from aiotensor.channel.parcels import Loans, pack, unpack
+from aiotensor.codec import TensorDecoder
+from aiotensor.errors import AioTensorError, ClosedError, ProtocolError
+from aiotensor.gates import Waiters
+from aiotensor.home import Home
+from aiotensor.receiver import TensorReceiver
+from aiotensor.sender import OpenMessage, TensorSender
+from aiotensor.types import ClientStatistics
+
+__all__ = ["MessageClient"]
+
+R = TypeVar("R")
+
+
+class MessageClient(Generic[R]):
+    """Send messages with tensors inside to a server, and await its answers.
+
+    Open it with ``async with``, once, and share it between the tasks of that event loop. Opening does not
+    wait for the server: what is asked before it starts waits. A server that was lost is replaced by the next
+    one that listens there; what it was asked fails with `PeerLostError`.
+
+    With a `sender`, the tensors of a message travel by it, through shared memory, as one message of it with
+    one permit; those of a few KiB ride in the message. Without one, all travel in the message itself, whose
+    memory ZeroMQ reads and does not copy.
+
+    Args:
+        address: of the server: ``ipc://`` and an absolute path, or ``tcp://`` with a host and a port. A
+            sequence of them for several servers.
+        sender: an open sender to the receiver of that server, which is not closed before this client is. For
+            several servers, one for each, in their order.
+        receiver: an open receiver, by which the tensors of answers come if the server has a sender to it. Do
+            not iterate over it.
+        reply_type: of the answers, as msgspec takes it; they are checked.
+        high_water_mark: the most messages that wait to leave, and the most that wait to be read here, for
+            each server. Beyond them, `request` and `send` wait.
+        max_part_bytes: the largest part of an answer that is read: its body, or one tensor that travels in
+            it; None for no limit. A server that exceeds it is lost.
+        heartbeat_interval_s: how often, in seconds, a silent server is asked whether it is there.
+        heartbeat_timeout_s: after how many seconds without an answer to that it is lost. On this machine the
+            kernel says at once when a process has ended, so there are heartbeats only if one of these two is
+            given; to others they are 0.3 and 0.9 by default.
+        secret_key: this client's CURVE key, for servers on other machines; from `zmq.curve_keypair`.
+        server_key: the servers' public key.
+        linger_s: how long `aclose` waits, in seconds, until what was sent has left.
+
+    Raises:
+        TypeError: an argument is of a wrong type.
+        ValueError: an address names no place or is open to everybody and there are no keys, a limit is not
+            positive, or there are not as many senders as addresses.
+    """
+
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        sender: TensorSender | Sequence[TensorSender] | None = None,
+        receiver: TensorReceiver | None = None,
+        reply_type: type[R],
+        high_water_mark: int = 16,
+        max_part_bytes: int | None = 1 << 30,
+        heartbeat_interval_s: float | None = None,
+        heartbeat_timeout_s: float | None = None,
+        secret_key: Key | None = None,
+        server_key: Key | None = None,
+        linger_s: float = 1.0,
+    ) -> None:
+        self._home = Home("MessageClient")
+        keys = options.client_keys(secret_key, server_key)
+        texts = [address] if isinstance(address, str) else list(address)
+        self._addresses = [
+            options.parse(text, has_keys=bool(keys), how="secret_key and server_key") for text in texts
+        ]
+        self._senders: list[TensorSender | None] = (
+            [sender] if sender is None or isinstance(sender, TensorSender) else list(sender)
+        )
+        if sender is None:
+            self._senders *= len(texts)
+        if not texts or len(self._senders) != len(texts):
+            raise ValueError(
+                f"got {len(self._senders)} senders and {len(texts)} addresses: there is one sender for each "
+                "server, or none; with several addresses, give a list of senders in their order"
+            )
+        self._options = {
+            **options.limits(
+                self._addresses, high_water_mark, max_part_bytes, heartbeat_interval_s, heartbeat_timeout_s
+            ),
+            **keys,
+            zmq.IMMEDIATE: 1,  # nothing is queued for a server that is not there
+        }
+        self._linger_s = options.seconds("linger_s", linger_s)
+        self._receiver = receiver
+        self._decoder: TensorDecoder[R] = TensorDecoder(reply_type)
+        self._connections: list[Connection] = []
+        self._changes = Waiters()
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._sent = self._answers = self._failures = self._cancelled = 0
+
+    async def __aenter__(self) -> Self:
+        self._home.enter()
+        self._loans = Loans()
+        self._context = zmq.Context()
+        receiver = "" if self._receiver is None else self._receiver.id
+        self._connections = [
+            Connection(self._context, address, self._options, receiver, self._drop, self._changes.wake)
+            for address in self._addresses
+        ]
+        for connection in self._connections:
+            connection.connect()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def request(
+        self, message: object, *, target: int | None = None, inside: OpenMessage | None = None
+    ) -> R:
+        """Send a message, and return the answer to it.
+
+        Args:
+            message: a msgspec Struct, a dataclass, a list or a dict, with tensors and arrays anywhere in it.
+                They must not change before this returns.
+            target: which of several servers, counted from 0; by default the one with the fewest messages in
+                flight, of those that are there.
+            inside: an open message of the sender, for whoever takes the permit before there is a tensor, so
+                that it bounds the decoding too: ``async with sender.message() as permit: ... await
+                client.request(message, inside=permit)``. It is whole afterwards.
+
+        Waits for the server, for a permit and memory if it has tensors, for room, and for the answer.
+        Cancelling tells the server, whose task is cancelled, and discards the tensors, so that permit and
+        memory come back. The server may have done its work by then.
+
+        Raises:
+            RemoteError: the server's handler raised, or it could not take this message; `type_name` says
+            what.
+            PeerLostError: the server died, closed or refused this client, before it answered.
+            AccessDeniedError: the server is another user, or does not know this client's key.
+            ProtocolError: the answer is not of the type that it should be.
+            TypeError: something in the message cannot be encoded.
+            UnsupportedTensorError: a tensor would not arrive as it is; nothing was taken for it.
+            TooLargeError: a tensor is larger than the sender's `arena_bytes`, or there are too many.
+            ClosedError: this client was closed, perhaps while waiting.
+            ValueError: there is no such target, or `inside` is of another sender.
+        """
+        connection, sender = await self._choose(target, inside)
+        with _Preparing(connection):
+            asked, handles = await self._ask(connection, sender, message, inside, wants_answer=True)
+        # The caller's frame has the tensors still; this one must not add to it.
+        del message, inside
+        try:
+            if asked.answered is None:
+                raise AssertionError("an answer was asked for")
+            answer = await self._open_answer(await asked.answered)
+        except BaseException as error:
+            self._give_up(connection, asked)
+            if sender is not None and handles:
+                with suppress(ClosedError):  # then all of it is discarded already
+                    sender.discard(handles[0])
+            self._failures += isinstance(error, AioTensorError)
+            self._cancelled += isinstance(error, asyncio.CancelledError)
+            raise
+        self._answers += 1
+        return answer
+
+    async def send(
+        self, message: object, *, target: int | None = None, inside: OpenMessage | None = None
+    ) -> None:
+        """Send a message that wants no answer.
+
+        When it returns, its tensors may change. The message may still be lost, with the server.
+        Arguments, waiting and errors are those of `request`, but for the answer's. Cancelling discards the
+        message, unless it has left.
+        """
+        connection, sender = await self._choose(target, inside)
+        with _Preparing(connection):
+            await self._ask(connection, sender, message, inside, wants_answer=False)
+
+    def statistics(self) -> ClientStatistics:
+        """Return what is in flight and what was done; also after closing."""
+        self._home.check_place()
+        return ClientStatistics(
+            servers=sum(connection.is_ready for connection in self._connections),
+            in_flight=tuple(connection.in_flight for connection in self._connections),
+            messages_sent=self._sent,
+            answers=self._answers,
+            failures=self._failures,
+            cancelled=self._cancelled,
+            servers_lost=sum(connection.session for connection in self._connections),
+        )
+
+    async def aclose(self) -> None:
+        """Close: what waits gets `ClosedError`.
+
+        Waits until what was sent has left, at most `linger_s`. Cancelling stops the waiting. Closing again
+        does nothing.
+        """
+        self._home.check_place()
+        was_open, self._home.is_closed = self._home.is_open, True
+        if not was_open or self._context is None:
+            return
+        for connection in self._connections:
+            connection.close(ClosedError("this MessageClient was closed"), self._linger_s)
+        self._changes.wake()
+        await anyio.to_thread.run_sync(self._context.term, abandon_on_cancel=True)
+
+    # One message
+
+    async def _choose(
+        self, target: int | None, inside: OpenMessage | None
+    ) -> tuple[Connection, TensorSender | None]:
+        """Choose a server, and wait until it is there."""
+        self._home.check()
+        if inside is not None:
+            owners = [number for number, sender in enumerate(self._senders) if inside.sender is sender]
+            if not owners or target not in (None, *owners):
+                raise ValueError("`inside` is a message of this client's sender, for the same target")
+            target = owners[0]
+        if target is None and len(self._connections) > 1:
+            target = await self._least_busy()
+        number = 0 if target is None else target
+        if not 0 <= number < len(self._connections):
+            raise ValueError(f"target {target} is none of the {len(self._connections)} servers, from 0")
+        connection = self._connections[number]
+        if not connection.is_ready:
+            await connection.ready()
+        return connection, self._senders[number]
+
+    async def _least_busy(self) -> int:
+        """Wait until a server is there, and return the number of the one with the least to do."""
+        while True:
+            ready = [
+                (connection.in_flight, number)
+                for number, connection in enumerate(self._connections)
+                if connection.is_ready
+            ]
+            if ready:
+                return min(ready)[1]
+            if all(connection.is_hopeless for connection in self._connections):
+                return 0  # asking it says why, or tries again
+            await self._changes.wait()
+            self._home.check()
+
+    async def _ask(
+        self,
+        connection: Connection,
+        sender: TensorSender | None,
+        message: object,
+        inside: OpenMessage | None,
+        *,
+        wants_answer: bool,
+    ) -> tuple[Asked, Handles]:
+        session = connection.session
+        parcel = await pack(message, has_sender=sender is not None)
+        handles: Handles = ()
+        if sender is not None and (parcel.tensors or inside is not None):
+            handles = await parcel.send_tensors(sender, inside)
+        try:
+            loan = None if wants_answer else self._loans.lend(parcel.parts)
+            asked = await connection.ask(session, handles, parcel.parts, wants_answer=wants_answer)
+            self._sent += 1
+            parcel.parts.clear()
+            if loan is not None:
+                await loan
+        except BaseException:
+            if sender is not None and handles:
+                with suppress(ClosedError):
+                    sender.discard(handles[0])
+            raise
+        return asked, handles
+
+    async def _open_answer(self, answered: Answered) -> R:
+        found: list[torch.Tensor] = []
+        if answered.handles:
+            receiver = self._receiver
+            if receiver is None:
+                raise ProtocolError("the server sent tensors to a receiver, and this client has none")
+            found = [await receiver.receive(handle) for handle in answered.handles]
+        answer: R = await unpack(self._decoder, answered.parts, found)
+        return answer
+
+    def _give_up(self, connection: Connection, asked: Asked) -> None:
+        """Let go of a message whose answer nobody waits for any more."""
+        connection.cancel(asked)
+        future = asked.answered
+        if future is not None and future.done() and not future.cancelled() and future.exception() is None:
+            self._drop(future.result().handles)
+
+    def _drop(self, handles: Handles) -> None:
+        """Drop the tensors of an answer that nobody waits for."""
+        if self._receiver is not None and handles:
+            with suppress(ClosedError):
+                self._receiver.discard(handles[0])
+
+
+class _Preparing:
+    """Count a message that is about to be sent."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        self._connection.preparing += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._connection.preparing -= 1

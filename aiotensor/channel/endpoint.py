@@ -1,0 +1,95 @@
+"""The place where a server listens: a socket file that only this user may open, or a port that has keys."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Mapping
+
+import anyio.to_thread
+import zmq
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from aiotensor.channel.options import Address
+from aiotensor.channel.sockets import LoopSocket, SocketEvents
+from aiotensor.errors import UsageError
+from aiotensor.links.socket_file import SocketFile
+
+__all__ = ["Endpoint"]
+
+
+class _Allowed:
+    """Say which keys may connect; the authenticator of pyzmq asks."""
+
+    def __init__(self, keys: frozenset[bytes]) -> None:
+        self._keys = keys
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key in self._keys
+
+
+class Endpoint:
+    """Listen at an address, once; belongs to the running loop.
+
+    Args:
+        address: where.
+        options: of the socket.
+        allowed: the public keys of the clients, if they need any.
+    """
+
+    def __init__(
+        self, address: Address, options: Mapping[int, int | bytes], allowed: frozenset[bytes]
+    ) -> None:
+        self.address = address.text
+        self._path = address.path
+        # Without this a ROUTER drops what is for a client that is gone, or slow, and says nothing.
+        self._options = {**options, zmq.ROUTER_MANDATORY: 1}
+        self._allowed = allowed
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._authenticator: AsyncioAuthenticator | None = None
+        self._file: SocketFile | None = None
+        self._socket: LoopSocket | None = None
+
+    async def open(self, events: SocketEvents) -> LoopSocket:
+        """Begin to listen.
+
+        Raises:
+            UsageError: another server listens there, or nobody can.
+        """
+        self._context = zmq.Context()
+        try:
+            if self._path is not None:
+                await self._take(self._path)
+            if self._allowed:
+                self._authenticator = AsyncioAuthenticator(self._context)
+                self._authenticator.start()
+                self._authenticator.configure_curve_callback(credentials_provider=_Allowed(self._allowed))
+            self._socket = LoopSocket(self._context, zmq.ROUTER, self._options, events)
+            try:
+                self._socket.bind(self.address)
+            except zmq.ZMQError as error:
+                raise UsageError(f"nobody can listen at {self.address}: {error.strerror}") from error
+        except BaseException:
+            await self.close(0.0)
+            raise
+        self.address = self._socket.address
+        return self._socket
+
+    async def close(self, linger_s: float) -> None:
+        """Close; what was sent has so many seconds to leave, and cancelling waits no longer for it."""
+        if self._file is not None:
+            self._file.leave()
+        if self._socket is not None:
+            self._socket.close(linger_s)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            await asyncio.sleep(0)  # its task ends in the next turn
+        if self._context is not None:
+            await anyio.to_thread.run_sync(self._context.term, abandon_on_cancel=True)
+
+    async def _take(self, path: str) -> None:
+        """Take the path as links do, and hand ZeroMQ the socket: by itself it takes a living one's too."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self._file = SocketFile(path, sock)
+        # In a thread: it waits for another process that does the same in this folder.
+        await anyio.to_thread.run_sync(self._file.take)
+        self._options[zmq.USE_FD] = os.dup(sock.fileno())

@@ -1,0 +1,190 @@
+"""What both sides are told by their users: where to meet, what keeps others out, and the limits."""
+
+import ipaddress
+import operator
+from collections.abc import Collection
+from typing import NamedTuple, TypeAlias
+from urllib.parse import urlsplit
+
+import zmq
+from zmq.utils import z85
+
+__all__ = ["Address", "Key", "client_keys", "limits", "parse", "positive", "seconds", "server_keys"]
+
+Key: TypeAlias = str | bytes
+
+_KEY_BYTES = 32
+
+# By default, where only silence tells that the other side is gone: within a second, as everywhere.
+_HEARTBEAT_INTERVAL_S, _HEARTBEAT_TIMEOUT_S = 0.3, 0.9
+
+
+class Address(NamedTuple):
+    """Where a server is.
+
+    Attributes:
+        text: as ZeroMQ takes it.
+        path: of the socket's file; None if there is none.
+        is_local: whether both sides are on this machine, whose kernel says at once when one is gone.
+    """
+
+    text: str
+    path: str | None
+    is_local: bool
+
+
+def parse(address: str, *, has_keys: bool, how: str) -> Address:
+    """Read an address, and refuse one where anybody could connect.
+
+    Args:
+        address: ``ipc://`` and an absolute path, or ``tcp://`` with a host and a port.
+        has_keys: whether keys keep others out.
+        how: the keywords that give them.
+
+    Raises:
+        TypeError: it is no text.
+        ValueError: it is no such address, or is open to others and there are no keys.
+    """
+    if not isinstance(address, str):
+        raise TypeError(f"an address is a text such as 'ipc:///run/user/1000/m.sock', got {address!r}")
+    if address.startswith("ipc:///"):
+        path = address.removeprefix("ipc://")
+        if len(path.encode()) > zmq.IPC_PATH_MAX_LEN or path.endswith("/") or "\0" in path:
+            raise ValueError(
+                f"the address {address!r} does not name a file, or its path is longer than the "
+                f"{zmq.IPC_PATH_MAX_LEN} bytes that a socket's address has: choose a shorter folder"
+            )
+        return Address(address, path, is_local=True)
+    host, port = _host_and_port(address)
+    if host is None:
+        raise ValueError(
+            f"no channel serves the address {address!r}: write ipc:// and an absolute path, for example "
+            "ipc:///run/user/1000/messages.sock, or tcp:// with a host and a port"
+        )
+    if port is None:
+        raise ValueError(f"the address {address!r} names no port: write, for example, tcp://127.0.0.1:5555")
+    is_local = _is_loopback(host)
+    if not is_local and not has_keys:
+        raise ValueError(
+            f"anybody could connect to {address}: give {how}, made by zmq.curve_keypair(), or use ipc:// or "
+            "the address 127.0.0.1"
+        )
+    return Address(address, None, is_local)
+
+
+def _host_and_port(address: str) -> tuple[str | None, int | None]:
+    try:
+        parts = urlsplit(address)
+        is_whole = address == f"tcp://{parts.netloc}"
+        return (parts.hostname, parts.port) if is_whole else (None, None)
+    except ValueError:  # of the port
+        return None, None
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name, or a wildcard
+
+
+def client_keys(secret_key: Key | None, server_key: Key | None) -> dict[int, int | bytes]:
+    """Return the options of a client's socket that keep others out; none, if it has no keys.
+
+    Raises:
+        TypeError: a key is no text.
+        ValueError: a key is none, or one of the two is missing.
+    """
+    if secret_key is None and server_key is None:
+        return {}
+    if secret_key is None or server_key is None:
+        raise ValueError("a client with keys has both, its own secret_key and the servers' server_key")
+    secret = _key("secret_key", secret_key)
+    return {
+        zmq.CURVE_SECRETKEY: secret,
+        zmq.CURVE_PUBLICKEY: zmq.curve_public(secret),
+        zmq.CURVE_SERVERKEY: _key("server_key", server_key),
+    }
+
+
+def server_keys(
+    secret_key: Key | None, clients: Collection[Key]
+) -> tuple[dict[int, int | bytes], frozenset[bytes]]:
+    """Return the options of a server's socket that keep others out, and the public keys of those let in.
+
+    Raises:
+        TypeError: a key is no text.
+        ValueError: a key is none, or one without the others.
+    """
+    if secret_key is None and not clients:
+        return {}, frozenset()
+    if secret_key is None or not clients:
+        raise ValueError("a server with keys has both, its own secret_key and the client_keys of its clients")
+    public = frozenset(_key("client_keys", client) for client in clients)
+    return {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: _key("secret_key", secret_key)}, public
+
+
+def _key(name: str, value: Key) -> bytes:
+    """Check a CURVE key."""
+    if not isinstance(value, str | bytes):
+        raise TypeError(f"{name} has keys as zmq.curve_keypair() makes them, of 40 characters, got {value!r}")
+    text = value.encode() if isinstance(value, str) else value
+    try:
+        is_key = len(z85.decode(text)) == _KEY_BYTES
+    except (KeyError, ValueError):
+        is_key = False
+    if not is_key:  # not shown: it may be a secret with a slip in it
+        raise ValueError(f"{name} has keys as zmq.curve_keypair() makes them, of 40 characters; this is none")
+    return text
+
+
+def limits(
+    addresses: Collection[Address],
+    high_water_mark: int,
+    max_part_bytes: int | None,
+    heartbeat_interval_s: float | None,
+    heartbeat_timeout_s: float | None,
+) -> dict[int, int | bytes]:
+    """Return the options of a socket that keep what it holds, and how long it waits, within bounds.
+
+    Raises:
+        ValueError: a limit is not positive.
+    """
+    options: dict[int, int | bytes] = {
+        zmq.SNDHWM: positive("high_water_mark", high_water_mark),
+        zmq.RCVHWM: high_water_mark,
+        zmq.MAXMSGSIZE: -1 if max_part_bytes is None else positive("max_part_bytes", max_part_bytes),
+        zmq.IPV6: 1,
+    }
+    if all(address.is_local for address in addresses) and not (heartbeat_interval_s or heartbeat_timeout_s):
+        return options
+    options[zmq.HEARTBEAT_IVL] = _milliseconds(
+        "heartbeat_interval_s", heartbeat_interval_s, _HEARTBEAT_INTERVAL_S
+    )
+    options[zmq.HEARTBEAT_TIMEOUT] = _milliseconds(
+        "heartbeat_timeout_s", heartbeat_timeout_s, _HEARTBEAT_TIMEOUT_S
+    )
+    return options
+
+
+def positive(name: str, value: int) -> int:
+    """Check a limit."""
+    if operator.index(value) < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return value
+
+
+def seconds(name: str, value: float) -> float:
+    """Check a span of time."""
+    if not 0 <= value < 2**31 / 1000:
+        raise ValueError(f"{name} is seconds, at least 0, got {value}")
+    return value
+
+
+def _milliseconds(name: str, value: float | None, default: float) -> int:
+    span = default if value is None else value
+    if not 0.001 <= span <= 6553:  # ZeroMQ sends it to the other side in 16 bits, as tenths of a second
+        raise ValueError(f"{name} is seconds, from 0.001 to 6553, got {span}")
+    return round(span * 1000)

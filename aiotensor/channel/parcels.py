@@ -1,0 +1,161 @@
+"""A message and its tensors, made ready to travel: what goes in ZeroMQ's own parts, and what by a sender."""
+
+import asyncio
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import anyio.to_thread
+import torch
+import zmq
+
+from aiotensor import placements
+from aiotensor.codec import TensorDecoder, TensorEncoder
+from aiotensor.errors import ProtocolError
+from aiotensor.home import FreedItems
+from aiotensor.sender import OpenMessage, TensorSender
+from aiotensor.types import TensorHandle
+
+__all__ = ["Loans", "Parcel", "pack", "unpack"]
+
+# Of the tensors that ride in the body of a message which has a sender for the others.
+_MAX_INLINE_BYTES = 8 * placements.MAX_INLINE_BYTES
+
+
+class _TakesLongError(Exception):
+    """Encoding here would keep the event loop from everything else."""
+
+
+class Parcel:
+    """A message, encoded.
+
+    Attributes:
+        parts: the body, and the buffers beside it.
+        tensors: those that are to go by a sender, in the order of their numbers in the body.
+    """
+
+    def __init__(self, *, has_sender: bool) -> None:
+        self.parts: list[bytes | memoryview] = []
+        self.tensors: list[torch.Tensor] = []
+        self._has_sender = has_sender
+        self._inline_bytes = 0
+
+    def place(self, tensor: torch.Tensor) -> int | None:
+        """Choose how a tensor goes; one for the sender is known in the body by its number."""
+        nbytes = tensor.nbytes
+        if self._has_sender:
+            if nbytes <= placements.MAX_INLINE_BYTES and self._inline_bytes + nbytes <= _MAX_INLINE_BYTES:
+                self._inline_bytes += nbytes
+                return None
+            self.tensors.append(tensor)
+            return len(self.tensors) - 1
+        if nbytes > placements.QUICK_BYTES and not placements.lies_flat(tensor):
+            raise _TakesLongError
+        return None
+
+    async def send_tensors(
+        self, sender: TensorSender, inside: OpenMessage | None = None
+    ) -> tuple[TensorHandle, ...]:
+        """Send the tensors as one message, and let go of them.
+
+        Args:
+            sender: what to send by.
+            inside: a message of it that has begun; it is whole afterwards.
+        """
+        try:
+            if inside is not None:
+                handles = tuple([await inside.send(tensor) for tensor in self.tensors])
+                inside.finish()
+                return handles
+            if len(self.tensors) == 1:
+                return (await sender.send(self.tensors[0]),)
+            async with sender.message() as message:
+                return tuple([await message.send(tensor) for tensor in self.tensors])
+        finally:
+            self.tensors.clear()
+
+
+async def pack(message: object, *, has_sender: bool) -> Parcel:
+    """Encode a message; in a thread, if tensors have to be copied for that.
+
+    Raises:
+        TypeError: something in it cannot be encoded.
+        UnsupportedTensorError: a tensor in it would not arrive as it is.
+    """
+    parcel = Parcel(has_sender=has_sender)
+    try:
+        parcel.parts = TensorEncoder(parcel.place).encode(message)
+    except _TakesLongError:
+        parcel.parts = await anyio.to_thread.run_sync(TensorEncoder().encode, message)
+    return parcel
+
+
+async def unpack(decoder: TensorDecoder[Any], parts: Sequence[memoryview], found: list[torch.Tensor]) -> Any:
+    """Decode a message; in a thread, if it is large.
+
+    Args:
+        decoder: of its type.
+        parts: the body, and the buffers beside it.
+        found: the tensors that came by a sender, in the order of their numbers.
+
+    Raises:
+        ProtocolError: it cannot be read, is not of its type, or does not use each of its tensors once.
+    """
+    used: set[int] = set()
+
+    def find(handle: object) -> torch.Tensor:
+        if not isinstance(handle, int) or not 0 <= handle < len(found) or handle in used:
+            raise ProtocolError(f"the peer named tensor {handle!r:.64} of {len(found)}, or named it twice")
+        used.add(handle)
+        return found[handle]
+
+    if sum(map(len, parts)) > placements.QUICK_BYTES:
+        message = await anyio.to_thread.run_sync(decoder.decode, parts, find)
+    else:
+        message = decoder.decode(parts, find)
+    if len(used) != len(found):
+        raise ProtocolError(
+            f"the peer sent {len(found)} tensors, and the message uses {len(used)} of them: one is too many, "
+            "or is in a field that the type here does not have"
+        )
+    return message
+
+
+class _Loan:
+    """Memory that ZeroMQ still reads, and the future of its return."""
+
+    def __init__(self, returned: "asyncio.Future[None]") -> None:
+        self.returned = returned
+        self.watches: set[weakref.ref[Any]] = set()
+
+
+class Loans:
+    """Know when ZeroMQ has let go of memory that was lent to it; belongs to the running loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._freed: FreedItems[tuple[_Loan, weakref.ref[Any]]] = FreedItems(self._loop, self._let_go)
+
+    def lend(self, parts: Sequence[bytes | memoryview]) -> "asyncio.Future[None] | None":
+        """Watch the large parts of a message, before it is sent; return None if it has none.
+
+        The future is done when nobody has the memory of these parts any more, which the caller must let go of
+        too.
+        """
+        large = [
+            part.obj for part in parts if isinstance(part, memoryview) and len(part) >= zmq.COPY_THRESHOLD
+        ]
+        if not large:
+            return None
+        loan = _Loan(self._loop.create_future())
+        for owner in large:
+            # In whichever thread it is freed: ZeroMQ has one of its own for that.
+            watch = weakref.ref(owner, lambda watch: self._freed((loan, watch)))
+            loan.watches.add(watch)
+        return loan.returned
+
+    def _let_go(self, items: list[tuple[_Loan, weakref.ref[Any]]]) -> None:
+        for loan, watch in items:
+            loan.watches.discard(watch)
+            if not loan.watches and not loan.returned.done():
+                loan.returned.set_result(None)

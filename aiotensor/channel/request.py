@@ -1,0 +1,155 @@
+"""A message that a server has taken, for whoever answers it."""
+
+import asyncio
+import logging
+from types import TracebackType
+from typing import Generic, Protocol, Self, TypeVar
+
+import anyio
+
+from aiotensor.channel.clients import Asked
+from aiotensor.errors import ClosedError, UsageError
+
+__all__ = ["Answerer", "Request"]
+
+logger = logging.getLogger("aiotensor.channel")
+
+M = TypeVar("M")
+
+
+class Answerer(Protocol):
+    """What sends answers."""
+
+    async def answer(self, asked: Asked, answer: object) -> bool:
+        """Send an answer, and say whether anybody wanted it."""
+
+    def fail(self, asked: Asked, type_name: str, text: str) -> bool:
+        """Say that there is no answer, and whether anybody wanted one."""
+
+
+class Request(Generic[M]):
+    """A message of a client, to be answered once.
+
+    Whoever answers several at a time does so in tasks, each in the block of its request::
+
+        async def answer(request):
+            async with request:
+                await request.reply(await work(request.message))
+
+    The block is cancelled when the client gives up, an exception in it goes to the client as `RemoteError`
+    and is logged, and leaving it without an answer is such an error too. Afterwards the message, with its
+    tensors, is gone. A request that is dropped without an answer fails in the same way when it is freed.
+
+    """
+
+    def __init__(self, asked: Asked, message: M, answerer: Answerer) -> None:
+        self._message: M | None = message
+        self._asked = asked
+        self._answerer = answerer
+        self._is_answered = False
+        self._scope: anyio.CancelScope | None = None
+
+    @property
+    def message(self) -> M:
+        """What the client sent, with its tensors in place."""
+        if self._message is None:
+            raise UsageError("this request's block has ended, and its message with it")
+        return self._message
+
+    @property
+    def client_pid(self) -> int:
+        """The process id of the client, as it says."""
+        return self._asked.client.pid
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody still waits for an answer."""
+        return self._asked.is_wanted
+
+    async def reply(self, answer: object) -> bool:
+        """Answer, and return whether the client still wanted it.
+
+        Nobody wants an answer to a message that was sent by `send`, or whose client has cancelled it or is
+        gone: then this does nothing.
+
+        Args:
+            answer: of the client's `reply_type`, with tensors and arrays anywhere in it. They may change when
+                this returns.
+
+        Waits for a permit and memory, if its tensors go by a sender; for room, while the client does not
+        read; and until ZeroMQ has let go of large tensors that go without one. Cancelling before it was
+        handed to ZeroMQ sends nothing, and the request can be answered again; after that, the tensors must
+        not change until it has left.
+
+        Raises:
+            UsageError: it was answered before.
+            TypeError: something in the answer cannot be encoded; answer again, or `fail`.
+            UnsupportedTensorError: a tensor would not arrive as it is.
+            TooLargeError: a tensor is larger than the sender's `arena_bytes`, or there are too many.
+            PeerLostError: the client's receiver is gone, though the client is not.
+            ClosedError: the server was closed.
+        """
+        self._answer_once()
+        try:
+            return await self._answerer.answer(self._asked, answer)
+        except BaseException:
+            self._is_answered = not self._asked.is_wanted
+            raise
+
+    async def fail(self, error: BaseException | str) -> bool:
+        """Tell the client that there is no answer, and return whether it still wanted one.
+
+        Args:
+            error: raised there as `RemoteError`, with the name of its type and its text.
+
+        Raises:
+            UsageError: it was answered before.
+            ClosedError: the server was closed.
+        """
+        self._answer_once()
+        return self._fail(error)
+
+    async def __aenter__(self) -> Self:
+        if self._scope is not None:
+            raise UsageError("the block of a request is entered once")
+        self._scope = anyio.CancelScope()
+        self._scope.__enter__()
+        if not self.is_wanted and self._asked.wants_answer:
+            self._scope.cancel()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        scope = self._scope
+        if scope is None:
+            raise AssertionError("a block that is left was entered")
+        # Of a request that nobody wants any more, the cancellation ends here.
+        was_cancelled = bool(scope.__exit__(kind, error, trace))
+        self._message = None
+        if self._is_answered or was_cancelled or not self.is_wanted:
+            is_told = was_cancelled or isinstance(error, Exception)
+        else:
+            self._is_answered = True
+            self._fail(error if error is not None else UsageError("the server's handler gave no answer"))
+            is_told = isinstance(error, Exception)
+        if isinstance(error, Exception) and not isinstance(error, ClosedError):
+            logger.error("answering a request of process %s failed", self.client_pid, exc_info=error)
+        return is_told
+
+    def _cancel(self) -> None:
+        """Note that nobody wants an answer any more."""
+        if self._scope is not None:
+            self._scope.cancel()
+
+    def _answer_once(self) -> None:
+        if self._is_answered:
+            raise UsageError("this request was answered before")
+        self._is_answered = True
+
+    def _fail(self, error: BaseException | str) -> bool:
+        if isinstance(error, str):
+            return self._answerer.fail(self._asked, "Exception", error)
+        if isinstance(error, asyncio.CancelledError):
+            return self._answerer.fail(self._asked, "CancelledError", "the server's handler was cancelled")
+        return self._answerer.fail(self._asked, type(error).__name__, str(error))

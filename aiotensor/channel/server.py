@@ -1,0 +1,387 @@
+"""The answering side."""
+
+import asyncio
+import logging
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+import anyio
+import torch
+
+from aiotensor.channel import options
+from aiotensor.channel.clients import Asked, Clients, State
+from aiotensor.channel.endpoint import Endpoint
+from aiotensor.channel.options import Key
+from aiotensor.channel.parcels import Loans, pack, unpack
+from aiotensor.channel.request import Request
+from aiotensor.codec import TensorDecoder
+from aiotensor.errors import AioTensorError, ClosedError, ProtocolError, UsageError
+from aiotensor.gates import Waiters
+from aiotensor.home import FreedItems, Home
+from aiotensor.protocol.exchange import Answer, write
+from aiotensor.receiver import TensorReceiver
+from aiotensor.sender import TensorSender
+from aiotensor.types import ServerStatistics
+
+__all__ = ["MessageServer"]
+
+logger = logging.getLogger("aiotensor.channel")
+
+M = TypeVar("M")
+
+
+class MessageServer(Generic[M]):
+    """Receive messages with tensors inside from many clients, and answer them in any order.
+
+    Open it with ``async with``, once, and iterate: ``async for request in server``, in as many tasks as you
+    like. Or have `serve` run a function for each message. Messages are taken, and with them the tensors that
+    travel by a sender, when the iteration asks for the next one: until then the senders keep their permits,
+    so a slow server pushes back.
+
+    Args:
+        address: where clients connect: ``ipc://`` and an absolute path, where only this user can, or
+            ``tcp://`` with a host and a port, 0 for any that is free.
+        message_type: of the messages, as msgspec takes it; they are checked.
+        receiver: an open receiver for the senders of the clients. Do not iterate over it.
+        sender: an open sender to the receiver of a client, by which the tensors of answers to that client go;
+            for several clients, several senders. Without one they travel in the answer.
+        max_clients: the most clients connected at once; None for no limit.
+        max_waiting: the most messages that wait here to be taken. Beyond it nothing is read, also no
+            cancelling, and clients wait once `high_water_mark` messages more are on their way.
+        max_waiting_bytes: the most bytes of these messages, not counting what came by senders.
+        high_water_mark: the most messages that ZeroMQ keeps, in each direction, for each client.
+        max_part_bytes: the largest part of a message that is read: its body, or one tensor that travels in
+            it; None for no limit. A client that exceeds it loses its connection.
+        heartbeat_interval_s: how often, in seconds, a silent client is asked whether it is there.
+        heartbeat_timeout_s: after how many seconds without an answer to that it is lost. On this machine the
+            kernel says at once when a process has ended, so there are heartbeats only if one of these two is
+            given; to others they are 0.3 and 0.9 by default.
+        secret_key: this server's CURVE key, without which it listens on this machine alone.
+        client_keys: the public keys of the clients that may connect then.
+        linger_s: how long `aclose` waits, in seconds, until answers have left.
+
+    Raises:
+        TypeError: an argument is of a wrong type.
+        ValueError: the address names no place or is open to everybody and there are no keys, or a limit is
+            not positive.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        message_type: type[M],
+        *,
+        receiver: TensorReceiver | None = None,
+        sender: TensorSender | Sequence[TensorSender] = (),
+        max_clients: int | None = 64,
+        max_waiting: int = 256,
+        max_waiting_bytes: int = 256 << 20,
+        high_water_mark: int = 16,
+        max_part_bytes: int | None = 1 << 30,
+        heartbeat_interval_s: float | None = None,
+        heartbeat_timeout_s: float | None = None,
+        secret_key: Key | None = None,
+        client_keys: Collection[Key] = (),
+        linger_s: float = 1.0,
+    ) -> None:
+        self._home = Home("MessageServer")
+        keys, allowed = options.server_keys(secret_key, client_keys)
+        parsed = options.parse(address, has_keys=bool(keys), how="secret_key and client_keys")
+        limits = options.limits(
+            [parsed], high_water_mark, max_part_bytes, heartbeat_interval_s, heartbeat_timeout_s
+        )
+        self._endpoint = Endpoint(parsed, {**limits, **keys}, allowed)
+        self._linger_s = options.seconds("linger_s", linger_s)
+        self._max_waiting = options.positive("max_waiting", max_waiting)
+        self._max_waiting_bytes = options.positive("max_waiting_bytes", max_waiting_bytes)
+        self._receiver = receiver
+        self._senders = (sender,) if isinstance(sender, TensorSender) else tuple(sender)
+        self._decoder: TensorDecoder[M] = TensorDecoder(message_type)
+        self._clients = Clients(
+            None if max_clients is None else options.positive("max_clients", max_clients), self
+        )
+        self._ready: deque[Asked] = deque()  # with all their tensors here
+        self._found: dict[Asked, list[torch.Tensor]] = {}  # taken, but not decoded yet
+        self._arriving: dict[Asked, asyncio.Task[None]] = {}
+        self._waiters = Waiters()
+        self._in_hand: set[Asked] = set()
+        self._waiting = self._waiting_bytes = 0
+        self._received = self._answers = self._failures = self._given_up = 0
+
+    @property
+    def address(self) -> str:
+        """Where clients connect; says which port was free."""
+        return self._endpoint.address
+
+    async def __aenter__(self) -> Self:
+        loop = self._home.enter()
+        self._loans = Loans()
+        self._dropped: FreedItems[Asked] = FreedItems(loop, self._requests_dropped)
+        try:
+            self._clients.socket = await self._endpoint.open(self._clients)
+        except BaseException:
+            self._home.is_closed = True
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Request[M]:
+        """Return the next request whose tensors are here.
+
+        A message that cannot be read or is of another type is answered with that, and passed by. Cancelling
+        loses nothing. Ends when this server is closed.
+        """
+        if self._home.is_closed:
+            raise StopAsyncIteration
+        self._home.check()
+        while True:
+            while self._ready:
+                asked = self._ready.popleft()
+                request = await self._take(asked)
+                if request is not None:
+                    return request
+            if self._home.is_closed:
+                raise StopAsyncIteration
+            await self._waiters.wait()
+
+    async def serve(
+        self, handler: Callable[[M], Awaitable[object]], *, max_concurrent: int | None = None
+    ) -> None:
+        """Answer every message with what a function returns for it, each in a task of its own.
+
+        The task is cancelled when the client gives up. What the function raises goes to the client as
+        `RemoteError`, and is logged.
+
+        Args:
+            handler: called with each message; returns the answer.
+            max_concurrent: the most messages that are taken at once; None for no limit.
+
+        Returns when this server is closed and the tasks have ended. Cancelling cancels the tasks.
+
+        Raises:
+            UsageError, ClosedError: this server is not open here.
+        """
+        turns = None if max_concurrent is None else asyncio.Semaphore(max_concurrent)
+        self._home.check()
+
+        async def answer(request: Request[M]) -> None:
+            try:
+                async with request:
+                    await request.reply(await handler(request.message))
+            finally:
+                if turns is not None:
+                    turns.release()
+
+        async with anyio.create_task_group() as group:
+            while True:
+                if turns is not None:
+                    await turns.acquire()
+                request = await anext(self, None)
+                if request is None:
+                    break
+                group.start_soon(answer, request)
+                del request  # or its tensors would stay until the next one comes
+
+    def statistics(self) -> ServerStatistics:
+        """Return what is held and what was done; also after closing."""
+        self._home.check_place()
+        return ServerStatistics(
+            clients=len(self._clients),
+            max_clients=self._clients.max_clients,
+            waiting=self._waiting,
+            max_waiting=self._max_waiting,
+            waiting_bytes=self._waiting_bytes,
+            max_waiting_bytes=self._max_waiting_bytes,
+            in_hand=len(self._in_hand),
+            messages_received=self._received,
+            answers=self._answers,
+            failures=self._failures,
+            cancelled=self._given_up,
+            clients_lost=self._clients.lost,
+            clients_refused=self._clients.refused_clients,
+        )
+
+    async def aclose(self) -> None:
+        """Close: clients get `PeerLostError`, blocks of requests are cancelled, iterations end.
+
+        Waits until answers have left, at most `linger_s`. Cancelling stops the waiting. Closing again does
+        nothing.
+        """
+        self._home.check_place()
+        was_open, self._home.is_closed = self._home.is_open, True
+        if not was_open:
+            return
+        for asked in [*self._ready, *self._arriving]:
+            if not asked.wants_answer:
+                self._stop_waiting(asked)
+        self._clients.say_farewell()
+        self._waiters.wake()
+        await self._endpoint.close(self._linger_s)
+
+    # What clients do
+
+    def asked(self, asked: Asked) -> None:
+        """Take a message in; one with tensors waits for these."""
+        self._received += 1
+        self._waiting += 1
+        self._waiting_bytes += asked.nbytes
+        if self._waiting >= self._max_waiting or self._waiting_bytes >= self._max_waiting_bytes:
+            self._clients.socket.pause()
+        if not asked.handles:
+            self._make_ready(asked)
+        elif self._receiver is None:
+            self._refuse(asked, ProtocolError("this server has no receiver for tensors that a sender sends"))
+        else:
+            task = asyncio.get_running_loop().create_task(self._await_tensors(asked, self._receiver))
+            self._arriving[asked] = task
+
+    def given_up(self, asked: Asked, state: State) -> None:
+        """Let go of a message that nobody wants any more."""
+        self._given_up += 1
+        if state is State.WAITING:
+            self._stop_waiting(asked)
+        else:
+            request = None if asked.taken is None else asked.taken()
+            self._let_go(asked)
+            if isinstance(request, Request):
+                request._cancel()
+
+    async def _await_tensors(self, asked: Asked, receiver: TensorReceiver) -> None:
+        try:
+            for handle in asked.handles:
+                await receiver.arrived(handle)
+        except (AioTensorError, ValueError) as error:
+            self._refuse(asked, error)
+        else:
+            self._make_ready(asked)
+        finally:
+            self._arriving.pop(asked, None)
+
+    def _make_ready(self, asked: Asked) -> None:
+        self._ready.append(asked)
+        self._waiters.wake()
+
+    # Taking
+
+    async def _take(self, asked: Asked) -> Request[M] | None:
+        """Take a message with its tensors, or None if it cannot be taken; cancelled, it is the next again."""
+        try:
+            found = self._found.pop(asked, None)
+            if found is None:
+                found = self._take_tensors(asked)
+            try:
+                message: M = await unpack(self._decoder, asked.parts, found)
+            except asyncio.CancelledError:
+                if asked.state is State.WAITING:
+                    self._found[asked] = found
+                    self._ready.appendleft(asked)
+                    self._waiters.wake()
+                raise
+        except (AioTensorError, ValueError) as error:
+            self._refuse(asked, error)
+            return None
+        if asked.state is not State.WAITING:
+            return None  # given up while it was decoded
+        self._count_out(asked)
+        asked.state = State.IN_HAND
+        self._in_hand.add(asked)
+        request = Request(asked, message, self)
+        asked.taken = weakref.ref(request, lambda _: self._dropped(asked))
+        return request
+
+    def _take_tensors(self, asked: Asked) -> list[torch.Tensor]:
+        if self._receiver is None:
+            return []
+        return [self._receiver.receive_nowait(handle) for handle in asked.handles]
+
+    def _refuse(self, asked: Asked, error: Exception) -> None:
+        """Tell a client that its message cannot be taken."""
+        if asked.state is State.WAITING:
+            if isinstance(error, ProtocolError):
+                logger.error("a message of process %s is refused: %s", asked.client.pid, error)
+            self._stop_waiting(asked)
+            self._failures += 1
+            self._clients.fail(asked, type(error).__name__, str(error))
+
+    def _stop_waiting(self, asked: Asked) -> None:
+        """Let go of a message that waits."""
+        self._count_out(asked)
+        self._found.pop(asked, None)
+        task = self._arriving.pop(asked, None)
+        if task is not None:
+            task.cancel()
+        with suppress(ValueError):  # it is being taken, or its tensors are not here
+            self._ready.remove(asked)
+        if self._receiver is not None and asked.handles:
+            with suppress(ClosedError, ValueError):
+                self._receiver.discard(asked.handles[0])
+
+    def _count_out(self, asked: Asked) -> None:
+        self._waiting -= 1
+        self._waiting_bytes -= asked.nbytes
+        asked.parts = []
+        if self._waiting < self._max_waiting and self._waiting_bytes < self._max_waiting_bytes:
+            self._clients.socket.resume()
+
+    # Answering
+
+    async def answer(self, asked: Asked, answer: object) -> bool:
+        """Send an answer, and say whether anybody wanted it."""
+        self._home.check()
+        sender = self._sender_to(asked.client.receiver)
+        was_wanted = asked.is_wanted and await self._send_answer(asked, answer, sender)
+        self._answers += was_wanted
+        self._let_go(asked)
+        return was_wanted
+
+    def fail(self, asked: Asked, type_name: str, text: str) -> bool:
+        """Say that there is no answer, and whether anybody wanted one."""
+        self._home.check()
+        was_wanted = self._clients.fail(asked, type_name, text)
+        self._failures += was_wanted
+        self._let_go(asked)
+        return was_wanted
+
+    def _sender_to(self, receiver: str) -> TensorSender | None:
+        """Return the sender to the receiver of a client, if there is one."""
+        return next((sender for sender in self._senders if receiver and sender.receiver_id == receiver), None)
+
+    async def _send_answer(self, asked: Asked, answer: object, sender: TensorSender | None) -> bool:
+        parcel = await pack(answer, has_sender=sender is not None)
+        handles = await parcel.send_tensors(sender) if sender is not None and parcel.tensors else ()
+        was_wanted = False
+        try:
+            loan = self._loans.lend(parcel.parts)
+            was_wanted = await self._clients.answer(
+                asked, [write(Answer(asked.number, handles)), *parcel.parts]
+            )
+        finally:
+            if sender is not None and handles and not was_wanted:
+                with suppress(ClosedError):
+                    sender.discard(handles[0])
+        parcel.parts.clear()
+        if loan is not None and was_wanted:
+            await loan
+        return was_wanted
+
+    def _let_go(self, asked: Asked) -> None:
+        """Note that a message needs nothing more."""
+        asked.taken = None
+        self._in_hand.discard(asked)
+
+    def _requests_dropped(self, dropped: list[Asked]) -> None:
+        """Answer for whoever dropped a request without an answer."""
+        for asked in dropped:
+            if asked in self._in_hand and not self._home.is_closed:
+                self.fail(asked, UsageError.__name__, "the server dropped the request without an answer")

@@ -1,0 +1,191 @@
+"""A ZeroMQ socket on the event loop, and what becomes of its connections.
+
+A plain socket and its descriptor rather than `zmq.asyncio`: that makes a future and two turns of the loop of
+each message, and cannot wait for one of the many peers of a ROUTER. ZeroMQ's descriptor says only that
+something has changed, and says it once, so whoever hears it has to look until there is nothing left.
+"""
+
+import asyncio
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+import zmq
+
+__all__ = ["LoopSocket", "PeerGoneError", "SocketEvents"]
+
+_Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+
+_MESSAGES_A_TURN = 64  # then other callbacks of the loop have their turn
+
+_EVENT = struct.Struct("=HI")  # which, and a number that goes with it
+_DENIED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_WATCHED = (
+    _DENIED
+    | zmq.EVENT_CONNECTED
+    | zmq.EVENT_ACCEPTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_DISCONNECTED
+)
+
+
+class PeerGoneError(Exception):
+    """The peer that a message is for is not connected any more."""
+
+
+class SocketEvents(Protocol):
+    """What the owner of a socket wants to be told."""
+
+    def message_arrived(self, parts: "list[zmq.Frame]") -> None:
+        """Take a message."""
+
+    def connected(self, descriptor: int) -> None:
+        """Note that a connection was made, by its descriptor here; the handshake follows."""
+
+    def handshaken(self) -> None:
+        """Note that a connection is ready to be used."""
+
+    def refused(self, *, is_final: bool) -> None:
+        """Note that a handshake failed; if it is final, since the two sides do not agree on their keys."""
+
+    def disconnected(self, descriptor: int) -> None:
+        """Note that a connection is gone."""
+
+    def has_room(self) -> None:
+        """Note that what could not be sent before may be sent now."""
+
+
+class LoopSocket:
+    """A socket that tells its owner what happens; belongs to the running loop.
+
+    Args:
+        context: to make it in.
+        kind: of the socket, `zmq.DEALER` or `zmq.ROUTER`.
+        options: to set on it, by their numbers.
+        events: who is told.
+    """
+
+    def __init__(
+        self, context: _Context, kind: int, options: Mapping[int, int | bytes], events: SocketEvents
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events = events
+        self._socket = context.socket(kind)
+        self._socket.linger = 0
+        for option, value in options.items():
+            self._socket.set(option, value)
+        self._monitor = self._socket.get_monitor_socket(_WATCHED)
+        self._descriptors = int(self._socket.get(zmq.FD)), int(self._monitor.get(zmq.FD))
+        self._is_closed = self._is_paused = self._is_scheduled = self._was_full = False
+        for descriptor, look in zip(self._descriptors, (self._look, self.look_for_events), strict=True):
+            self._loop.add_reader(descriptor, look)
+
+    def connect(self, address: str) -> None:
+        """Begin to connect, and go on until it succeeds."""
+        self._socket.connect(address)
+        self._begin()
+
+    def bind(self, address: str) -> None:
+        """Listen.
+
+        Raises:
+            zmq.ZMQError: nobody can.
+        """
+        self._socket.bind(address)
+        self._begin()
+
+    @property
+    def address(self) -> str:
+        """The address where it listens; says which port a wildcard became."""
+        return bytes(self._socket.get(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
+
+    def send(self, parts: Sequence[bytes | memoryview]) -> bool:
+        """Hand over a message if there is room for it, and say whether there was.
+
+        Large parts are not copied: their memory must not change until ZeroMQ lets go of them.
+
+        Raises:
+            PeerGoneError: its receiver is not connected; only a ROUTER knows.
+        """
+        send, last = self._socket.send, len(parts) - 1
+        try:
+            for number, part in enumerate(parts):
+                flags = zmq.NOBLOCK if number == last else zmq.NOBLOCK | zmq.SNDMORE
+                send(part, flags, copy=len(part) < zmq.COPY_THRESHOLD)
+        except zmq.Again:
+            self._was_full = True
+            return False  # and it was the first part: after that there is room for the others
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                raise PeerGoneError from error
+            raise
+        # Sending takes in all that the socket was to be told; its descriptor does not say that again.
+        if self._was_full or self._has_messages():
+            self._look_soon()
+        return True
+
+    def pause(self) -> None:
+        """Leave messages where they are; what is sent goes on."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Read messages again."""
+        if self._is_paused:
+            self._is_paused = False
+            self._look_soon()
+
+    def read_all(self) -> None:
+        """Take in what has arrived by now."""
+        while not self._is_closed and self._has_messages():
+            self._events.message_arrived(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+
+    def look_for_events(self) -> None:
+        """Tell of what has become of connections by now."""
+        while not self._is_closed and int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+            event, value = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+            if event & (zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED):
+                self._events.connected(value)
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._events.handshaken()
+            elif event & (_DENIED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
+                self._events.refused(is_final=bool(event & _DENIED))
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._events.disconnected(value)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close; what was sent goes out within so many seconds, while the context is there."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for descriptor in self._descriptors:
+            self._loop.remove_reader(descriptor)
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(int(linger_s * 1000))
+
+    def _begin(self) -> None:
+        # A descriptor says nothing before it was looked at once.
+        self._look_soon()
+        self._loop.call_soon(self.look_for_events)
+
+    def _has_messages(self) -> bool:
+        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+    def _look_soon(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._is_scheduled = False
+        for _ in range(_MESSAGES_A_TURN):
+            # Also while it is paused: only asking makes the descriptor quiet again.
+            if self._is_closed or not self._has_messages() or self._is_paused:
+                break
+            self._events.message_arrived(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+        else:
+            self._look_soon()
+        if self._was_full and not self._is_closed:
+            self._was_full = False
+            self._events.has_room()

@@ -1,0 +1,150 @@
+"""What a client and a server of messages say to each other, and the only place that reads it.
+
+    client                                   server
+      | ClientHello(version, pid, receiver)     |   once, first
+      | --------------------------------------> |
+      |               ServerHello(version, pid) |   once, first; the client asks nothing before it
+      | <-------------------------------------- |
+      | Ask(number, handles, wants_answer)      |   with the message
+      | Cancel(number)                          |   nobody wants the answer any more
+      | --------------------------------------> |
+      |                 Answer(number, handles) |   with the message
+      |               Failure(number, ...)      |   or: there will be none
+      |                       Farewell(reason)  |   nothing follows
+      | <-------------------------------------- |
+
+One of these is the first part of what travels, a *header*. After the header of an `Ask` or an `Answer` come
+the body of a message and the buffers beside it, each a part of its own. `handles` name the tensors of the
+message that travel by a sender; where they stand in the message, the body says, by their numbers in this
+tuple.
+"""
+
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from aiotensor.errors import ProtocolError
+from aiotensor.protocol.frames import MAX_TENSORS, Number
+from aiotensor.types import TensorHandle
+
+__all__ = [
+    "VERSION",
+    "Answer",
+    "Ask",
+    "Cancel",
+    "ClientHello",
+    "Failure",
+    "Farewell",
+    "FromClient",
+    "FromServer",
+    "ServerHello",
+    "failure",
+    "read_from_client",
+    "read_from_server",
+    "write",
+]
+
+VERSION = 1
+
+_MAX_NAME, _MAX_TEXT = 64, 16 * 1024  # characters
+
+_Id = Annotated[str, msgspec.Meta(max_length=_MAX_NAME)]
+_Text = Annotated[str, msgspec.Meta(max_length=_MAX_TEXT)]
+_Handles = Annotated[tuple[TensorHandle, ...], msgspec.Meta(max_length=MAX_TENSORS)]
+
+
+class ClientHello(msgspec.Struct, frozen=True, array_like=True, tag="client"):
+    """Introduce a client, and name its receiver, by which it can take the tensors of answers; "" for none."""
+
+    version: int
+    pid: Number
+    receiver: _Id = ""
+
+
+class ServerHello(msgspec.Struct, frozen=True, array_like=True, tag="server"):
+    """Answer a `ClientHello`."""
+
+    version: int
+    pid: Number
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    """Send a message. Numbers count up for each connection, from 0."""
+
+    number: Number
+    handles: _Handles = ()
+    wants_answer: bool = True
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+    """Give up a message; one that was answered stays so."""
+
+    number: Number
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+    """Answer a message with another."""
+
+    number: Number
+    handles: _Handles = ()
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
+    """Say that a message gets no answer: what was raised, and its text."""
+
+    number: Number
+    type_name: _Id
+    text: _Text
+
+
+class Farewell(msgspec.Struct, frozen=True, array_like=True, tag="farewell"):
+    """Close. A reason says that the other side is not welcome."""
+
+    reason: _Text = ""
+
+
+FromClient = ClientHello | Ask | Cancel
+FromServer = ServerHello | Answer | Failure | Farewell
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+_from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
+_from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
+
+
+def failure(number: int, type_name: str, text: str) -> Failure:
+    """Make a `Failure` that can travel, whatever an error says of itself."""
+    # A lone surrogate cannot be encoded, and an error may well hold a path that has one.
+    plain = text[:_MAX_TEXT].encode(errors="backslashreplace").decode()[:_MAX_TEXT]
+    return Failure(number, type_name[:_MAX_NAME], plain)
+
+
+def write(header: FromClient | FromServer) -> bytes:
+    """Turn a header into bytes."""
+    return _encoder.encode(header)
+
+
+def read_from_client(data: bytes | memoryview) -> FromClient:
+    """Read a header that a client wrote.
+
+    Raises:
+        ProtocolError: the bytes are no such header, or a number in it is out of bounds.
+    """
+    return _read(_from_client, data, "a client")
+
+
+def read_from_server(data: bytes | memoryview) -> FromServer:
+    """Read a header that a server wrote.
+
+    Raises:
+        ProtocolError: the bytes are no such header, or a number in it is out of bounds.
+    """
+    return _read(_from_server, data, "the server")
+
+
+def _read(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview, who: str) -> T:
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"{who} sent a header that cannot be read: {error}") from error
