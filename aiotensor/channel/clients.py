@@ -142,7 +142,7 @@ class Clients:
 
         Args:
             asked: what it is the answer to; ends with this.
-            parts: the header, the body, and the buffers beside it.
+            parts: the header, and the buffers beside the body.
         """
         client = asked.client
         while asked.is_wanted:
@@ -184,12 +184,12 @@ class Clients:
                 self._introduced(identity, header)
                 return
             match header:
-                case Ask(number, handles, wants_answer):
+                case Ask(number, body, handles, wants_answer):
                     if number != client.next_number:
                         raise ProtocolError(f"it sent message {number} in place of {client.next_number}")
                     client.next_number += 1
-                    body = [part.buffer for part in parts[2:]]
-                    asked = Asked(client, number, handles, body, wants_answer=wants_answer)
+                    message = [body, *[part.buffer for part in parts[2:]]]
+                    asked = Asked(client, number, handles, message, wants_answer=wants_answer)
                     client.asked[number] = asked
                     self._events.asked(asked)
                 case Cancel(number):

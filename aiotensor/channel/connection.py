@@ -54,7 +54,7 @@ Handles = tuple[TensorHandle, ...]
 
 
 class Answered(NamedTuple):
-    """What came back: handles of tensors that travel by a sender, and the body with the buffers beside it."""
+    """What came back: handles of tensors that travel by a sender, the body, and the buffers beside it."""
 
     handles: Handles
     parts: list[memoryview]
@@ -157,16 +157,18 @@ class Connection:
         Raises:
             PeerLostError: the server went while the tensors were on their way.
         """
+        body, *buffers = parts
         while True:
-            await self.ready()
+            if not self.is_ready:
+                await self.ready()
             if handles and session != self.session:
                 raise PeerLostError(
                     f"the server at {self._address.text} was replaced while the tensors of a message were on "
                     "their way to it"
                 )
             number = self._next_number
-            ask = write(Ask(number, handles, wants_answer))
-            if not self._unsent and self._open_socket().send([ask, *parts]):
+            header = write(Ask(number, memoryview(body), handles, wants_answer))
+            if not self._unsent and self._open_socket().send([header, *buffers]):
                 break
             await self._waiters.wait()
         self._next_number += 1
@@ -231,10 +233,10 @@ class Connection:
         try:
             header = read_from_server(parts[0].buffer)
             match header:
-                case Answer(number, handles):
+                case Answer(number, body, handles):
                     future = self._answered(number)
                     if future is not None:
-                        future.set_result(Answered(handles, [part.buffer for part in parts[1:]]))
+                        future.set_result(Answered(handles, [body, *[part.buffer for part in parts[1:]]]))
                     elif handles:
                         self._drop(handles)
                 case Failure(number, type_name, text):

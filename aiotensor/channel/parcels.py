@@ -137,13 +137,13 @@ class Loans:
         self._freed: FreedItems[tuple[_Loan, weakref.ref[Any]]] = FreedItems(self._loop, self._let_go)
 
     def lend(self, parts: Sequence[bytes | memoryview]) -> "asyncio.Future[None] | None":
-        """Watch the large parts of a message, before it is sent; return None if it has none.
+        """Watch the large buffers of a message, before it is sent; return None if it has none.
 
-        The future is done when nobody has the memory of these parts any more, which the caller must let go of
+        The future is done when nobody has the memory of these any more, which the caller must let go of
         too.
         """
         large = [
-            part.obj for part in parts if isinstance(part, memoryview) and len(part) >= zmq.COPY_THRESHOLD
+            part.obj for part in parts[1:] if isinstance(part, memoryview) and len(part) >= zmq.COPY_THRESHOLD
         ]
         if not large:
             return None

@@ -363,13 +363,14 @@ class MessageServer(Generic[M]):
         was_wanted = False
         try:
             loan = self._loans.lend(parcel.parts)
-            was_wanted = await self._clients.answer(
-                asked, [write(Answer(asked.number, handles)), *parcel.parts]
-            )
+            body, *buffers = parcel.parts
+            header = write(Answer(asked.number, memoryview(body), handles))
+            was_wanted = await self._clients.answer(asked, [header, *buffers])
         finally:
             if sender is not None and handles and not was_wanted:
                 with suppress(ClosedError):
                     sender.discard(handles[0])
+        del body, buffers
         parcel.parts.clear()
         if loan is not None and was_wanted:
             await loan

@@ -18,6 +18,11 @@ _Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
 _MESSAGES_A_TURN = 64  # then other callbacks of the loop have their turn
 
+# Plain numbers: each operation on an enum takes as long as a call into ZeroMQ.
+_LAST = int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_POLLIN = int(zmq.POLLIN)
+
 _EVENT = struct.Struct("=HI")  # which, and a number that goes with it
 _DENIED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _WATCHED = (
@@ -111,8 +116,7 @@ class LoopSocket:
         send, last = self._socket.send, len(parts) - 1
         try:
             for number, part in enumerate(parts):
-                flags = zmq.NOBLOCK if number == last else zmq.NOBLOCK | zmq.SNDMORE
-                send(part, flags, copy=len(part) < zmq.COPY_THRESHOLD)
+                send(part, _LAST if number == last else _MORE, copy=len(part) < zmq.COPY_THRESHOLD)
         except zmq.Again:
             self._was_full = True
             return False  # and it was the first part: after that there is room for the others
@@ -121,7 +125,7 @@ class LoopSocket:
                 raise PeerGoneError from error
             raise
         # Sending takes in all that the socket was to be told; its descriptor does not say that again.
-        if self._was_full or self._has_messages():
+        if self._was_full or _is_readable(self._socket):
             self._look_soon()
         return True
 
@@ -137,13 +141,13 @@ class LoopSocket:
 
     def read_all(self) -> None:
         """Take in what has arrived by now."""
-        while not self._is_closed and self._has_messages():
-            self._events.message_arrived(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+        while not self._is_closed and _is_readable(self._socket):
+            self._events.message_arrived(self._receive())
 
     def look_for_events(self) -> None:
         """Tell of what has become of connections by now."""
-        while not self._is_closed and int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
-            event, value = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+        while not self._is_closed and _is_readable(self._monitor):
+            event, value = _EVENT.unpack(self._monitor.recv_multipart(_LAST)[0])
             if event & (zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED):
                 self._events.connected(value)
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -169,8 +173,11 @@ class LoopSocket:
         self._look_soon()
         self._loop.call_soon(self.look_for_events)
 
-    def _has_messages(self) -> bool:
-        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
+    def _receive(self) -> "list[zmq.Frame]":
+        parts = [self._socket.recv(_LAST, copy=False)]
+        while parts[-1].more:
+            parts.append(self._socket.recv(_LAST, copy=False))
+        return parts
 
     def _look_soon(self) -> None:
         if not self._is_scheduled:
@@ -181,11 +188,16 @@ class LoopSocket:
         self._is_scheduled = False
         for _ in range(_MESSAGES_A_TURN):
             # Also while it is paused: only asking makes the descriptor quiet again.
-            if self._is_closed or not self._has_messages() or self._is_paused:
+            if self._is_closed or not _is_readable(self._socket) or self._is_paused:
                 break
-            self._events.message_arrived(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+            self._events.message_arrived(self._receive())
         else:
             self._look_soon()
         if self._was_full and not self._is_closed:
             self._was_full = False
             self._events.has_room()
+
+
+def _is_readable(sock: "zmq.Socket[bytes]") -> bool:
+    """Take in what the socket was told, and say whether there is a message."""
+    return bool(zmq.zmq_poll([(sock, _POLLIN)], 0))

@@ -19,6 +19,9 @@ Place: TypeAlias = Callable[[torch.Tensor], object | None]
 Buffers: TypeAlias = list[bytes | memoryview]
 
 
+_TENSORS = (torch.Tensor, np.ndarray, SupportsDLPack)
+
+
 def _not_mine(tensor: torch.Tensor) -> None:
     return None
 
@@ -64,7 +67,7 @@ class TensorEncoder:
         return [body, *buffers]
 
     def _encode_tensor(self, value: object, buffers: Buffers) -> msgspec.msgpack.Ext:
-        if not isinstance(value, torch.Tensor | np.ndarray | SupportsDLPack):
+        if not isinstance(value, _TENSORS):
             raise TypeError(
                 f"a message cannot hold a {type(value).__name__!r}: use a msgspec Struct, a dataclass, a "
                 "list, a dict, a plain value, a tensor or an array"

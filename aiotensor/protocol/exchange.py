@@ -5,18 +5,17 @@
       | --------------------------------------> |
       |               ServerHello(version, pid) |   once, first; the client asks nothing before it
       | <-------------------------------------- |
-      | Ask(number, handles, wants_answer)      |   with the message
+      | Ask(number, body, handles, ...)         |
       | Cancel(number)                          |   nobody wants the answer any more
       | --------------------------------------> |
-      |                 Answer(number, handles) |   with the message
-      |               Failure(number, ...)      |   or: there will be none
+      |           Answer(number, body, handles) |
+      |        Failure(number, type_name, text) |   or: there will be no answer
       |                       Farewell(reason)  |   nothing follows
       | <-------------------------------------- |
 
-One of these is the first part of what travels, a *header*. After the header of an `Ask` or an `Answer` come
-the body of a message and the buffers beside it, each a part of its own. `handles` name the tensors of the
-message that travel by a sender; where they stand in the message, the body says, by their numbers in this
-tuple.
+One of these is the first part of what travels, a *header*. The buffers beside the body of an `Ask` or an
+`Answer` follow it, each a part of its own. `handles` name the tensors of the message that travel by a sender;
+where they stand in the message, the body says, by their numbers in this tuple.
 """
 
 from typing import Annotated, TypeVar
@@ -72,6 +71,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """Send a message. Numbers count up for each connection, from 0."""
 
     number: Number
+    body: memoryview
     handles: _Handles = ()
     wants_answer: bool = True
 
@@ -86,6 +86,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """Answer a message with another."""
 
     number: Number
+    body: memoryview
     handles: _Handles = ()
 
 
