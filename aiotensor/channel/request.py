@@ -126,19 +126,20 @@ class Request(Generic[M]):
             raise AssertionError("a block that is left was entered")
         # Of a request that nobody wants any more, the cancellation ends here.
         was_cancelled = bool(scope.__exit__(kind, error, trace))
+        self._leave(None if was_cancelled else error)
+        return was_cancelled or isinstance(error, Exception)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """End its block: let go of the message, and tell the client if it got no answer."""
         self._message = None
-        if self._is_answered or was_cancelled or not self.is_wanted:
-            is_told = was_cancelled or isinstance(error, Exception)
-        else:
+        if self.is_wanted and not self._is_answered:
             self._is_answered = True
-            self._fail(error if error is not None else UsageError("the server's handler gave no answer"))
-            is_told = isinstance(error, Exception)
+            self._fail(UsageError("the server's handler gave no answer") if error is None else error)
         if isinstance(error, Exception) and not isinstance(error, ClosedError):
             logger.error("answering a request of process %s failed", self.client_pid, exc_info=error)
-        return is_told
 
     def _cancel(self) -> None:
-        """Note that nobody wants an answer any more."""
+        """Cancel its block: nobody wants an answer any more."""
         if self._scope is not None:
             self._scope.cancel()
 

@@ -1,0 +1,262 @@
+"""Clients and servers of messages for threads."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+import aiotensor
+from aiotensor import channel
+from aiotensor.blocking.portal import BlockingObject
+from aiotensor.blocking.tensors import OpenMessage, TensorReceiver, TensorSender
+from aiotensor.errors import ClosedError
+from aiotensor.types import ClientStatistics, ServerStatistics
+
+__all__ = ["MessageClient", "MessageServer", "Request"]
+
+Key = str | bytes
+
+M = TypeVar("M")
+R = TypeVar("R")
+
+
+class MessageClient(BlockingObject[channel.MessageClient[R]], Generic[R]):
+    """Send messages with tensors inside from threads; open it with ``with``, and share it between them.
+
+    Arguments and errors are those of `aiotensor.channel.MessageClient`; `sender` and `receiver` are those of
+    this module.
+    """
+
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        sender: TensorSender | Sequence[TensorSender] | None = None,
+        receiver: TensorReceiver | None = None,
+        reply_type: type[R],
+        high_water_mark: int = 16,
+        max_part_bytes: int | None = 1 << 30,
+        heartbeat_interval_s: float | None = None,
+        heartbeat_timeout_s: float | None = None,
+        secret_key: Key | None = None,
+        server_key: Key | None = None,
+        linger_s: float = 1.0,
+    ) -> None:
+        super().__init__(
+            channel.MessageClient(
+                address,
+                sender=_inner_senders(sender),
+                receiver=None if receiver is None else receiver._inner,
+                reply_type=reply_type,
+                high_water_mark=high_water_mark,
+                max_part_bytes=max_part_bytes,
+                heartbeat_interval_s=heartbeat_interval_s,
+                heartbeat_timeout_s=heartbeat_timeout_s,
+                secret_key=secret_key,
+                server_key=server_key,
+                linger_s=linger_s,
+            )
+        )
+
+    def request(
+        self,
+        message: object,
+        *,
+        target: int | None = None,
+        inside: OpenMessage | None = None,
+        timeout: float | None = None,
+    ) -> R:
+        """Send a message, and return the answer to it.
+
+        As `aiotensor.channel.MessageClient.request`.
+
+        Args:
+            message: what to send.
+            target: which of several servers.
+            inside: an open message of the sender.
+            timeout: after how many seconds to give up, as by cancelling; None for never.
+
+        Raises:
+            TimeoutError: it took longer than that.
+        """
+        block = None if inside is None else inside._inner
+        return self._wait(self._inner.request, message, target=target, inside=block, timeout=timeout)
+
+    def send(
+        self,
+        message: object,
+        *,
+        target: int | None = None,
+        inside: OpenMessage | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Send a message that wants no answer.
+
+        As `aiotensor.channel.MessageClient.send`.
+
+        Args:
+            message: what to send.
+            target: which of several servers.
+            inside: an open message of the sender.
+            timeout: after how many seconds to give up, as by cancelling; None for never.
+
+        Raises:
+            TimeoutError: it took longer than that.
+        """
+        block = None if inside is None else inside._inner
+        self._wait(self._inner.send, message, target=target, inside=block, timeout=timeout)
+
+    def statistics(self) -> ClientStatistics:
+        """Return what is in flight and what was done; also after closing."""
+        return self._look(self._inner.statistics)
+
+
+class Request(Generic[M]):
+    """A message of a client, to be answered once.
+
+    As `aiotensor.channel.Request`, but that a thread cannot be cancelled: where work takes long, look at
+    `is_wanted` now and then. Use as ``with request: request.reply(work(request.message))``: an exception in
+    the block goes to the client and is logged, and afterwards the message, with its tensors, is gone.
+    """
+
+    def __init__(self, server: "MessageServer[M]", inner: channel.Request[M]) -> None:
+        self._server = server
+        self._inner = inner
+
+    @property
+    def message(self) -> M:
+        """What the client sent, with its tensors in place."""
+        return self._inner.message
+
+    @property
+    def client_pid(self) -> int:
+        """The process id of the client, as it says."""
+        return self._inner.client_pid
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody still waits for an answer."""
+        return self._inner.is_wanted
+
+    def reply(self, answer: object, *, timeout: float | None = None) -> bool:
+        """Answer, and return whether the client still wanted it.
+
+        As `aiotensor.channel.Request.reply`.
+
+        Args:
+            answer: what to answer.
+            timeout: after how many seconds to give up, as by cancelling; None for never.
+
+        Raises:
+            TimeoutError: it took longer than that.
+        """
+        return self._server._wait(self._inner.reply, answer, timeout=timeout)
+
+    def fail(self, error: BaseException | str) -> bool:
+        """Tell the client that there is no answer, and return whether it still wanted one."""
+        return self._server._wait(self._inner.fail, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._server._now(self._inner._leave, error)
+        return isinstance(error, Exception)
+
+
+class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
+    """Receive messages with tensors inside in threads, and answer them in any order.
+
+    Open it with ``with``, and iterate, in as many threads as you like. Arguments and errors are those of
+    `aiotensor.channel.MessageServer`; `sender` and `receiver` are those of this module.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        message_type: type[M],
+        *,
+        receiver: TensorReceiver | None = None,
+        sender: TensorSender | Sequence[TensorSender] = (),
+        max_clients: int | None = 64,
+        max_waiting: int = 256,
+        max_waiting_bytes: int = 256 << 20,
+        high_water_mark: int = 16,
+        max_part_bytes: int | None = 1 << 30,
+        heartbeat_interval_s: float | None = None,
+        heartbeat_timeout_s: float | None = None,
+        secret_key: Key | None = None,
+        client_keys: Collection[Key] = (),
+        linger_s: float = 1.0,
+    ) -> None:
+        super().__init__(
+            channel.MessageServer(
+                address,
+                message_type,
+                receiver=None if receiver is None else receiver._inner,
+                sender=_inner_senders(sender) or (),
+                max_clients=max_clients,
+                max_waiting=max_waiting,
+                max_waiting_bytes=max_waiting_bytes,
+                high_water_mark=high_water_mark,
+                max_part_bytes=max_part_bytes,
+                heartbeat_interval_s=heartbeat_interval_s,
+                heartbeat_timeout_s=heartbeat_timeout_s,
+                secret_key=secret_key,
+                client_keys=client_keys,
+                linger_s=linger_s,
+            )
+        )
+
+    @property
+    def address(self) -> str:
+        """Where clients connect; says which port was free."""
+        return self._inner.address
+
+    def __iter__(self) -> Iterator[Request[M]]:
+        """Go through the requests whose tensors are here; ends when this server is closed."""
+        return iter(self._next_or_none, None)
+
+    def _next_or_none(self) -> Request[M] | None:
+        try:
+            return self.next()
+        except ClosedError:
+            return None
+
+    def next(self, *, timeout: float | None = None) -> Request[M]:
+        """Return the next request whose tensors are here.
+
+        Args:
+            timeout: after how many seconds to give up; nothing is lost. With 0, what is here now.
+
+        Raises:
+            TimeoutError: it took longer than that.
+            ClosedError: this server was closed.
+        """
+        return Request(self, self._next(self._inner, timeout))
+
+    def serve(self, handler: Callable[[M], object]) -> None:
+        """Answer every message with what a function returns for it, in this thread, until this is closed.
+
+        What the function raises goes to the client as `RemoteError`, and is logged.
+
+        Args:
+            handler: called with each message; returns the answer.
+        """
+        for request in self:
+            with request:
+                request.reply(handler(request.message))
+            del request  # or its tensors would stay until the next one comes
+
+    def statistics(self) -> ServerStatistics:
+        """Return what is held and what was done; also after closing."""
+        return self._look(self._inner.statistics)
+
+
+def _inner_senders(
+    sender: TensorSender | Sequence[TensorSender] | None,
+) -> aiotensor.TensorSender | list[aiotensor.TensorSender] | None:
+    if sender is None:
+        return None
+    return sender._inner if isinstance(sender, TensorSender) else [one._inner for one in sender]

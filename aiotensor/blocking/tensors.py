@@ -1,0 +1,258 @@
+"""Senders and receivers for threads."""
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Self
+
+import torch
+
+import aiotensor
+from aiotensor.blocking.portal import BlockingObject
+from aiotensor.errors import ClosedError
+from aiotensor.links import Endpoint
+from aiotensor.placements import Sendable
+from aiotensor.types import Delivery, ReceiverStatistics, SenderStatistics, TensorHandle
+
+__all__ = ["OpenMessage", "TensorReceiver", "TensorSender"]
+
+
+class TensorSender(BlockingObject[aiotensor.TensorSender]):
+    """Send tensors from threads; open it with ``with``, and share it between them.
+
+    Arguments and errors are those of `aiotensor.TensorSender`.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        max_concurrent_videos: int = 8,
+        arena_bytes: int = 1 << 30,
+        *,
+        keep_warm_seconds: float | None = 30.0,
+        long_wait_seconds: float | None = 10.0,
+    ) -> None:
+        super().__init__(
+            aiotensor.TensorSender(
+                endpoint,
+                max_concurrent_videos,
+                arena_bytes,
+                keep_warm_seconds=keep_warm_seconds,
+                long_wait_seconds=long_wait_seconds,
+            )
+        )
+
+    @property
+    def id(self) -> str:
+        """The id that the handles of this sender carry."""
+        return self._inner.id
+
+    @property
+    def receiver_id(self) -> str | None:
+        """The id of the receiver at the other end; None while there is none."""
+        return self._inner.receiver_id
+
+    def send(self, tensor: Sendable, *, timeout: float | None = None) -> TensorHandle:
+        """Send a message of one tensor, and return the handle that names it for the receiver.
+
+        As `aiotensor.TensorSender.send`.
+
+        Args:
+            tensor: what to send.
+            timeout: after how many seconds to give up, as by cancelling; None for never.
+
+        Raises:
+            TimeoutError: it took longer than that.
+        """
+        return self._wait(self._inner.send, tensor, timeout=timeout)
+
+    def send_nowait(self, tensor: Sendable) -> TensorHandle:
+        """Send a message of one tensor if nothing has to be waited for.
+
+        As `aiotensor.TensorSender.send_nowait`, but that the copy runs in the thread of the event loop.
+        """
+        return self._now(self._inner.send_nowait, tensor)
+
+    def message(self, *, timeout: float | None = None) -> "OpenMessage":
+        """Begin a message of several tensors, which share one permit and arrive whole or not at all.
+
+        As `aiotensor.TensorSender.message`: ``with sender.message() as message: message.send(tensor)``.
+
+        Args:
+            timeout: after how many seconds to wait for a permit no more.
+        """
+        return OpenMessage(self, self._now(self._inner.message), timeout)
+
+    def allocate(
+        self, shape: Sequence[int], dtype: torch.dtype, *, timeout: float | None = None
+    ) -> torch.Tensor:
+        """Return an uninitialized tensor in shared memory; sending it copies nothing.
+
+        As `aiotensor.TensorSender.allocate`.
+
+        Args:
+            shape: the sizes of its dimensions, in elements.
+            dtype: the type of its elements.
+            timeout: after how many seconds to give up, as by cancelling; None for never.
+
+        Raises:
+            TimeoutError: it took longer than that.
+        """
+        return self._wait(self._inner.allocate, shape, dtype, timeout=timeout)
+
+    def discard(self, handle: TensorHandle) -> None:
+        """Take back the whole message of a handle, because nobody wants it any more."""
+        self._now(self._inner.discard, handle)
+
+    def drain(self, *, timeout: float | None = None) -> None:
+        """Wait until every message sent before this call was taken or discarded.
+
+        As `aiotensor.TensorSender.drain`.
+
+        Args:
+            timeout: after how many seconds to wait no more.
+
+        Raises:
+            TimeoutError: it took longer than that.
+        """
+        self._wait(self._inner.drain, timeout=timeout)
+
+    def statistics(self) -> SenderStatistics:
+        """Return what is in use and what was done; also after closing."""
+        return self._look(self._inner.statistics)
+
+
+class OpenMessage:
+    """A message that is being sent, made by `TensorSender.message`."""
+
+    def __init__(self, sender: TensorSender, inner: aiotensor.OpenMessage, timeout: float | None) -> None:
+        self._sender = sender
+        self._inner = inner
+        self._timeout = timeout
+
+    @property
+    def sender(self) -> TensorSender:
+        """The sender whose message it is."""
+        return self._sender
+
+    def __enter__(self) -> Self:
+        self._sender._wait(self._inner.__aenter__, timeout=self._timeout)
+        return self
+
+    def send(self, tensor: Sendable, *, timeout: float | None = None) -> TensorHandle:
+        """Send one tensor of the message, and return its handle.
+
+        As `aiotensor.OpenMessage.send`.
+
+        Args:
+            tensor: what to send.
+            timeout: after how many seconds to give up, as by cancelling; None for never.
+
+        Raises:
+            TimeoutError: it took longer than that.
+        """
+        return self._sender._wait(self._inner.send, tensor, timeout=timeout)
+
+    def finish(self) -> None:
+        """Make the message whole now, and not only at the end of the block."""
+        self._sender._now(self._inner.finish)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._sender._wait(self._inner.__aexit__, kind, error, trace)
+
+
+class TensorReceiver(BlockingObject[aiotensor.TensorReceiver]):
+    """Receive tensors in threads; open it with ``with``, and share it between them.
+
+    Arguments and errors are those of `aiotensor.TensorReceiver`.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        max_senders: int | None = 64,
+        max_mapped_bytes: int | None = 64 << 30,
+        max_unclaimed_messages: int | None = 1024,
+        max_frame_bytes: int = 64 * 1024,
+    ) -> None:
+        super().__init__(
+            aiotensor.TensorReceiver(
+                endpoint,
+                max_senders=max_senders,
+                max_mapped_bytes=max_mapped_bytes,
+                max_unclaimed_messages=max_unclaimed_messages,
+                max_frame_bytes=max_frame_bytes,
+            )
+        )
+
+    @property
+    def id(self) -> str:
+        """The id that senders know this receiver by."""
+        return self._inner.id
+
+    def receive(
+        self, handle: TensorHandle, *, copy: bool = False, timeout: float | None = None
+    ) -> torch.Tensor:
+        """Return the tensor that a handle names, once it has arrived.
+
+        As `aiotensor.TensorReceiver.receive`.
+
+        Args:
+            handle: from the sender's `send`.
+            copy: return a copy with memory of its own.
+            timeout: after how many seconds to give up; the tensor can then still be received.
+
+        Raises:
+            TimeoutError: it took longer than that.
+        """
+        return self._wait(self._inner.receive, handle, copy=copy, timeout=timeout)
+
+    def receive_nowait(self, handle: TensorHandle) -> torch.Tensor:
+        """Return the tensor that a handle names if it is here, or raise `WouldBlockError`."""
+        return self._now(self._inner.receive_nowait, handle)
+
+    def arrived(self, handle: TensorHandle, *, timeout: float | None = None) -> None:
+        """Wait until the tensor that a handle names has arrived, and leave it there.
+
+        As `aiotensor.TensorReceiver.arrived`.
+
+        Args:
+            handle: from the sender's `send`.
+            timeout: after how many seconds to wait no more.
+
+        Raises:
+            TimeoutError: it took longer than that.
+        """
+        self._wait(self._inner.arrived, handle, timeout=timeout)
+
+    def __iter__(self) -> Iterator[Delivery]:
+        """Go through the tensors as they arrive; ends when this receiver is closed."""
+        return iter(self._next_or_none, None)
+
+    def _next_or_none(self) -> Delivery | None:
+        try:
+            return self.next()
+        except ClosedError:
+            return None
+
+    def next(self, *, timeout: float | None = None) -> Delivery:
+        """Return the next tensor in the order of arrival, of those that nobody awaits by handle.
+
+        Args:
+            timeout: after how many seconds to give up; nothing is lost. With 0, what is here now.
+
+        Raises:
+            TimeoutError: it took longer than that.
+            ClosedError: this receiver was closed.
+        """
+        return self._next(self._inner, timeout)
+
+    def discard(self, handle: TensorHandle) -> None:
+        """Drop the whole message of a handle, because nobody wants it any more."""
+        self._now(self._inner.discard, handle)
+
+    def statistics(self) -> ReceiverStatistics:
+        """Return what is held and what was done; also after closing."""
+        return self._look(self._inner.statistics)
