@@ -12,13 +12,14 @@ from typing import Any, Self, TypeAlias
 import torch
 
 from aiotensor import TensorReceiver, TensorSender
+from aiotensor.channel import MessageClient, MessageServer
 from tests.conftest import our_descriptors
 from tests.pairs import BIG, pattern
 from tests.processes.watch import memfds
 
 __all__ = ["Party", "Watch"]
 
-Party: TypeAlias = TensorSender | TensorReceiver
+Party: TypeAlias = TensorSender | TensorReceiver | MessageClient[Any] | MessageServer[Any]
 
 # A leak is one for ever: so long, and for so many turns of the loop, is waited for what is on its way back,
 # before it is called one.
@@ -73,7 +74,7 @@ class Watch(logging.Handler):
 
     async def _pass_tensors(self) -> None:
         match self._parties:
-            case [TensorSender() as sender, TensorReceiver() as receiver]:
+            case [TensorSender() as sender, TensorReceiver() as receiver, *_]:
                 for count in (3, BIG):
                     handle = await sender.send(pattern(count, count))
                     assert torch.equal(await receiver.receive(handle), pattern(count, count))
@@ -111,9 +112,21 @@ class Watch(logging.Handler):
     def _books(self) -> dict[str, object]:
         held: dict[str, object] = {"tasks": asyncio.all_tasks() - {asyncio.current_task()}}
         for number, party in enumerate(self._parties):
-            of = _of_sender(party) if isinstance(party, TensorSender) else _of_receiver(party)
+            of = _of(party)
             held |= {f"{what} of {type(party).__name__} {number}": amount for what, amount in of.items()}
         return held
+
+
+def _of(party: Party) -> dict[str, object]:
+    match party:
+        case TensorSender():
+            return _of_sender(party)
+        case TensorReceiver():
+            return _of_receiver(party)
+        case MessageClient():
+            return _of_client(party)
+        case MessageServer():
+            return _of_server(party)
 
 
 def _of_process() -> dict[str, object]:
@@ -158,4 +171,33 @@ def _of_receiver(receiver: TensorReceiver) -> dict[str, object]:
         "claims": bool(receiver._mailbox._claims),
         "arrivals": len(receiver._mailbox._arrivals),
         "answers": len(receiver._incoming.answers._pending),
+    }
+
+
+def _of_client(client: MessageClient[Any]) -> dict[str, object]:
+    seen = client.statistics()
+    return {
+        "servers": seen.servers,
+        "requests in flight": seen.in_flight,
+        # What no statistics tell.
+        "waiters for a server": [len(one._waiters) for one in client._connections],
+        "cancels that have not left": [len(one._unsent) for one in client._connections],
+    }
+
+
+def _of_server(server: MessageServer[Any]) -> dict[str, object]:
+    seen = server.statistics()
+    return {
+        "clients": seen.clients,
+        "messages that wait": seen.waiting,
+        "bytes that wait": seen.waiting_bytes,
+        "requests in hand": seen.in_hand,
+        # What no statistics tell.
+        "messages that are ready": len(server._ready),
+        "messages whose tensors arrive": len(server._arriving),
+        "messages taken halfway": len(server._found),
+        "waiters for a message": len(server._waiters),
+        "waiters for room": len(server._clients._room),
+        "messages of clients": [len(client.asked) for client in server._clients._clients.values()],
+        "headers that have not left": [len(client.unsent) for client in server._clients._clients.values()],
     }

@@ -6,7 +6,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-import anyio.to_thread
 import torch
 import zmq
 
@@ -14,6 +13,7 @@ from aiotensor.channel import options
 from aiotensor.channel.connection import Answered, Asked, Connection, Handles
 from aiotensor.channel.options import Key
 from aiotensor.channel.parcels import Loans, pack, unpack
+from aiotensor.channel.sockets import end
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import AioTensorError, ClosedError, ProtocolError
 from aiotensor.gates import Waiters
@@ -100,7 +100,6 @@ class MessageClient(Generic[R]):
                 self._addresses, high_water_mark, max_part_bytes, heartbeat_interval_s, heartbeat_timeout_s
             ),
             **keys,
-            zmq.IMMEDIATE: 1,  # nothing is queued for a server that is not there
         }
         self._linger_s = options.seconds("linger_s", linger_s)
         self._receiver = receiver
@@ -217,7 +216,7 @@ class MessageClient(Generic[R]):
         for connection in self._connections:
             connection.close(ClosedError("this MessageClient was closed"), self._linger_s)
         self._changes.wake()
-        await anyio.to_thread.run_sync(self._context.term, abandon_on_cancel=True)
+        await end(self._context)
 
     # One message
 

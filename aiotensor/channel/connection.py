@@ -93,7 +93,7 @@ class Connection:
         self.session = 0  # counts the servers that were lost
         self._context = context
         self._address = address
-        self._options = options
+        self._options = {**options, **address.options}
         self._receiver = receiver
         self._drop = drop
         self._changed = changed
@@ -103,6 +103,7 @@ class Connection:
         self._waiters = Waiters()
         self._unsent: deque[bytes] = deque()  # cancels, for want of room
         self._failed_handshakes = 0
+        self._is_introduced = False
         self._failure: AioTensorError | None = None  # why there is no socket
         self._socket: LoopSocket | None = None
 
@@ -202,6 +203,7 @@ class Connection:
     def handshaken(self) -> None:
         """Introduce this client."""
         self._failed_handshakes = 0
+        self._is_introduced = True
         self._open_socket().send([write(ClientHello(VERSION, os.getpid(), self._receiver))])
 
     def refused(self, *, is_final: bool) -> None:
@@ -218,7 +220,7 @@ class Connection:
     def disconnected(self, descriptor: int) -> None:
         """Note that the server is gone; what it said before still counts."""
         self._open_socket().read_all()
-        if self.is_ready:
+        if self._is_introduced:
             self._lose("it ended, or the connection broke", retry=True)
 
     def has_room(self) -> None:
@@ -295,7 +297,7 @@ class Connection:
         sock, self._socket = self._socket, None
         if sock is not None:
             sock.close(linger_s)
-        self.is_ready = False
+        self.is_ready = self._is_introduced = False
         self._failure = error
         self._pid = None
         self._next_number = 0

@@ -1,6 +1,5 @@
 """The place where a server listens: a socket file that only this user may open, or a port that has keys."""
 
-import asyncio
 import os
 import socket
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from aiotensor.channel.options import Address
-from aiotensor.channel.sockets import LoopSocket, SocketEvents
+from aiotensor.channel.sockets import LoopSocket, SocketEvents, end
 from aiotensor.errors import UsageError
 from aiotensor.links.socket_file import SocketFile
 
@@ -42,7 +41,7 @@ class Endpoint:
         self.address = address.text
         self._path = address.path
         # Without this a ROUTER drops what is for a client that is gone, or slow, and says nothing.
-        self._options = {**options, zmq.ROUTER_MANDATORY: 1}
+        self._options = {**options, **address.options, zmq.ROUTER_MANDATORY: 1}
         self._allowed = allowed
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._authenticator: AsyncioAuthenticator | None = None
@@ -82,9 +81,8 @@ class Endpoint:
             self._socket.close(linger_s)
         if self._authenticator is not None:
             self._authenticator.stop()
-            await asyncio.sleep(0)  # its task ends in the next turn
         if self._context is not None:
-            await anyio.to_thread.run_sync(self._context.term, abandon_on_cancel=True)
+            await end(self._context)
 
     async def _take(self, path: str) -> None:
         """Take the path as links do, and hand ZeroMQ the socket: by itself it takes a living one's too."""

@@ -2,7 +2,7 @@
 
 import ipaddress
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
@@ -26,11 +26,13 @@ class Address(NamedTuple):
         text: as ZeroMQ takes it.
         path: of the socket's file; None if there is none.
         is_local: whether both sides are on this machine, whose kernel says at once when one is gone.
+        options: those of a socket that only this address asks for.
     """
 
     text: str
     path: str | None
     is_local: bool
+    options: Mapping[int, int]
 
 
 def parse(address: str, *, has_keys: bool, how: str) -> Address:
@@ -54,7 +56,7 @@ def parse(address: str, *, has_keys: bool, how: str) -> Address:
                 f"the address {address!r} does not name a file, or its path is longer than the "
                 f"{zmq.IPC_PATH_MAX_LEN} bytes that a socket's address has: choose a shorter folder"
             )
-        return Address(address, path, is_local=True)
+        return Address(address, path, True, {})
     host, port = _host_and_port(address)
     if host is None:
         raise ValueError(
@@ -69,7 +71,7 @@ def parse(address: str, *, has_keys: bool, how: str) -> Address:
             f"anybody could connect to {address}: give {how}, made by zmq.curve_keypair(), or use ipc:// or "
             "the address 127.0.0.1"
         )
-    return Address(address, None, is_local)
+    return Address(address, None, is_local, {} if _is_ipv4(host) else {zmq.IPV6: 1})
 
 
 def _host_and_port(address: str) -> tuple[str | None, int | None]:
@@ -79,6 +81,11 @@ def _host_and_port(address: str) -> tuple[str | None, int | None]:
         return (parts.hostname, parts.port) if is_whole else (None, None)
     except ValueError:  # of the port
         return None, None
+
+
+def _is_ipv4(host: str) -> bool:
+    """Say whether a host is one for which IPv6 changes nothing but how it is called."""
+    return host == "localhost" or (host.count(".") == 3 and host.replace(".", "").isdigit())
 
 
 def _is_loopback(host: str) -> bool:
@@ -156,7 +163,6 @@ def limits(
         zmq.SNDHWM: positive("high_water_mark", high_water_mark),
         zmq.RCVHWM: high_water_mark,
         zmq.MAXMSGSIZE: -1 if max_part_bytes is None else positive("max_part_bytes", max_part_bytes),
-        zmq.IPV6: 1,
     }
     if all(address.is_local for address in addresses) and not (heartbeat_interval_s or heartbeat_timeout_s):
         return options

@@ -126,7 +126,8 @@ class _Loan:
 
     def __init__(self, returned: "asyncio.Future[None]") -> None:
         self.returned = returned
-        self.watches: set[weakref.ref[Any]] = set()
+        self.left = 0
+        self.watches: list[weakref.ref[Any]] = []
 
 
 class Loans:
@@ -134,7 +135,7 @@ class Loans:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._freed: FreedItems[tuple[_Loan, weakref.ref[Any]]] = FreedItems(self._loop, self._let_go)
+        self._freed: FreedItems[_Loan] = FreedItems(self._loop, self._let_go)
 
     def lend(self, parts: Sequence[bytes | memoryview]) -> "asyncio.Future[None] | None":
         """Watch the large buffers of a message, before it is sent; return None if it has none.
@@ -148,14 +149,13 @@ class Loans:
         if not large:
             return None
         loan = _Loan(self._loop.create_future())
-        for owner in large:
-            # In whichever thread it is freed: ZeroMQ has one of its own for that.
-            watch = weakref.ref(owner, lambda watch: self._freed((loan, watch)))
-            loan.watches.add(watch)
+        loan.left = len(large)
+        # In whichever thread they are freed: ZeroMQ has one of its own for that.
+        loan.watches = [weakref.ref(owner, lambda _: self._freed(loan)) for owner in large]
         return loan.returned
 
-    def _let_go(self, items: list[tuple[_Loan, weakref.ref[Any]]]) -> None:
-        for loan, watch in items:
-            loan.watches.discard(watch)
-            if not loan.watches and not loan.returned.done():
+    def _let_go(self, loans: list[_Loan]) -> None:
+        for loan in loans:
+            loan.left -= 1
+            if not loan.left and not loan.returned.done():
                 loan.returned.set_result(None)

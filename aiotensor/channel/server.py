@@ -309,7 +309,7 @@ class MessageServer(Generic[M]):
         """Tell a client that its message cannot be taken."""
         if asked.state is State.WAITING:
             if isinstance(error, ProtocolError):
-                logger.error("a message of process %s is refused: %s", asked.client.pid, error)
+                logger.error("a message of process %s is refused: %s", asked.client.pid, str(error))
             self._stop_waiting(asked)
             self._failures += 1
             self._clients.fail(asked, type(error).__name__, str(error))

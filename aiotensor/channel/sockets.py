@@ -12,7 +12,9 @@ from typing import Protocol, TypeAlias
 
 import zmq
 
-__all__ = ["LoopSocket", "PeerGoneError", "SocketEvents"]
+from aiotensor.worker import Worker
+
+__all__ = ["LoopSocket", "PeerGoneError", "SocketEvents", "end"]
 
 _Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
@@ -196,6 +198,22 @@ class LoopSocket:
         if self._was_full and not self._is_closed:
             self._was_full = False
             self._events.has_room()
+
+
+async def end(context: _Context) -> None:
+    """End a context whose sockets are closed, when all that they sent has left or their time is over.
+
+    Cancelling stops the waiting, and nothing else.
+    """
+    worker = Worker("aiotensor-channel")
+    try:
+        ended = worker.submit(context.term)
+    except OSError:  # there is no thread to be had
+        context.term()
+    else:
+        await asyncio.shield(ended)
+    finally:
+        worker.close()
 
 
 def _is_readable(sock: "zmq.Socket[bytes]") -> bool:

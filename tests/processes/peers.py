@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -40,6 +40,8 @@ class State:
     receivers: list[TensorReceiver] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     handles: list[TensorHandle] = field(default_factory=list)
+    stack: AsyncExitStack = field(default_factory=AsyncExitStack)  # what else is to be closed in the end
+    others: dict[str, Any] = field(default_factory=dict)
 
     @property
     def sender(self) -> TensorSender:
@@ -203,6 +205,7 @@ async def _serve(state: State, connection: Connection, complaints: list[str]) ->
     loop.add_reader(connection.fileno(), receive)
     await finished
     state.tensors.clear()
+    await state.stack.aclose()
     for sender in state.senders:
         await sender.aclose()
     for receiver in state.receivers:

@@ -1,0 +1,162 @@
+"""A client and a server in one process, what they say to each other, and what tests wait for."""
+
+import asyncio
+import logging
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from aiotensor import TensorReceiver, TensorSender
+from aiotensor.channel import MessageClient, MessageServer
+from tests.loops import let_threads_run
+from tests.pairs import pattern
+
+__all__ = ["Answer", "Channel", "Place", "Question", "answer", "channel", "place", "said", "settled"]
+
+
+# A leak is one for ever: so long is waited for what is on its way back, before it is called one.
+_PATIENCE_S = 10.0
+
+
+class Question(msgspec.Struct):
+    """What is asked: a number, and tensors at several depths."""
+
+    seed: int
+    tensor: torch.Tensor | None = None
+    more: dict[str, list[torch.Tensor]] = {}
+    wish: str = ""
+
+
+class Answer(msgspec.Struct):
+    """What is answered."""
+
+    seed: int
+    total: int = 0
+    tensor: torch.Tensor | None = None
+
+
+class Place(NamedTuple):
+    """Where two processes meet: for messages, for their tensors, and for those of answers."""
+
+    messages: str
+    tensors: str
+    answers: str
+
+
+@contextmanager
+def place() -> Iterator[Place]:
+    """Make a place, and take away what a killed process left there."""
+    folder = tempfile.mkdtemp(prefix="aiotensor-")  # the folders of pytest are too long for a socket
+    try:
+        yield Place(f"ipc://{folder}/m", f"unix://{folder}/t", f"unix://{folder}/a")
+    finally:
+        shutil.rmtree(folder)
+
+
+@dataclass
+class Channel:
+    """Open ends of one channel."""
+
+    client: MessageClient[Answer]
+    server: MessageServer[Question]
+    sender: TensorSender
+    receiver: TensorReceiver
+    place: Place
+
+    def held(self) -> dict[str, int]:
+        """Say what is held for messages; nothing, once all have ended."""
+        sent, received = self.sender.statistics(), self.receiver.statistics()
+        served, asked = self.server.statistics(), self.client.statistics()
+        held = {
+            "permits": sent.in_flight,
+            "bytes": sent.bytes_in_use,
+            "unclaimed tensors": received.unclaimed_tensors,
+            "leases": received.leases,
+            "waiters for tensors": received.waiting,
+            "messages that wait": served.waiting,
+            "bytes that wait": served.waiting_bytes,
+            "requests in hand": served.in_hand,
+            "requests in flight": sum(asked.in_flight),
+            # What no statistics tell.
+            "messages whose tensors arrive": len(self.server._arriving),
+            "messages taken halfway": len(self.server._found),
+            "cancels that have not left": sum(len(one._unsent) for one in self.client._connections),
+        }
+        return {name: amount for name, amount in held.items() if amount}
+
+
+@asynccontextmanager
+async def channel(
+    max_concurrent_videos: int = 8,
+    arena_bytes: int = 1 << 30,
+    *,
+    client: dict[str, Any] | None = None,
+    server: dict[str, Any] | None = None,
+) -> AsyncIterator[Channel]:
+    """Open a client and a server, and a sender and a receiver for the tensors of questions.
+
+    Args:
+        max_concurrent_videos: of the sender.
+        arena_bytes: of the sender.
+        client: further arguments of the client.
+        server: further arguments of the server.
+    """
+    with place() as here:
+        async with (
+            TensorReceiver(here.tensors) as receiver,
+            TensorSender(here.tensors, max_concurrent_videos, arena_bytes) as sender,
+            MessageServer(here.messages, Question, receiver=receiver, **(server or {})) as listening,
+            MessageClient(here.messages, sender=sender, reply_type=Answer, **(client or {})) as asking,
+        ):
+            yield Channel(asking, listening, sender, receiver, here)
+
+
+async def settled(*channels: Channel) -> None:
+    """Wait until everything that messages held has come back."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + _PATIENCE_S
+    while left := [held for channel in channels if (held := channel.held())]:
+        assert loop.time() < end, f"still held: {left}"
+        let_threads_run()
+        await asyncio.sleep(0)
+
+
+async def answer(question: Question) -> Answer:
+    """Answer with what a right answer depends on; as `serve` wants it."""
+    if question.wish == "raise":
+        raise ValueError(f"no answer to {question.seed}")
+    tensors = [tensor for many in question.more.values() for tensor in many]
+    if question.tensor is not None:
+        tensors.append(question.tensor)
+    total = sum(int(tensor.sum()) for tensor in tensors)
+    wished = pattern(question.seed, int(question.wish)) if question.wish else None
+    return Answer(question.seed, total, wished)
+
+
+@contextmanager
+def said() -> Iterator[list[str]]:
+    """Collect the texts of what is logged, and nothing else of it.
+
+    Who keeps a record keeps its error, whose traceback has the tensors of a request; pytest does.
+    """
+    texts: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(logging.Formatter().format(record))
+
+    logger = logging.getLogger("aiotensor.channel")
+    listener = Listener()
+    logger.addHandler(listener)
+    logger.propagate = False
+    try:
+        yield texts
+    finally:
+        logger.propagate = True
+        logger.removeHandler(listener)

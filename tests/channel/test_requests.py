@@ -1,0 +1,377 @@
+"""What a client asks is answered: by whoever serves, in any order, with its tensors in their places."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from aiotensor import (
+    ClosedError,
+    ProtocolError,
+    RemoteError,
+    TooLargeError,
+    UnsupportedTensorError,
+    UsageError,
+)
+from aiotensor.channel import MessageClient, MessageServer, Request
+from tests.channel.parties import Answer, Channel, Question, answer, channel, place, said, settled
+from tests.pairs import BIG, pattern, until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+@asynccontextmanager
+async def served(max_concurrent_videos: int = 8) -> AsyncIterator[Channel]:
+    """A channel whose server answers."""
+    async with channel(max_concurrent_videos) as ends:
+        serving = asyncio.create_task(ends.server.serve(answer))
+        yield ends
+        await settled(ends)
+        await ends.server.aclose()
+        await serving
+
+
+async def test_a_request_arrives_with_its_tensors_in_their_places_and_is_answered() -> None:
+    async with served() as ends:
+        small, large = pattern(1, 5), pattern(2, BIG)
+        question = Question(7, large, {"a": [small, large + 1], "b": []}, wish="50")
+
+        got = await ends.client.request(question)
+
+        assert got.seed == 7
+        assert got.total == int(small.sum() + large.sum() + (large + 1).sum())
+        assert got.tensor is not None
+        assert torch.equal(got.tensor, pattern(7, 50))
+
+
+async def test_tensors_of_one_message_take_one_permit_and_small_ones_none() -> None:
+    async with channel() as ends:
+        asking = asyncio.create_task(
+            ends.client.request(Question(1, pattern(1, BIG), {"x": [pattern(i, BIG) for i in range(3)]}))
+        )
+        await until(lambda: ends.server.statistics().waiting == 1)
+        assert ends.sender.statistics().in_flight == 1
+        assert ends.sender.statistics().tensors_sent == 4
+        request = await anext(ends.server)
+        assert torch.equal(request.message.more["x"][2], pattern(2, BIG))
+        await request.reply(Answer(1))
+        assert (await asking).seed == 1
+
+        asking = asyncio.create_task(ends.client.request(Question(2, pattern(2, 5))))
+        request = await anext(ends.server)
+        assert ends.sender.statistics().messages_sent == 1
+        assert request.message.tensor is not None
+        assert torch.equal(request.message.tensor, pattern(2, 5))
+        await request.reply(Answer(2))
+        await asking
+        del request
+        await settled(ends)
+
+
+async def test_many_small_tensors_go_by_the_sender_once_they_are_much_together() -> None:
+    async with served() as ends:
+        many = [pattern(seed, 1000) for seed in range(50)]  # of 8 KB each
+        got = await ends.client.request(Question(1, more={"all": many}))
+
+        assert got.total == sum(int(tensor.sum()) for tensor in many)
+        assert 0 < ends.sender.statistics().tensors_sent < 50
+
+
+async def test_requests_are_answered_in_any_order() -> None:
+    async with channel() as ends:
+        asking = [asyncio.create_task(ends.client.request(Question(seed))) for seed in range(5)]
+        requests = [await anext(ends.server) for _ in range(5)]
+        for request in reversed(requests):
+            await request.reply(Answer(request.message.seed * 10))
+
+        assert [got.seed for got in await asyncio.gather(*asking)] == [0, 10, 20, 30, 40]
+
+
+async def test_tensors_are_taken_only_when_the_request_is() -> None:
+    async with channel(max_concurrent_videos=2) as ends:
+        asking = [
+            asyncio.create_task(ends.client.request(Question(seed, pattern(seed, BIG)))) for seed in range(4)
+        ]
+        await until(lambda: ends.server.statistics().waiting == 2)
+        assert ends.sender.statistics().waiting == 2  # for a permit
+
+        for _ in range(4):
+            async with await anext(ends.server) as request:
+                await request.reply(Answer(request.message.seed))
+        assert sorted(got.seed for got in await asyncio.gather(*asking)) == [0, 1, 2, 3]
+        await settled(ends)
+
+
+async def test_a_message_may_come_before_its_tensors_and_holds_up_no_other() -> None:
+    async with channel() as ends:
+        handle = await ends.sender.send(pattern(1, BIG))
+        late = handle.__class__("f" * 32, 0, 0, handle.dtype, handle.shape, handle.device)
+        connection = ends.client._connections[0]
+        await connection.ready()
+        await connection.ask(0, (late,), [b"\x81\xa4seed\x01"], wants_answer=False)
+        asking = asyncio.create_task(ends.client.request(Question(2)))
+
+        request = await anext(ends.server)
+        assert request.message.seed == 2
+        await request.reply(Answer(2))
+        await asking
+        assert ends.server.statistics().waiting == 1
+
+
+async def test_what_a_handler_raises_arrives_with_its_type_and_text() -> None:
+    with said() as texts:
+        async with served() as ends:
+            with pytest.raises(RemoteError, match="ValueError: no answer to 3") as caught:
+                await ends.client.request(Question(3, pattern(3, BIG), wish="raise"))
+            assert caught.value.type_name == "ValueError"
+
+            assert (await ends.client.request(Question(4))).seed == 4
+    [text] = texts
+    assert "ValueError: no answer to 3" in text
+
+
+async def test_a_request_fails_with_whatever_is_given_for_a_reason() -> None:
+    async with channel() as ends:
+        reasons: list[tuple[Exception | str, str]] = [
+            (KeyError("frames"), "KeyError: 'frames'"),
+            ("busy", "busy"),
+            (
+                ValueError("\udcff" * 30_000),
+                "ValueError: .*udcff",
+            ),  # a text that cannot be encoded, and is long
+        ]
+        for reason, text in reasons:
+            asking = asyncio.create_task(ends.client.request(Question(1)))
+            request = await anext(ends.server)
+            assert await request.fail(reason)
+            with pytest.raises(RemoteError, match=text):
+                await asking
+
+
+async def test_a_request_is_answered_once() -> None:
+    async with channel() as ends:
+        asking = asyncio.create_task(ends.client.request(Question(1)))
+        request = await anext(ends.server)
+        with pytest.raises(TypeError, match="a message cannot hold a 'object'"):
+            await request.reply({"a": object()})
+        with pytest.raises(UnsupportedTensorError):
+            await request.reply(Answer(1, tensor=torch.eye(3).to_sparse()))
+        assert request.is_wanted
+        assert await request.reply(Answer(1))
+        for again in (request.reply(Answer(2)), request.fail("no")):
+            with pytest.raises(UsageError, match="answered before"):
+                await again
+        assert (await asking).seed == 1
+
+
+async def test_a_request_that_is_dropped_or_left_without_an_answer_fails() -> None:
+    async with channel() as ends:
+        asking = asyncio.create_task(ends.client.request(Question(1, pattern(1, BIG))))
+        request = await anext(ends.server)
+        del request
+        with pytest.raises(RemoteError, match="dropped the request"):
+            await asking
+
+        asking = asyncio.create_task(ends.client.request(Question(2, pattern(1, BIG))))
+        async with await anext(ends.server) as request:
+            pass
+        with pytest.raises(RemoteError, match="gave no answer"):
+            await asking
+        with pytest.raises(UsageError, match="block has ended"):
+            _ = request.message
+        await settled(ends)
+
+
+async def test_the_block_of_a_request_sends_its_exception_to_the_client_and_goes_on() -> None:
+    with said() as texts:
+        async with channel() as ends:
+            asking = asyncio.create_task(ends.client.request(Question(1, pattern(1, BIG))))
+            async with await anext(ends.server) as request:
+                raise LookupError("no such model")
+            with pytest.raises(RemoteError, match="LookupError: no such model"):
+                await asking
+            with pytest.raises(UsageError, match="entered once"):
+                await request.__aenter__()
+            await settled(ends)
+    assert "no such model" in texts[0]
+
+
+async def test_a_message_that_wants_no_answer_arrives_and_gets_none() -> None:
+    async with channel() as ends:
+        tensor = pattern(1, BIG)
+        await ends.client.send(Question(1, tensor))
+        tensor.zero_()  # it is ours again
+        await ends.client.send(Question(2, pattern(2, 5)))
+
+        for _ in range(2):
+            async with await anext(ends.server) as request:
+                seed = request.message.seed  # in any order: one does not wait for the tensors of another
+                assert request.message.tensor is not None
+                assert torch.equal(request.message.tensor, pattern(seed, BIG if seed == 1 else 5))
+                assert not request.is_wanted
+                assert not await request.reply(Answer(1))
+        await settled(ends)
+
+
+async def test_what_cannot_be_encoded_is_refused_before_anything_is_taken() -> None:
+    async with channel(arena_bytes=1 << 20) as ends:
+        with pytest.raises(TypeError, match="a message cannot hold a 'object'"):
+            await ends.client.request({"x": object()})
+        with pytest.raises(UnsupportedTensorError, match="gradient history"):
+            await ends.client.request(Question(1, torch.ones(3, requires_grad=True) * 2))
+        with pytest.raises(TooLargeError):
+            await ends.client.request(Question(1, torch.zeros(1 << 20)))
+        assert ends.sender.statistics().messages_sent == 0
+        assert ends.server.statistics().messages_received == 0
+        await settled(ends)
+
+
+async def test_a_message_of_another_type_is_refused_to_that_client_alone() -> None:
+    async with served() as ends:
+        with pytest.raises(RemoteError, match=r"Expected `int`, got `str` - at `\$.seed`") as caught:
+            await ends.client.request({"seed": "one", "tensor": pattern(1, BIG)})
+        assert caught.value.type_name == "ProtocolError"
+        with pytest.raises(RemoteError, match="in a field that the type here does not have"):
+            await ends.client.request({"seed": 1, "unknown": pattern(1, BIG)})
+
+        assert (await ends.client.request(Question(2, pattern(2, BIG)))).seed == 2
+        assert ends.server.statistics().failures == 2
+
+
+async def test_an_answer_of_another_type_is_an_error_of_that_request_alone() -> None:
+    async with channel() as ends:
+        asking = asyncio.create_task(ends.client.request(Question(1)))
+        await (await anext(ends.server)).reply({"seed": "one"})
+        with pytest.raises(ProtocolError, match=r"Expected `int`, got `str` - at `\$.seed`"):
+            await asking
+
+        asking = asyncio.create_task(ends.client.request(Question(2)))
+        await (await anext(ends.server)).reply(Answer(2))
+        assert (await asking).seed == 2
+
+
+async def test_without_a_sender_tensors_travel_in_the_message_and_are_not_copied_there() -> None:
+    with place() as here:
+        async with (
+            MessageServer(here.messages, Question) as server,
+            MessageClient(here.messages, reply_type=Answer) as client,
+        ):
+            large, strided = pattern(1, BIG), pattern(2, 4 * BIG).view(-1, 2).t()
+            asking = asyncio.create_task(client.request(Question(1, large, {"x": [strided, pattern(3, 3)]})))
+            request = await anext(server)
+            got = request.message
+            assert got.tensor is not None
+            assert torch.equal(got.tensor, large)
+            assert torch.equal(got.more["x"][0], strided)
+            got.tensor += 1  # it is writable
+            answered = pattern(9, BIG)
+            assert await request.reply(Answer(1, tensor=answered))
+            answered.zero_()  # it is ours again
+            received = (await asking).tensor
+            assert received is not None
+            assert torch.equal(received, pattern(9, BIG))
+            received += 1
+
+
+async def test_a_tensor_sent_without_a_sender_is_the_callers_again_after_send() -> None:
+    with place() as here:
+        async with (
+            MessageServer(here.messages, Question) as server,
+            MessageClient(here.messages, reply_type=Answer) as client,
+        ):
+            for seed in range(20):
+                tensor = pattern(seed, BIG)
+                await client.send(Question(seed, tensor))
+                tensor.zero_()
+                request = await anext(server)
+                assert request.message.tensor is not None
+                assert torch.equal(request.message.tensor, pattern(seed, BIG))
+
+
+async def test_a_permit_can_be_taken_before_there_is_a_tensor() -> None:
+    async with served(max_concurrent_videos=1) as ends:
+        async with ends.sender.message() as permit:
+            assert ends.sender.statistics().in_flight == 1
+            tensor = await ends.sender.allocate((BIG,), torch.int64)
+            tensor.copy_(pattern(1, BIG))
+            got = await ends.client.request(Question(1, tensor), inside=permit)
+            assert got.total == int(pattern(1, BIG).sum())
+            del tensor
+        async with ends.sender.message() as permit:
+            await ends.client.request(Question(2, pattern(2, 3)), inside=permit)  # which needs none
+        with pytest.raises(LookupError):
+            async with ends.sender.message() as permit:
+                raise LookupError
+        await settled(ends)
+        assert ends.sender.statistics().bytes_sent == BIG * 8
+
+
+async def test_the_message_that_a_request_goes_inside_is_of_its_sender() -> None:
+    async with channel() as ends, channel() as others, others.sender.message() as permit:
+        with pytest.raises(ValueError, match="this client's sender"):
+            await ends.client.request(Question(1, pattern(1, BIG)), inside=permit)
+
+
+async def test_arrays_and_anything_with_dlpack_may_be_in_a_message() -> None:
+    async with served() as ends:
+        array = np.arange(BIG)
+        got = await ends.client.request({"seed": 1, "tensor": array, "more": {"x": [np.arange(3)]}})
+        assert got.total == int(array.sum()) + 3
+
+
+async def test_closing_ends_what_waits_on_either_side() -> None:
+    async with channel() as ends:
+        asking = asyncio.create_task(ends.client.request(Question(1)))
+        request = await anext(ends.server)
+        iterating = asyncio.create_task(anext(ends.server, None))
+        await ends.client.aclose()
+        with pytest.raises(ClosedError):
+            await asking
+        with pytest.raises(ClosedError):
+            await ends.client.request(Question(2))
+        await until(lambda: not request.is_wanted)
+        assert not await request.reply(Answer(1))
+
+        await ends.server.aclose()
+        assert await iterating is None
+        assert [request async for request in ends.server] == []
+        await ends.client.aclose()
+        assert ends.server.statistics().clients_lost == 1
+
+
+async def test_answers_that_were_given_before_a_close_still_arrive() -> None:
+    async with channel() as ends:
+        asking = [asyncio.create_task(ends.client.request(Question(seed))) for seed in range(10)]
+        requests = [await anext(ends.server) for _ in range(10)]
+        for request in requests:
+            await request.reply(Answer(request.message.seed))
+        await ends.server.aclose()
+        assert [got.seed for got in await asyncio.gather(*asking)] == list(range(10))
+
+
+async def test_messages_that_want_no_answer_outlive_their_client() -> None:
+    with place() as here:
+        async with MessageServer(here.messages, Question) as server:
+            async with MessageClient(here.messages, reply_type=Answer) as client:
+                for seed in range(5):
+                    await client.send(Question(seed, pattern(seed, BIG)))
+            await until(lambda: server.statistics().clients_lost == 1)
+            for seed in range(5):
+                request: Request[Question] = await anext(server)
+                assert request.message.seed == seed
+
+
+async def test_an_object_is_opened_once_and_says_so() -> None:
+    async with channel() as ends:
+        for opening in (ends.client.__aenter__(), ends.server.__aenter__()):
+            with pytest.raises(UsageError, match="open already"):
+                await opening
+    for opening in (ends.client.__aenter__(), ends.server.__aenter__()):
+        with pytest.raises(ClosedError, match="make a new one"):
+            await opening
+    unopened = MessageClient("ipc:///tmp/nowhere", reply_type=Answer)
+    with pytest.raises(UsageError, match="not open yet"):
+        await unopened.request(Question(1))
