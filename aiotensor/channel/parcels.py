@@ -136,6 +136,7 @@ class Loans:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._freed: FreedItems[_Loan] = FreedItems(self._loop, self._let_go)
+        self._open: set[_Loan] = set()  # a watch that nobody has sees nothing
 
     def lend(self, parts: Sequence[bytes | memoryview]) -> "asyncio.Future[None] | None":
         """Watch the large buffers of a message, before it is sent; return None if it has none.
@@ -150,6 +151,7 @@ class Loans:
             return None
         loan = _Loan(self._loop.create_future())
         loan.left = len(large)
+        self._open.add(loan)
         # In whichever thread they are freed: ZeroMQ has one of its own for that.
         loan.watches = [weakref.ref(owner, lambda _: self._freed(loan)) for owner in large]
         return loan.returned
@@ -157,5 +159,7 @@ class Loans:
     def _let_go(self, loans: list[_Loan]) -> None:
         for loan in loans:
             loan.left -= 1
-            if not loan.left and not loan.returned.done():
-                loan.returned.set_result(None)
+            if not loan.left:
+                self._open.discard(loan)
+                if not loan.returned.done():
+                    loan.returned.set_result(None)

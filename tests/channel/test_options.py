@@ -1,0 +1,248 @@
+"""Where a server may be, who may connect, and what is refused before anything is done."""
+
+import os
+import socket
+import stat
+from typing import Annotated, Any
+
+import pytest
+import torch
+import zmq
+
+from aiotensor import (
+    AccessDeniedError,
+    PeerLostError,
+    RemoteError,
+    TensorReceiver,
+    TensorSender,
+    UsageError,
+)
+from aiotensor.channel import MessageClient, MessageServer
+from aiotensor.codec import TensorMeta
+from tests.channel.parties import Answer, Question, channel, place
+from tests.pairs import until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+def key_pair() -> tuple[bytes, bytes]:
+    public, secret = zmq.curve_keypair()
+    return public, secret
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "unix:///tmp/s",
+        "ipc://relative",
+        "ipc://@abstract",
+        "ipc:///tmp/",
+        "ipc:///" + "x" * 200,
+        "tcp://",
+        "tcp://127.0.0.1",
+        "tcp://127.0.0.1:",
+        "tcp://127.0.0.1:port",
+        "tcp://127.0.0.1:99999",
+        "tcp://127.0.0.1:5555/path",
+        "inproc://x",
+        "http://127.0.0.1:80",
+    ],
+)
+async def test_an_address_that_names_no_place_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="address"):
+        MessageServer(address, Question)
+    with pytest.raises(ValueError, match="address"):
+        MessageClient(address, reply_type=Answer)
+
+
+@pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]", "192.168.1.7", "example.org", "eth0"])  # noqa: S104
+async def test_beyond_this_machine_there_must_be_keys_and_the_error_says_how(host: str) -> None:
+    address = f"tcp://{host}:5555"
+    with pytest.raises(
+        ValueError, match=r"anybody could connect.*secret_key and client_keys.*zmq.curve_keypair"
+    ):
+        MessageServer(address, Question)
+    with pytest.raises(ValueError, match=r"anybody could connect.*secret_key and server_key"):
+        MessageClient(address, reply_type=Answer)
+    public, secret = key_pair()
+    MessageServer(address, Question, secret_key=secret, client_keys=[public])
+    MessageClient(address, reply_type=Answer, secret_key=secret, server_key=public.decode())
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "localhost", "[::1]"])
+async def test_on_this_machine_there_need_be_none(host: str) -> None:
+    MessageServer(f"tcp://{host}:5555", Question)
+    MessageClient(f"tcp://{host}:5555", reply_type=Answer)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"high_water_mark": 0}, ValueError),
+        ({"high_water_mark": 1.5}, TypeError),
+        ({"max_part_bytes": 0}, ValueError),
+        ({"heartbeat_interval_s": 0.0001}, ValueError),
+        ({"heartbeat_interval_s": 1.0, "heartbeat_timeout_s": -1.0}, ValueError),
+        ({"linger_s": -1.0}, ValueError),
+        ({"secret_key": "x"}, ValueError),
+        ({"secret_key": "x" * 40}, ValueError),
+        ({"secret_key": 5}, ValueError),
+    ],
+    ids=str,
+)
+async def test_limits_and_keys_are_checked_when_an_object_is_made(
+    wrong: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        MessageServer("ipc:///tmp/s", Question, **wrong)
+    with pytest.raises(error):
+        MessageClient("ipc:///tmp/s", reply_type=Answer, **wrong)
+
+
+async def test_keys_come_in_pairs_and_are_never_shown() -> None:
+    public, secret = key_pair()
+    with pytest.raises(ValueError, match="its own secret_key and the client_keys"):
+        MessageServer("ipc:///tmp/s", Question, client_keys=[public])
+    with pytest.raises(ValueError, match="its own secret_key and the servers' server_key"):
+        MessageClient("ipc:///tmp/s", reply_type=Answer, server_key=public)
+    slip = secret.decode()[:-1]
+    with pytest.raises(ValueError, match="40 characters") as caught:
+        MessageServer("ipc:///tmp/s", Question, secret_key=slip, client_keys=[public])
+    assert slip not in str(caught.value)
+    with pytest.raises(TypeError, match="client_keys"):
+        MessageServer("ipc:///tmp/s", Question, secret_key=secret, client_keys=[5])  # type: ignore[list-item]
+
+
+async def test_the_limits_of_a_server_are_checked() -> None:
+    limits: list[dict[str, Any]] = [{"max_clients": 0}, {"max_waiting": 0}, {"max_waiting_bytes": 0}]
+    for wrong in limits:
+        with pytest.raises(ValueError, match="at least 1"):
+            MessageServer("ipc:///tmp/s", Question, **wrong)
+    with pytest.raises(TypeError, match="a TensorMeta says what a tensor is like"):
+        MessageServer("ipc:///tmp/s", list[Annotated[int, TensorMeta()]])
+
+
+async def test_there_is_one_sender_for_each_server_or_none() -> None:
+    one, other = TensorSender("unix:///tmp/a"), TensorSender("unix:///tmp/b")
+    two = ["ipc:///tmp/s", "ipc:///tmp/t"]
+    MessageClient(two, sender=[one, other], reply_type=Answer)
+    MessageClient(two, reply_type=Answer)
+    for senders in (one, [one]):
+        with pytest.raises(ValueError, match="one sender for each server"):
+            MessageClient(two, sender=senders, reply_type=Answer)
+    with pytest.raises(ValueError, match="one sender for each server"):
+        MessageClient([], reply_type=Answer)
+
+
+async def test_only_this_user_may_open_the_socket_and_nothing_of_it_is_left() -> None:
+    with place() as here:
+        path = here.messages.removeprefix("ipc://")
+        async with MessageServer(here.messages, Question):
+            mode = os.stat(path).st_mode
+            assert stat.S_ISSOCK(mode)
+            assert stat.S_IMODE(mode) == 0o600
+        assert os.listdir(os.path.dirname(path)) == []
+
+
+async def test_the_place_of_a_dead_server_is_taken_over_and_that_of_a_living_one_is_not() -> None:
+    with place() as here:
+        path = here.messages.removeprefix("ipc://")
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(path)
+        async with MessageServer(here.messages, Question):
+            with pytest.raises(UsageError, match="listens"):
+                async with MessageServer(here.messages, Question):
+                    pass
+            async with MessageClient(here.messages, reply_type=Answer) as client:
+                await until(lambda: client.statistics().servers == 1)
+
+
+async def test_a_port_that_is_taken_or_a_folder_that_is_not_there_is_an_error() -> None:
+    async with MessageServer("tcp://127.0.0.1:0", Question) as server:
+        assert not server.address.endswith(":0")
+        with pytest.raises(UsageError, match=r"nobody can listen at tcp://127\.0\.0\.1"):
+            async with MessageServer(server.address, Question):
+                pass
+    with pytest.raises(UsageError, match="nobody can listen"):
+        async with MessageServer("ipc:///nowhere/at/all", Question):
+            pass
+
+
+@pytest.fixture
+def keys() -> dict[str, tuple[bytes, bytes]]:
+    return {"server": key_pair(), "client": key_pair(), "stranger": key_pair()}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+async def test_who_has_the_keys_is_served_and_who_has_not_is_told_so(
+    host: str, keys: dict[str, tuple[bytes, bytes]]
+) -> None:
+    server_public, server_secret = keys["server"]
+    client_public, client_secret = keys["client"]
+    async with MessageServer(
+        f"tcp://{host}:0", Question, secret_key=server_secret, client_keys=[client_public]
+    ) as server:
+        right: dict[str, Any] = {"secret_key": client_secret, "server_key": server_public}
+        async with MessageClient(server.address, reply_type=Answer, **right) as client:
+            await client.send(Question(1))
+            assert (await anext(server)).message.seed == 1
+
+            wrong: list[dict[str, Any]] = [
+                {"secret_key": keys["stranger"][1], "server_key": server_public},  # one that is not listed
+                {"secret_key": client_secret, "server_key": keys["stranger"][0]},  # another server's
+                {},
+            ]
+            for options in wrong:
+                async with MessageClient(server.address, reply_type=Answer, **options) as stranger:
+                    for _ in range(2):  # who asks again tries again
+                        with pytest.raises(AccessDeniedError, match="keys"):
+                            await stranger.request(Question(2))
+            assert server.statistics().messages_received == 1
+            await client.send(Question(3))
+            assert (await anext(server)).message.seed == 3
+
+
+async def test_a_server_of_another_user_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with place() as here:
+        async with MessageServer(here.messages, Question) as server:
+            # There is one user here: the client takes itself for another.
+            monkeypatch.setattr(os, "geteuid", lambda: 12345)
+            async with MessageClient(here.messages, reply_type=Answer) as client:
+                with pytest.raises(AccessDeniedError, match="run both as the same user"):
+                    await client.request(Question(1))
+            assert server.statistics().clients == 0
+
+
+async def test_one_client_too_many_is_refused_and_the_others_are_served() -> None:
+    async with channel(server={"max_clients": 1}) as ends:
+        await until(lambda: ends.server.statistics().clients == 1)
+        async with MessageClient(ends.place.messages, reply_type=Answer) as other:
+            for _ in range(2):
+                with pytest.raises(PeerLostError, match=r"refused this client.*max_clients=1"):
+                    await other.request(Question(1))
+        assert ends.server.statistics().clients_refused >= 2
+        await ends.client.send(Question(2))
+        assert (await anext(ends.server)).message.seed == 2
+
+
+async def test_a_part_that_is_larger_than_allowed_costs_its_sender_the_connection() -> None:
+    async with channel(server={"max_part_bytes": 10_000}) as ends:
+        with pytest.raises(PeerLostError):
+            await ends.client.request(Question(1, wish="x" * 20_000))
+        await ends.client.send(Question(2))
+        assert (await anext(ends.server)).message.seed == 2
+
+
+async def test_handles_that_a_server_has_no_receiver_for_are_refused() -> None:
+    with place() as here:
+        async with (
+            TensorReceiver(here.tensors),
+            TensorSender(here.tensors) as sender,
+            MessageServer(here.messages, Question) as server,
+            MessageClient(here.messages, sender=sender, reply_type=Answer) as client,
+        ):
+            with pytest.raises(RemoteError, match="this server has no receiver"):
+                await client.request(Question(1, torch.zeros(100_000)))
+            assert server.statistics().failures == 1
+            await until(lambda: sender.statistics().in_flight == 0)

@@ -1,0 +1,189 @@
+"""A slow server makes its clients wait, and a client that does not read makes its answers wait."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+import torch
+
+from aiotensor import PeerLostError, TensorReceiver, TensorSender
+from aiotensor.channel import MessageClient, MessageServer
+from tests.channel import peers
+from tests.channel.parties import Answer, Question, answer, channel, place, settled
+from tests.pairs import BIG, pattern, until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+async def test_what_nobody_takes_waits_at_the_clients_and_fills_no_memory() -> None:
+    limits = {"max_waiting": 5, "high_water_mark": 2}
+    async with channel(server=limits, client={"high_water_mark": 2}) as ends:
+        asking = [
+            asyncio.create_task(ends.client.request(Question(seed, pattern(seed, 900))))
+            for seed in range(400)
+        ]
+        await until(lambda: ends.server.statistics().waiting >= 5)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert ends.server.statistics().waiting == 5
+        sent = ends.client.statistics().messages_sent
+        assert sent < 200  # the kernel's buffers hold some too
+
+        serving = asyncio.create_task(ends.server.serve(answer))
+        assert [got.seed for got in await asyncio.gather(*asking)] == list(range(400))
+        await settled(ends)
+        await ends.server.aclose()
+        await serving
+
+
+async def test_waiting_messages_are_bounded_in_bytes_too() -> None:
+    with place() as here:
+        async with (
+            MessageServer(here.messages, Question, max_waiting_bytes=1 << 20, high_water_mark=1) as server,
+            MessageClient(here.messages, reply_type=Answer, high_water_mark=1) as client,
+        ):
+            asking = [asyncio.create_task(client.request(Question(1, pattern(1, BIG)))) for _ in range(20)]
+            await until(lambda: server.statistics().waiting_bytes >= 1 << 20)
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert server.statistics().waiting == 2
+            assert client.statistics().messages_sent < 10
+            serving = asyncio.create_task(server.serve(answer))
+            await asyncio.gather(*asking)
+            assert server.statistics().waiting_bytes == 0
+            await server.aclose()
+            await serving
+
+
+async def test_a_waiting_request_that_is_cancelled_leaves_no_trace_at_the_server() -> None:
+    limits = {"max_waiting": 1, "high_water_mark": 1}
+    async with channel(server=limits, client={"high_water_mark": 1}) as ends:
+        asking = [
+            asyncio.create_task(ends.client.request(Question(seed, pattern(seed, 900))))
+            for seed in range(400)
+        ]
+        await until(lambda: ends.server.statistics().waiting == 1)
+        for task in asking[:-1]:
+            task.cancel()
+        await asyncio.wait(asking[:-1])
+        seeds = []
+        while 399 not in seeds:
+            async with await anext(ends.server) as request:
+                seeds.append(request.message.seed)
+                await request.reply(Answer(request.message.seed))
+        await asking[-1]
+        assert len(seeds) < 300
+        await settled(ends)
+
+
+async def test_answers_wait_for_a_client_that_does_not_read_and_harm_no_other() -> None:
+    with place() as here:
+        async with (
+            peers.listening(here, high_water_mark=1) as (server, _),
+            peers.process(here) as slow,
+            peers.process(here) as other,
+        ):
+            await slow.call(peers.open_client, here, high_water_mark=1)
+            await slow.call(peers.begin_to_ask, list(range(40)), 5)
+            await until(lambda: server.statistics().messages_received == 40)
+            await slow.stop()
+            replying = []
+            for _ in range(40):
+                request = await anext(server)
+                large = Answer(
+                    request.message.seed, int(pattern(request.message.seed, 5).sum()), pattern(1, BIG)
+                )
+                replying.append(asyncio.create_task(request.reply(large)))
+                del request, large
+            await other.call(peers.open_client, here)
+            serving = asyncio.create_task(server.serve(answer))
+            assert await other.call(peers.ask, 1)
+            assert sum(not task.done() for task in replying) > 20
+            slow.kill()
+            await slow.ended()
+            # Those in the kernel's hands were sent, for all that is known here.
+            assert not all(await asyncio.gather(*replying))
+            await until(lambda: server.statistics().in_hand == 0)
+            assert await other.call(peers.ask, 2)
+            await server.aclose()
+            await serving
+
+
+async def test_tensors_of_answers_come_by_the_sender_to_that_client_and_in_the_answer_to_others() -> None:
+    with place() as here:
+        async with AsyncExitStack() as stack:
+            open_ = stack.enter_async_context
+            receiver = await open_(TensorReceiver(here.answers))
+            sender = await open_(TensorSender(here.answers, max_concurrent_videos=1))
+            server = await open_(MessageServer(here.messages, Question, sender=[sender]))
+            near = await open_(MessageClient(here.messages, receiver=receiver, reply_type=Answer))
+            far = await open_(MessageClient(here.messages, reply_type=Answer))
+            await until(lambda: sender.receiver_id == receiver.id)
+            serving = asyncio.create_task(server.serve(answer))
+
+            for client, sent in ((near, 1), (far, 1), (near, 2)):
+                got = (await client.request(Question(5, wish=str(BIG)))).tensor
+                assert got is not None
+                assert torch.equal(got, pattern(5, BIG))
+                assert sender.statistics().tensors_sent == sent
+                del got
+            await until(lambda: sender.statistics().in_flight + sender.statistics().bytes_in_use == 0)
+            await server.aclose()
+            await serving
+
+
+async def test_one_client_asks_several_servers_by_number_or_the_one_with_the_least_to_do() -> None:
+    with place() as first, place() as second:
+        async with AsyncExitStack() as stack:
+            open_ = stack.enter_async_context
+            servers, receivers, senders = [], [], []
+            for here in (first, second):
+                receivers.append(await open_(TensorReceiver(here.tensors)))
+                senders.append(await open_(TensorSender(here.tensors)))
+                servers.append(await open_(MessageServer(here.messages, Question, receiver=receivers[-1])))
+            client = await open_(
+                MessageClient([first.messages, second.messages], sender=senders, reply_type=Answer)
+            )
+            await until(lambda: client.statistics().servers == 2)
+
+            asking = [
+                asyncio.create_task(client.request(Question(seed, pattern(seed, BIG)))) for seed in range(6)
+            ]
+            await until(lambda: all(server.statistics().waiting == 3 for server in servers))
+            assert client.statistics().in_flight == (3, 3)
+            async with senders[1].message() as permit:
+                asking.append(
+                    asyncio.create_task(client.request(Question(6, pattern(6, BIG)), inside=permit))
+                )
+                await until(lambda: servers[1].statistics().waiting == 4)
+            asking.append(asyncio.create_task(client.request(Question(7), target=1)))
+            await until(lambda: servers[1].statistics().waiting == 5)
+            asking.append(asyncio.create_task(client.request(Question(8))))
+            await until(lambda: servers[0].statistics().waiting == 4)
+            with pytest.raises(ValueError, match="none of the 2 servers"):
+                await client.request(Question(9), target=2)
+
+            serving = [asyncio.create_task(server.serve(answer)) for server in servers]
+            assert [got.seed for got in await asyncio.gather(*asking)] == list(range(9))
+
+            await servers[0].aclose()  # the other one takes over
+            await until(lambda: client.statistics().servers == 1)
+            for seed in range(4):
+                assert (await client.request(Question(seed, pattern(seed, BIG)))).seed == seed
+            assert servers[1].statistics().answers == 5 + 4
+            await servers[1].aclose()
+            await asyncio.gather(*serving)
+
+
+async def test_servers_that_all_refuse_a_client_do_not_leave_it_hanging() -> None:
+    with place() as here, place() as there:
+        async with (
+            MessageServer(here.messages, Question, max_clients=1),
+            MessageServer(there.messages, Question, max_clients=1),
+            MessageClient([here.messages, there.messages], reply_type=Answer) as first,
+        ):
+            await until(lambda: first.statistics().servers == 2)
+            async with MessageClient([here.messages, there.messages], reply_type=Answer) as second:
+                for _ in range(3):
+                    with pytest.raises(PeerLostError, match="max_clients=1"):
+                        await second.request(Question(1))
