@@ -9,6 +9,7 @@ A message that was asked, as the server sees it:
 A client has the identity that ZeroMQ gives to its connection, so none can pass for another.
 """
 
+import asyncio
 import enum
 import logging
 import os
@@ -219,8 +220,12 @@ class Clients:
 
     def disconnected(self, descriptor: int) -> None:
         """Note that a client is gone."""
-        self.socket.read_all()  # what it said before still counts
-        for identity in self._connections.pop(descriptor, ()):
+        # Later, since a message may just be taken in.
+        asyncio.get_running_loop().call_soon(self._lose_all, self._connections.pop(descriptor, set()))
+
+    def _lose_all(self, identities: set[bytes]) -> None:
+        self.socket.read_all()  # what they said before still counts
+        for identity in identities:
             self._turned_away.discard(identity)
             client = self._clients.get(identity)
             if client is not None:

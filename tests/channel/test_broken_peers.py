@@ -1,0 +1,302 @@
+"""Whoever breaks the protocol loses its connection and harms nobody else, on either side."""
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+import zmq.asyncio
+
+from aiotensor import PeerLostError, ProtocolError, RemoteError, TensorHandle
+from aiotensor.channel import MessageClient
+from aiotensor.codec import TensorEncoder
+from aiotensor.protocol.exchange import (
+    VERSION,
+    Answer,
+    Ask,
+    Cancel,
+    ClientHello,
+    Failure,
+    Farewell,
+    FromServer,
+    ServerHello,
+    read_from_client,
+    read_from_server,
+    write,
+)
+from tests.channel import parties
+from tests.channel.parties import Channel, Question, answer, channel, place, said, settled
+from tests.pairs import BIG, pattern, until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+Parts = Sequence[bytes | memoryview]
+
+BODY = memoryview(msgspec.msgpack.encode(Question(1)))
+HELLO = write(ClientHello(VERSION, 1))
+
+
+def ask(number: int = 0, body: bytes | memoryview = BODY, **rest: Any) -> bytes:
+    return write(Ask(number, memoryview(body), **rest))
+
+
+@asynccontextmanager
+async def raw(kind: int, address: str, *, binds: bool = False) -> AsyncIterator[zmq.asyncio.Socket]:
+    """A plain socket, to say anything with."""
+    context = zmq.asyncio.Context()
+    sock = context.socket(kind)
+    sock.linger = 0
+    try:
+        if binds:
+            sock.bind(address)
+        else:
+            sock.connect(address)
+        yield sock
+    finally:
+        sock.close()
+        context.term()
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[Channel]:
+    """A channel whose server answers an honest client throughout."""
+    async with channel() as ends:
+        serving = asyncio.create_task(ends.server.serve(answer))
+        with said():
+            yield ends
+        got = await ends.client.request(Question(5, pattern(5, BIG), wish="3"))
+        assert got.total == int(pattern(5, BIG).sum())
+        assert ends.client.statistics().servers_lost == 0
+        await settled(ends)
+        await ends.server.aclose()
+        await serving
+
+
+FORBIDDEN: dict[str, list[Parts]] = {
+    "no hello": [[ask()]],
+    "nothing": [[b""]],
+    "noise before the hello": [[b"\xc1noise"]],
+    "another version": [[write(ClientHello(VERSION + 1, 1))]],
+    "two hellos": [[HELLO], [HELLO]],
+    "a hello of a server": [[write(ServerHello(VERSION, 1))]],
+    "noise": [[HELLO], [b"\xc1noise"]],
+    "an empty message": [[HELLO], [b""]],
+    "a number out of turn": [[HELLO], [ask(1)]],
+    "a number again": [[HELLO], [ask(0)], [ask(0)]],
+    "a number that is none": [[HELLO], [msgspec.msgpack.encode(["ask", -1, b"", []])]],
+    "cancelling what was never asked": [[HELLO], [write(Cancel(0))]],
+    "an answer": [[HELLO], [write(Answer(0, BODY))]],
+    "a farewell": [[HELLO], [write(Farewell())]],
+    "too many handles": [[HELLO], [msgspec.msgpack.encode(["ask", 0, b"", [{}] * 1025])]],
+    "a handle that is none": [[HELLO], [msgspec.msgpack.encode(["ask", 0, b"", [5]])]],
+    "deep nesting": [[HELLO], [b"\x91" * 100_000]],
+    "a text that is none": [[HELLO], [b"\x94\xa3\xff\xff\xff"]],
+}
+
+
+@pytest.mark.parametrize("said_", FORBIDDEN.values(), ids=FORBIDDEN)
+async def test_a_client_that_breaks_the_protocol_is_told_so_and_cut_off(said_: list[Parts]) -> None:
+    async with served() as ends, raw(zmq.DEALER, ends.place.messages) as rogue:
+        for parts in said_:
+            await rogue.send_multipart(parts)
+        heard: list[FromServer] = []
+        while not (heard and isinstance(heard[-1], Farewell)):
+            heard.append(read_from_server((await rogue.recv_multipart())[0]))
+        assert heard[-1].reason.startswith("it broke the protocol")
+        # Whatever it says now, nobody listens.
+        await rogue.send_multipart([HELLO])
+        await rogue.send_multipart([ask()])
+        assert (await ends.client.request(Question(2))).seed == 2
+        assert not await rogue.poll(0)
+        await until(lambda: ends.server.statistics().clients == 1)
+
+
+REFUSED: dict[str, tuple[Parts, str]] = {
+    "a body that is none": ([ask(body=b"\xc1")], "cannot be read"),
+    "a body of another type": ([ask(body=msgspec.msgpack.encode(5))], "Expected `object`, got `int`"),
+    "no body": ([ask(body=b"")], "cannot be read"),
+    "a buffer too many": ([ask(), b"x"], "1 buffers"),
+    "a handle too many": (
+        [ask(handles=(TensorHandle("x" * 32, -1, 0, "int64", (1,), "cpu"),))],
+        "negative",
+    ),
+    "a tensor that nobody sent": (
+        [ask(body=TensorEncoder(lambda _: 0).encode(Question(1, torch.zeros(3)))[0])],
+        "named tensor 0 of 0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("parts", "reason"), REFUSED.values(), ids=REFUSED)
+async def test_a_message_that_cannot_be_taken_fails_alone(parts: Parts, reason: str) -> None:
+    async with served() as ends, raw(zmq.DEALER, ends.place.messages) as rogue:
+        await rogue.send_multipart([HELLO])
+        assert isinstance(read_from_server((await rogue.recv_multipart())[0]), ServerHello)
+        await rogue.send_multipart(parts)
+        failure = read_from_server((await rogue.recv_multipart())[0])
+        assert isinstance(failure, Failure)
+        assert reason in failure.text
+        await rogue.send_multipart([ask(1)])
+        good = read_from_server((await rogue.recv_multipart())[0])
+        assert isinstance(good, Answer)
+        assert good.number == 1
+
+
+def _noise(part: bytes, chance: random.Random) -> bytes:
+    return chance.randbytes(len(part))
+
+
+def _a_bit(part: bytes, chance: random.Random) -> bytes:
+    where = chance.randrange(len(part))
+    return part[:where] + bytes([part[where] ^ 1 << chance.randrange(8)]) + part[where + 1 :]
+
+
+def _shorter(part: bytes, chance: random.Random) -> bytes:
+    return part[: chance.randrange(len(part))]
+
+
+def _longer(part: bytes, chance: random.Random) -> bytes:
+    return part + chance.randbytes(chance.randrange(1, 9))
+
+
+CHANGES: list[Callable[[bytes, random.Random], bytes]] = [_noise, _a_bit, _shorter, _longer]
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+async def test_a_fuzzed_part_at_each_position_of_a_message_harms_nobody(position: int) -> None:
+    chance = random.Random(position)
+    whole = TensorEncoder(inline_bytes=16).encode(
+        Question(1, pattern(1, 100), {"x": [pattern(2, 50), pattern(3, 1)]})
+    )
+    async with served() as ends:
+        for change in CHANGES:
+            for _ in range(25):
+                async with raw(zmq.DEALER, ends.place.messages) as rogue:
+                    parts = [ask(body=whole[0]), *(bytes(part) for part in whole[1:])]
+                    parts[position] = change(parts[position], chance)
+                    await rogue.send_multipart([HELLO])
+                    await rogue.send_multipart(parts)
+                    await rogue.send_multipart([ask(1)])  # who is still heard is answered, in whatever order
+                    heard: set[object] = set()
+                    while not heard & {"cut off", 1}:
+                        header = read_from_server((await rogue.recv_multipart())[0])
+                        heard.add(
+                            "cut off" if isinstance(header, Farewell) else getattr(header, "number", None)
+                        )
+        await until(lambda: ends.server.statistics().clients == 1)
+
+
+Asked = tuple[zmq.asyncio.Socket, bytes, "asyncio.Task[parties.Answer]"]
+
+
+async def _hear(sock: zmq.asyncio.Socket) -> tuple[bytes, Any]:
+    identity, header, *_ = await sock.recv_multipart()
+    return identity, read_from_client(header)
+
+
+async def _waiting(client: MessageClient[parties.Answer]) -> "asyncio.Task[parties.Answer]":
+    """Begin a request, and return when it waits for a server."""
+    asking = asyncio.create_task(client.request(Question(1)))
+    await until(lambda: bool(client._connections[0]._waiters))
+    return asking
+
+
+@asynccontextmanager
+async def asked(
+    address: str,
+) -> AsyncIterator[tuple[zmq.asyncio.Socket, bytes, "asyncio.Task[parties.Answer]"]]:
+    """A client that has asked a server of ours, and waits for what we say."""
+    async with (
+        raw(zmq.ROUTER, address, binds=True) as rogue,
+        MessageClient(address, reply_type=parties.Answer) as client,
+    ):
+        identity, hello = await _hear(rogue)
+        assert isinstance(hello, ClientHello)
+        await rogue.send_multipart([identity, write(ServerHello(VERSION, 77))])
+        asking = asyncio.create_task(client.request(Question(1)))
+        _, question = await _hear(rogue)
+        assert isinstance(question, Ask)
+        yield rogue, identity, asking
+
+
+WRONG: dict[str, Parts] = {
+    "noise": [b"\xc1"],
+    "nothing": [b""],
+    "a second hello": [write(ServerHello(VERSION, 77))],
+    "an answer to what was never asked": [write(Answer(7, BODY))],
+    "a failure of what was never asked": [write(Failure(7, "ValueError", "x"))],
+    "a question": [ask()],
+    "deep nesting": [b"\x91" * 100_000],
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+async def test_a_server_that_breaks_the_protocol_is_left(wrong: Parts) -> None:
+    with place() as here, said() as texts:
+        async with asked(here.messages) as (rogue, identity, asking):
+            await rogue.send_multipart([identity, *wrong])
+            with pytest.raises(PeerLostError, match="broke the protocol") as caught:
+                await asking
+            assert caught.value.pid == 77
+            assert isinstance(caught.value.__cause__, ProtocolError)
+        assert any("broke the protocol" in text for text in texts)
+
+
+UNREADABLE: dict[str, tuple[Parts, str]] = {
+    "a body that is none": ([write(Answer(0, memoryview(b"\xc1")))], "cannot be read"),
+    "a buffer too many": ([write(Answer(0, BODY)), b"x"], "1 buffers"),
+    "tensors for a receiver that there is not": (
+        [write(Answer(0, BODY, (TensorHandle("x" * 32, 0, 0, "int64", (1,), "cpu"),)))],
+        "this client has none",
+    ),
+}
+
+
+@pytest.mark.parametrize(("wrong", "reason"), UNREADABLE.values(), ids=UNREADABLE)
+async def test_an_answer_that_cannot_be_read_is_an_error_of_its_request_alone(
+    wrong: Parts, reason: str
+) -> None:
+    with place() as here:
+        async with asked(here.messages) as (rogue, identity, asking):
+            await rogue.send_multipart([identity, *wrong])
+            with pytest.raises(ProtocolError, match=reason):
+                await asking
+
+
+async def test_a_server_of_another_version_is_left_and_the_next_one_is_asked() -> None:
+    with place() as here:
+        async with MessageClient(here.messages, reply_type=parties.Answer) as client:
+            async with raw(zmq.ROUTER, here.messages, binds=True) as rogue:
+                identity, _ = await _hear(rogue)
+                asking = await _waiting(client)
+                await rogue.send_multipart([identity, write(ServerHello(VERSION + 1, 77))])
+                with pytest.raises(PeerLostError, match=f"speaks version {VERSION + 1}"):
+                    await asking
+            os.unlink(here.messages.removeprefix("ipc://"))
+            asking = asyncio.create_task(client.request(Question(2)))  # who asks looks for a server again
+            async with raw(zmq.ROUTER, here.messages, binds=True) as honest:
+                identity, _ = await _hear(honest)
+                await honest.send_multipart([identity, write(ServerHello(VERSION, 78))])
+                await _hear(honest)
+                await honest.send_multipart([identity, write(Failure(0, "ValueError", "not today"))])
+                with pytest.raises(RemoteError, match="not today"):
+                    await asking
+
+
+async def test_a_server_that_lets_nobody_in_is_lost_and_not_waited_for_without_end() -> None:
+    with place() as here:
+        async with (
+            MessageClient(here.messages, reply_type=parties.Answer) as client,
+            raw(zmq.ROUTER, here.messages, binds=True) as rogue,
+        ):
+            identity, _ = await _hear(rogue)
+            asking = await _waiting(client)
+            await rogue.send_multipart([identity, write(Farewell("full"))])
+            with pytest.raises(PeerLostError, match="refused this client: full"):
+                await asking
