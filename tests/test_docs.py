@@ -9,20 +9,30 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_first_program_of_the_readme_runs_as_pasted(tmp_path: Path) -> None:
-    readme = (ROOT / "README.md").read_text()
-    found = re.search(r"```python\n(.*?)```", readme, re.DOTALL)
-    assert found is not None
-    program = tmp_path / "program.py"
-    program.write_text(found[1])
+def _run_program(which: int, folder: Path) -> str:
+    """Run a program of the README as pasted, and return what it printed."""
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    program = folder / "program.py"
+    program.write_text(programs[which])
     # As pasted: the measuring of coverage would say on standard error what it thinks of the program.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
     done = subprocess.run(
-        [sys.executable, program], capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
+        [sys.executable, program], capture_output=True, text=True, check=False, cwd=folder, env=environment
     )
     assert done.stderr == ""
     assert done.returncode == 0
-    assert done.stdout.startswith("the engine has (120, 360, 640, 3) brightness 127.")
+    return done.stdout
+
+
+def test_the_first_program_of_the_readme_runs_as_pasted(tmp_path: Path) -> None:
+    printed = _run_program(0, tmp_path)
+    assert printed.startswith("the engine has (120, 360, 640, 3) brightness 127.")
+
+
+def test_a_request_with_a_video_in_it_takes_less_than_40_lines_and_runs_as_pasted(tmp_path: Path) -> None:
+    printed = _run_program(1, tmp_path)
+    assert re.match(r"the embedding of the video is tensor\(\[127\.\d+, 127\.\d+, 127\.\d+\]\)\n$", printed)
+    assert len((tmp_path / "program.py").read_text().splitlines()) < 40
 
 
 def test_every_test_that_shows_a_promise_exists() -> None:

@@ -100,6 +100,7 @@ class Client:
         self.identity = identity
         self.pid = hello.pid
         self.receiver = hello.receiver
+        self.takes_detour = False  # its tensors travel in the answers, though there are senders
         self.next_number = 0
         self.asked: dict[int, Asked] = {}  # what has not ended
         self.unsent: deque[bytes] = deque()  # headers, for want of room

@@ -13,7 +13,7 @@ import anyio
 import torch
 
 from aiotensor.channel import options
-from aiotensor.channel.clients import Asked, Clients, State
+from aiotensor.channel.clients import Asked, Client, Clients, State
 from aiotensor.channel.endpoint import Endpoint
 from aiotensor.channel.options import Key
 from aiotensor.channel.parcels import Loans, pack, unpack
@@ -339,7 +339,7 @@ class MessageServer(Generic[M]):
     async def answer(self, asked: Asked, answer: object) -> bool:
         """Send an answer, and say whether anybody wanted it."""
         self._home.check()
-        sender = self._sender_to(asked.client.receiver)
+        sender = self._sender_to(asked.client)
         was_wanted = asked.is_wanted and await self._send_answer(asked, answer, sender)
         self._answers += was_wanted
         self._let_go(asked)
@@ -353,12 +353,16 @@ class MessageServer(Generic[M]):
         self._let_go(asked)
         return was_wanted
 
-    def _sender_to(self, receiver: str) -> TensorSender | None:
+    def _sender_to(self, client: Client) -> TensorSender | None:
         """Return the sender to the receiver of a client, if there is one."""
-        return next((sender for sender in self._senders if receiver and sender.receiver_id == receiver), None)
+        if not client.receiver or not self._senders:
+            return None
+        return next((sender for sender in self._senders if sender.receiver_id == client.receiver), None)
 
     async def _send_answer(self, asked: Asked, answer: object, sender: TensorSender | None) -> bool:
         parcel = await pack(answer, has_sender=sender is not None)
+        if sender is None and len(parcel.parts) > 1:
+            self._note_detour(asked.client)
         handles = await parcel.send_tensors(sender) if sender is not None and parcel.tensors else ()
         was_wanted = False
         try:
@@ -375,6 +379,15 @@ class MessageServer(Generic[M]):
         if loan is not None and was_wanted:
             await loan
         return was_wanted
+
+    def _note_detour(self, client: Client) -> None:
+        """Log, once for each client, that its tensors do not go the way that was meant for them."""
+        if client.receiver and self._senders and not client.takes_detour:
+            client.takes_detour = True
+            logger.warning(
+                "tensors for process %s travel in the answers: no sender is connected to its receiver",
+                client.pid,
+            )
 
     def _let_go(self, asked: Asked) -> None:
         """Note that a message needs nothing more."""

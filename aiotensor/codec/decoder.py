@@ -149,6 +149,8 @@ def _convert(type_: Any, value: object) -> object:
     Raises:
         TypeError: an array has another dtype than its annotation says; told with the place of the field.
     """
+    if type_ is torch.Tensor and isinstance(value, torch.Tensor):
+        return value
     wanted = get_origin(type_) or type_
     if not issubclass(wanted, torch.Tensor | np.ndarray):
         raise NotImplementedError(f"messages with a field of type {type_!r} cannot be decoded")
