@@ -59,18 +59,14 @@ def _rate(contender: str) -> Reading:
     return Reading("pipelined", contender, 4 * _KIB, "tensors_per_s")
 
 
-def _faster(work: str, size: int, times: float) -> Goal:
-    return Goal(
-        work,
-        "torch.multiprocessing.Queue",
-        _trip("aiotensor-unix", size),
-        _trip("torch-queue", size),
-        "least",
-        times,
-        "x",
-        f"at least {times:g}x faster",
-        inverted=True,
-    )
+def _faster(work: str, against: str, ours: Reading, theirs: Reading, times: float) -> Goal:
+    words = f"at least {times:g}x faster"
+    return Goal(work, against, ours, theirs, "least", times, "x", words, inverted=True)
+
+
+def _faster_than_queue(work: str, size: int, times: float) -> Goal:
+    ours, theirs = _trip("aiotensor-unix", size), _trip("torch-queue", size)
+    return _faster(work, "torch.multiprocessing.Queue", ours, theirs, times)
 
 
 def _no_slower(work: str, against: str, ours: Reading, theirs: Reading, times: float | None) -> Goal:
@@ -79,7 +75,7 @@ def _no_slower(work: str, against: str, ours: Reading, theirs: Reading, times: f
 
 
 GOALS: tuple[Goal, ...] = (
-    _faster("4 KiB round trip, `unix://`", 4 * _KIB, 6),
+    _faster_than_queue("4 KiB round trip, `unix://`", 4 * _KIB, 6),
     *(
         _no_slower(
             "4 KiB round trip, `unix://`",
@@ -93,8 +89,8 @@ GOALS: tuple[Goal, ...] = (
             ("raw-socket-loop", "raw Unix socket echo, on the event loop"),
         )
     ),
-    _faster("16 MiB, copied", 16 * _MIB, 6),
-    _faster("150 MiB, copied", 150 * _MIB, 6),
+    _faster_than_queue("16 MiB, copied", 16 * _MIB, 6),
+    _faster_than_queue("150 MiB, copied", 150 * _MIB, 6),
     *(
         _no_slower(
             "150 MiB, copied",
@@ -144,6 +140,33 @@ GOALS: tuple[Goal, ...] = (
         0.05,  # which is written as 0.0 % from here down
         "%",
         "0.0 % CPU",
+    ),
+    *(
+        _no_slower(
+            "4 KiB request and reply, `ipc://`",
+            against,
+            _trip("aiotensor-channel", 4 * _KIB, "request-echo"),
+            _trip(limit, 4 * _KIB, "request-echo"),
+            1.5,
+        )
+        for limit, against in (
+            ("zmq-echo", "bare ZeroMQ echo, blocking"),
+            ("zmq-echo-loop", "bare ZeroMQ echo, on the event loop"),
+        )
+    ),
+    *(
+        _faster(
+            f"150 MiB request and reply, {answer}",
+            against,
+            _trip("aiotensor-channel", 150 * _MIB, workload),
+            _trip(them, 150 * _MIB, workload),
+            5,
+        )
+        for workload, answer in (("request-echo", "echo"), ("request-answer", "small answer"))
+        for them, against in (
+            ("zmq-request", "plain pyzmq, `copy=False`"),
+            ("zmq-pickle", "pickle 5, out of band"),
+        )
     ),
 )
 

@@ -49,7 +49,7 @@ def measure(
     Args:
         plan: what to measure.
         options: what the plan was made from.
-        baseline: the name of the contender that the ratios refer to.
+        baseline: the name of the contender that the ratios refer to, unless a workload has its own.
         on_step: called before each group of processes and after each batch.
     """
     began, load_before = time.monotonic(), os.getloadavg()[0]
@@ -63,7 +63,7 @@ def measure(
         quick=options.quick,
         answer=options.answer,
         baseline=baseline,
-        contenders=[Participant(one.name, one.what, one.is_limit) for one in plan.contenders],
+        contenders=[Participant(one.name, one.what, one.is_limit, one.carries) for one in plan.contenders],
         workloads=[chapter.workload.name for chapter in plan.chapters],
         seconds=time.monotonic() - began,
         machine=describe(load_before),

@@ -109,6 +109,8 @@ def make_plan(
 def _entries(
     contender: Contender, workload: Workload, options: Options, skips: list[Skip]
 ) -> Iterator[Entry]:
+    if workload.carries != contender.carries:
+        return
     if workload.name in contender.lacks:
         skips.append(Skip(contender.name, contender.lacks[workload.name], workload.name))
         return
@@ -127,6 +129,7 @@ def _entries(
             depth=workload.depth,
             source=workload.source,
             answer=options.answer,
+            reply=workload.reply,
             loop=loop or "asyncio",
         )
         yield Entry(contender, loop, spec)

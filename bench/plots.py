@@ -1,4 +1,4 @@
-"""Draw a report: latency and throughput by size, lag of the event loop, rate by senders."""
+"""Draw a report: latency and throughput by size, lag of the event loop, rate by senders, requests by size."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +21,7 @@ _COLOURS = (
     *("tab:brown", "navy", "teal", "goldenrod"),
 )
 _LIMIT_STYLES = ("-", "--", ":", "-.")
+_REQUESTS = {"request-echo": "answer of the same size", "request-answer": "answer of 4 KiB"}
 _LAGS = {"p50": "p50", "p99": "p99", "p999": "p99.9", "max": "most"}
 
 _Lines = dict[str, list[Result]]
@@ -33,6 +34,7 @@ def draw(report: Report, folder: Path) -> list[Path]:
         "throughput.png": _throughput,
         "loop-lag.png": _loop_lag,
         "senders.png": _senders,
+        "requests.png": _requests,
     }
     written = []
     with mpl.rc_context({"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}):
@@ -123,8 +125,22 @@ def _senders(report: Report) -> Figure | None:
             axes.yaxis.set_major_formatter("{x:,g}")
         else:
             axes.set_ylim(bottom=0)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize=9)
+    _legend_of(figure, panels[0])
+    return figure
+
+
+def _requests(report: Report) -> Figure | None:
+    panels = {name: lines for name in _REQUESTS if (lines := _lines(report, name))}
+    if not panels:
+        return None
+    figure = Figure((_WIDTH_IN, _HEIGHT_IN), layout="constrained")
+    figure.suptitle("Request and reply: median, less is better")
+    row = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for axes, (name, lines) in zip(row, panels.items(), strict=True):
+        _plot_by_size(report, axes, lines, lambda result: 1e3 * result.numbers["median_s"])
+        axes.set_title(_REQUESTS[name])
+    row[0].set_ylabel("milliseconds")
+    _legend_of(figure, row[0])
     return figure
 
 
@@ -163,11 +179,14 @@ def _plot_by_size(report: Report, axes: Axes, lines: _Lines, value: Callable[[Re
 
 
 def _style(report: Report, name: str) -> dict[str, Any]:
-    limits = [one.name for one in report.contenders if one.is_limit]
+    # Those who never meet in one plot may look the same.
+    (carries,) = [one.carries for one in report.contenders if one.name == name]
+    alike = [one for one in report.contenders if one.carries == carries]
+    limits = [one.name for one in alike if one.is_limit]
     if name in limits:
         linestyle = _LIMIT_STYLES[limits.index(name) % len(_LIMIT_STYLES)]
         return {"label": f"limit: {name}", "color": "0.45", "linestyle": linestyle, "linewidth": 1.2}
-    names = [one.name for one in report.contenders if not one.is_limit]
+    names = [one.name for one in alike if not one.is_limit]
     ours = name.startswith("aiotensor")
     return {
         "label": name,
@@ -177,6 +196,11 @@ def _style(report: Report, name: str) -> dict[str, Any]:
         "linewidth": 2.4 if ours else 1.3,
         "zorder": 3 if ours else 2,
     }
+
+
+def _legend_of(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", fontsize=9)
 
 
 def _legend(axes: Axes) -> None:

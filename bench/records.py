@@ -7,11 +7,13 @@ import msgspec
 __all__ = [
     "Answer",
     "Batch",
+    "Cargo",
     "Effort",
     "Failure",
     "Loop",
     "Machine",
     "Participant",
+    "Reply",
     "Report",
     "Result",
     "Skip",
@@ -21,7 +23,9 @@ __all__ = [
 ]
 
 Answer = Literal["own", "same"]
+Cargo = Literal["tensors", "messages"]
 Loop = Literal["asyncio", "uvloop"]
+Reply = Literal["echo", "answer"]
 Source = Literal["copied", "allocated"]
 
 
@@ -58,6 +62,7 @@ class Spec(msgspec.Struct, frozen=True):
         depth: how many tensors may be on their way at once.
         source: whether tensors come from ordinary memory or from the contender's own.
         answer: whether the far side answers with a tensor of its own or with the one it received.
+        reply: whether a request is answered with a tensor of its size or with a small one.
         loop: the event loop of all processes.
     """
 
@@ -68,6 +73,7 @@ class Spec(msgspec.Struct, frozen=True):
     depth: int = 8
     source: Source = "copied"
     answer: Answer = "own"
+    reply: Reply = "echo"
     loop: Loop = "uvloop"
 
     @property
@@ -77,12 +83,21 @@ class Spec(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """What a group of processes found at one size with one number of senders: trips, or named numbers."""
+    """What a group of processes found at one size with one number of senders: trips, or named numbers.
+
+    Attributes:
+        size_bytes: bytes of the tensors.
+        senders: processes that sent at once.
+        latencies_ns: of each trip.
+        numbers: by their names.
+        bytes_per_trip: there and back together; None for the size twice.
+    """
 
     size_bytes: int
     senders: int = 1
     latencies_ns: list[int] = []
     numbers: dict[str, float] = {}
+    bytes_per_trip: int | None = None
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -183,11 +198,19 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Participant(msgspec.Struct, frozen=True):
-    """Somebody whom a run was to measure: a contender, or a limit that only shows what the machine can do."""
+    """Somebody whom a run was to measure: a contender, or a limit that only shows what the machine can do.
+
+    Attributes:
+        name: its name.
+        what: it, in a few words.
+        is_limit: whether it is a limit.
+        carries: what; it has no place in workloads that carry something else.
+    """
 
     name: str
     what: str
     is_limit: bool = False
+    carries: Cargo = "tensors"
 
 
 class Report(msgspec.Struct, frozen=True):

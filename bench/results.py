@@ -41,7 +41,8 @@ def _chapter(chapter: Chapter, samples: Mapping[Key, Sequence[Batch]], baseline:
         for size, senders in entry.spec.batches:
             key = Key(chapter.workload.name, entry.contender.name, entry.loop, size, senders)
             if batches := samples.get(key):
-                theirs = samples.get(key._replace(contender=baseline, loop=None), [])
+                other = chapter.workload.baseline or baseline
+                theirs = samples.get(key._replace(contender=other, loop=None), [])
                 yield _result(chapter, key, batches, theirs)
 
 
@@ -73,11 +74,15 @@ def _together(batches: Sequence[Batch], rounds: Sequence[dict[str, float]]) -> d
     numbers = {name: statistics.median(numbers[name] for numbers in rounds) for name in rounds[0]}
     latencies = [latency for batch in batches for latency in batch.latencies_ns]
     if latencies:
-        numbers |= summarize(latencies, _BOTH_WAYS * batches[0].size_bytes)
+        numbers |= summarize(latencies, _bytes_per_trip(batches[0]))
     return numbers
 
 
 def _numbers(batch: Batch) -> dict[str, float]:
     if not batch.latencies_ns:
         return batch.numbers
-    return batch.numbers | summarize(batch.latencies_ns, _BOTH_WAYS * batch.size_bytes)
+    return batch.numbers | summarize(batch.latencies_ns, _bytes_per_trip(batch))
+
+
+def _bytes_per_trip(batch: Batch) -> int:
+    return _BOTH_WAYS * batch.size_bytes if batch.bytes_per_trip is None else batch.bytes_per_trip

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from bench.measure import format_count, format_seconds, format_size
-from bench.records import Loop, Report, Skip, Verdict
+from bench.records import Loop, Participant, Report, Skip, Verdict
 from bench.views import VIEWS, Cell, Flat, Pivot
 from bench.workloads import WORKLOADS
 
@@ -49,7 +49,9 @@ def workloads(report: Report) -> Iterator[str]:
                 break
             yield view.caption
             yield _pivot(report, name, view) if isinstance(view, Pivot) else _flat(report, name, view)
-        if missing := _reasons([skip for skip in report.skips if skip.workload in (name, None)]):
+        names = {one.name for one in _participants_in(report, name)}
+        skips = [skip for skip in report.skips if skip.workload in (name, None) and skip.contender in names]
+        if missing := _reasons(skips):
             yield f"Not measured (`{_NOT_MEASURED}`): {missing}"
 
 
@@ -83,13 +85,17 @@ def machine(report: Report) -> str:
         f"{kind} of {report.seconds:.0f} s on {it.cores} cores ({it.cpu}), {it.memory_bytes / 2**30:.0f} GiB "
         f"of memory, Linux {it.kernel}, Python {it.python}; {versions}. Load {it.load_before:.1f} before and "
         f"{it.load_after:.1f} after. In round trips the far side answers {answers}. The baseline is "
-        f"{report.baseline}. Each contender runs in fresh processes, in rounds that take turns: read the "
-        "ratios, not the times."
+        f"{report.baseline} where no other is named. Each contender runs in fresh processes, in rounds that "
+        "take turns: read the ratios, not the times."
     )
 
 
 def _participants(report: Report) -> str:
     return _table(["name", "what it is"], [[one.name, one.what] for one in report.contenders])
+
+
+def _participants_in(report: Report, workload: str) -> list[Participant]:
+    return [one for one in report.contenders if one.carries == WORKLOADS[workload].carries]
 
 
 def _measured(verdict: Verdict) -> str:
@@ -125,7 +131,7 @@ class _Grid:
         self._failed = [
             (failure.contender, failure.loop) for failure in report.failures if failure.workload == workload
         ]
-        self._participants = report.contenders
+        self._participants = _participants_in(report, workload)
 
     @property
     def cases(self) -> list[tuple[int, int]]:

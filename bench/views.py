@@ -66,6 +66,16 @@ _TIMES = (
     "The same, as times faster than the baseline: the middle round, in brackets the lowest and the highest."
 )
 
+_REQUESTS: list[Pivot | Flat] = [
+    Pivot(
+        "Median / p99 of all rounds, from the request until one element of the answer was read; the server "
+        "has read one of the request by then. Tensors are fresh, in ordinary memory. Of fewer than 100 "
+        "requests, p99 is the slowest.",
+        _seconds("median_s", "p99_s"),
+    ),
+    Pivot(f"{_TIMES} The baseline is zmq-request.", _ratio),
+]
+
 VIEWS: dict[str, list[Pivot | Flat]] = {
     "round-trip": [
         Pivot(
@@ -134,4 +144,6 @@ VIEWS: dict[str, list[Pivot | Flat]] = {
             },
         )
     ],
+    "request-echo": _REQUESTS,
+    "request-answer": _REQUESTS,
 }

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from bench.contenders.base import Contender, Layout, Port, Side
+from bench.contenders.base import Contender, Layout, Side
 from bench.nursery import Output, Server, adopt
 from bench.records import Batch, Spec
 from bench.usage import shared_bytes
@@ -60,7 +60,7 @@ def near(
     follower.start()
     pids = (os.getpid(), *(process.pid for process in processes if process.pid is not None))
 
-    def stage(port: Port) -> Stage:
+    def stage(port: Any) -> Stage[Any]:
         return Stage(spec, port, Barrier(roads, leads=True), processes=pids, shared_before=shared_before)
 
     try:
@@ -74,7 +74,7 @@ def near(
 
 
 async def _report(
-    side: Side, stage_of: Callable[[Port], Stage], module: ModuleType, results: Connection
+    side: Side[Any], stage_of: Callable[[Any], Stage[Any]], module: ModuleType, results: Connection
 ) -> None:
     async with _opened(side, stage_of) as stage:
         batches: AsyncIterator[Batch] = module.near(stage)
@@ -83,7 +83,7 @@ async def _report(
 
 
 def _far(
-    output: Output, contender: Contender, spec: Spec, number: int, side: Side, road: socket.socket
+    output: Output, contender: Contender, spec: Spec, number: int, side: Side[Any], road: socket.socket
 ) -> None:
     del output
     parent = multiprocessing.parent_process()
@@ -102,8 +102,8 @@ def _far(
 
 
 @asynccontextmanager
-async def _opened(side: Side, stage_of: Callable[[Port], Stage]) -> AsyncIterator[Stage]:
-    opening: AbstractAsyncContextManager[Port] = side.open()
+async def _opened(side: Side[Any], stage_of: Callable[[Any], Stage[Any]]) -> AsyncIterator[Stage[Any]]:
+    opening: AbstractAsyncContextManager[Any] = side.open()
     async with opening as port:
         stage = stage_of(port)
         # Nothing is sent before everybody can receive, and nobody closes while another may still need it.
@@ -114,9 +114,9 @@ async def _opened(side: Side, stage_of: Callable[[Port], Stage]) -> AsyncIterato
 
 def _connect(
     workload: Workload, contender: Contender, spec: Spec, folder: Path
-) -> tuple[Side, Sequence[Side]]:
-    layout = Layout(max(spec.senders), spec.depth, workload.both_ways, max(spec.sizes), folder)
-    senders: Sequence[Side]
+) -> tuple[Side[Any], Sequence[Side[Any]]]:
+    layout = Layout(max(spec.senders), spec.depth, workload.both_ways, max(spec.sizes), folder, spec.reply)
+    senders: Sequence[Side[Any]]
     senders, receiver = importlib.import_module(contender.module).connect(layout)
     if workload.receiver_is_near:
         return receiver, senders

@@ -17,6 +17,7 @@ _LIMIT = dict.fromkeys(
     ("allocated", "pipelined", "fan-in", "loop-lag", "idle", "cost", "resident"),
     "it is a limit, and does round trips only",
 )
+_ECHO = {"request-answer": "it is a limit, and gives back as many bytes as it got"}
 
 CONTENDERS = {
     contender.name: contender
@@ -115,6 +116,43 @@ CONTENDERS = {
             is_limit=True,
             alone=True,
             lacks=_LIMIT,
+        ),
+        Contender(
+            "aiotensor-channel",
+            "bench.contenders.aiotensor_channel",
+            "aiotensor's messages over `ipc://`, their tensors over `unix://`",
+            uses_loop=True,
+            carries="messages",
+        ),
+        Contender(
+            "zmq-request",
+            "bench.contenders.zmq_request",
+            "plain pyzmq over `ipc://`, blocking: a header, and the tensor beside it with `copy=False`",
+            carries="messages",
+        ),
+        Contender(
+            "zmq-pickle",
+            "bench.contenders.zmq_pickle",
+            "pickle 5 over the same sockets, tensors out of band with `copy=False`",
+            carries="messages",
+        ),
+        Contender(
+            "zmq-echo",
+            "bench.contenders.zmq_echo",
+            "limit: bytes over a bare ZeroMQ socket and back, blocking",
+            is_limit=True,
+            lacks=_ECHO,
+            carries="messages",
+        ),
+        Contender(
+            "zmq-echo-loop",
+            "bench.contenders.zmq_echo_loop",
+            "limit: bytes over a bare ZeroMQ socket and back, in callbacks of the event loop",
+            uses_loop=True,
+            is_limit=True,
+            drives_itself=True,
+            lacks=_ECHO,
+            carries="messages",
         ),
     )
 }

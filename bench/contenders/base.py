@@ -1,19 +1,26 @@
 """What a contender is: a module with the function `connect`, and one row in the table.
 
 ``connect(layout)`` gives the closed ends of a connection: a list of sending sides, as many as the layout
-asks for, and one receiving side. Where the layout says so, the road leads both ways.
+asks for, and one receiving side. Where the layout says so, the road leads both ways. The sending side of a
+contender that carries messages asks, and the receiving side answers.
 """
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
+
+from bench.records import Cargo, Reply
 
 if TYPE_CHECKING:  # the table of contenders is read without waiting for torch
     import torch
 
-__all__ = ["AllocatingPort", "Contender", "Layout", "Port", "Side"]
+    from bench.messages import Message, Video
+
+__all__ = ["AllocatingPort", "AnsweringPort", "AskingPort", "Contender", "Layout", "Port", "Request", "Side"]
+
+P_co = TypeVar("P_co", covariant=True)
 
 
 class Layout(NamedTuple):
@@ -25,6 +32,7 @@ class Layout(NamedTuple):
         both_ways: whether the receiving side can send to the one sender too.
         largest: bytes of the largest tensor.
         folder: a fresh folder for sockets, deleted afterwards.
+        reply: what a request is answered with.
     """
 
     senders: int
@@ -32,6 +40,7 @@ class Layout(NamedTuple):
     both_ways: bool
     largest: int
     folder: Path
+    reply: Reply = "echo"
 
 
 class Port(Protocol):
@@ -58,10 +67,28 @@ class AllocatingPort(Port, Protocol):
     async def allocate(self, size: int) -> "torch.Tensor": ...
 
 
-class Side(Protocol):
+class AskingPort(Protocol):
+    """An open end by which answers are awaited. As in a `Port`, blocking calls just block."""
+
+    async def request(self, message: "Video") -> "Message": ...
+
+
+class Request(Protocol):
+    """A message that waits for its answer."""
+
+    @property
+    def message(self) -> "Video": ...
+
+    async def reply(self, answer: "Message") -> object: ...
+
+
+AnsweringPort: TypeAlias = AsyncIterator[Request]
+
+
+class Side(Protocol[P_co]):
     """A closed end of a connection, picklable into a process that is being started, where it is opened."""
 
-    def open(self) -> AbstractAsyncContextManager[Port]: ...
+    def open(self) -> AbstractAsyncContextManager[P_co]: ...
 
 
 @dataclass(frozen=True)
@@ -81,6 +108,7 @@ class Contender:
         extra: what of this project installs them.
         largest: bytes of the largest tensor that it can carry; None for any.
         lacks: workloads that it takes no part in, and why.
+        carries: tensors one way, or messages and their answers.
     """
 
     name: str
@@ -95,3 +123,4 @@ class Contender:
     extra: str = "bench-peers"
     largest: int | None = None
     lacks: Mapping[str, str] = field(default_factory=dict)
+    carries: Cargo = "tensors"

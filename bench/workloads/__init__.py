@@ -1,11 +1,15 @@
 """The table of workloads. Their modules are imported only in the processes that measure."""
 
-from bench.records import Effort
+from bench.records import Effort, Reply
 from bench.workloads.base import Workload
 
 __all__ = ["WORKLOADS"]
 
 _KIB, _MIB = 1 << 10, 1 << 20
+_REPLIES: dict[Reply, str] = {
+    "echo": "a message with a tensor of the same size",
+    "answer": "a message with an embedding of 4 KiB",
+}
 
 WORKLOADS = {
     workload.name: workload
@@ -100,6 +104,22 @@ WORKLOADS = {
             sizes=(4 * _KIB, 256 * _KIB),
             both_ways=False,
             deadline_s=180.0,
+        ),
+        *(
+            Workload(
+                name=f"request-{reply}",
+                module="bench.workloads.request",
+                title=f"Request and reply, the answer being {answer}",
+                score="median_s",
+                more_is_better=False,
+                full=Effort(rounds=3, bytes=256 * _MIB, most=2000, fewest=6),
+                quick=Effort(rounds=1, bytes=96 * _MIB, most=500, fewest=3),
+                sizes=(4 * _KIB, _MIB, 150 * _MIB),
+                reply=reply,
+                carries="messages",
+                baseline="zmq-request",
+            )
+            for reply, answer in _REPLIES.items()
         ),
     )
 }

@@ -8,12 +8,13 @@ import asyncio
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
-from bench.contenders.base import Port
-from bench.records import Effort, Source, Spec
+from bench.records import Cargo, Effort, Reply, Source, Spec
 
 __all__ = ["Barrier", "Stage", "Workload"]
+
+P = TypeVar("P")
 
 
 class Workload(NamedTuple):
@@ -31,10 +32,13 @@ class Workload(NamedTuple):
         senders: processes that send at once.
         depth: tensors that may be on their way at once, for each sender.
         source: where the tensors come from.
+        reply: what a request is answered with.
         both_ways: whether the far side sends too.
         receiver_is_near: whether the process that reports is the one that receives.
         side_by_side: whether all contenders may be measured at the same time, since they do nothing.
         deadline_s: for one batch; beyond it a contender is taken for hung.
+        carries: what; only contenders that carry the same take part.
+        baseline: the contender that the others are compared with; None for that of the run.
     """
 
     name: str
@@ -48,10 +52,13 @@ class Workload(NamedTuple):
     senders: tuple[int, ...] = (1,)
     depth: int = 8
     source: Source = "copied"
+    reply: Reply = "echo"
     both_ways: bool = True
     receiver_is_near: bool = False
     side_by_side: bool = False
     deadline_s: float = 60.0
+    carries: Cargo = "tensors"
+    baseline: str | None = None
 
 
 class Barrier:
@@ -81,12 +88,12 @@ class Barrier:
 
 
 @dataclass(frozen=True)
-class Stage:
+class Stage(Generic[P]):
     """What `near` and `far` are given.
 
     Attributes:
         spec: what to measure.
-        port: this process's end of the connection.
+        port: this process's end of the connection; of which kind, the row says.
         barrier: to meet the other processes.
         number: of this process among its kind, from 0.
         processes: the near process and after it the others; known to the near process only.
@@ -94,7 +101,7 @@ class Stage:
     """
 
     spec: Spec
-    port: Port
+    port: P
     barrier: Barrier
     number: int = 0
     processes: tuple[int, ...] = ()

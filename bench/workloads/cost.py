@@ -8,6 +8,7 @@ was started: only there every page counts once, also those that are mapped nowhe
 from collections.abc import AsyncIterator
 from time import perf_counter
 
+from bench.contenders.base import Port
 from bench.records import Batch
 from bench.usage import SharedMemoryWatch, cpu_seconds, family
 from bench.workloads.base import Stage
@@ -18,7 +19,7 @@ __all__ = ["far", "near"]
 _WARM_UP = 4
 
 
-async def near(stage: Stage) -> AsyncIterator[Batch]:
+async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:
     """Send, one batch for each size."""
     for size in stage.spec.sizes:
         count = stage.spec.effort.trips(size)
@@ -44,7 +45,7 @@ async def near(stage: Stage) -> AsyncIterator[Batch]:
         )
 
 
-async def far(stage: Stage) -> None:
+async def far(stage: Stage[Port]) -> None:
     """Take the tensors and free them."""
     for _ in stage.spec.sizes:
         await take(stage.port)

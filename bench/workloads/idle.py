@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from time import perf_counter
 
+from bench.contenders.base import Port
 from bench.records import Batch
 from bench.usage import cpu_seconds, family
 from bench.workloads.base import Stage
@@ -15,7 +16,7 @@ _FEW = 20
 _SETTLE_S = 1.0  # so that what a contender prepares or puts away after traffic is done
 
 
-async def near(stage: Stage) -> AsyncIterator[Batch]:
+async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:
     """Send a few tensors, then nothing, and count the CPU of both processes and of their children."""
     for size in stage.spec.sizes:
         await pour(stage.port, drained(fresh(size, _FEW)), 1)
@@ -29,7 +30,7 @@ async def near(stage: Stage) -> AsyncIterator[Batch]:
         yield Batch(size, numbers={"cpu_percent": percent, "seconds": stage.spec.effort.seconds})
 
 
-async def far(stage: Stage) -> None:
+async def far(stage: Stage[Port]) -> None:
     """Wait for tensors."""
     for _ in stage.spec.sizes:
         await take(stage.port)

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from time import perf_counter
 
+from bench.contenders.base import Port
 from bench.measure import percentile
 from bench.records import Batch
 from bench.workloads.base import Stage
@@ -20,7 +21,7 @@ _TICK_S = 0.001
 _PERCENTILES = {"p50": 50.0, "p99": 99.0, "p999": 99.9, "max": 100.0}
 
 
-async def near(stage: Stage) -> AsyncIterator[Batch]:
+async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:
     """Tick, idle and busy, one batch for each size."""
     for size in stage.spec.sizes:
         (tensor,) = fresh(size, 1)
@@ -41,7 +42,7 @@ async def near(stage: Stage) -> AsyncIterator[Batch]:
         )
 
 
-async def far(stage: Stage) -> None:
+async def far(stage: Stage[Port]) -> None:
     """Take the tensors and free them."""
     for _ in stage.spec.sizes:
         await take(stage.port)

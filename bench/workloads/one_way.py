@@ -16,6 +16,7 @@ from time import perf_counter
 
 import torch
 
+from bench.contenders.base import Port
 from bench.records import Batch
 from bench.workloads.base import Stage
 from bench.workloads.stream import drained, fresh, pour, send_end, take
@@ -23,7 +24,7 @@ from bench.workloads.stream import drained, fresh, pour, send_end, take
 __all__ = ["far", "near"]
 
 
-async def near(stage: Stage) -> AsyncIterator[Batch]:
+async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:
     """Take the tensors of all senders, one batch for each size and number of senders."""
     for size, senders in stage.spec.batches:
         await stage.barrier.meet()
@@ -38,7 +39,7 @@ async def near(stage: Stage) -> AsyncIterator[Batch]:
         yield Batch(size, senders, numbers=numbers)
 
 
-async def far(stage: Stage) -> None:
+async def far(stage: Stage[Port]) -> None:
     """Send, if this process is among the senders of the batch."""
     effort = stage.spec.effort
     if max(stage.spec.senders) > 1:
@@ -61,6 +62,6 @@ async def far(stage: Stage) -> None:
         await stage.barrier.meet()
 
 
-async def _send(stage: Stage, size: int, count: int) -> None:
+async def _send(stage: Stage[Port], size: int, count: int) -> None:
     await pour(stage.port, drained(fresh(size, count)), stage.spec.depth)
     await send_end(stage.port, size, count)

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import torch
 
+from bench.contenders.base import Port
 from bench.records import Batch
 from bench.usage import private_bytes
 from bench.workloads.base import Stage
@@ -23,7 +24,7 @@ _THIRDS = 3
 _STEP_BYTES = 512 << 10  # of 100,000 sends, 17 bytes for each of a third
 
 
-async def near(stage: Stage) -> AsyncIterator[Batch]:
+async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:
     """Send, one batch for each size."""
     for size in stage.spec.sizes:
         memory = [_memory(stage)]
@@ -46,7 +47,7 @@ async def near(stage: Stage) -> AsyncIterator[Batch]:
         yield Batch(size, numbers=numbers)
 
 
-async def far(stage: Stage) -> None:
+async def far(stage: Stage[Port]) -> None:
     """Take the tensors and free them."""
     for _ in stage.spec.sizes:
         for _ in _portions(stage.spec.effort.most):
@@ -58,7 +59,7 @@ def _portions(sends: int) -> list[int]:
     return [sends // 10, *[(sends - sends // 10) // _THIRDS] * _THIRDS]
 
 
-async def _send(stage: Stage, size: int, count: int) -> None:
+async def _send(stage: Stage[Port], size: int, count: int) -> None:
     await pour(stage.port, _copies(size, count), _WIDTH)
     await send_end(stage.port, size, count)
     await stage.barrier.meet()
@@ -69,6 +70,6 @@ def _copies(size: int, count: int) -> Iterator[torch.Tensor]:
     return (pattern.clone() for _ in range(count))
 
 
-def _memory(stage: Stage) -> tuple[float, float]:
+def _memory(stage: Stage[Port]) -> tuple[float, float]:
     sender, receiver = stage.processes
     return float(private_bytes(sender)), float(private_bytes(receiver))

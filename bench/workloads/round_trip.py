@@ -19,19 +19,19 @@ from time import perf_counter_ns
 
 import torch
 
-from bench.contenders.base import AllocatingPort
+from bench.contenders.base import AllocatingPort, Port
 from bench.records import Batch, Spec
 from bench.workloads.base import Stage
 from bench.workloads.stream import fresh
 
-__all__ = ["MARKS", "far", "near", "warm_up"]
+__all__ = ["LARGE", "MARKS", "check", "far", "near", "warm_up"]
 
-_LARGE = 1 << 20  # bytes
+LARGE = 1 << 20  # bytes; freeing tensors from here on takes long
 
 MARKS = 251  # a prime, so that a repeated or skipped tensor cannot carry the mark that is expected
 
 
-async def near(stage: Stage) -> AsyncIterator[Batch]:
+async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:
     """Time the trips, one batch for each size."""
     for size in stage.spec.sizes:
         if stage.spec.source == "allocated":
@@ -40,14 +40,14 @@ async def near(stage: Stage) -> AsyncIterator[Batch]:
             yield await _copied_trips(stage, size)
 
 
-async def far(stage: Stage) -> None:
+async def far(stage: Stage[Port]) -> None:
     """Answer the trips."""
     spec, port = stage.spec, stage.port
     for size in spec.sizes:
         count = warm_up(spec, size) + spec.effort.trips(size)
         kept: list[torch.Tensor] = []
         answers = fresh(size, count) if spec.source == "copied" and spec.answer == "own" else []
-        keeps = bool(answers) and size >= _LARGE
+        keeps = bool(answers) and size >= LARGE
         await stage.barrier.meet()
         for _ in range(count):
             received = await port.receive()
@@ -63,7 +63,7 @@ async def far(stage: Stage) -> None:
         await stage.barrier.meet()
 
 
-async def _copied_trips(stage: Stage, size: int) -> Batch:
+async def _copied_trips(stage: Stage[Port], size: int) -> Batch:
     port, first, trips = stage.port, warm_up(stage.spec, size), stage.spec.effort.trips(size)
     sources = fresh(size, first + trips)
     kept: list[torch.Tensor] = []
@@ -78,8 +78,8 @@ async def _copied_trips(stage: Stage, size: int) -> Batch:
         answer = await port.receive()
         value = int(answer[0])
         latencies.append(perf_counter_ns() - began)
-        _check(number, size, value == mark and len(answer) == size)
-        if size >= _LARGE:
+        check(number, size, value == mark and len(answer) == size)
+        if size >= LARGE:
             kept.append(source)
         # Freed here, outside the clock, and not when the names are bound anew inside it.
         del source, answer
@@ -87,7 +87,7 @@ async def _copied_trips(stage: Stage, size: int) -> Batch:
     return Batch(size, latencies_ns=latencies[first:])
 
 
-async def _allocated_trips(stage: Stage, size: int) -> Batch:
+async def _allocated_trips(stage: Stage[Port], size: int) -> Batch:
     port, first, trips = _allocating(stage), warm_up(stage.spec, size), stage.spec.effort.trips(size)
     latencies: list[int] = []
     allocations: list[int] = []
@@ -103,7 +103,7 @@ async def _allocated_trips(stage: Stage, size: int) -> Batch:
         value = int(answer[0])
         latencies.append(perf_counter_ns() - began)
         allocations.append(allocated - began)
-        _check(number, size, value == mark and len(answer) == size)
+        check(number, size, value == mark and len(answer) == size)
         del source, answer
     await stage.barrier.meet()
     return Batch(
@@ -118,12 +118,13 @@ def warm_up(spec: Spec, size: int) -> int:
     return max(2, spec.effort.trips(size) // 10)
 
 
-def _check(number: int, size: int, right: bool) -> None:
+def check(number: int, size: int, right: bool) -> None:
+    """Refuse an answer that is not the right one."""
     if not right:
         raise RuntimeError(f"trip {number} at {size} bytes brought back another tensor")
 
 
-def _allocating(stage: Stage) -> AllocatingPort:
+def _allocating(stage: Stage[Port]) -> AllocatingPort:
     if not isinstance(stage.port, AllocatingPort):
         raise TypeError("this contender gives out no memory to send from")
     return stage.port

@@ -5,10 +5,10 @@ from bench.goals import judge
 from bench.records import Effort, Failure, Loop, Machine, Participant, Report, Result, Skip
 from bench.workloads.base import Workload
 
-__all__ = ["KIB", "MIB", "OURS", "contender", "report", "result", "trips", "workload"]
+__all__ = ["CHANNEL", "KIB", "MIB", "OURS", "contender", "report", "result", "trips", "workload"]
 
 KIB, MIB = 1 << 10, 1 << 20
-OURS = "aiotensor-unix"
+OURS, CHANNEL = "aiotensor-unix", "aiotensor-channel"
 
 MACHINE = Machine(
     cores=2,
@@ -115,14 +115,30 @@ def report(failures: list[Failure] | None = None, skips: list[Skip] | None = Non
         ),
         *(_lag(OURS, loop) for loop in ("uvloop", "asyncio")),
         result("idle", OURS, 4 * KIB, [{"cpu_percent": 0.004}], loop="uvloop"),
+        *(
+            answered
+            for workload in ("request-echo", "request-answer")
+            for size in (4 * KIB, 150 * MIB)
+            for answered in (
+                trips(CHANNEL, size, 0.001, 0.001, 0.001, workload=workload, loop="uvloop"),
+                trips("zmq-request", size, 0.006, 0.006, 0.006, workload=workload),
+            )
+        ),
+        trips("zmq-echo", 4 * KIB, 0.0005, 0.0005, 0.0005, workload="request-echo"),
     ]
     names = [OURS, "torch-queue", "ray", "raw-socket"]
     return Report(
         quick=False,
         answer="own",
         baseline="torch-queue",
-        contenders=[Participant(name, f"what {name} is", name == "raw-socket") for name in names],
-        workloads=["round-trip", "allocated", "fan-in", "loop-lag", "idle"],
+        contenders=[
+            *(Participant(name, f"what {name} is", name == "raw-socket") for name in names),
+            *(
+                Participant(name, f"what {name} is", name == "zmq-echo", "messages")
+                for name in (CHANNEL, "zmq-request", "zmq-pickle", "zmq-echo")
+            ),
+        ],
+        workloads=["round-trip", "allocated", "fan-in", "loop-lag", "idle", "request-echo", "request-answer"],
         seconds=12.3,
         machine=MACHINE,
         results=results,

@@ -6,11 +6,15 @@ from bench.contenders import CONTENDERS
 from bench.goals import GOALS, Goal, Reading, judge
 from bench.records import Result, Verdict
 from bench.workloads import WORKLOADS
-from tests.bench.reports import KIB, MIB, OURS, result, trips
+from tests.bench.reports import CHANNEL, KIB, MIB, OURS, result, trips
 
 
 def verdict_of(results: list[Result], place: int = 0) -> Verdict:
     return judge(results)[place]
+
+
+def verdicts_on(work: str, results: list[Result]) -> list[Verdict]:
+    return [verdict for verdict in judge(results) if verdict.work == work]
 
 
 def test_a_quotient_is_taken_round_by_round_and_the_middle_one_decides() -> None:
@@ -45,8 +49,30 @@ def test_a_goal_that_was_not_measured_is_neither_met_nor_missed() -> None:
 
 @pytest.mark.parametrize(("percent", "met"), [(0.0, True), (0.049, True), (0.06, False)])
 def test_a_number_that_stands_alone_is_held_against_its_bound(percent: float, met: bool) -> None:
-    verdict = verdict_of([result("idle", OURS, 4 * KIB, [{"cpu_percent": percent}], loop="uvloop")], -1)
-    assert (verdict.work, verdict.measured, verdict.met) == ("idle pair", percent, met)
+    idle = result("idle", OURS, 4 * KIB, [{"cpu_percent": percent}], loop="uvloop")
+    (verdict,) = verdicts_on("idle pair", [idle])
+    assert (verdict.measured, verdict.met) == (percent, met)
+
+
+def test_a_small_request_may_take_so_many_times_a_bare_echo() -> None:
+    ours = trips(CHANNEL, 4 * KIB, 0.0016, workload="request-echo", loop="uvloop")
+    blocking = trips("zmq-echo", 4 * KIB, 0.001, workload="request-echo")
+    on_the_loop = trips("zmq-echo-loop", 4 * KIB, 0.002, workload="request-echo", loop="uvloop")
+    verdicts = verdicts_on("4 KiB request and reply, `ipc://`", [ours, blocking, on_the_loop])
+    assert [verdict.measured for verdict in verdicts] == pytest.approx([1.6, 0.8])
+    assert [verdict.met for verdict in verdicts] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("workload", "answer"), [("request-echo", "echo"), ("request-answer", "small answer")]
+)
+def test_a_large_request_is_held_against_both_ways_to_send_it_by_pyzmq(workload: str, answer: str) -> None:
+    ours = trips(CHANNEL, 150 * MIB, 0.01, workload=workload, loop="uvloop")
+    plain = trips("zmq-request", 150 * MIB, 0.06, workload=workload)
+    pickled = trips("zmq-pickle", 150 * MIB, 0.04, workload=workload)
+    verdicts = verdicts_on(f"150 MiB request and reply, {answer}", [ours, plain, pickled])
+    assert [verdict.measured for verdict in verdicts] == pytest.approx([6.0, 4.0])
+    assert [verdict.met for verdict in verdicts] == [True, False]
 
 
 def test_a_number_without_a_goal_is_shown_and_not_judged() -> None:
@@ -61,6 +87,7 @@ def test_every_goal_names_what_a_run_measures(goal: Goal) -> None:
     readings: list[Reading] = [goal.ours, *([goal.theirs] if goal.theirs else [])]
     for reading in readings:
         workload, contender = WORKLOADS[reading.workload], CONTENDERS[reading.contender]
+        assert contender.carries == workload.carries
         assert reading.workload not in contender.lacks
         assert workload.sizes is None or reading.size_bytes in workload.sizes
         assert contender.largest is None or reading.size_bytes <= contender.largest

@@ -8,19 +8,27 @@ from textwrap import dedent
 
 import pytest
 
+from bench.contenders import CONTENDERS
 from bench.contenders.base import Contender
 from bench.group import FailedError, Groups
 from bench.harness import Step, measure
 from bench.plan import Options, make_plan
-from bench.records import Batch, Effort, Spec
+from bench.records import Batch, Effort, Loop, Spec
 from bench.workloads import WORKLOADS
-from tests.bench.reports import contender
+from tests.bench.reports import MIB, contender
 
 ContenderOf = Callable[..., Contender]
 
 EFFORT = Effort(bytes=1 << 16, most=20, fewest=2, seconds=0.02)
 RAW = contender("raw", module="bench.contenders.raw_socket")
 PATIENT_S = 60.0
+ASKING = [
+    (one.name, workload, loop)
+    for one in CONTENDERS.values()
+    for workload in ("request-echo", "request-answer")
+    for loop in (("asyncio", "uvloop") if one.uses_loop else ("asyncio",))
+    if one.carries == "messages" and workload not in one.lacks
+]
 
 
 @pytest.fixture
@@ -48,20 +56,33 @@ def groups() -> Iterator[Groups]:
 
 
 def run(
-    groups: Groups, one: Contender, workload: str = "round-trip", deadline_s: float = PATIENT_S
+    groups: Groups,
+    one: Contender,
+    workload: str = "round-trip",
+    deadline_s: float = PATIENT_S,
+    sizes: tuple[int, ...] | None = None,
+    loop: Loop = "asyncio",
 ) -> list[Batch]:
     row = WORKLOADS[workload]
     spec = Spec(
-        workload, row.sizes or (64, 4096), EFFORT, senders=row.senders, depth=row.depth, loop="asyncio"
+        workload,
+        sizes or row.sizes or (64, 4096),
+        EFFORT,
+        senders=row.senders,
+        depth=row.depth,
+        reply=row.reply,
+        loop=loop,
     )
     batches: list[Batch] = []
     groups.run(one, spec, deadline_s, batches.append)
     return batches
 
 
-def failure_of(groups: Groups, one: Contender, deadline_s: float = PATIENT_S) -> FailedError:
+def failure_of(
+    groups: Groups, one: Contender, deadline_s: float = PATIENT_S, workload: str = "round-trip"
+) -> FailedError:
     with pytest.raises(FailedError) as caught:
-        run(groups, one, deadline_s=deadline_s)
+        run(groups, one, workload, deadline_s, sizes=(64, 4096))
     return caught.value
 
 
@@ -76,6 +97,19 @@ def test_a_contender_may_drive_itself_and_another_may_be_alone(groups: Groups) -
     alone = contender("alone", module="bench.contenders.memcpy_two", alone=True)
     for one in (driven, alone):
         assert [len(batch.latencies_ns) for batch in run(groups, one)] == [20, 16]
+
+
+@pytest.mark.parametrize(("name", "workload", "loop"), ASKING)
+def test_requests_are_answered_and_timed_at_each_size(
+    groups: Groups, name: str, workload: str, loop: Loop
+) -> None:
+    batches = run(groups, CONTENDERS[name], workload, sizes=(64, 4096, MIB), loop=loop)
+    assert [(batch.size_bytes, len(batch.latencies_ns)) for batch in batches] == [
+        (64, 20),
+        (4096, 16),
+        (MIB, 2),
+    ]
+    assert all(latency > 0 for batch in batches for latency in batch.latencies_ns)
 
 
 def test_a_stream_is_counted_where_it_arrives(groups: Groups) -> None:
@@ -142,6 +176,42 @@ def test_an_answer_with_another_content_is_reported(groups: Groups, contender_of
         connect = raw_socket.connect
     """
     assert "brought back another tensor" in failure_of(groups, contender_of("wrong", wrong)).output
+
+
+@pytest.mark.parametrize("answer", ["Video(0.0, given.fill_(250))", "Video(0.0, given[1:])"])
+def test_another_answer_than_was_asked_for_is_reported(
+    groups: Groups, contender_of: ContenderOf, answer: str
+) -> None:
+    wrong = f"""
+        from bench.contenders import zmq_echo
+        from bench.messages import Video
+
+        class Port(zmq_echo.EchoPort):
+            async def request(self, message):
+                given = (await super().request(message)).frames
+                return {answer}
+
+        zmq_echo.EchoPort = Port
+        connect = zmq_echo.connect
+    """
+    error = failure_of(groups, contender_of("wrong", wrong, carries="messages"), workload="request-echo")
+    assert "brought back another tensor" in error.output
+
+
+def test_another_answer_in_a_callback_is_reported(groups: Groups, contender_of: ContenderOf) -> None:
+    wrong = """
+        from bench.contenders import zmq_echo_loop
+        from bench.contenders.in_callbacks import far, near
+
+        class Road(zmq_echo_loop.EchoRoad):
+            def receive(self, size): return super().receive(size).fill_(255)
+
+        zmq_echo_loop.EchoRoad = Road
+        connect = zmq_echo_loop.connect
+    """
+    one = contender_of("wrong", wrong, carries="messages", drives_itself=True)
+    error = failure_of(groups, one, workload="request-echo")
+    assert "brought back another tensor" in error.output
 
 
 def test_leaving_ends_what_still_runs(contender_of: ContenderOf, tmp_path: Path) -> None:

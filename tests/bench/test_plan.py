@@ -56,6 +56,18 @@ def test_who_cannot_do_a_workload_says_why() -> None:
     assert plan.skips == [Skip("other", "it cannot", "round-trip")]
 
 
+def test_who_carries_something_else_has_no_part_in_a_workload_and_needs_no_reason() -> None:
+    them = [contender("ours"), contender("asking", carries="messages")]
+    works = [workload(), workload("request-answer", carries="messages", reply="answer")]
+    plan = plan_of(them, works)
+    assert [[entry.contender.name for entry in chapter.entries] for chapter in plan.chapters] == [
+        ["ours"],
+        ["asking"],
+    ]
+    assert plan.chapters[1].entries[0].spec.reply == "answer"
+    assert plan.skips == []
+
+
 def test_who_carries_no_large_tensors_is_measured_with_small_ones() -> None:
     plan = plan_of([contender("small", largest=64 * KIB)])
     assert plan.chapters[0].entries[0].spec.sizes == (4 * KIB,)
@@ -97,4 +109,12 @@ def test_the_tables_fit_together() -> None:
     for one in CONTENDERS.values():
         assert one.lacks.keys() <= WORKLOADS.keys(), one.name
     ours = [one for name, one in CONTENDERS.items() if name.startswith("aiotensor")]
-    assert [(one.name, dict(one.lacks)) for one in ours] == [("aiotensor-unix", {}), ("aiotensor-queue", {})]
+    assert [(one.name, dict(one.lacks)) for one in ours] == [
+        ("aiotensor-unix", {}),
+        ("aiotensor-queue", {}),
+        ("aiotensor-channel", {}),
+    ]
+    for work in WORKLOADS.values():
+        baseline = CONTENDERS[work.baseline or BASELINE]
+        assert baseline.carries == work.carries, work.name
+        assert work.baseline is None or work.name not in baseline.lacks

@@ -8,9 +8,11 @@ from bench.results import Samples, gather, key_of
 from tests.bench.reports import contender, workload
 
 
-def gathered(samples: dict[str, list[Batch]], *, more_is_better: bool = False) -> dict[str, Result]:
+def gathered(
+    samples: dict[str, list[Batch]], *, more_is_better: bool = False, baseline: str | None = None
+) -> dict[str, Result]:
     score = "tensors_per_s" if more_is_better else "median_s"
-    work = workload(score=score, more_is_better=more_is_better)
+    work = workload(score=score, more_is_better=more_is_better, baseline=baseline)
     entries = [Entry(contender(name), None, Spec("round-trip", (1000,), Effort())) for name in samples]
     plan = Plan([], [Chapter(work, 3, 60.0, entries)], [])
     keyed: Samples = {}
@@ -29,6 +31,19 @@ def test_each_round_is_compared_with_the_same_round_of_the_baseline() -> None:
     assert found["ours"].round_ratios == pytest.approx([2.0, 4.0, 6.0])
     assert found["ours"].ratio == pytest.approx(4.0)
     assert found["base"].ratio == 1.0
+
+
+def test_a_workload_may_be_compared_with_another_baseline_than_the_run() -> None:
+    found = gathered({"other": [trip(100)], "ours": [trip(50)]}, baseline="other")
+    assert (found["ours"].ratio, found["other"].ratio) == pytest.approx((2.0, 1.0))
+
+
+@pytest.mark.parametrize(("given", "both_ways"), [(None, 2000), (1004, 1004)])
+def test_a_rate_counts_the_bytes_that_went_both_ways(given: int | None, both_ways: int) -> None:
+    batch = Batch(1000, latencies_ns=[1000], bytes_per_trip=given)
+    (ours,) = gathered({"ours": [batch]}).values()
+    for numbers in (ours.numbers, *ours.rounds):
+        assert numbers["gigabytes_per_s"] == pytest.approx(both_ways / 1000)
 
 
 def test_the_trips_of_all_rounds_make_one_summary() -> None:

@@ -11,7 +11,7 @@ from bench.__main__ import write
 from bench.records import Failure, Report, Skip
 from bench.views import VIEWS
 from bench.workloads import WORKLOADS
-from tests.bench.reports import OURS, report
+from tests.bench.reports import CHANNEL, OURS, report
 
 FAILURE = Failure("round-trip", "torch-queue", None, 1, 4096, "ended with exit status 1", "out of luck")
 
@@ -41,7 +41,8 @@ def test_each_goal_stands_beside_what_was_measured() -> None:
     ]
     assert rows_of(text, "idle pair")[0][2:] == ["0.0 % CPU", "0.00 %", "met"]
     assert rows_of(text, "16 MiB, copied")[0][3:] == ["-", "not measured"]
-    assert "3 of 10 met" in text
+    assert [row[-1] for row in rows_of(text, "150 MiB request and reply, echo")] == ["met", "not measured"]
+    assert "5 of 16 met" in text
 
 
 def test_a_workload_has_a_row_for_each_contender_and_a_column_for_each_size() -> None:
@@ -51,6 +52,20 @@ def test_a_workload_has_a_row_for_each_contender_and_a_column_for_each_size() ->
     times, ratios = rows_of(text, f"{OURS} (uvloop)")
     assert times[1:] == ["2.00 ms / 4.00 ms"] * 2
     assert ratios[1:] == ["5.00x (4.00 to 6.00)"] * 2
+
+
+def test_a_table_names_only_those_who_carry_what_the_workload_is_about() -> None:
+    of = report(skips=[Skip("ray", "ray is not installed"), Skip("zmq-pickle", "a quick run leaves it out")])
+    requests = table_of(of, WORKLOADS["request-echo"].title)
+    assert len(rows_of(requests, f"{CHANNEL} (uvloop)")) == 2
+    assert rows_of(requests, "zmq-pickle")[0][1:] == ["-", "-"]
+    assert rows_of(requests, "zmq-echo")[0][1:] == ["500 us / 1.00 ms", "-"]
+    assert "zmq-pickle: a quick run leaves it out" in requests
+    assert "torch-queue" not in requests
+    assert "ray" not in requests
+    trips = table_of(of, WORKLOADS["round-trip"].title)
+    assert "zmq-" not in trips
+    assert CHANNEL not in trips
 
 
 def test_rates_are_tensors_a_second_when_small_and_bytes_when_large() -> None:
@@ -100,6 +115,7 @@ def test_everything_is_written(tmp_path: Path) -> None:
         "throughput.png",
         "loop-lag.png",
         "senders.png",
+        "requests.png",
     ]
     assert msgspec.json.decode(written[0].read_bytes(), type=Report) == report(failures=[FAILURE])
     assert "## Failures" in written[1].read_text()
