@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import aiotensor
+from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.protocol.frames import MAX_DIMENSIONS, MAX_TENSORS
 
 ROOT = Path(__file__).parent.parent
@@ -16,6 +17,16 @@ TEXT = (ROOT / "SECURITY.md").read_text()
 ROW = re.compile(r"^\| `([\w.]+)(?:\((\w+)\))?` \| ([^|]+) \|", re.MULTILINE)
 UNITS = {"": 1, "s": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 ROWS = {(name, argument): default.strip() for name, argument, default in ROW.findall(TEXT)}
+
+MADE: dict[str, Callable[..., object]] = {
+    made.__name__: made
+    for made in (aiotensor.TensorSender, aiotensor.TensorReceiver, MessageServer, MessageClient)
+}
+# Who, where and what; and the heartbeats, whose default depends on where the other side is.
+NO_LIMITS = """
+    endpoint address message_type reply_type sender receiver secret_key server_key client_keys
+    heartbeat_interval_s heartbeat_timeout_s
+""".split()
 
 
 @pytest.mark.parametrize(("name", "argument"), ROWS)
@@ -27,15 +38,15 @@ def test_a_limit_has_the_default_that_the_table_says(name: str, argument: str) -
 
 def _value(name: str, argument: str) -> object:
     if argument:
-        return inspect.signature(getattr(aiotensor, name)).parameters[argument].default
+        return inspect.signature(MADE[name]).parameters[argument].default
     module, _, constant = name.rpartition(".")
     return getattr(importlib.import_module(f"aiotensor.{module}"), constant)
 
 
-@pytest.mark.parametrize("made", [aiotensor.TensorSender, aiotensor.TensorReceiver])
-def test_every_limit_that_can_be_set_is_in_the_table(made: Callable[..., object]) -> None:
-    limits = [name for name in inspect.signature(made).parameters if name != "endpoint"]
-    assert limits == [argument for name, argument in ROWS if name == made.__name__]
+@pytest.mark.parametrize("name", MADE)
+def test_every_limit_that_can_be_set_is_in_the_table(name: str) -> None:
+    limits = [argument for argument in inspect.signature(MADE[name]).parameters if argument not in NO_LIMITS]
+    assert limits == [argument for row, argument in ROWS if row == name]
 
 
 def test_every_bound_of_the_frames_is_in_the_table() -> None:
