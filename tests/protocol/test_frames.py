@@ -62,7 +62,7 @@ frames_to_receiver = st.one_of(
 )
 many_numbers = st.lists(numbers, max_size=20).map(tuple)
 frames_to_sender = st.one_of(
-    st.builds(Welcome, versions, numbers, st.integers(LEAST_FRAME_BYTES, LARGEST)),
+    st.builds(Welcome, versions, numbers, st.integers(LEAST_FRAME_BYTES, LARGEST), st.text(max_size=64)),
     st.builds(Taken, many_numbers),
     st.builds(Discarded, many_numbers),
     st.builds(Release, many_numbers),

@@ -1,0 +1,122 @@
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from aiotensor.errors import ProtocolError
+from aiotensor.protocol.exchange import (
+    VERSION,
+    Answer,
+    Ask,
+    Cancel,
+    ClientHello,
+    Failure,
+    Farewell,
+    FromClient,
+    FromServer,
+    ServerHello,
+    failure,
+    read_from_client,
+    read_from_server,
+    write,
+)
+from aiotensor.types import TensorHandle
+
+numbers = st.integers(0, 2**63 - 1)
+bodies: st.SearchStrategy[memoryview] = st.binary(max_size=100).map(lambda data: memoryview(data))
+handles = st.lists(
+    st.builds(
+        TensorHandle,
+        sender=st.text(max_size=40),
+        message=numbers,
+        tensor=numbers,
+        dtype=st.text(max_size=10),
+        shape=st.lists(numbers, max_size=4).map(tuple),
+        device=st.just("cpu"),
+    ),
+    max_size=5,
+).map(tuple)
+
+from_clients = st.one_of(
+    st.builds(ClientHello, st.integers(0, 99), numbers, st.text(max_size=64)),
+    st.builds(Ask, numbers, bodies, handles, st.booleans()),
+    st.builds(Cancel, numbers),
+)
+from_servers = st.one_of(
+    st.builds(ServerHello, st.integers(0, 99), numbers),
+    st.builds(Answer, numbers, bodies, handles),
+    st.builds(Failure, numbers, st.text(max_size=64), st.text(max_size=200)),
+    st.builds(Farewell, st.text(max_size=200)),
+)
+
+
+@given(header=from_clients)
+def test_what_a_client_writes_a_server_reads(header: FromClient) -> None:
+    assert read_from_client(write(header)) == header
+
+
+@given(header=from_servers)
+def test_what_a_server_writes_a_client_reads(header: FromServer) -> None:
+    assert read_from_server(write(header)) == header
+
+
+@pytest.mark.parametrize("read", [read_from_client, read_from_server])
+@given(data=st.binary(max_size=60))
+@example(data=b"")
+@example(data=b"\xc1")
+@example(data=b"\x91" * 100_000)
+@example(data=b"\x92\xa6cancel\xff")
+@example(data=b"\x94\xa7failure\x00\xa1\xff\xa0")
+def test_noise_is_refused_and_nothing_else_is_raised(
+    read: Callable[[bytes], FromClient | FromServer], data: bytes
+) -> None:
+    try:
+        header = read(data)
+    except ProtocolError:
+        return
+    assert read(write(header)) == header
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["cancel", -1],
+        ["cancel", 2**63],
+        ["cancel"],
+        ["ask", 0],
+        ["ask", 0, "text", []],
+        ["ask", 0, b"", [{}] * 1025],
+        ["ask", 0, b"", [{"sender": "x"}]],
+        ["client", VERSION, 1, "x" * 65],
+        ["server", VERSION, 1],
+        ["unknown", 1],
+        {"number": 1},
+        5,
+        None,
+    ],
+    ids=str,
+)
+def test_a_header_out_of_bounds_is_refused(wrong: object) -> None:
+    with pytest.raises(ProtocolError, match="a client sent a header that cannot be read"):
+        read_from_client(msgspec.msgpack.encode(wrong))
+
+
+def test_a_later_version_may_add_items_at_the_end() -> None:
+    data = msgspec.msgpack.encode(["cancel", 7, "new"])
+    assert read_from_client(data) == Cancel(7)
+
+
+@settings(max_examples=200)
+@given(
+    type_name=st.text(alphabet=st.characters(), max_size=200),
+    text=st.text(alphabet=st.characters(categories=["Cs", "L", "So"]), max_size=200),
+    times=st.integers(1, 500),
+)
+def test_a_failure_travels_whatever_an_error_says_of_itself(type_name: str, text: str, times: int) -> None:
+    made = failure(3, type_name, text * times)
+    read = read_from_server(write(made))
+    assert read == made
+    assert isinstance(read, Failure)
+    assert len(read.text) <= 16 * 1024
