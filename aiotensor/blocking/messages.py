@@ -1,5 +1,6 @@
 """Clients and servers of messages for threads."""
 
+import asyncio
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Generic, Self, TypeVar
@@ -8,7 +9,7 @@ import aiotensor
 from aiotensor import channel
 from aiotensor.blocking.portal import BlockingObject
 from aiotensor.blocking.tensors import OpenMessage, TensorReceiver, TensorSender
-from aiotensor.errors import ClosedError
+from aiotensor.errors import ClosedError, UsageError
 from aiotensor.types import ClientStatistics, ServerStatistics
 
 __all__ = ["MessageClient", "MessageServer", "Request"]
@@ -121,6 +122,7 @@ class Request(Generic[M]):
     def __init__(self, server: "MessageServer[M]", inner: channel.Request[M]) -> None:
         self._server = server
         self._inner = inner
+        self._is_entered = False
 
     @property
     def message(self) -> M:
@@ -156,12 +158,18 @@ class Request(Generic[M]):
         return self._server._wait(self._inner.fail, error)
 
     def __enter__(self) -> Self:
+        if self._is_entered:
+            raise UsageError("the block of a request is entered once")
+        self._is_entered = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        self._server._now(self._inner._leave, error)
+        try:
+            self._server._now(self._inner._leave, error)
+        except ClosedError:
+            self._inner._leave(error)  # nobody waits for an answer, and no other thread has it
         return isinstance(error, Exception)
 
 
@@ -234,7 +242,19 @@ class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
             TimeoutError: it took longer than that.
             ClosedError: this server was closed.
         """
-        return Request(self, self._next(self._inner, timeout))
+        return Request(self, self._wait(self._take, timeout))
+
+    async def _take(self, timeout: float | None) -> channel.Request[M]:
+        """Wait so long for a request; one that is here is taken, however long it takes to read it."""
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._next(self._inner)
+        except TimeoutError:
+            while self._inner._ready:
+                request = await self._inner._take(self._inner._ready.popleft())
+                if request is not None:
+                    return request
+            raise
 
     def serve(self, handler: Callable[[M], object]) -> None:
         """Answer every message with what a function returns for it, in this thread, until this is closed.

@@ -1,29 +1,19 @@
-"""The event loop behind blocking calls: one thread for all objects of a process, while there are any."""
+"""The way from threads to objects that live in an event loop."""
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from anyio.from_thread import BlockingPortal, BlockingPortalProvider
-
+from aiotensor.blocking.thread import Call, Loop, borrow, give_back
 from aiotensor.errors import ClosedError, UsageError
 
 __all__ = ["AsyncObject", "BlockingObject"]
 
 R = TypeVar("R")
-
-_portals = BlockingPortalProvider("asyncio")
-
-
-def _renew() -> None:
-    """Forget the thread of the parent, which a forked child does not have."""
-    global _portals
-    _portals = BlockingPortalProvider("asyncio")
-
-
-os.register_at_fork(after_in_child=_renew)
 
 
 class AsyncObject(Protocol):
@@ -52,23 +42,25 @@ class BlockingObject(Generic[A]):
         self._name = type(self).__name__
         self._inner = inner
         self._pid = os.getpid()
-        self._portals: BlockingPortalProvider | None = None
-        self._portal: BlockingPortal | None = None
+        self._user = object()  # of the loop
+        self._loop: Loop | None = None
+        self._lock = threading.RLock()  # the handler of a signal may close what this thread is about to use
+        self._was_opened = False
         self._is_closed = False
         self._last: Any = None  # the statistics at its end
 
     def __enter__(self) -> Self:
         self._check_place()
-        if self._is_closed or self._portals is not None:
-            error = ClosedError if self._is_closed else UsageError
-            raise error(f"this {self._name} was opened before: make a new one")
-        portals = _portals
-        self._portal = portals.__enter__()
-        self._portals = portals
+        with self._lock:
+            if self._is_closed or self._was_opened:
+                error = ClosedError if self._is_closed else UsageError
+                raise error(f"this {self._name} was opened before: make a new one")
+            self._was_opened = True
         try:
+            self._loop = borrow(self._user)
             self._wait(self._inner.__aenter__)
         except BaseException:
-            self._leave(None, None, None)
+            self.close()  # a signal may come when it is open already
             raise
         return self
 
@@ -87,33 +79,45 @@ class BlockingObject(Generic[A]):
             TimeoutError: it did; it is closed all the same.
         """
         self._check_place()
-        if self._portal is None or self._is_closed:
-            self._is_closed = True
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+        if was_closed or not self._was_opened:
             return
-        self._is_closed = True
         try:
-            self._wait(self._inner.aclose, timeout=timeout)
+            if self._loop is not None and not self._loop.is_out_of_reach:
+                self._end(timeout)
         finally:
-            self._leave(None, None, None)
+            with self._lock:
+                self._loop = None
+            give_back(self._user)
 
-    def _leave(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Let go of the thread, which ends with the last object."""
-        portals, self._portals = self._portals, None
-        if portals is None or self._portal is None:
-            return
-        self._is_closed = True
-        self._last = self._portal.call(self._inner.statistics)
-        self._portal = None
-        portals.__exit__(kind, error, trace)
+    def _end(self, timeout: float | None) -> None:
+        """Close the object in the loop, whatever happens here."""
+
+        async def end() -> None:
+            try:
+                await self._inner.aclose()
+            finally:
+                self._last = self._inner.statistics()
+
+        try:
+            self._wait(end, timeout=timeout)
+        except BaseException:
+            with suppress(TimeoutError):
+                self._wait(end, timeout=0)  # after a signal, which may have come before it began
+            raise
 
     def _look(self, statistics: Callable[[], R]) -> R:
         """Return statistics: those of now, or those of its end."""
-        if self._is_closed and self._last is not None:
+        if not self._was_opened:
+            return statistics()
+        try:
+            return self._now(statistics)
+        except ClosedError:
+            if self._last is None:
+                raise
             last: R = self._last
             return last
-        return statistics() if self._portal is None else self._now(statistics)
 
     # Calls
 
@@ -134,46 +138,39 @@ class BlockingObject(Generic[A]):
             TimeoutError: it took longer than so many seconds, and was cancelled.
         """
         self._check_place()
-        portal = self._portal
-        if portal is None:
-            if self._is_closed:
-                raise ClosedError(f"this {self._name} was closed: make a new one")
-            raise UsageError(f"this {self._name} is not open yet: enter it with `with` first")
 
-        async def call() -> R:
-            if timeout is None:
-                return await function(*args, **options)
+        async def work() -> R:
             async with asyncio.timeout(timeout):
                 return await function(*args, **options)
 
+        call = Call(work)
         try:
-            future = portal.start_task_soon(call)
-        except RuntimeError as error:  # another thread has closed it since
-            raise ClosedError(f"this {self._name} was closed: make a new one") from error
-        try:
-            return future.result()
+            with self._lock:  # nobody takes the loop away before it has this call
+                self._begin(call)
+            return call.result()
         except BaseException:
-            # Perhaps a signal, and not the end of the call: then nobody waits for that any more.
-            future.cancel()
+            call.give_up()  # perhaps it was a signal, and not the end of the call
             raise
-        finally:
-            del future  # it has the error, whose traceback has this frame
 
-    def _next(self, items: AsyncIterator[R], timeout: float | None) -> R:
-        """Wait for the next of several things.
+    def _begin(self, call: Call[Any]) -> None:
+        if self._loop is None and not self._is_closed:
+            raise UsageError(f"this {self._name} is not open yet: enter it with `with` first")
+        if self._loop is not None and not self._loop.is_out_of_reach:
+            with suppress(RuntimeError):  # a signal's handler has closed it just now
+                self._loop.begin(call)
+                return
+        raise ClosedError(f"this {self._name} was closed: make a new one")
+
+    async def _next(self, items: AsyncIterator[R]) -> R:
+        """Return the next of several things; in the loop.
 
         Raises:
-            TimeoutError: it took longer than so many seconds.
             ClosedError: there are no more, since this was closed.
         """
-
-        async def one() -> R:
-            try:
-                return await anext(items)
-            except StopAsyncIteration:
-                raise ClosedError(f"this {self._name} was closed: make a new one") from None
-
-        return self._wait(one, timeout=timeout)
+        try:
+            return await anext(items)
+        except StopAsyncIteration:
+            raise ClosedError(f"this {self._name} was closed: make a new one") from None
 
     def _check_place(self) -> None:
         if os.getpid() != self._pid:

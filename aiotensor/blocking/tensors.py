@@ -128,6 +128,7 @@ class OpenMessage:
         self._sender = sender
         self._inner = inner
         self._timeout = timeout
+        self._is_begun = False
 
     @property
     def sender(self) -> TensorSender:
@@ -135,7 +136,13 @@ class OpenMessage:
         return self._sender
 
     def __enter__(self) -> Self:
-        self._sender._wait(self._inner.__aenter__, timeout=self._timeout)
+        try:
+            self._sender._wait(self._inner.__aenter__, timeout=self._timeout)
+        except BaseException as error:
+            if not self._is_begun:  # a signal may come when it has its permit already
+                self.__exit__(type(error), error, error.__traceback__)
+            raise
+        self._is_begun = True
         return self
 
     def send(self, tensor: Sendable, *, timeout: float | None = None) -> TensorHandle:
@@ -159,7 +166,11 @@ class OpenMessage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._sender._wait(self._inner.__aexit__, kind, error, trace)
+        try:
+            self._sender._wait(self._inner.__aexit__, kind, error, trace)
+        except ClosedError:
+            if kind is None:
+                raise
 
 
 class TensorReceiver(BlockingObject[aiotensor.TensorReceiver]):
@@ -247,7 +258,7 @@ class TensorReceiver(BlockingObject[aiotensor.TensorReceiver]):
             TimeoutError: it took longer than that.
             ClosedError: this receiver was closed.
         """
-        return self._next(self._inner, timeout)
+        return self._wait(lambda: self._next(self._inner), timeout=timeout)
 
     def discard(self, handle: TensorHandle) -> None:
         """Drop the whole message of a handle, because nobody wants it any more."""

@@ -15,7 +15,7 @@ from aiotensor.channel.options import Key
 from aiotensor.channel.parcels import Loans, pack, unpack
 from aiotensor.channel.sockets import end
 from aiotensor.codec import TensorDecoder
-from aiotensor.errors import AioTensorError, ClosedError, ProtocolError
+from aiotensor.errors import ClosedError, PeerLostError, ProtocolError
 from aiotensor.gates import Waiters
 from aiotensor.home import Home
 from aiotensor.receiver import TensorReceiver
@@ -157,21 +157,19 @@ class MessageClient(Generic[R]):
             ClosedError: this client was closed, perhaps while waiting.
             ValueError: there is no such target, or `inside` is of another sender.
         """
-        connection, sender = await self._choose(target, inside)
-        with _Preparing(connection):
-            asked, handles = await self._ask(connection, sender, message, inside, wants_answer=True)
-        # The caller's frame has the tensors still; this one must not add to it.
-        del message, inside
         try:
-            if asked.answered is None:
-                raise AssertionError("an answer was asked for")
-            answer = await self._open_answer(await asked.answered)
+            connection, sender = await self._choose(target, inside)
+            asked, handles = await self._ask(connection, sender, message, inside, wants_answer=True)
+            try:
+                if asked.answered is None:
+                    raise AssertionError("an answer was asked for")
+                answer = await self._open_answer(await asked.answered)
+            except BaseException:
+                self._give_up(connection, asked)
+                _discard(sender, handles)
+                raise
         except BaseException as error:
-            self._give_up(connection, asked)
-            if sender is not None and handles:
-                with suppress(ClosedError):  # then all of it is discarded already
-                    sender.discard(handles[0])
-            self._failures += isinstance(error, AioTensorError)
+            self._failures += isinstance(error, Exception)
             self._cancelled += isinstance(error, asyncio.CancelledError)
             raise
         self._answers += 1
@@ -187,8 +185,7 @@ class MessageClient(Generic[R]):
         message, unless it has left.
         """
         connection, sender = await self._choose(target, inside)
-        with _Preparing(connection):
-            await self._ask(connection, sender, message, inside, wants_answer=False)
+        await self._ask(connection, sender, message, inside, wants_answer=False)
 
     def statistics(self) -> ClientStatistics:
         """Return what is in flight and what was done; also after closing."""
@@ -265,11 +262,13 @@ class MessageClient(Generic[R]):
         wants_answer: bool,
     ) -> tuple[Asked, Handles]:
         session = connection.session
-        parcel = await pack(message, has_sender=sender is not None)
         handles: Handles = ()
-        if sender is not None and (parcel.tensors or inside is not None):
-            handles = await parcel.send_tensors(sender, inside)
+        connection.preparing += 1
         try:
+            parcel = await pack(message, has_sender=sender is not None)
+            if sender is not None and (parcel.tensors or inside is not None):
+                handles = await parcel.send_tensors(sender, inside)
+                _check_road(connection, sender, handles)
             loan = None if wants_answer else self._loans.lend(parcel.parts)
             asked = await connection.ask(session, handles, parcel.parts, wants_answer=wants_answer)
             self._sent += 1
@@ -277,10 +276,10 @@ class MessageClient(Generic[R]):
             if loan is not None:
                 await loan
         except BaseException:
-            if sender is not None and handles:
-                with suppress(ClosedError):
-                    sender.discard(handles[0])
+            _discard(sender, handles)
             raise
+        finally:
+            connection.preparing -= 1
         return asked, handles
 
     async def _open_answer(self, answered: Answered) -> R:
@@ -307,16 +306,21 @@ class MessageClient(Generic[R]):
                 self._receiver.discard(handles[0])
 
 
-class _Preparing:
-    """Count a message that is about to be sent."""
+def _check_road(connection: Connection, sender: TensorSender, handles: Handles) -> None:
+    """Refuse to ask a server about tensors that it will never see: it would wait for them.
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    Raises:
+        PeerLostError: they went to another receiver.
+    """
+    if handles and connection.leads_to and sender.receiver_id not in (None, connection.leads_to):
+        raise PeerLostError(
+            "the tensors of this message went to another receiver than the server's: the server was replaced "
+            "in the meantime, or the sender's endpoint is not that of the server's receiver"
+        )
 
-    def __enter__(self) -> None:
-        self._connection.preparing += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._connection.preparing -= 1
+def _discard(sender: TensorSender | None, handles: Handles) -> None:
+    """Take tensors back that nobody wants any more."""
+    if sender is not None and handles:
+        with suppress(ClosedError):  # then all of it is discarded already
+            sender.discard(handles[0])

@@ -121,11 +121,13 @@ class Clients:
 
     Args:
         max_clients: the most at once; None for no limit.
+        receiver: the id of the server's receiver; "" for none.
         events: who is told.
     """
 
-    def __init__(self, max_clients: int | None, events: ClientsEvents) -> None:
+    def __init__(self, max_clients: int | None, receiver: str, events: ClientsEvents) -> None:
         self.max_clients = max_clients
+        self._receiver = receiver
         self.lost = self.refused_clients = 0
         self._events = events
         self._clients: dict[bytes, Client] = {}
@@ -260,7 +262,7 @@ class Clients:
             self._turn_away(identity, reason)
             return
         client = self._clients[identity] = Client(identity, hello)
-        self._post(client, ServerHello(VERSION, os.getpid()))
+        self._post(client, ServerHello(VERSION, os.getpid(), self._receiver))
 
     # Ends
 

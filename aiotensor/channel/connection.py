@@ -91,6 +91,7 @@ class Connection:
         self.is_ready = False
         self.preparing = 0  # messages that are not sent yet
         self.session = 0  # counts the servers that were lost
+        self.leads_to = ""  # the id of the server's receiver
         self._context = context
         self._address = address
         self._options = {**options, **address.options}
@@ -258,7 +259,7 @@ class Connection:
     def _welcome(self, hello: ServerHello) -> None:
         if self.is_ready:
             raise ProtocolError("it introduced itself twice")
-        self._pid = hello.pid
+        self._pid, self.leads_to = hello.pid, hello.receiver
         if hello.version != VERSION:
             raise ProtocolError(f"it speaks version {hello.version}, this client speaks {VERSION}")
         self.is_ready = True

@@ -21,6 +21,11 @@ __all__ = ["Loans", "Parcel", "pack", "unpack"]
 # Of the tensors that ride in the body of a message which has a sender for the others.
 _MAX_INLINE_BYTES = 8 * placements.MAX_INLINE_BYTES
 
+# What is more than this may take a millisecond, and is left to a thread: tensors to be encoded, bytes of a
+# body to be decoded, which may all be of tiny tensors.
+_QUICK_TENSORS = 256
+_QUICK_BODY_BYTES = 16 * 1024
+
 
 class _TakesLongError(Exception):
     """Encoding here would keep the event loop from everything else."""
@@ -34,23 +39,29 @@ class Parcel:
         tensors: those that are to go by a sender, in the order of their numbers in the body.
     """
 
-    def __init__(self, *, has_sender: bool) -> None:
+    def __init__(self, *, has_sender: bool, may_take_long: bool = False) -> None:
         self.parts: list[bytes | memoryview] = []
         self.tensors: list[torch.Tensor] = []
         self._has_sender = has_sender
-        self._inline_bytes = 0
+        self._inline_bytes = self._gathered_bytes = self._count = 0
+        self._may_take_long = may_take_long
 
     def place(self, tensor: torch.Tensor) -> int | None:
         """Choose how a tensor goes; one for the sender is known in the body by its number."""
         nbytes = tensor.nbytes
+        self._count += 1
+        if self._count > _QUICK_TENSORS and not self._may_take_long:
+            raise _TakesLongError
         if self._has_sender:
             if nbytes <= placements.MAX_INLINE_BYTES and self._inline_bytes + nbytes <= _MAX_INLINE_BYTES:
                 self._inline_bytes += nbytes
                 return None
             self.tensors.append(tensor)
             return len(self.tensors) - 1
-        if nbytes > placements.QUICK_BYTES and not placements.lies_flat(tensor):
-            raise _TakesLongError
+        if not (self._may_take_long or placements.lies_flat(tensor)):
+            self._gathered_bytes += nbytes
+            if self._gathered_bytes > placements.QUICK_BYTES:
+                raise _TakesLongError
         return None
 
     async def send_tensors(
@@ -76,7 +87,7 @@ class Parcel:
 
 
 async def pack(message: object, *, has_sender: bool) -> Parcel:
-    """Encode a message; in a thread, if tensors have to be copied for that.
+    """Encode a message; in a thread, if it has many tensors, or large ones that have to be copied.
 
     Raises:
         TypeError: something in it cannot be encoded.
@@ -86,7 +97,8 @@ async def pack(message: object, *, has_sender: bool) -> Parcel:
     try:
         parcel.parts = TensorEncoder(parcel.place).encode(message)
     except _TakesLongError:
-        parcel.parts = await anyio.to_thread.run_sync(TensorEncoder().encode, message)
+        parcel = Parcel(has_sender=has_sender, may_take_long=True)
+        parcel.parts = await anyio.to_thread.run_sync(TensorEncoder(parcel.place).encode, message)
     return parcel
 
 
@@ -109,7 +121,7 @@ async def unpack(decoder: TensorDecoder[Any], parts: Sequence[memoryview], found
         used.add(handle)
         return found[handle]
 
-    if sum(map(len, parts)) > placements.QUICK_BYTES:
+    if len(parts[0]) > _QUICK_BODY_BYTES or sum(map(len, parts)) > placements.QUICK_BYTES:
         message = await anyio.to_thread.run_sync(decoder.decode, parts, find)
     else:
         message = decoder.decode(parts, find)

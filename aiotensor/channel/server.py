@@ -102,7 +102,9 @@ class MessageServer(Generic[M]):
         self._senders = (sender,) if isinstance(sender, TensorSender) else tuple(sender)
         self._decoder: TensorDecoder[M] = TensorDecoder(message_type)
         self._clients = Clients(
-            None if max_clients is None else options.positive("max_clients", max_clients), self
+            None if max_clients is None else options.positive("max_clients", max_clients),
+            "" if receiver is None else receiver.id,
+            self,
         )
         self._ready: deque[Asked] = deque()  # with all their tensors here
         self._found: dict[Asked, list[torch.Tensor]] = {}  # taken, but not decoded yet

@@ -3,7 +3,7 @@
     client                                   server
       | ClientHello(version, pid, receiver)     |   once, first
       | --------------------------------------> |
-      |               ServerHello(version, pid) |   once, first; the client asks nothing before it
+      |     ServerHello(version, pid, receiver) |   once, first; the client asks nothing before it
       | <-------------------------------------- |
       | Ask(number, body, handles, ...)         |
       | Cancel(number)                          |   nobody wants the answer any more
@@ -61,10 +61,11 @@ class ClientHello(msgspec.Struct, frozen=True, array_like=True, tag="client"):
 
 
 class ServerHello(msgspec.Struct, frozen=True, array_like=True, tag="server"):
-    """Answer a `ClientHello`."""
+    """Answer a `ClientHello`, and name the receiver that tensors of messages go to; "" for none."""
 
     version: int
     pid: Number
+    receiver: _Id = ""
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):

@@ -10,8 +10,11 @@ import torch
 
 from aiotensor import (
     ClosedError,
+    PeerLostError,
     ProtocolError,
     RemoteError,
+    TensorReceiver,
+    TensorSender,
     TooLargeError,
     UnsupportedTensorError,
     UsageError,
@@ -375,3 +378,17 @@ async def test_an_object_is_opened_once_and_says_so() -> None:
     unopened = MessageClient("ipc:///tmp/nowhere", reply_type=Answer)
     with pytest.raises(UsageError, match="not open yet"):
         await unopened.request(Question(1))
+
+
+async def test_a_sender_that_leads_to_another_receiver_is_an_error_and_not_a_wait() -> None:
+    with place() as here:
+        async with (
+            TensorReceiver(here.tensors) as receiver,
+            TensorReceiver(here.answers),
+            TensorSender(here.answers) as astray,
+            MessageServer(here.messages, Question, receiver=receiver),
+            MessageClient(here.messages, sender=astray, reply_type=Answer) as client,
+        ):
+            with pytest.raises(PeerLostError, match="went to another receiver"):
+                await client.request(Question(1, pattern(1, BIG)))
+            await until(lambda: astray.statistics().in_flight == 0)

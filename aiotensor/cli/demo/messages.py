@@ -1,14 +1,16 @@
 """Every record that crosses a process border, so that both ends read the same definition."""
 
-import msgspec
+from typing import Annotated
 
-from aiotensor import SenderStatistics, TensorHandle
+import msgspec
+import torch
+
+from aiotensor import SenderStatistics
+from aiotensor.codec import TensorMeta
 
 __all__ = [
     "AnalyseVideo",
     "Cut",
-    "EngineFailure",
-    "EngineReply",
     "Fingerprint",
     "VideoAnalysis",
     "VideoAnswer",
@@ -47,40 +49,37 @@ class Cut(msgspec.Struct, frozen=True):
 
 
 class AnalyseVideo(msgspec.Struct, frozen=True):
-    """Ask the engine for the scene cuts of one video, whose two tensors are on their way."""
+    """Ask the engine for the scene cuts of one video.
 
-    times: TensorHandle
-    frames: TensorHandle
+    Attributes:
+        times: the timestamp of each frame, in seconds.
+        frames: (frames, height, width, 3), red before green before blue.
+        sent_at: when the worker began to send this, in seconds of this machine's monotonic clock.
+    """
+
+    times: Annotated[torch.Tensor, TensorMeta(dtype=torch.float64, shape=(None,))]
+    frames: Annotated[torch.Tensor, TensorMeta(dtype=torch.uint8, shape=(None, None, None, 3))]
+    sent_at: float
 
 
-class VideoAnalysis(msgspec.Struct, frozen=True, tag="analysis"):
+class VideoAnalysis(msgspec.Struct, frozen=True):
     """What the engine found.
 
     Attributes:
         times: what the timestamps look like on the engine's side.
         frames: the same for the frames.
         cuts: the scene cuts, in order.
-        received_at: when the engine held both tensors, in seconds of this machine's monotonic clock.
-        queued_seconds: how long the request waited for its turn before the engine asked for the tensors.
+        transport_seconds: from when the worker began to send, or from when the engine was free to take
+            another video if that was later, until the engine had both tensors. What was on its way while the
+            engine was busy is not in it, nor is the waiting for that.
         model_seconds: how long the model ran.
     """
 
     times: Fingerprint
     frames: Fingerprint
     cuts: list[Cut]
-    received_at: float
-    queued_seconds: float
+    transport_seconds: float
     model_seconds: float
-
-
-class EngineFailure(msgspec.Struct, frozen=True, tag="failure"):
-    """The engine could not answer this one request."""
-
-    type_name: str
-    text: str
-
-
-EngineReply = VideoAnalysis | EngineFailure
 
 
 class VideoAnswer(msgspec.Struct, frozen=True):
@@ -92,8 +91,7 @@ class VideoAnswer(msgspec.Struct, frozen=True):
         bytes: the bytes of both tensors.
         decode_seconds: how long decoding took.
         memory_seconds: how long it took to get shared memory for the frames.
-        transport_seconds: from the start of the first send until the engine held both tensors, without
-            the time that the request waited for its turn there.
+        transport_seconds: as the engine measured it, see `VideoAnalysis`.
         model_seconds: how long the model ran.
         sent: what the timestamps and the frames looked like before they were sent.
         received: what they looked like in the engine.
@@ -127,9 +125,10 @@ class WorkerReport(msgspec.Struct, frozen=True, tag="report"):
 
     Attributes:
         pid: its process id.
-        videos: videos that it sent.
-        videos_in_place: those that the decoder wrote straight into the shared memory that the engine read.
-        bytes_in_place: bytes of their tensors, none of which were copied.
+        videos: videos that the engine answered.
+        videos_in_place: those whose frames the decoder wrote straight into the shared memory that the engine
+            read.
+        bytes_in_place: bytes of these frames, none of which were copied.
         sender: what its sender counted.
     """
 

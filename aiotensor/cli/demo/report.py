@@ -31,9 +31,10 @@ class WorkerSummary(msgspec.Struct, frozen=True):
 
     Attributes:
         pid: its process id.
-        videos: videos that it sent to the engine.
-        videos_in_place: those that the decoder wrote straight into the shared memory that the engine read.
-        bytes_in_place: bytes of their tensors, which nothing copied.
+        videos: videos that the engine answered.
+        videos_in_place: those whose frames the decoder wrote straight into the shared memory that the engine
+            read.
+        bytes_in_place: bytes of these frames, which nothing copied.
         peak_in_flight: the most videos that it had in flight at once.
         peak_shared_bytes: the most shared memory that it had in use at once.
         shared_bytes_limit: how much it may have in use.

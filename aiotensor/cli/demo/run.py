@@ -15,11 +15,11 @@ from urllib.parse import quote
 
 import anyio
 import msgspec
-import zmq
 from rich.console import Console
 from rich.text import Text
 
 from aiotensor import TensorQueue
+from aiotensor.channel import MessageServer
 from aiotensor.cli.demo.decode import VideoError, measure
 from aiotensor.cli.demo.engine import run_engine
 from aiotensor.cli.demo.messages import WorkerReport
@@ -91,7 +91,10 @@ async def _main(options: Options, arena_bytes: int) -> int:
         socket.create_server(("127.0.0.1", 0)) as listener,
     ):
         folder = Path(name)
-        if max(len(bytes(folder / file)) for file in SOCKETS) > zmq.IPC_PATH_MAX_LEN:
+        try:
+            for file in SOCKETS:  # a server that is not opened only looks whether it could be
+                MessageServer(f"ipc://{folder / file}", object)
+        except ValueError:
             return _fail(errors, f"the path {folder} is too long for a socket: set TMPDIR to a shorter one")
         processes = _processes(options, folder, arena_bytes, queue, listener)
         ours = [processes.server, processes.engine]
@@ -111,9 +114,10 @@ def _processes(
 ) -> _Processes:
     engine_socket, tensors_socket, workers_socket = (folder / file for file in SOCKETS)
     address = f"unix://{quote(str(tensors_socket))}" if options.link == "unix" else None
+    engine_address = f"ipc://{engine_socket}"
     settings = Settings(
         address=address,
-        engine_socket=str(engine_socket),
+        engine_address=engine_address,
         workers_socket=str(workers_socket),
         supervised=options.workers > 1,
         max_concurrent_videos=options.max_concurrent_videos,
@@ -126,7 +130,7 @@ def _processes(
         server = server_command("API server", settings, listener, options.workers)
     return _Processes(
         server=server,
-        engine=Child("engine", run_engine, address or queue, engine_socket, settings.threads),
+        engine=Child("engine", run_engine, address or queue, engine_address, folder, settings.threads),
         workers=Workers(workers_socket, options.workers),
         base_url=f"http://127.0.0.1:{listener.getsockname()[1]}",
     )

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from http import HTTPStatus
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TypeVar
 
 import anyio
@@ -27,8 +26,8 @@ import uvloop
 from fastapi import FastAPI, HTTPException, Request, Response, UploadFile
 
 from aiotensor import TensorQueue, TensorSender
-from aiotensor.cli.demo.engine_client import EngineClient
-from aiotensor.cli.demo.messages import WorkerStarted
+from aiotensor.channel import MessageClient
+from aiotensor.cli.demo.messages import VideoAnalysis, WorkerStarted
 from aiotensor.cli.demo.processes import Command, parent_gone, report_ready
 from aiotensor.cli.demo.settings import Settings
 from aiotensor.cli.demo.videos import Refusal, Videos
@@ -87,7 +86,7 @@ def make_app(endpoint: TensorQueue | str, settings: Settings) -> FastAPI:
                     max_concurrent_videos=settings.max_concurrent_videos,
                     arena_bytes=settings.arena_bytes,
                 ) as sender,
-                EngineClient(Path(settings.engine_socket)) as engine,
+                MessageClient(settings.engine_address, sender=sender, reply_type=VideoAnalysis) as engine,
             ):
                 videos = app.state.videos = Videos(sender, engine)
                 link.send(WorkerStarted(os.getpid()))

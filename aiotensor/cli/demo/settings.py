@@ -15,7 +15,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     Attributes:
         address: where the engine receives tensors; None if a queue was handed over instead.
-        engine_socket: the path at which the engine takes requests.
+        engine_address: where the engine takes requests.
         workers_socket: the path at which the demo hears of its workers.
         supervised: whether uvicorn watches over the workers, and starts another for one that ended.
         max_concurrent_videos: how many videos each worker may decode or have on their way at once.
@@ -24,7 +24,7 @@ class Settings(msgspec.Struct, frozen=True):
     """
 
     address: str | None
-    engine_socket: str
+    engine_address: str
     workers_socket: str
     supervised: bool
     max_concurrent_videos: int

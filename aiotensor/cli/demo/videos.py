@@ -13,14 +13,18 @@ import numpy as np
 import torch
 
 from aiotensor import (
+    AioTensorError,
     ClosedError,
     DiscardedError,
     PeerLostError,
+    ProtocolError,
+    RemoteError,
     SenderStatistics,
     TensorSender,
     TooLargeError,
     WouldBlockError,
 )
+from aiotensor.channel import MessageClient
 from aiotensor.cli.demo.decode import (
     TIME_BYTES,
     DecodedVideo,
@@ -31,11 +35,19 @@ from aiotensor.cli.demo.decode import (
     decode,
     measure,
 )
-from aiotensor.cli.demo.engine_client import EngineClient, EngineError
 from aiotensor.cli.demo.fingerprint import fingerprint
-from aiotensor.cli.demo.messages import AnalyseVideo, Fingerprint, VideoAnswer, WorkerReport
+from aiotensor.cli.demo.messages import (
+    AnalyseVideo,
+    Fingerprint,
+    VideoAnalysis,
+    VideoAnswer,
+    WorkerReport,
+)
 
 __all__ = ["Refusal", "Videos"]
+
+# What the engine's side of a channel answers if a video was lost on its way, or the engine stops.
+LOSSES = {"PeerLostError", "DiscardedError", "ClosedError", "CancelledError"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +58,19 @@ class Refusal:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    request: AnalyseVideo
-    fingerprints: tuple[Fingerprint, Fingerprint]
-    bytes: int
-    decode_seconds: float
-    memory_seconds: float
-    send_began: float
-
-
 class _Decoded(NamedTuple):
     video: DecodedVideo
     in_place: bool  # it lies in shared memory already
+    decode_seconds: float
+    memory_seconds: float
+
+
+class _Facts(NamedTuple):
+    """What is known of a video when it is sent."""
+
+    fingerprints: tuple[Fingerprint, Fingerprint]
+    bytes: int
+    bytes_in_place: int
     decode_seconds: float
     memory_seconds: float
 
@@ -68,10 +80,10 @@ class Videos:
 
     Args:
         sender: an open sender to the engine.
-        engine: an open client of the engine.
+        engine: an open client of the engine, with that sender.
     """
 
-    def __init__(self, sender: TensorSender, engine: EngineClient) -> None:
+    def __init__(self, sender: TensorSender, engine: MessageClient[VideoAnalysis]) -> None:
         self._sender = sender
         self._engine = engine
         self._videos = self._videos_in_place = self._bytes_in_place = 0
@@ -100,61 +112,54 @@ class Videos:
             file: its bytes.
         """
         try:
-            sent = await self._hand_over(file)
-            try:
-                analysis = await self._engine.analyse(sent.request)
-            except BaseException:  # also when cancelled: then nobody wants the tensors any more
-                self._sender.discard(sent.request.frames)
-                raise
+            return await self._ask(name, file)
         except EmptyVideoError as error:
             return Refusal(HTTPStatus.BAD_REQUEST, str(error))
         except (VideoTooLargeError, TooLargeError) as error:
             return Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error))
         except VideoError as error:
             return Refusal(HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
-        except EngineError as error:
-            return Refusal(HTTPStatus.BAD_GATEWAY, f"the engine failed: {error}")
-        except (PeerLostError, DiscardedError, ClosedError) as error:
-            return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, f"the engine cannot be reached: {error}")
+        except (RemoteError, ProtocolError, PeerLostError, DiscardedError, ClosedError) as error:
+            return _refuse_for_engine(error)
         except WouldBlockError as error:
             return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, f"too many videos at once: {error}")
+
+    async def _ask(self, name: str, file: BinaryIO) -> VideoAnswer:
+        # The permit is taken before decoding, so that `max_concurrent_videos` bounds the decoded videos
+        # in memory, and not only those on their way. It is free again when the engine has the tensors.
+        async with self._sender.message() as message:
+            facts, request = await self._prepare(file)
+            asking = self._engine.request(request, inside=message)
+            del request  # from here on the frames are the engine's, whose memory comes back with them
+            analysis = await asking
+        self._videos += 1
+        self._videos_in_place += facts.bytes_in_place > 0
+        self._bytes_in_place += facts.bytes_in_place
         return VideoAnswer(
             name=name,
             worker=os.getpid(),
-            bytes=sent.bytes,
-            decode_seconds=sent.decode_seconds,
-            memory_seconds=sent.memory_seconds,
-            transport_seconds=analysis.received_at - sent.send_began - analysis.queued_seconds,
+            bytes=facts.bytes,
+            decode_seconds=facts.decode_seconds,
+            memory_seconds=facts.memory_seconds,
+            transport_seconds=analysis.transport_seconds,
             model_seconds=analysis.model_seconds,
-            sent=sent.fingerprints,
+            sent=facts.fingerprints,
             received=(analysis.times, analysis.frames),
             cuts=analysis.cuts,
         )
 
-    async def _hand_over(self, file: BinaryIO) -> _Sent:
-        # The permit is taken before decoding, so that `max_concurrent_videos` bounds the decoded videos
-        # in memory, and not only those on their way. The arrays are gone when this returns.
-        async with self._sender.message() as message:
-            decoded = await self._decode(file)
-            video = decoded.video
-            fingerprints = await anyio.to_thread.run_sync(_fingerprints, video)
-            send_began = time.monotonic()
-            times = await message.send(video.times)
-            frames = await message.send(video.frames)
-        # The message is on its way only now, at the end of the block.
-        nbytes = video.times.nbytes + video.frames.nbytes
-        self._videos += 1
-        if decoded.in_place:
-            self._videos_in_place += 1
-            self._bytes_in_place += nbytes
-        return _Sent(
-            request=AnalyseVideo(times=times, frames=frames),
-            fingerprints=fingerprints,
-            bytes=nbytes,
+    async def _prepare(self, file: BinaryIO) -> tuple[_Facts, AnalyseVideo]:
+        decoded = await self._decode(file)
+        video = decoded.video
+        facts = _Facts(
+            fingerprints=await anyio.to_thread.run_sync(_fingerprints, video),
+            bytes=video.times.nbytes + video.frames.nbytes,
+            bytes_in_place=video.frames.nbytes if decoded.in_place else 0,
             decode_seconds=decoded.decode_seconds,
             memory_seconds=decoded.memory_seconds,
-            send_began=send_began,
         )
+        times, frames = torch.from_numpy(video.times), torch.from_numpy(video.frames)
+        return facts, AnalyseVideo(times=times, frames=frames, sent_at=time.monotonic())
 
     async def _decode(self, file: BinaryIO) -> _Decoded:
         """Decode into shared memory, so that nothing is left to copy.
@@ -191,3 +196,13 @@ class Videos:
 def _fingerprints(video: DecodedVideo) -> tuple[Fingerprint, Fingerprint]:
     checkpoint = anyio.from_thread.check_cancelled
     return fingerprint(video.times, checkpoint), fingerprint(video.frames, checkpoint)
+
+
+def _refuse_for_engine(error: AioTensorError) -> Refusal:
+    if isinstance(error, RemoteError):
+        is_loss = error.type_name in LOSSES
+    else:
+        is_loss = not isinstance(error, ProtocolError)
+    if is_loss:
+        return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, f"the engine cannot be reached: {error}")
+    return Refusal(HTTPStatus.BAD_GATEWAY, f"the engine failed: {error}")

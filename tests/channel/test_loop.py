@@ -1,0 +1,47 @@
+"""Nothing that the channel does keeps the event loop for long, whatever is in a message."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from aiotensor.channel import MessageClient, MessageServer
+from tests.channel.parties import Answer, Question, place
+from tests.conformance.turns import Turns
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+_LONGEST_S = 0.005  # promised: no call blocks the loop for longer, whatever the size
+
+MESSAGES: dict[str, Callable[[], list[torch.Tensor]]] = {
+    "150 MiB": lambda: [torch.zeros(150 << 20, dtype=torch.uint8)],
+    "150 MiB that do not lie flat": lambda: [torch.zeros(150 << 10, 1 << 10, dtype=torch.uint8).t()],
+    "150 MiB in pieces that do not lie flat": lambda: [torch.zeros(512, 1024)[:, ::2]] * 150,
+    "100 MiB that are not aligned on arrival": lambda: [torch.zeros(100 << 16, dtype=torch.complex128)],
+    "three thousand tiny tensors": lambda: [torch.zeros(3)] * 3000,
+}
+
+
+@pytest.mark.parametrize("make", MESSAGES.values(), ids=MESSAGES)
+async def test_no_message_keeps_the_loop_busy_for_longer_than_5_ms(
+    make: Callable[[], list[torch.Tensor]],
+) -> None:
+    tensors = make()
+    with place() as here:
+        async with (
+            MessageServer(here.messages, Question) as server,
+            MessageClient(here.messages, reply_type=Answer) as client,
+        ):
+            kept: list[object] = []  # freeing so much takes the kernel a while, and is whoever frees it's own
+            longest = []
+            for _ in range(2):  # what is done for the first one alone does not count
+                with Turns() as turns:
+                    asking = asyncio.create_task(client.request(Question(1, more={"x": tensors})))
+                    request = await anext(server)
+                    kept.append(request)
+                    assert len(request.message.more["x"]) == len(tensors)
+                    await request.reply(Answer(1))
+                    await asking
+                longest.append(turns.longest_s)
+            assert min(longest) < _LONGEST_S
