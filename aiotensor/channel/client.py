@@ -148,7 +148,8 @@ class MessageClient(Generic[R]):
         Raises:
             RemoteError: the server's handler raised, or it could not take this message; `type_name` says
             what.
-            PeerLostError: the server died, closed or refused this client, before it answered.
+            PeerLostError: the server died, closed or refused this client, before it answered; it may have
+                done the work.
             AccessDeniedError: the server is another user, or does not know this client's key.
             ProtocolError: the answer is not of the type that it should be.
             TypeError: something in the message cannot be encoded.

@@ -40,7 +40,8 @@ class MessageServer(Generic[M]):
     Open it with ``async with``, once, and iterate: ``async for request in server``, in as many tasks as you
     like. Or have `serve` run a function for each message. Messages are taken, and with them the tensors that
     travel by a sender, when the iteration asks for the next one: until then the senders keep their permits,
-    so a slow server pushes back.
+    so a slow server pushes back. They come in the order in which they are here with all their tensors: none
+    waits for the tensors of another.
 
     Args:
         address: where clients connect: ``ipc://`` and an absolute path, where only this user can, or
@@ -246,7 +247,8 @@ class MessageServer(Generic[M]):
             self._refuse(asked, ProtocolError("this server has no receiver for tensors that a sender sends"))
         else:
             task = asyncio.get_running_loop().create_task(self._await_tensors(asked, self._receiver))
-            self._arriving[asked] = task
+            if not task.done():  # an eager one may be
+                self._arriving[asked] = task
 
     def given_up(self, asked: Asked, state: State) -> None:
         """Let go of a message that nobody wants any more."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import shutil
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -17,7 +18,18 @@ from aiotensor.channel import MessageClient, MessageServer
 from tests.loops import let_threads_run
 from tests.pairs import pattern
 
-__all__ = ["Answer", "Channel", "Place", "Question", "answer", "channel", "place", "said", "settled"]
+__all__ = [
+    "Answer",
+    "Channel",
+    "Place",
+    "Places",
+    "Question",
+    "answer",
+    "channel",
+    "place",
+    "said",
+    "settled",
+]
 
 
 # A leak is one for ever: so long is waited for what is on its way back, before it is called one.
@@ -49,14 +61,27 @@ class Place(NamedTuple):
     answers: str
 
 
+class Places:
+    """What kind of address the running test is about; the fixture `way` of conftest.py sets it."""
+
+    scheme = "ipc"
+
+
 @contextmanager
 def place() -> Iterator[Place]:
     """Make a place, and take away what a killed process left there."""
     folder = tempfile.mkdtemp(prefix="aiotensor-")  # the folders of pytest are too long for a socket
+    messages = f"ipc://{folder}/m" if Places.scheme == "ipc" else f"tcp://127.0.0.1:{_free_port()}"
     try:
-        yield Place(f"ipc://{folder}/m", f"unix://{folder}/t", f"unix://{folder}/a")
+        yield Place(messages, f"unix://{folder}/t", f"unix://{folder}/a")
     finally:
         shutil.rmtree(folder)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
 
 
 @dataclass

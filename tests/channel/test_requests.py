@@ -23,7 +23,7 @@ from aiotensor.channel import MessageClient, MessageServer, Request
 from tests.channel.parties import Answer, Channel, Question, answer, channel, place, said, settled
 from tests.pairs import BIG, pattern, until
 
-pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+pytestmark = pytest.mark.usefixtures("way")
 
 
 @asynccontextmanager

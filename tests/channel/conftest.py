@@ -1,0 +1,27 @@
+"""What the sentences of `test_requests.py` run over: each kind of address, and each mode of the loop."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests import loops
+from tests.channel.parties import Places
+
+# Each mode over one kind of address, and the other kind in the plain mode: only the socket is another there.
+_WAYS = {f"{mode} tasks": ("ipc", mode) for mode in loops.MODES} | {"tcp": ("tcp", "plain")}
+
+
+@pytest.fixture(params=_WAYS)
+async def way(request: pytest.FixtureRequest, nothing_left_behind: None) -> AsyncIterator[None]:
+    """Run a test in one of the ways; nothing of it may run on, and nobody may complain."""
+    scheme, mode = _WAYS[request.param]
+    before, Places.scheme = Places.scheme, scheme
+    with loops.complaints() as complaints:
+        loops.set_mode(asyncio.get_running_loop(), mode)
+        before_test = asyncio.all_tasks() - {asyncio.current_task()}
+        yield
+        left = asyncio.all_tasks() - {asyncio.current_task()} - before_test
+    Places.scheme = before
+    assert not left, f"tasks left behind: {left}"
+    assert not complaints, "\n".join(complaints)
