@@ -18,6 +18,6 @@ handle, or None for "not mine"; and the decoder a `find`, which turns the handle
 
 from aiotensor.codec.decoder import Find, TensorDecoder
 from aiotensor.codec.encoder import Place, TensorEncoder
-from aiotensor.codec.expectations import TensorMeta
+from aiotensor.codec.meta import TensorMeta
 
 __all__ = ["Find", "Place", "TensorDecoder", "TensorEncoder", "TensorMeta"]

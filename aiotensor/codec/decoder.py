@@ -10,7 +10,8 @@ import torch
 
 from aiotensor import placements
 from aiotensor.codec import wire
-from aiotensor.codec.expectations import expectations
+from aiotensor.codec.expectations import arms, check_decodable, expectations
+from aiotensor.codec.meta import MismatchError
 from aiotensor.codec.wire import ARRAY, TENSOR, Elsewhere, Inside
 from aiotensor.errors import ProtocolError
 
@@ -29,7 +30,8 @@ class _Parts:
     """What one message consists of, while it is being decoded."""
 
     def __init__(self, buffers: list[memoryview], find: Find) -> None:
-        self.find = find
+        self._find = find
+        self.error: BaseException | None = None  # of `find`
         self.buffers = buffers
         self._used: set[int] = set()
 
@@ -41,6 +43,17 @@ class _Parts:
             raise ProtocolError(f"the peer named buffer {number} twice")
         self._used.add(number)
         return self.buffers[number]
+
+    def find(self, handle: object) -> torch.Tensor:
+        """Have a tensor found, and note what goes wrong: that is not the peer's fault."""
+        try:
+            tensor: object = self._find(handle)
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"`find` returns tensors, got {type(tensor).__name__!r}")
+        except BaseException as error:
+            self.error = error
+            raise
+        return tensor
 
     def check_all_used(self) -> None:
         if len(self._used) != len(self.buffers):
@@ -79,6 +92,7 @@ class TensorDecoder(Generic[T]):
     def __init__(self, type: type[T], find: Find = _nowhere) -> None:  # noqa: A002
         self._find = find
         self._current = _Current()
+        check_decodable(type)
         self._expectations = expectations(type)
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(
             type, ext_hook=self._open_extension, dec_hook=_convert
@@ -96,22 +110,28 @@ class TensorDecoder(Generic[T]):
 
         Raises:
             ProtocolError: the body cannot be read or is not of this type, a tensor is not as it has to be, or
-                there is a buffer too few or too many. The text says where in the message.
+                there is a buffer too few or too many, perhaps of a tensor in a field that the type here lacks.
+                The text says where in the message.
         """
         if not parts:
             raise ProtocolError("the peer sent a message of no parts")
         body, *buffers = parts
-        now = _Parts([memoryview(part) for part in buffers], find or self._find)
+        now = _Parts([memoryview(part) for part in buffers], self._find if find is None else find)
         outer, self._current.parts = self._current.parts, now  # `find` may be decoding another message
         try:
             message = self._decoder.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            if self._expectations is not None:
+                self._expectations(message)
+        except MismatchError as error:
+            raise ProtocolError(f"`${error.path}` is not as its annotation says: {error}") from None
+        # A TypeError is of msgspec: a set of what cannot be in one.
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as error:
+            if error is now.error:
+                raise
             raise ProtocolError(f"the peer sent a message that cannot be read: {error}") from error
         finally:
             self._current.parts = outer
         now.check_all_used()
-        if self._expectations is not None:
-            self._expectations(message, "$")
         return message
 
     def _open_extension(self, code: int, data: memoryview) -> object:
@@ -138,7 +158,7 @@ class TensorDecoder(Generic[T]):
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     try:
-        return tensor.detach().numpy()
+        return tensor.detach().resolve_conj().resolve_neg().numpy()
     except (TypeError, RuntimeError) as error:
         raise ProtocolError(f"the peer sent an array of {tensor.dtype}, which numpy does not know") from error
 
@@ -152,8 +172,6 @@ def _convert(type_: Any, value: object) -> object:
     if type_ is torch.Tensor and isinstance(value, torch.Tensor):
         return value
     wanted = get_origin(type_) or type_
-    if not issubclass(wanted, torch.Tensor | np.ndarray):
-        raise NotImplementedError(f"messages with a field of type {type_!r} cannot be decoded")
     if wanted is np.ndarray:
         array = _as_array(value) if isinstance(value, torch.Tensor) else value
         if isinstance(array, np.ndarray):
@@ -164,6 +182,8 @@ def _convert(type_: Any, value: object) -> object:
 
 def _check_array(array: np.ndarray[Any, Any], type_: Any) -> None:
     """Check the dtype that ``NDArray[np.uint8]`` states."""
-    for scalar in (scalar for dtype in get_args(type_)[1:] for scalar in get_args(dtype)):
-        if isinstance(scalar, type) and not issubclass(array.dtype.type, scalar):
-            raise TypeError(f"Expected an array of `{scalar.__name__}`, got `{array.dtype}`")
+    for dtype in get_args(type_)[1:]:
+        wanted = [arm for scalar in get_args(dtype) for arm in arms(scalar)]
+        if wanted and not any(arm is Any or issubclass(array.dtype.type, arm) for arm in wanted):
+            names = " | ".join(arm.__name__ for arm in wanted)
+            raise TypeError(f"Expected an array of `{names}`, got `{array.dtype}`")

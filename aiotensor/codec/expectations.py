@@ -5,92 +5,61 @@ after decoding, and nothing else.
 """
 
 import dataclasses
-import operator
+import inspect
 import types
 import typing
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeAlias, TypeVar, get_args, get_origin
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Final, TypeAlias, TypeVar, get_args, get_origin
 
 import msgspec
 import numpy as np
 import torch
 
-from aiotensor.errors import ProtocolError
+from aiotensor.codec.meta import MismatchError, TensorMeta
 
-__all__ = ["TensorMeta", "expectations"]
+__all__ = ["Check", "arms", "check_decodable", "expectations"]
 
+Check: TypeAlias = Callable[[Any], None]
 
-class TensorMeta(msgspec.Struct, frozen=True):
-    """State what a tensor or array in a message must be like.
-
-    Use as ``Annotated[torch.Tensor, TensorMeta(dtype=torch.uint8, shape=(None, None, None, 3))]``.
-
-    Args:
-        dtype: of its elements; None for any. For an array too this is a torch dtype.
-        shape: its dimensions, in elements; a None in it is a dimension of any size, and None for all of it
-            allows any number of dimensions.
-
-    Raises:
-        TypeError: the dtype is no torch dtype.
-        ValueError: a size is negative.
-    """
-
-    dtype: torch.dtype | None = None
-    shape: tuple[int | None, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
-            raise TypeError(f"dtype is a torch dtype, for example torch.uint8, got {self.dtype!r}")
-        if any(size is not None and operator.index(size) < 0 for size in self.shape or ()):
-            raise ValueError(f"the sizes of a shape are not negative, got {self.shape}")
-
-    def check(self, value: object, path: str) -> None:
-        """Compare a tensor with what is stated; None, where the type allows it, is as good.
-
-        Raises:
-            ProtocolError: it is not like that; the text says where, what was expected and what was found.
-        """
-        if isinstance(value, np.ndarray):
-            value = torch.from_numpy(value)
-        if isinstance(value, torch.Tensor) and not self._allows(value):
-            found = _describe(value.dtype, tuple(value.shape))
-            raise ProtocolError(
-                f"`{path}` is not as its annotation says: expected {_describe(self.dtype, self.shape)}, "
-                f"found {found}"
-            )
-
-    def _allows(self, tensor: torch.Tensor) -> bool:
-        if self.dtype is not None and tensor.dtype != self.dtype:
-            return False
-        if self.shape is None:
-            return True
-        sizes = zip(self.shape, tensor.shape, strict=False)
-        return len(self.shape) == tensor.dim() and all(want is None or want == size for want, size in sizes)
-
-
-def _describe(dtype: torch.dtype | None, shape: tuple[int | None, ...] | None) -> str:
-    name = "any dtype" if dtype is None else str(dtype).removeprefix("torch.")
-    if shape is None:
-        return f"{name} of any shape"
-    sizes = ", ".join("any" if size is None else str(size) for size in shape)
-    return f"{name} of shape ({sizes}{',' if len(shape) == 1 else ''})"
-
-
-Check: TypeAlias = Callable[[Any, str], None]
+_SAME = (typing.Required, typing.NotRequired, Final)  # as the type in their brackets
+_MAX_KEY = 64  # characters of a key in a path
 
 
 def expectations(type_: Any) -> Check | None:
     """Return what checks a decoded message of a type, or None if the type expects nothing of a tensor.
 
+    What it returns raises `MismatchError`.
+
     Raises:
         TypeError: a `TensorMeta` is where no tensor can be.
     """
-    walk = _Walk()
-    check = walk.check_of(type_, {})
-    return check if walk.found else None
+    return _Walk().check_of(type_)
 
 
-# Each of these checks what it knows and lets everything else pass, so the arms of a union share a value.
+def check_decodable(type_: Any) -> None:
+    """Refuse a type that has a field which nobody can decode.
+
+    Raises:
+        TypeError: it has one.
+    """
+    found, seen = [msgspec.inspect.type_info(type_)], set()
+    while found:
+        one: Any = found.pop()
+        if isinstance(one, msgspec.inspect.CustomType) and not _is_tensor(get_origin(one.cls) or one.cls):
+            raise TypeError(
+                f"a message of type {type_!r} cannot be decoded: nobody knows how to read a {one.cls!r}"
+            )
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, msgspec.inspect.Type | msgspec.inspect.Field):
+            found += [getattr(one, name) for name in one.__struct_fields__]
+        elif isinstance(one, tuple | list):
+            found += one
+
+
+# Each of these checks what it knows and lets everything else pass, so the arms of a union share a value. What
+# is wrong is told with its place, which is put together only then.
 
 
 class _Items:
@@ -99,10 +68,14 @@ class _Items:
     def __init__(self, check: Check) -> None:
         self._check = check
 
-    def __call__(self, value: Any, path: str) -> None:
+    def __call__(self, value: Any) -> None:
         if isinstance(value, list | tuple | set | frozenset):
             for number, item in enumerate(value):
-                self._check(item, f"{path}[{number}]")
+                try:
+                    self._check(item)
+                except MismatchError as error:
+                    error.path = f"[{number}]{error.path}"
+                    raise
 
 
 class _Places:
@@ -111,11 +84,15 @@ class _Places:
     def __init__(self, checks: list[Check | None]) -> None:
         self._checks = checks
 
-    def __call__(self, value: Any, path: str) -> None:
+    def __call__(self, value: Any) -> None:
         if isinstance(value, tuple):
             for number, (item, check) in enumerate(zip(value, self._checks, strict=False)):
-                if check is not None:
-                    check(item, f"{path}[{number}]")
+                try:
+                    if check is not None:
+                        check(item)
+                except MismatchError as error:
+                    error.path = f"[{number}]{error.path}"
+                    raise
 
 
 class _Values:
@@ -124,94 +101,176 @@ class _Values:
     def __init__(self, check: Check) -> None:
         self._check = check
 
-    def __call__(self, value: Any, path: str) -> None:
+    def __call__(self, value: Any) -> None:
         if isinstance(value, dict):
             for key, item in value.items():
-                self._check(item, f"{path}[{key!r}]")
+                try:
+                    self._check(item)
+                except MismatchError as error:
+                    error.path = f"[{repr(key)[:_MAX_KEY]}]{error.path}"
+                    raise
 
 
 class _Fields:
     """Check the fields of a class. Filled after it is made, since a class may hold itself."""
 
-    def __init__(self, kind: type) -> None:
-        self._kind: Any = dict if typing.is_typeddict(kind) else kind
+    def __init__(self, kind: Any) -> None:
+        self._kind = dict if typing.is_typeddict(kind) else kind
         self.checks: list[tuple[str, Check]] = []
 
-    def __call__(self, value: Any, path: str) -> None:
-        if not isinstance(value, self._kind):
+    def __call__(self, value: Any) -> None:
+        if type(value) is not self._kind:  # a class below it may say something else of the same field
             return
         for name, check in self.checks:
-            field = value.get(name) if self._kind is dict else getattr(value, name)
-            check(field, f"{path}.{name}")
+            try:
+                check(value.get(name) if self._kind is dict else getattr(value, name))
+            except MismatchError as error:
+                error.path = f".{name}{error.path}"
+                raise
 
 
 class _Walk:
     """Go through a type, and through every class in it once."""
 
     def __init__(self) -> None:
-        self.found = False  # a `TensorMeta`
-        self._classes: dict[Any, _Fields] = {}
+        self._classes: dict[Any, _Fields | None] = {}
+        self._open: dict[Any, _Fields] = {}  # classes that are being walked
+        self._met: set[Any] = set()  # of these, which were met again
+        self._is_useful = False  # there is something to check
 
-    def check_of(self, type_: Any, bindings: Mapping[Any, Any]) -> Check | None:
-        """Return what checks a value of a type.
-
-        Args:
-            type_: any annotation.
-            bindings: what the type variables of the class around it stand for.
-        """
-        if isinstance(type_, TypeVar):
-            type_ = bindings.get(type_, object)
-        for alias in ("__supertype__", "__value__"):  # of a NewType, and of a `type` statement
-            type_ = getattr(type_, alias, type_)
+    def check_of(self, type_: Any) -> Check | None:
+        """Return what checks a value of a type, in which no type variable is left."""
+        type_ = _plain(type_)
         origin, args = get_origin(type_), get_args(type_)
         if origin is Annotated:
-            return self._annotated(args[0], type_.__metadata__, bindings)
-        if origin in (typing.Union, types.UnionType, typing.Required, typing.NotRequired):
-            return _all_of([self.check_of(arm, bindings) for arm in args])
+            return self._annotated(args[0], type_.__metadata__)
+        if origin in (typing.Union, types.UnionType):
+            return _all_of([self.check_of(arm) for arm in args])
         kind = origin or type_
         if not isinstance(kind, type) or _is_tensor(kind):
             return None
         if _has_fields(kind):
-            return self._class(kind, type_, args, bindings)
+            return self._class(kind, type_)
         if not args:
             return None
         if kind is tuple and args[-1] is not Ellipsis:
-            checks = [self.check_of(arm, bindings) for arm in args]
+            checks = [self.check_of(arm) for arm in args]
             return _Places(checks) if any(checks) else None
-        inner = self.check_of(args[1 if issubclass(kind, Mapping) else 0], bindings)
-        if inner is None:
-            return None
-        return _Values(inner) if issubclass(kind, Mapping) else _Items(inner)
+        if not issubclass(kind, Mapping):
+            inner = self.check_of(args[0])
+            return None if inner is None else _Items(inner)
+        if self.check_of(args[0]) is not None:
+            raise TypeError(f"a TensorMeta says what a tensor is like, and no key of {type_!r} is one")
+        inner = self.check_of(args[1])
+        return None if inner is None else _Values(inner)
 
-    def _annotated(self, inner: Any, metas: tuple[Any, ...], bindings: Mapping[Any, Any]) -> Check | None:
-        checks = [self.check_of(inner, bindings)]
-        arms = get_args(inner) if get_origin(inner) in (typing.Union, types.UnionType) else (inner,)
+    def _annotated(self, inner: Any, metas: tuple[Any, ...]) -> Check | None:
+        checks = [self.check_of(inner)]
         for meta in metas:
+            if meta is TensorMeta:
+                raise TypeError("write TensorMeta(...) in an annotation, with what the tensor must be like")
             if isinstance(meta, TensorMeta):
-                if not any(_is_tensor(get_origin(arm) or arm) for arm in arms):
+                if not any(_is_tensor(arm) for arm in arms(inner)):
                     raise TypeError(f"a TensorMeta says what a tensor is like, and {inner!r} is none")
-                self.found = True
+                self._is_useful = True
                 checks.append(meta.check)
         return _all_of(checks)
 
-    def _class(self, kind: type, type_: Any, args: tuple[Any, ...], bindings: Mapping[Any, Any]) -> _Fields:
-        bound = tuple(bindings.get(arg, arg) for arg in args)
-        if (kind, bound) not in self._classes:
-            fields = self._classes[kind, bound] = _Fields(kind)
-            inside = dict(zip(getattr(kind, "__parameters__", ()), bound, strict=False))
-            for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-                check = self.check_of(hint, inside)
-                if check is not None and typing.get_origin(hint) is not typing.ClassVar:
+    def _class(self, kind: type, type_: Any) -> _Fields | None:
+        """Walk a class; one in which nothing but itself is met is nothing to check."""
+        if type_ in self._open:
+            self._met.add(type_)
+            return self._open[type_]
+        if type_ not in self._classes:
+            outer = self._met, self._is_useful
+            self._met, self._is_useful = set(), False
+            fields = self._open[type_] = _Fields(kind)
+            for name, hint in _hints(type_):
+                check = self.check_of(hint)
+                if check is not None:
                     fields.checks.append((name, check))
-        return self._classes[kind, bound]
+            del self._open[type_]
+            self._met.discard(type_)
+            self._classes[type_] = fields if self._is_useful or self._met else None
+            self._met, self._is_useful = self._met | outer[0], self._is_useful or outer[1]
+        found = self._classes[type_]
+        self._is_useful |= found is not None
+        return found
+
+
+def _hints(type_: Any) -> Iterator[tuple[str, Any]]:
+    """List the fields of a class and of those above it, with nothing generic left in their types."""
+    found: dict[str, Any] = {}
+    _collect(type_, found)
+    for name, hint in found.items():
+        if get_origin(hint) is not ClassVar and hint is not ClassVar:
+            yield name, hint
+
+
+def _collect(type_: Any, found: dict[str, Any]) -> None:
+    kind = get_origin(type_) or type_
+    variables = getattr(kind, "__parameters__", ())
+    given = get_args(type_) or tuple(map(_default, variables))
+    bindings = dict(zip(variables, given, strict=False))
+    for base in reversed(getattr(kind, "__orig_bases__", kind.__bases__)):
+        plain = get_origin(base) or base
+        if isinstance(plain, type) and plain is not object and plain is not typing.Generic:
+            _collect(_bound(base, bindings), found)
+    own = inspect.get_annotations(kind)
+    if own:
+        hints = typing.get_type_hints(kind, include_extras=True)
+        found.update({name: _bound(hints[name], bindings) for name in own if name in hints})
+
+
+def _bound(hint: Any, bindings: Mapping[Any, Any]) -> Any:
+    """Put types in the place of type variables."""
+    if isinstance(hint, TypeVar):
+        return bindings.get(hint, _default(hint))
+    variables = () if isinstance(hint, type) and not get_origin(hint) else getattr(hint, "__parameters__", ())
+    return hint[tuple(bindings.get(one, _default(one)) for one in variables)] if variables else hint
+
+
+def _default(variable: Any) -> Any:
+    """Return what a type variable stands for where nobody says so."""
+    if getattr(variable, "__constraints__", ()):
+        return typing.Union[variable.__constraints__]  # noqa: UP007 - of as many as there are
+    return getattr(variable, "__bound__", None) or Any
+
+
+def _plain(type_: Any) -> Any:
+    """Take away what only gives a type another name."""
+    while True:
+        if isinstance(type_, TypeVar):
+            type_ = _default(type_)
+        elif hasattr(type_, "__supertype__"):  # of a NewType
+            type_ = type_.__supertype__
+        elif hasattr(type_, "__value__"):  # of a `type` statement
+            type_ = type_.__value__
+        elif get_origin(type_) in _SAME:
+            (type_,) = get_args(type_)
+        else:
+            return type_
+
+
+def arms(type_: Any) -> Iterator[Any]:
+    """Go through the arms of a union, whatever they are wrapped in; a type by itself is its only arm."""
+    type_ = _plain(type_)
+    origin, args = get_origin(type_), get_args(type_)
+    if origin is Annotated:
+        yield from arms(args[0])
+    elif origin in (typing.Union, types.UnionType):
+        for arm in args:
+            yield from arms(arm)
+    else:
+        yield origin or type_
 
 
 def _all_of(checks: list[Check | None]) -> Check | None:
     several = [check for check in checks if check is not None]
 
-    def check_all(value: Any, path: str) -> None:
+    def check_all(value: Any) -> None:
         for check in several:
-            check(value, path)
+            check(value)
 
     return several[0] if len(several) == 1 else check_all if several else None
 

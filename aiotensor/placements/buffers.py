@@ -40,6 +40,6 @@ def open_buffer(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) 
     if not needed:
         return new_tensor(shape, dtype)
     flat = np.frombuffer(buffer, np.uint8)
-    if buffer.readonly or flat.ctypes.data % dtype.itemsize:
+    if buffer.readonly or flat.__array_interface__["data"][0] % dtype.itemsize:
         flat = flat.copy()
     return view_over(flat.data, 0, dtype, shape, needed).tensor

@@ -121,7 +121,7 @@ def _from_numpy(array: npt.NDArray[np.generic]) -> torch.Tensor:
             "send array.astype(array.dtype.newbyteorder('='))"
         )
     if any(stride < 0 or stride % max(array.itemsize, 1) for stride in array.strides):
-        array = np.ascontiguousarray(array)  # torch knows no such strides
+        array = array.copy(order="C")  # torch knows no such strides
     try:
         return torch.from_numpy(array if array.flags.writeable else np.asarray(_WritableAlias(array)))
     except TypeError as error:

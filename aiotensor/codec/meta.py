@@ -1,0 +1,82 @@
+"""What a tensor in a message must be like, for annotations."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+__all__ = ["MismatchError", "TensorMeta"]
+
+
+class MismatchError(Exception):
+    """A tensor is not as its annotation says.
+
+    Attributes:
+        path: of its place in the message; whoever holds it puts his part in front.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.path = ""
+
+
+class TensorMeta(msgspec.Struct, frozen=True):
+    """State what a tensor or array in a message must be like.
+
+    Use as ``Annotated[torch.Tensor, TensorMeta(dtype=torch.uint8, shape=(None, None, None, 3))]``.
+
+    Args:
+        dtype: of its elements; None for any. For an array too this is a torch dtype.
+        shape: its dimensions, in elements; a None in it is a dimension of any size, and None for all of it
+            allows any number of dimensions.
+
+    Raises:
+        TypeError: the dtype is no torch dtype, or the shape no tuple of sizes.
+        ValueError: a size is negative.
+    """
+
+    dtype: torch.dtype | None = None
+    shape: tuple[int | None, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"dtype is a torch dtype, for example torch.uint8, got {self.dtype!r}")
+        shape: Any = self.shape
+        if shape is None:
+            return
+        if not isinstance(shape, tuple | list) or not all(isinstance(size, int | None) for size in shape):
+            raise TypeError(f"shape is a tuple of sizes, None for any size, got {shape!r}")
+        if any(size is not None and size < 0 for size in shape):
+            raise ValueError(f"the sizes of a shape are not negative, got {shape}")
+        msgspec.structs.force_setattr(self, "shape", tuple(shape))
+
+    def check(self, value: object) -> None:
+        """Compare a tensor with what is stated; what is no tensor is not this one's to judge.
+
+        Raises:
+            MismatchError: it is not like that; the text says what was expected, and what was found.
+        """
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(value)
+        if isinstance(value, torch.Tensor) and not self._allows(value):
+            raise MismatchError(
+                f"expected {_describe(self.dtype, self.shape)}, "
+                f"found {_describe(value.dtype, tuple(value.shape))}"
+            )
+
+    def _allows(self, tensor: torch.Tensor) -> bool:
+        if self.dtype is not None and tensor.dtype != self.dtype:
+            return False
+        if self.shape is None:
+            return True
+        sizes = zip(self.shape, tensor.shape, strict=False)
+        return len(self.shape) == tensor.dim() and all(want is None or want == size for want, size in sizes)
+
+
+def _describe(dtype: torch.dtype | None, shape: tuple[int | None, ...] | None) -> str:
+    name = "any dtype" if dtype is None else str(dtype).removeprefix("torch.")
+    if shape is None:
+        return f"{name} of any shape"
+    sizes = ", ".join("any" if size is None else str(size) for size in shape)
+    return f"{name} of shape ({sizes}{',' if len(shape) == 1 else ''})"

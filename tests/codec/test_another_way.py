@@ -1,0 +1,280 @@
+"""Tensors that go another way: a place for some, and a find that may do anything meanwhile."""
+
+import asyncio
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiotensor.codec import TensorDecoder, TensorEncoder
+from aiotensor.errors import PeerLostError, ProtocolError, UnsupportedTensorError
+from tests.codec.messages import (
+    Array,
+    Kind,
+    address_of,
+    anything,
+    beside,
+    body_of,
+    extension,
+    kinds,
+    large,
+    limits,
+    plain,
+    sent,
+    tensors_in,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+@settings(deadline=None, max_examples=200)
+@given(kind=kinds, inline_bytes=limits, least=st.integers(0, 3), data=st.data())
+def test_any_message_comes_back_when_some_of_its_tensors_go_another_way(
+    kind: Kind, inline_bytes: int, least: int, data: st.DataObject
+) -> None:
+    message = data.draw(kind.values)
+    offered: list[torch.Tensor] = []
+    placed: dict[int, torch.Tensor] = {}
+    found: list[int] = []
+
+    def place(tensor: torch.Tensor) -> int | None:
+        offered.append(tensor)
+        if tensor.numel() < least:
+            return None
+        number = len(placed)  # the first is 0, which is a handle like any other
+        placed[number] = tensor
+        return number
+
+    def find(number: int) -> torch.Tensor:
+        found.append(number)
+        return placed[number]
+
+    parts = TensorEncoder(place, inline_bytes=inline_bytes).encode(message)
+    received = TensorDecoder(kind.type_, find).decode(sent(parts))
+
+    assert [plain(tensor) for tensor in offered] == [plain(torch.as_tensor(t)) for t in writable(message)]
+    assert found == list(placed), "in the order of the message"
+    assert plain(received) == plain(message)
+    for source, arrived in zip(offered, tensors_in(received), strict=True):
+        if source.numel() >= max(least, 1):
+            assert address_of(arrived) == source.data_ptr()
+
+
+def writable(message: object) -> list[torch.Tensor | Array]:
+    """The tensors of a message, and copies of its arrays: torch takes those in some strides only."""
+    return [tensor.copy() if isinstance(tensor, np.ndarray) else tensor for tensor in tensors_in(message)]
+
+
+@pytest.mark.parametrize(
+    "handle",
+    [0, "", b"", False, [], {}, -1, "name", b"id", 0.5, [1, {"a": b"x"}], {"segment": 3}],
+    ids=repr,
+)
+def test_a_handle_is_anything_that_msgpack_can_carry(handle: object) -> None:
+    source, found = large(), list[object]()
+
+    def find(there: object) -> torch.Tensor:
+        found.append(there)
+        return source
+
+    parts = TensorEncoder(lambda tensor: handle).encode([source])
+    assert len(parts) == 1
+    assert TensorDecoder(list[torch.Tensor], find).decode(parts)[0] is source
+    assert [(type(there), there) for there in found] == [(type(handle), handle)]
+
+
+def test_a_tensor_that_nobody_places_travels_with_the_message() -> None:
+    asked: list[torch.Tensor] = []  # append returns None: not mine
+    sources = [large(), torch.zeros(3), large(torch.int16)]
+    parts = TensorEncoder(asked.append).encode(sources)
+
+    assert len(parts) == 3
+    assert all(one is other for one, other in zip(asked, sources, strict=True))
+    assert plain(anything.decode(sent(parts))) == plain(sources)
+
+
+def test_an_array_is_offered_as_a_tensor_over_its_memory_and_found_as_an_array() -> None:
+    source = large().numpy()
+    asked: list[torch.Tensor] = []
+
+    def place(tensor: torch.Tensor) -> str:
+        asked.append(tensor)
+        return "here"
+
+    parts = TensorEncoder(place).encode(source)
+    received: object = TensorDecoder(Any, lambda handle: asked[0]).decode(parts)
+
+    assert address_of(asked[0]) == address_of(source)
+    assert isinstance(received, np.ndarray)
+    assert address_of(received) == address_of(source)
+
+
+def test_a_message_can_bring_a_find_of_its_own() -> None:
+    parts = TensorEncoder(lambda tensor: "handle").encode([torch.zeros(1)])
+    decoder = TensorDecoder(list[torch.Tensor], lambda handle: torch.tensor(1))
+
+    assert decoder.decode(parts, lambda handle: torch.tensor(2)) == [torch.tensor(2)]
+    assert decoder.decode(parts) == [torch.tensor(1)], "for that message alone"
+    with pytest.raises(ProtocolError, match="nobody here can find it: 'handle'"):
+        anything.decode(parts)
+
+
+class Library:
+    """A find that has a length, and is false while it is empty."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __call__(self, handle: object) -> torch.Tensor:
+        return torch.tensor(2)
+
+
+def test_a_find_that_is_false_is_called_too() -> None:
+    parts = TensorEncoder(lambda tensor: "handle").encode([torch.zeros(1)])
+
+    assert anything.decode(parts, Library()) == [torch.tensor(2)]
+
+
+def test_a_tensor_that_would_not_arrive_as_it_is_is_not_offered_to_another_way() -> None:
+    offered: list[torch.Tensor] = []
+    with pytest.raises(UnsupportedTensorError, match="detach"):
+        TensorEncoder(offered.append).encode([torch.ones(3, requires_grad=True) * 2])
+
+    assert offered == []
+
+
+# What the way for tensors raises
+
+ERRORS = [
+    KeyError("gone"),
+    ValueError("gone"),
+    TypeError("gone"),
+    PeerLostError("gone", pid=3),
+    ProtocolError("gone"),
+    asyncio.CancelledError(),
+    NotImplementedError(),
+    RecursionError("gone"),
+    msgspec.DecodeError("gone"),
+    msgspec.ValidationError("gone"),
+    UnicodeDecodeError("utf-8", b"\xff", 0, 1, "gone"),
+]
+every_error = pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+
+
+@every_error
+def test_what_place_raises_comes_out_as_it_is(error: BaseException) -> None:
+    def place(tensor: torch.Tensor) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        TensorEncoder(place).encode({"a": [torch.zeros(1)]})
+    assert caught.value is error
+
+
+@every_error
+def test_what_find_raises_comes_out_as_it_is(error: BaseException) -> None:
+    def find(handle: object) -> torch.Tensor:
+        raise error
+
+    for type_ in (dict[str, list[torch.Tensor]], dict[str, list[Array]], Any):
+        decoder: TensorDecoder[Any] = TensorDecoder(type_, find)
+        for source in (torch.zeros(1), np.zeros(1)):
+            with pytest.raises(type(error)) as caught:
+                decoder.decode(TensorEncoder(lambda tensor: 1).encode({"a": [source]}))
+            assert caught.value is error
+
+
+# One message does not disturb another
+
+
+def test_a_decoder_is_as_good_after_a_refusal_and_keeps_nothing_of_it() -> None:
+    memory: Array = np.zeros(3, np.uint8)
+    gone = weakref.ref(memory)
+    with pytest.raises(ProtocolError, match="buffer 7"):
+        anything.decode([body_of([beside(0), beside(7)]), memory.data])
+    del memory
+    gc.collect()
+
+    assert gone() is None
+    with pytest.raises(ProtocolError, match="named buffer 0, and sent 0"):
+        anything.decode([body_of(beside(0))])
+    assert bytes(anything.decode([body_of(beside(0)), b"abc"]).numpy()) == b"abc"
+
+
+def test_find_can_decode_another_message_with_the_same_decoder() -> None:
+    messages: dict[int, list[bytes]] = {
+        1: [body_of([beside(0), extension("T", ["at", 2]), beside(1)]), b"bbb", b"ddd"],
+        2: [body_of([beside(0)]), b"ccc"],
+    }
+
+    def find(handle: int) -> torch.Tensor:
+        return torch.cat(decoder.decode(messages[handle]))
+
+    decoder: TensorDecoder[list[torch.Tensor]] = TensorDecoder(list[torch.Tensor], find)
+    outer = [body_of([beside(0), extension("T", ["at", 1]), beside(1)]), b"aaa", b"eee"]
+
+    assert bytes(torch.cat(decoder.decode(outer)).numpy()) == b"aaabbbcccdddeee"
+    with pytest.raises(KeyError):
+        decoder.decode([body_of([extension("T", ["at", 0])])])
+
+
+def test_find_can_get_over_a_message_that_is_refused() -> None:
+    def find(handle: object) -> torch.Tensor:
+        with pytest.raises(ProtocolError, match="named buffer 5, and sent 1"):
+            decoder.decode([body_of([beside(0), beside(5)]), b"xxx"])
+        return torch.tensor([1, 2, 3])
+
+    decoder: TensorDecoder[list[torch.Tensor]] = TensorDecoder(list[torch.Tensor], find)
+    received = decoder.decode([body_of([extension("T", ["at", 0]), beside(0), beside(1)]), b"abc", b"def"])
+
+    assert [bytes(tensor.to(torch.uint8).numpy()) for tensor in received] == [b"\1\2\3", b"abc", b"def"]
+
+
+def test_two_threads_with_one_decoder_at_once_do_not_mix() -> None:
+    both_are_inside = threading.Barrier(2)
+
+    def find(handle: int) -> torch.Tensor:
+        both_are_inside.wait(10)
+        return torch.full((3,), handle, dtype=torch.uint8)
+
+    decoder: TensorDecoder[list[torch.Tensor]] = TensorDecoder(list[torch.Tensor], find)
+
+    def decode(number: int) -> list[bytes]:
+        elsewhere = extension("T", ["at", number])
+        body = body_of([beside(0), elsewhere, beside(1), elsewhere])
+        received = decoder.decode([body, bytes([number + 10] * 3), bytes([number + 20] * 3)])
+        return [bytes(tensor.numpy()) for tensor in received]
+
+    with ThreadPoolExecutor(2) as threads:
+        received = list(threads.map(decode, (1, 2)))
+
+    assert received == [
+        [bytes([n] * 3) for n in (number + 10, number, number + 20, number)] for number in (1, 2)
+    ]
+
+
+def test_two_threads_with_one_encoder_at_once_do_not_mix() -> None:
+    both_are_inside = threading.Barrier(2)
+
+    def place(tensor: torch.Tensor) -> None:
+        both_are_inside.wait(10)
+
+    encoder = TensorEncoder(place, inline_bytes=0)
+
+    def encode(number: int) -> list[bytes]:
+        return [bytes(part) for part in encoder.encode([torch.full((3,), number)] * 3)]
+
+    with ThreadPoolExecutor(2) as threads:
+        received = [anything.decode(parts) for parts in threads.map(encode, (1, 2))]
+
+    assert [[tensor.tolist() for tensor in message] for message in received] == [
+        [[n] * 3] * 3 for n in (1, 2)
+    ]

@@ -1,0 +1,286 @@
+"""Whatever a peer sends is a message or a ProtocolError; what cannot be encoded is refused here."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from aiotensor.codec import TensorDecoder, TensorEncoder
+from aiotensor.errors import ProtocolError, UnsupportedTensorError
+from aiotensor.placements.dtypes import DTYPES
+from tests.codec.messages import (
+    Box,
+    anything,
+    beside,
+    body_of,
+    extension,
+    inside,
+    of,
+    sent,
+)
+from tests.codec.scenes import DECODERS, every_decoder, read_or_refuse
+from tests.test_values import REFUSED
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        inside("float31", [1], b"1234"),
+        inside("Tensor", [1], b"1234"),
+        inside("__class__", [1], b"1234"),
+        inside("", [1], b"1"),
+        inside("u" * 65, [1], b"1"),
+        inside("qint8", [1], b"1"),
+        inside("uint8", [2], b"1"),
+        inside("uint8", [2], b"123"),
+        inside("uint8", [2], b""),
+        inside("uint8", [0], b"1"),
+        inside("uint8", [], b""),
+        inside("float64", [2**60], b""),
+        inside("uint8", [2**63 - 1] * 64, b""),
+        inside("uint8", [2**63], b""),
+        inside("uint8", [2**63 - 1, 2], b""),
+        inside("uint8", [2**64 - 1, 2**63], b""),
+        inside("uint8", [0, 2**62, 2], b""),
+        inside("float64", [0, 2**60], b""),
+        inside("uint8", [-1], b""),
+        inside("uint8", [-1, -1], b"1"),
+        inside("uint8", [1] * 65, b"1"),
+        inside("uint8", [1] * 10_000, b"1"),
+        inside("uint8", [1.0], b"1"),
+        inside("uint8", [True], b"1"),
+        inside("uint8", None, b"1"),
+        inside("uint8", 1, b"1"),
+        inside("uint8", [1], "1"),
+        inside("uint8", [1], None),
+        inside("uint8", [1], b"1", True),
+        inside("uint8", [1], b"1", True, True),
+        inside("bool", [1], b"1", True),
+        inside("uint8", [1], b"1", 1),
+        inside("uint8", [1], b"1", None, None),
+        inside("float32", [1], b"1234", 1),
+        inside("float32", [1], b"1234", "yes"),
+        inside("float32", [1], b"1234", True, 1),
+        inside("float32", [1], b"1234", True, None),
+        extension("T", ["in", ["uint8"], b"1"]),
+        extension("T", ["in", [8, [1]], b"1"]),
+        extension("T", ["in"]),
+        extension("T", ["of"]),
+        extension("T", []),
+        extension("T", {}),
+        extension("T", None),
+        extension("T", "in"),
+        extension("T", ["by", ["uint8", [3]]]),
+        extension("T", ["by", ["uint8", [3]], 0.0]),
+        extension("T", ["at"]),
+        extension("T", ["at", "handle"]),
+        extension("A", ["at", {"a": msgspec.msgpack.Ext(84, b"")}]),
+        extension("A", ["in", ["bfloat16", [1]], b"12"]),
+        extension("A", ["in", ["int4", [1]], b"1"]),
+        msgspec.msgpack.Ext(ord("T"), b""),
+        msgspec.msgpack.Ext(ord("A"), b"\xc1"),
+        msgspec.msgpack.Ext(ord("T"), b"\x92\xa2at\xa1\xff"),
+        msgspec.msgpack.Ext(ord("T"), b"\x92\xa2at\xdd\xff\xff\xff\xff"),
+        msgspec.msgpack.Ext(ord("T"), b"\x92\xa2at\x81\x80\x01"),
+        msgspec.msgpack.Ext(ord("T"), b"\x92\xa2at\xc0\xc0"),
+        msgspec.msgpack.Ext(ord("T"), b"\x92\xa2\xff\xff\xc0"),
+    ],
+    ids=lambda tensor: str(tensor.data)[:50],
+)
+def test_a_tensor_that_cannot_be_is_refused(tensor: msgspec.msgpack.Ext) -> None:
+    for message in (tensor, {"rest": [tensor]}):
+        with pytest.raises(ProtocolError):
+            anything.decode([body_of(message)])
+    with pytest.raises(ProtocolError):
+        DECODERS["of a Struct"].decode([body_of({"boxes": [{"item": tensor}]})])
+
+
+def test_a_tensor_of_the_most_dimensions_is_read() -> None:
+    for code in "TA":
+        most = extension(code, ["in", ["float32", [1] * 64], b"1234"])
+        assert anything.decode([body_of(most)]).ndim == 64
+
+
+@pytest.mark.parametrize("code", ["T", "A"])
+@pytest.mark.parametrize("flags", [(True, False), (True, True), (False, True)], ids=str)
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_dtype_that_can_have_no_gradient_is_refused_with_one_and_no_other_is(
+    name: str, flags: tuple[bool, bool], code: str
+) -> None:
+    dtype = DTYPES[name]
+    for shape in ([2], [0], []):
+        data = bytes(dtype.itemsize * (shape[0] if shape else 1))
+        for record, buffers in (
+            (["in", [name, shape, *flags], data], []),
+            (["by", [name, shape, *flags], 0], [data]),
+        ):
+            parts = [body_of(extension(code, record)), *buffers]
+            if flags[0] and not (dtype.is_floating_point or dtype.is_complex):
+                with pytest.raises(ProtocolError, match="requires a gradient"):
+                    anything.decode(parts)
+            elif code == "T":
+                assert anything.decode(parts).requires_grad is flags[0]
+            else:
+                read_or_refuse(anything, parts)
+
+
+ONE = b"abc"  # as many bytes as `beside` makes of a tensor
+
+
+@pytest.mark.parametrize(
+    ("message", "buffers", "reason"),
+    [
+        (beside(0), [], "named buffer 0, and sent 0"),
+        ([beside(0), beside(1)], [ONE], "named buffer 1, and sent 1"),
+        (beside(2**63 - 1), [ONE], "named buffer 9223372036854775807, and sent 1"),
+        (beside(2**63), [ONE], "cannot be: "),
+        (beside(-1), [ONE], "cannot be: "),
+        (beside(None), [ONE], "cannot be: "),
+        ([beside(0), beside(0)], [ONE], "named buffer 0 twice"),
+        ([beside(0), beside(0)], [ONE, ONE], "named buffer 0 twice"),
+        ([], [ONE], "sent 1 buffers, and the message uses 0 of them"),
+        (beside(0), [ONE, b""], "sent 2 buffers, and the message uses 1 of them"),
+        (beside(1), [ONE, ONE], "sent 2 buffers, and the message uses 1 of them"),
+        (beside(0), [b"ab"], "sent 2 bytes .* which needs 3"),
+        (beside(0), [b"abcd"], "sent 4 bytes .* which needs 3"),
+        (beside(0), [b""], "sent 0 bytes .* which needs 3"),
+        (beside(0, "uint8", [0]), [ONE], "sent 3 bytes .* which needs 0"),
+        (beside(0, "uint8", [0, 2**62, 2]), [b""], "more than can be addressed"),
+        (beside(0, "float32", [2**62, 3]), [ONE], "sent 3 bytes"),
+        (beside(0, "uint7", [3, 3]), [ONE], "sent 3 bytes"),
+        (beside(0, "mystery"), [ONE], "dtype 'mystery', which is unknown here"),
+    ],
+)
+def test_buffers_that_are_not_those_of_the_message_are_refused(
+    message: object, buffers: list[bytes], reason: str
+) -> None:
+    for given_as in (buffers, sent([*buffers])):
+        with pytest.raises(ProtocolError, match=reason):
+            anything.decode([body_of(message), *given_as])
+
+
+def test_an_empty_tensor_may_have_an_empty_buffer() -> None:
+    assert anything.decode([body_of(beside(0, "float32", [0, 3])), b""]).shape == (0, 3)
+
+
+def test_buffers_are_named_in_any_order() -> None:
+    received = anything.decode([body_of([beside(1), beside(0)]), b"abc", b"xyz"])
+
+    assert [bytes(tensor.numpy()) for tensor in received] == [b"xyz", b"abc"]
+
+
+@every_decoder
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        b"garbage",
+        b"\xc0\xc0",
+        b"\xa1\xff",
+        b"\xd9",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\xc9\xff\xff\xff\xffT",
+        b"\xc7\x00",
+        b"\x81\x80\x01",
+        b"\x81\x91\x80\x01",
+        b"\xd4\xff\x00",
+        b"\xd7\xff" + b"\xff" * 8,
+        b"\x81" + body_of(extension("A", ["in", ["uint8", [1]], b"1"])) + b"\x01",
+    ],
+    ids=str,
+)
+def test_a_body_that_is_garbage_is_refused(body: bytes, which: str) -> None:
+    with pytest.raises(ProtocolError):
+        DECODERS[which].decode([body])
+
+
+@every_decoder
+def test_a_message_of_no_parts_is_refused(which: str) -> None:
+    with pytest.raises(ProtocolError, match="no parts"):
+        DECODERS[which].decode([])
+
+
+# Around the depths at which one of those who go through a message gives up and another does not.
+DEPTHS = [10, 200, 330, *range(400, 1200, 25), 3_000, 100_000]
+
+
+@every_decoder
+@pytest.mark.parametrize(
+    "opening",
+    [b"\x91", b"\x81", b"\x81\xa4rest", b"\x81\xa5below", b"\x81\xa5boxes\x91"],
+    ids=["lists", "keys of dicts", "dicts in a field", "Structs", "no Structs"],
+)
+def test_a_message_of_any_depth_is_read_or_refused(opening: bytes, which: str) -> None:
+    for depth in DEPTHS:
+        for end in (b"\xc0", b"\x80", b"\x90", b"\x01"):
+            read_or_refuse(DECODERS[which], [opening * depth + end])
+
+
+@every_decoder
+def test_a_handle_of_any_depth_is_read_or_refused(which: str) -> None:
+    for depth in DEPTHS:
+        handle = msgspec.msgpack.Ext(ord("T"), b"\x92\xa2at" + b"\x91" * depth + b"\xc0")
+        read_or_refuse(DECODERS[which], [body_of({"rest": handle})])
+
+
+@pytest.mark.parametrize("type_", [set[Any], frozenset[Any], set], ids=str)
+@pytest.mark.parametrize(
+    "item",
+    [{}, [{}], extension("A", ["in", ["uint8", [1]], b"1"]), msgspec.msgpack.Ext(5, b"theirs")],
+    ids=["a dict", "a list of a dict", "an array", "an extension of others"],
+)
+def test_what_cannot_be_in_a_set_is_refused(type_: Any, item: object) -> None:
+    for decoder, message in (
+        (TensorDecoder(type_), [item]),
+        (TensorDecoder(of(dict, str, type_)), {"a": [item]}),
+    ):
+        with pytest.raises(ProtocolError):
+            decoder.decode([body_of(message)])
+
+
+def test_a_refusal_does_not_repeat_all_that_a_peer_sent() -> None:
+    handle = extension("T", ["at", "x" * 100_000])
+    for message in (handle, inside("u" * 100_000, [1], b""), inside("uint8", [1], b"1" * 100_000)):
+        with pytest.raises(ProtocolError) as caught:
+            anything.decode([body_of(message)])
+        assert len(str(caught.value)) < 300
+
+
+# What cannot be encoded
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_tensor_that_would_not_arrive_as_it_is_is_refused_with_what_to_do(name: str) -> None:
+    make, remedy = REFUSED[name]
+    for message in ([make()], {"a": [Box(make())]}):
+        with pytest.raises(UnsupportedTensorError, match=remedy):
+            TensorEncoder().encode(message)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), 1j, np.float32(1), range(3), torch.uint8, torch.device("cpu"), int, iter([]), Exception()],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_object_of_another_type_is_refused_by_name(value: object) -> None:
+    for message in (value, {"a": [Box(value)]}):
+        with pytest.raises(TypeError, match=f"a message cannot hold a {type(value).__name__!r}") as caught:
+            TensorEncoder().encode(message)
+        assert not isinstance(caught.value, UnsupportedTensorError)
+
+
+def test_an_encoder_is_as_good_after_a_refusal() -> None:
+    encoder = TensorEncoder(inline_bytes=0)
+    with pytest.raises(TypeError):
+        encoder.encode([torch.zeros(3), object()])
+
+    body, *buffers = encoder.encode([torch.ones(3)])
+    assert len(buffers) == 1
+    assert torch.equal(anything.decode([body, *buffers])[0], torch.ones(3))

@@ -1,0 +1,239 @@
+"""Messages come back as they were, bit for bit; what is large is not copied on the way."""
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import Parameter
+
+from aiotensor.codec import TensorDecoder, TensorEncoder
+from aiotensor.placements import MAX_INLINE_BYTES
+from aiotensor.placements.dtypes import DTYPES
+from tests.codec.messages import (
+    LARGE,
+    Array,
+    Box,
+    Kind,
+    anything,
+    body_of,
+    encoded,
+    kinds,
+    large,
+    limits,
+    plain,
+    sent,
+    tensors_in,
+    through,
+)
+from tests.placements.segments import random_tensor
+from tests.placements.test_source import Box as Foreign
+from tests.placements.test_source import read_only
+from tests.test_values import VIEWS
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+in_body_or_beside = pytest.mark.parametrize("inline_bytes", [1 << 20, 0], ids=["in the body", "beside it"])
+
+# Any message
+
+
+@settings(deadline=None, max_examples=400)
+@given(kind=kinds, inline_bytes=limits, data=st.data())
+def test_any_message_comes_back_as_it_was(kind: Kind, inline_bytes: int, data: st.DataObject) -> None:
+    message = data.draw(kind.values)
+    before = plain(message)
+    parts = TensorEncoder(inline_bytes=inline_bytes).encode(message)
+    received = TensorDecoder(kind.type_).decode(sent(parts))
+
+    assert plain(received) == before
+    assert plain(message) == before, "encoding only reads"
+    for array in tensors_in(received):
+        assert isinstance(array, torch.Tensor) or array.flags.writeable
+
+
+@in_body_or_beside
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (3, 4)], ids=str)
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_dtype_comes_back_bit_for_bit(name: str, shape: tuple[int, ...], inline_bytes: int) -> None:
+    source = random_tensor(shape, DTYPES[name])
+
+    received = through(torch.Tensor, source, inline_bytes)
+
+    assert type(received) is torch.Tensor
+    assert plain(received) == plain(source)
+
+
+@in_body_or_beside
+@pytest.mark.parametrize("shape", [(6, 4), LARGE], ids=str)
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_of_any_strides_comes_back_as_it_looks(
+    view: str, shape: tuple[int, ...], inline_bytes: int
+) -> None:
+    for dtype in (torch.uint8, torch.bfloat16, torch.complex128, torch.float8_e4m3fn):
+        source = VIEWS[view](random_tensor(shape, dtype))
+        received = through(torch.Tensor, source, inline_bytes)
+
+        assert received.is_contiguous()
+        assert plain(received) == plain(source)
+
+
+@in_body_or_beside
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda numbers: numbers.conj(),
+        lambda numbers: numbers.conj().t(),
+        lambda numbers: numbers.conj().imag,
+        lambda numbers: numbers.conj().imag[:, ::2],
+        torch._neg_view,
+    ],
+    ids=["conjugate", "conjugate transposed", "negative", "negative sliced", "negative complex"],
+)
+def test_a_conjugate_or_negative_view_comes_back_as_the_values_that_it_shows(
+    view: Callable[[torch.Tensor], torch.Tensor], inline_bytes: int
+) -> None:
+    source = view(torch.randn((300, 70), dtype=torch.complex64))
+    assert source.is_conj() or source.is_neg()
+
+    received = through(torch.Tensor, source, inline_bytes)
+
+    assert torch.equal(received, source)
+    assert not received.is_conj()
+    assert not received.is_neg()
+
+
+_columns = np.arange(21_000, dtype=np.uint16).reshape(LARGE)
+_records = np.zeros(50, [("mark", "u1"), ("value", "<i4")])
+_records["value"] = range(50)
+
+
+@in_body_or_beside
+@pytest.mark.parametrize(
+    "source",
+    [
+        _columns,
+        read_only(_columns.copy()),
+        _columns.T,
+        _columns[::-1, ::-2],
+        read_only(_columns[::-1].copy())[::-3],
+        _columns[5:9, 3:4],
+        np.broadcast_to(_columns[0], LARGE),
+        np.asfortranarray(_columns),
+        _records["value"],
+        np.array(3.5),
+        np.zeros((0, 3), np.complex64),
+        np.zeros((0, 3), np.complex64)[::-1],
+        _columns[:1][::-1],
+        _columns > 7,
+    ],
+    ids=lambda array: f"{array.dtype} {array.shape} {array.strides} {array.flags.writeable}",
+)
+def test_an_array_of_any_strides_comes_back_as_a_writable_array(source: Array, inline_bytes: int) -> None:
+    received = through(np.ndarray, source, inline_bytes)
+
+    assert type(received) is np.ndarray
+    assert received.flags.writeable
+    assert received.dtype == source.dtype
+    assert np.array_equal(received, source)
+
+
+@in_body_or_beside
+def test_what_speaks_dlpack_comes_back_as_a_tensor(inline_bytes: int) -> None:
+    source = torch.arange(6.0).reshape(2, 3)
+    [received] = through(list[torch.Tensor], [Foreign(source)], inline_bytes)
+
+    assert torch.equal(received, source)
+
+
+@in_body_or_beside
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_leaf_and_a_parameter_come_back_as_such(requires_grad: bool, inline_bytes: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+        leaf = large(dtype).t().requires_grad_(requires_grad)
+        for source in (leaf, Parameter(leaf.detach(), requires_grad)):
+            received = through(Any, [source], inline_bytes)[0]
+            assert type(received) is type(source)
+            assert received.requires_grad is requires_grad
+            assert received.is_leaf
+            assert plain(received) == plain(source)
+
+
+def test_a_parameter_of_whole_numbers_comes_back_as_one() -> None:
+    received = through(Parameter, Parameter(torch.arange(3), requires_grad=False))
+
+    assert type(received) is Parameter
+    assert received.tolist() == [0, 1, 2]
+
+
+# In the body, or beside it
+
+
+def test_a_tensor_rides_in_the_body_up_to_the_limit_and_beside_it_above() -> None:
+    for encoder, limit in ((TensorEncoder(), MAX_INLINE_BYTES), (TensorEncoder(inline_bytes=10), 10)):
+        assert len(encoder.encode([torch.zeros(limit, dtype=torch.uint8)])) == 1
+        assert len(encoder.encode([torch.zeros(limit + 1, dtype=torch.uint8)])) == 2
+
+
+def test_an_empty_tensor_needs_no_buffer() -> None:
+    assert len(TensorEncoder(inline_bytes=0).encode([torch.zeros(0, 7), np.zeros((3, 0))])) == 1
+
+
+def test_an_expanded_tensor_is_as_large_as_what_it_shows() -> None:
+    [_, buffer] = encoded(torch.zeros(1, dtype=torch.uint8).expand(MAX_INLINE_BYTES + 1))
+
+    assert buffer.nbytes == MAX_INLINE_BYTES + 1
+
+
+def test_what_rides_in_the_body_may_change_after_encoding() -> None:
+    source = torch.zeros(3)
+    parts = TensorEncoder().encode(source)
+    source.fill_(7)
+
+    assert anything.decode(parts).tolist() == [0, 0, 0]
+
+
+def test_a_tensor_that_is_there_twice_is_two_tensors_on_the_other_side() -> None:
+    source = large()
+    one, other = TensorDecoder(list[torch.Tensor]).decode(sent(TensorEncoder().encode([source, source])))
+    one.fill_(0)
+
+    assert torch.equal(other, source)
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_a_body_is_read_from_any_kind_of_bytes(kind: Callable[[bytes | memoryview], Any]) -> None:
+    body, buffer = encoded(Box(large()))
+
+    assert torch.equal(TensorDecoder(Box[torch.Tensor]).decode((kind(body), buffer)).item, large())
+
+
+def test_an_encoder_keeps_nothing_of_a_message() -> None:
+    encoder = TensorEncoder()
+    source = np.zeros(LARGE)
+    gone = weakref.ref(source)
+    first = encoder.encode([source, large()])
+    second = encoder.encode([large()])
+    del first, source
+    gc.collect()
+
+    assert gone() is None
+    assert torch.equal(anything.decode(second)[0], large())
+
+
+# Other extensions
+
+
+@pytest.mark.parametrize("type_", [list[msgspec.msgpack.Ext], Any], ids=str)
+def test_extensions_of_others_pass_through(type_: Any) -> None:
+    theirs: Sequence[object] = [msgspec.msgpack.Ext(code, b"theirs") for code in (0, 1, 127, -2, -128)]
+    received = TensorDecoder(type_).decode([body_of(theirs)])
+
+    assert received == theirs
+    assert all(type(item.data) is bytes for item in received), "not a view of the body"

@@ -1,0 +1,196 @@
+"""What is large is not copied on its way, where memory allows it; and what is decoded can be written to."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import Parameter
+
+from aiotensor.codec import TensorDecoder, TensorEncoder
+from aiotensor.placements.dtypes import DTYPES
+from tests.codec.messages import (
+    LARGE,
+    Array,
+    address_of,
+    anything,
+    encoded,
+    large,
+    plain,
+    raw,
+    sent,
+)
+from tests.placements.test_source import Box as Foreign
+from tests.placements.test_source import read_only
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        large(),
+        large()[10:290],
+        large(torch.float32).requires_grad_(),
+        Parameter(large(torch.bfloat16)),
+        large(torch.float8_e4m3fn),
+        large(torch.complex128),
+        large().numpy(),
+        read_only(large().numpy()),
+    ],
+    ids=lambda source: f"{type(source).__name__} {source.dtype}",
+)
+def test_a_buffer_shows_the_memory_of_its_tensor(source: torch.Tensor | Array) -> None:
+    [_, buffer] = encoded({"frames": [source]})
+
+    assert address_of(buffer) == address_of(source)
+    assert buffer.nbytes == source.nbytes
+
+
+def test_a_buffer_shows_the_memory_of_what_speaks_dlpack() -> None:
+    source = large()
+
+    assert address_of(encoded(Foreign(source))[1]) == source.data_ptr()
+
+
+def test_a_tensor_that_does_not_lie_flat_is_copied_into_its_buffer() -> None:
+    source = large()
+    [_, buffer] = encoded(source.t())
+    source.fill_(0)
+
+    assert bytes(buffer) == raw(large()).T.tobytes()
+
+
+def test_a_buffer_keeps_the_memory_that_it_shows() -> None:
+    source: Array = np.full(1 << 20, 7, np.uint8)
+    owner = weakref.ref(source)
+    [_, buffer] = encoded(source)
+    del source
+    gc.collect()
+
+    assert owner() is not None
+    del buffer
+    gc.collect()
+    assert owner() is None
+
+
+def test_the_memory_of_a_read_only_array_is_shown_and_never_written_to() -> None:
+    # It may be that of an immutable object, or of a file mapped for reading, where a write ends the process.
+    source = np.frombuffer(bytes(1 << 20), np.uint8)
+    body, buffer = encoded(source)
+    assert address_of(buffer) == address_of(source)
+
+    anything.decode([body, buffer])[:] = 7
+    assert not source.any()
+
+
+@pytest.mark.parametrize("type_", [torch.Tensor, np.ndarray, Any], ids=str)
+@pytest.mark.parametrize("source", [large(torch.complex64), large(torch.float16).numpy()], ids=type)
+def test_what_is_decoded_lies_in_its_buffer(source: torch.Tensor | Array, type_: Any) -> None:
+    [body, buffer] = sent(TensorEncoder().encode(source))
+    received = TensorDecoder(type_).decode([body, buffer])
+
+    assert address_of(received) == address_of(buffer)
+    received.reshape(-1)[:] = 3
+    assert np.all(np.frombuffer(buffer, np.asarray(received).dtype) == 3), "which is written to"
+
+
+def test_every_dtype_is_decoded_where_it_lies() -> None:
+    sources = [large(dtype) for dtype in DTYPES.values()]
+    body, *buffers = sent(TensorEncoder().encode(sources))
+    received = TensorDecoder(list[torch.Tensor]).decode([body, *buffers])
+
+    assert [tensor.data_ptr() for tensor in received] == [address_of(buffer) for buffer in buffers]
+
+
+def test_a_buffer_may_be_a_part_of_a_larger_one() -> None:
+    body, buffer = encoded(large())
+    received = bytearray(64) + buffer + bytes(64)
+    opened = anything.decode([body, memoryview(received)[64:-64]])
+
+    assert opened.data_ptr() == address_of(received) + 64
+    opened.fill_(7)
+    assert received == bytes(64) + b"\7" * opened.nbytes + bytes(64)
+
+
+def test_a_leaf_and_a_parameter_lie_in_their_buffers_too() -> None:
+    source = [Parameter(large(torch.float32)), large(torch.float32).requires_grad_()]
+    body, *buffers = sent(TensorEncoder().encode(source))
+    received = anything.decode([body, *buffers])
+
+    assert [tensor.data_ptr() for tensor in received] == [address_of(buffer) for buffer in buffers]
+
+
+@pytest.mark.parametrize("type_", [torch.Tensor, np.ndarray, Any], ids=str)
+def test_what_is_decoded_keeps_its_buffer_alive_and_no_longer(type_: Any) -> None:
+    decoder: TensorDecoder[Any] = TensorDecoder(type_)
+    body, shown = encoded(large().numpy())
+    memory = np.array(shown)
+    alive = weakref.ref(memory)
+    received = decoder.decode([body, memory.data])
+    del memory
+    gc.collect()
+
+    assert alive() is not None
+    assert np.array_equal(received, large().numpy())
+    del received
+    gc.collect()
+    assert alive() is None
+
+
+def test_what_is_in_the_body_does_not_keep_it() -> None:
+    [shown] = TensorEncoder().encode([torch.arange(3), np.arange(3)])
+    memory = np.frombuffer(bytearray(shown), np.uint8)
+    gone = weakref.ref(memory)
+    received = anything.decode([memory.data])
+    del memory
+    gc.collect()
+
+    assert gone() is None
+    assert [item.tolist() for item in received] == [[0, 1, 2]] * 2
+
+
+# Where it has to be copied
+
+
+@pytest.mark.parametrize(
+    "kind", [bytes, lambda buffer: buffer.toreadonly()], ids=["bytes", "a read-only view"]
+)
+@pytest.mark.parametrize("type_", [torch.Tensor, np.ndarray], ids=str)
+def test_what_came_in_a_read_only_buffer_is_a_writable_copy(kind: Callable[[Any], Any], type_: Any) -> None:
+    body, buffer = encoded(large(torch.float32))
+    buffer = kind(buffer)
+    before = bytes(buffer)
+    received = TensorDecoder(type_).decode([body, buffer])
+
+    assert address_of(received) != address_of(buffer)
+    assert plain(torch.as_tensor(received)) == plain(large(torch.float32))
+    received[:] = 0
+    assert bytes(buffer) == before
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4, 8])
+def test_what_lies_where_it_cannot_be_loaded_is_copied_and_else_is_not(offset: int) -> None:
+    memory: Array = np.zeros(LARGE[0] * LARGE[1] * 16 + 32, np.uint8)
+    start = offset - memory.ctypes.data % 16 + 16
+    for dtype in DTYPES.values():
+        body, shown = encoded(large(dtype))
+        buffer = memory[start : start + shown.nbytes]
+        buffer[:] = shown
+        received = anything.decode([body, buffer.data])
+
+        assert (received.data_ptr() == address_of(buffer)) is (offset % dtype.itemsize == 0)
+        assert plain(received) == plain(large(dtype))
+
+
+def test_a_tensor_in_the_body_has_memory_of_its_own() -> None:
+    [body] = sent(TensorEncoder().encode({"a": torch.zeros(3), "b": np.zeros(3)}))
+    before = bytes(body)
+    received = anything.decode([body])
+    received["a"].fill_(7)
+    received["b"].fill(7)
+
+    assert body == before
