@@ -173,9 +173,13 @@ class MessageServer(Generic[M]):
         Returns when this server is closed and the tasks have ended. Cancelling cancels the tasks.
 
         Raises:
-            UsageError, ClosedError: this server is not open here.
+            UsageError: this server is not open, or lives in another thread or event loop.
+            ClosedError: it was closed before.
+            ValueError: `max_concurrent` is not positive.
         """
-        turns = None if max_concurrent is None else asyncio.Semaphore(max_concurrent)
+        turns = None
+        if max_concurrent is not None:
+            turns = asyncio.Semaphore(options.positive("max_concurrent", max_concurrent))
         self._home.check()
 
         async def answer(request: Request[M]) -> None:

@@ -6,10 +6,11 @@ from contextlib import AsyncExitStack
 import pytest
 import torch
 
-from aiotensor import PeerLostError, TensorReceiver, TensorSender
+from aiotensor import PeerLostError, RemoteError, TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
+from aiotensor.codec import TensorEncoder
 from tests.channel import peers
-from tests.channel.parties import Answer, Question, answer, channel, place, settled
+from tests.channel.parties import Answer, Question, answer, channel, place, said, settled
 from tests.pairs import BIG, pattern, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -187,3 +188,76 @@ async def test_servers_that_all_refuse_a_client_do_not_leave_it_hanging() -> Non
                 for _ in range(3):
                     with pytest.raises(PeerLostError, match="max_clients=1"):
                         await second.request(Question(1))
+
+
+async def test_a_function_serves_no_more_messages_at_a_time_than_it_may() -> None:
+    async with channel() as ends:
+        running = most = 0
+        go_on = asyncio.Event()
+
+        async def count(question: Question) -> Answer:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await go_on.wait()
+            running -= 1
+            return await answer(question)
+
+        serving = asyncio.create_task(ends.server.serve(count, max_concurrent=2))
+        asking = [
+            asyncio.create_task(ends.client.request(Question(seed, pattern(seed, BIG)))) for seed in range(6)
+        ]
+        await until(lambda: running == 2 and ends.server.statistics().waiting == 4)
+        assert ends.receiver.statistics().unclaimed_tensors == 4  # the others wait, and keep their permits
+        go_on.set()
+        assert [got.seed for got in await asyncio.gather(*asking)] == list(range(6))
+        assert most == 2
+        with pytest.raises(ValueError, match="at least 1"):
+            await ends.server.serve(count, max_concurrent=0)
+        await settled(ends)
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+
+
+async def test_answers_to_a_client_whose_receiver_no_sender_leads_to_arrive_and_are_logged_once() -> None:
+    with place() as here, said() as texts:
+        async with (
+            TensorReceiver(here.answers) as receiver,
+            TensorReceiver(here.tensors) as another,
+            TensorSender(here.tensors) as astray,
+            MessageServer(here.messages, Question, sender=astray) as server,
+            MessageClient(here.messages, receiver=receiver, reply_type=Answer) as client,
+        ):
+            await until(lambda: astray.receiver_id == another.id)
+            serving = asyncio.create_task(server.serve(answer))
+            for seed in (1, 2):
+                got = (await client.request(Question(seed, wish=str(BIG)))).tensor
+                assert got is not None
+                assert torch.equal(got, pattern(seed, BIG))
+            assert astray.statistics().tensors_sent == 0
+            await server.aclose()
+            await serving
+    assert sum("no sender is connected to its receiver" in text for text in texts) == 1
+
+
+async def test_a_message_whose_tensors_were_lost_fails_and_others_do_not() -> None:
+    async with channel() as ends:
+        lost = TensorSender(ends.place.tensors)
+        await lost.__aenter__()
+        handle = await lost.send(pattern(1, BIG))
+        connection = ends.client._connections[0]
+        body = TensorEncoder(lambda _: 0).encode(Question(1, pattern(1, 3)))
+        asked = await connection.ask(0, (handle,), body, wants_answer=True)
+        await until(lambda: ends.server.statistics().waiting == 1)
+        lost._outgoing.conversation.close()  # without a goodbye, as when a process is killed
+        await until(lambda: ends.receiver.statistics().senders == 1)
+
+        taking = asyncio.create_task(anext(ends.server))
+        assert asked.answered is not None
+        with pytest.raises(RemoteError) as caught:
+            await asked.answered
+        assert caught.value.type_name == "PeerLostError"
+        await ends.client.send(Question(2))
+        assert (await taking).message.seed == 2
+        await lost.aclose()
