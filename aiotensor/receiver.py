@@ -307,6 +307,10 @@ class TensorReceiver:
         self._bytes_taken += item.tensor.nbytes
         return item.tensor
 
+    def _knows(self, sender: str) -> bool:
+        """Say whether a sender is connected, or was."""
+        return self._mailbox.has_joined(sender)
+
     def _wake(self, keys: Sequence[Key]) -> None:
         if self._waiters:
             for key in keys:

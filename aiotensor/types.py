@@ -190,9 +190,9 @@ class ServerStatistics(msgspec.Struct, frozen=True):
         clients: clients that are connected now.
         max_clients: the limit on them.
         waiting: messages that have arrived and that nobody has taken.
-        max_waiting: the limit on them.
+        max_waiting: the limit on them, for each client.
         waiting_bytes: bytes of these messages, without the tensors that travel by a sender.
-        max_waiting_bytes: the limit on them.
+        max_waiting_bytes: the limit on them, for each client.
         in_hand: messages that were taken, and neither answered nor given up.
         messages_received: messages that have arrived.
         answers: messages that were answered.

@@ -181,7 +181,7 @@ def _of_client(client: MessageClient[Any]) -> dict[str, object]:
         "requests in flight": seen.in_flight,
         # What no statistics tell.
         "waiters for a server": [len(one._waiters) for one in client._connections],
-        "cancels that have not left": [len(one._unsent) for one in client._connections],
+        "cancels that have not left": [len(one._outbox) + len(one._notices) for one in client._connections],
     }
 
 
@@ -197,7 +197,6 @@ def _of_server(server: MessageServer[Any]) -> dict[str, object]:
         "messages whose tensors arrive": len(server._arriving),
         "messages taken halfway": len(server._found),
         "waiters for a message": len(server._waiters),
-        "waiters for room": len(server._clients._room),
         "messages of clients": [len(client.asked) for client in server._clients._clients.values()],
-        "headers that have not left": [len(client.unsent) for client in server._clients._clients.values()],
+        "answers that have not left": [len(client.outbox) for client in server._clients._clients.values()],
     }

@@ -15,7 +15,13 @@ from aiotensor.channel.options import Key
 from aiotensor.channel.parcels import Loans, pack, unpack
 from aiotensor.channel.sockets import end
 from aiotensor.codec import TensorDecoder
-from aiotensor.errors import ClosedError, PeerLostError, ProtocolError
+from aiotensor.errors import (
+    AlreadyTakenError,
+    ClosedError,
+    DiscardedError,
+    PeerLostError,
+    ProtocolError,
+)
 from aiotensor.gates import Waiters
 from aiotensor.home import Home
 from aiotensor.receiver import TensorReceiver
@@ -25,6 +31,9 @@ from aiotensor.types import ClientStatistics
 __all__ = ["MessageClient"]
 
 R = TypeVar("R")
+
+# How often one of several servers that refused this client is asked again, while others serve it.
+_AT_MOST_EVERY_S = 1.0
 
 
 class MessageClient(Generic[R]):
@@ -53,7 +62,8 @@ class MessageClient(Generic[R]):
         heartbeat_interval_s: how often, in seconds, a silent server is asked whether it is there.
         heartbeat_timeout_s: after how many seconds without an answer to that it is lost. On this machine the
             kernel says at once when a process has ended, so there are heartbeats only if one of these two is
-            given; to others they are 0.3 and 0.9 by default.
+            given; to others they are 0.25 and 0.65 by default. The largest part of a message must travel in
+            less time than the timeout: raise it for large tensors on a slow network.
         secret_key: this client's CURVE key, for servers on other machines; from `zmq.curve_keypair`.
         server_key: the servers' public key.
         linger_s: how long `aclose` waits, in seconds, until what was sent has left.
@@ -83,7 +93,8 @@ class MessageClient(Generic[R]):
         keys = options.client_keys(secret_key, server_key)
         texts = [address] if isinstance(address, str) else list(address)
         self._addresses = [
-            options.parse(text, has_keys=bool(keys), how="secret_key and server_key") for text in texts
+            options.parse(text, has_keys=bool(keys), how="secret_key and server_key", is_client=True)
+            for text in texts
         ]
         self._senders: list[TensorSender | None] = (
             [sender] if sender is None or isinstance(sender, TensorSender) else list(sender)
@@ -151,7 +162,9 @@ class MessageClient(Generic[R]):
             PeerLostError: the server died, closed or refused this client, before it answered; it may have
                 done the work.
             AccessDeniedError: the server is another user, or does not know this client's key.
-            ProtocolError: the answer is not of the type that it should be.
+            ProtocolError: the answer is not of the type that it should be, or its tensors cannot be taken.
+            WouldBlockError: all of the sender's memory is held by messages that wait for more of it.
+            OSError: the machine has no shared memory, no descriptors or no threads left.
             TypeError: something in the message cannot be encoded.
             UnsupportedTensorError: a tensor would not arrive as it is; nothing was taken for it.
             TooLargeError: a tensor is larger than the sender's `arena_bytes`, or there are too many.
@@ -160,15 +173,14 @@ class MessageClient(Generic[R]):
         """
         try:
             connection, sender = await self._choose(target, inside)
-            asked, handles = await self._ask(connection, sender, message, inside, wants_answer=True)
+            connection.in_flight += 1
             try:
-                if asked.answered is None:
-                    raise AssertionError("an answer was asked for")
-                answer = await self._open_answer(await asked.answered)
-            except BaseException:
-                self._give_up(connection, asked)
-                _discard(sender, handles)
-                raise
+                asked, handles = await self._ask(connection, sender, message, inside, wants_answer=True)
+                # The memory of the tensors is the caller's to free while the server works.
+                del message, inside
+                answer = await self._answer_to(connection, sender, asked, handles)
+            finally:
+                connection.in_flight -= 1
         except BaseException as error:
             self._failures += isinstance(error, Exception)
             self._cancelled += isinstance(error, asyncio.CancelledError)
@@ -186,7 +198,11 @@ class MessageClient(Generic[R]):
         message, unless it has left.
         """
         connection, sender = await self._choose(target, inside)
-        await self._ask(connection, sender, message, inside, wants_answer=False)
+        connection.in_flight += 1
+        try:
+            await self._ask(connection, sender, message, inside, wants_answer=False)
+        finally:
+            connection.in_flight -= 1
 
     def statistics(self) -> ClientStatistics:
         """Return what is in flight and what was done; also after closing."""
@@ -227,7 +243,7 @@ class MessageClient(Generic[R]):
             owners = [number for number, sender in enumerate(self._senders) if inside.sender is sender]
             if not owners or target not in (None, *owners):
                 raise ValueError("`inside` is a message of this client's sender, for the same target")
-            target = owners[0]
+            target = owners[0] if target is None else target
         if target is None and len(self._connections) > 1:
             target = await self._least_busy()
         number = 0 if target is None else target
@@ -241,6 +257,8 @@ class MessageClient(Generic[R]):
     async def _least_busy(self) -> int:
         """Wait until a server is there, and return the number of the one with the least to do."""
         while True:
+            for connection in self._connections:
+                connection.try_again(_AT_MOST_EVERY_S)
             ready = [
                 (connection.in_flight, number)
                 for number, connection in enumerate(self._connections)
@@ -264,7 +282,6 @@ class MessageClient(Generic[R]):
     ) -> tuple[Asked, Handles]:
         session = connection.session
         handles: Handles = ()
-        connection.preparing += 1
         try:
             parcel = await pack(message, has_sender=sender is not None)
             if sender is not None and (parcel.tensors or inside is not None):
@@ -279,9 +296,20 @@ class MessageClient(Generic[R]):
         except BaseException:
             _discard(sender, handles)
             raise
-        finally:
-            connection.preparing -= 1
         return asked, handles
+
+    async def _answer_to(
+        self, connection: Connection, sender: TensorSender | None, asked: Asked, handles: Handles
+    ) -> R:
+        """Wait for an answer; whatever happens instead, nobody works for it any more."""
+        try:
+            if asked.answered is None:
+                raise AssertionError("an answer was asked for")
+            return await self._open_answer(await asked.answered)
+        except BaseException:
+            self._give_up(connection, asked)
+            _discard(sender, handles)
+            raise
 
     async def _open_answer(self, answered: Answered) -> R:
         found: list[torch.Tensor] = []
@@ -289,7 +317,15 @@ class MessageClient(Generic[R]):
             receiver = self._receiver
             if receiver is None:
                 raise ProtocolError("the server sent tensors to a receiver, and this client has none")
-            found = [await receiver.receive(handle) for handle in answered.handles]
+            # The server chose a sender that is connected: one that is not known here will never come.
+            if not all(receiver._knows(handle.sender) for handle in answered.handles):
+                raise ProtocolError(
+                    "the server named tensors of a sender that is not connected to this client"
+                )
+            try:
+                found = [await receiver.receive(handle) for handle in answered.handles]
+            except (AlreadyTakenError, DiscardedError, ValueError) as error:
+                raise ProtocolError(f"the server named tensors that cannot be taken: {error}") from error
         answer: R = await unpack(self._decoder, answered.parts, found)
         return answer
 

@@ -14,17 +14,19 @@ import enum
 import logging
 import os
 import weakref
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import zmq
 
-from aiotensor.channel.sockets import LoopSocket, PeerGoneError
+from aiotensor.channel.outbox import Outbox, flush_all
+from aiotensor.channel.sockets import MAX_PARTS, LoopSocket, PeerGoneError
 from aiotensor.errors import ProtocolError
-from aiotensor.gates import Waiters
 from aiotensor.protocol.exchange import (
     VERSION,
+    Answer,
     Ask,
     Cancel,
     ClientHello,
@@ -32,15 +34,40 @@ from aiotensor.protocol.exchange import (
     FromClient,
     FromServer,
     ServerHello,
+    Taken,
     failure,
     read_from_client,
     write,
 )
+from aiotensor.protocol.window import Tally
 from aiotensor.types import TensorHandle
 
-__all__ = ["Asked", "Client", "Clients", "ClientsEvents", "State"]
+__all__ = ["MAX_UNREAD", "Asked", "Client", "Clients", "ClientsEvents", "Limits", "State"]
 
 logger = logging.getLogger("aiotensor.channel")
+
+Handles = tuple[TensorHandle, ...]
+
+# Messages to a client that does not read them: answers that whoever gave them waits for, and errors, which
+# nobody does.
+MAX_UNREAD = 4096
+
+_LAST_MESSAGES = 1024  # of all clients, which are read before one that is gone counts as lost
+_REMEMBERED = 1024  # clients that are gone
+
+
+class Limits(NamedTuple):
+    """What clients may use of a server; None for no limit.
+
+    Attributes:
+        clients: the most at once.
+        waiting: messages of each that may wait to be taken.
+        waiting_bytes: after how many bytes of them it sends no more.
+    """
+
+    clients: int | None
+    waiting: int
+    waiting_bytes: int
 
 
 class State(enum.Enum):
@@ -62,7 +89,7 @@ class Asked:
         parts: its body, and the buffers beside it.
     """
 
-    __slots__ = ("client", "handles", "nbytes", "number", "parts", "state", "taken", "wants_answer")
+    __slots__ = ("client", "handles", "nbytes", "number", "parts", "request", "state", "wants_answer")
 
     def __init__(
         self,
@@ -80,7 +107,7 @@ class Asked:
         self.parts = parts
         self.nbytes = sum(map(len, parts))
         self.state = State.WAITING
-        self.taken: weakref.ref[object] | None = None  # what whoever answers it has
+        self.request: weakref.ref[object] | None = None  # what whoever answers it has
 
     @property
     def is_wanted(self) -> bool:
@@ -94,16 +121,19 @@ class Client:
     Args:
         identity: of its connection, by which ZeroMQ knows it.
         hello: what it said of itself.
+        tally: of its messages that wait.
+        outbox: what is on its way to it.
     """
 
-    def __init__(self, identity: bytes, hello: ClientHello) -> None:
+    def __init__(self, identity: bytes, hello: ClientHello, tally: Tally, outbox: Outbox) -> None:
         self.identity = identity
+        self.tally = tally
+        self.outbox = outbox
         self.pid = hello.pid
         self.receiver = hello.receiver
         self.takes_detour = False  # its tensors travel in the answers, though there are senders
         self.next_number = 0
         self.asked: dict[int, Asked] = {}  # what has not ended
-        self.unsent: deque[bytes] = deque()  # headers, for want of room
 
 
 class ClientsEvents(Protocol):
@@ -115,25 +145,28 @@ class ClientsEvents(Protocol):
     def given_up(self, asked: Asked, state: State) -> None:
         """Note that nobody wants a message any more, which was in this state."""
 
+    def is_in_vain(self, asked: Asked) -> bool:
+        """Say whether a message of a client that is gone waits for tensors that will not come."""
+
 
 class Clients:
     """Speak with all clients of one socket; belongs to the running loop.
 
     Args:
-        max_clients: the most at once; None for no limit.
+        limits: how many there may be, and what of each may wait.
         receiver: the id of the server's receiver; "" for none.
         events: who is told.
     """
 
-    def __init__(self, max_clients: int | None, receiver: str, events: ClientsEvents) -> None:
-        self.max_clients = max_clients
+    def __init__(self, limits: Limits, receiver: str, events: ClientsEvents) -> None:
+        self.limits = limits
         self._receiver = receiver
         self.lost = self.refused_clients = 0
         self._events = events
         self._clients: dict[bytes, Client] = {}
         self._connections: dict[int, set[bytes]] = {}  # by their descriptors, and who is there
-        self._turned_away: set[bytes] = set()  # still connected, and not listened to
-        self._room = Waiters()
+        self._turned_away: dict[bytes, Outbox] = {}  # still connected, and not listened to
+        self._gone: OrderedDict[bytes, None] = OrderedDict()  # the last ones: something of them may come yet
         self.socket: LoopSocket  # given by the server, which opens it
 
     def __len__(self) -> int:
@@ -141,38 +174,55 @@ class Clients:
 
     # What is said
 
-    async def answer(self, asked: Asked, parts: Sequence[bytes | memoryview]) -> bool:
+    async def answer(
+        self, asked: Asked, body: bytes | memoryview, buffers: Sequence[bytes | memoryview], handles: Handles
+    ) -> bool:
         """Send an answer once there is room for it, and say whether anybody wanted it.
 
         Args:
             asked: what it is the answer to; ends with this.
-            parts: the header, and the buffers beside the body.
+            body: of the answer.
+            buffers: beside it.
+            handles: of its tensors that travel by a sender.
         """
-        client = asked.client
-        while asked.is_wanted:
-            if not client.unsent and self._send(client, parts):
-                self._end(asked)
-                return True
-            if asked.is_wanted:
-                await self._room.wait()
-        self._end(asked)
-        return False
+        if not asked.is_wanted:
+            return False
+        tally = asked.client.tally
+        header = Answer(asked.number, memoryview(body), handles, tally.taken, tally.taken_bytes)
+        tally.told()
+        letter = asked.client.outbox.put([write(header), *buffers], on_sent=partial(self.end, asked))
+        return await letter
 
     def fail(self, asked: Asked, type_name: str, text: str) -> bool:
         """Say that there is no answer, and whether anybody wanted one."""
         was_wanted = asked.is_wanted
-        self._end(asked)
+        self.end(asked)
         if was_wanted:
-            self._post(asked.client, failure(asked.number, type_name, text))
+            client, tally = asked.client, asked.client.tally
+            self._post(client, failure(asked.number, type_name, text, tally.taken, tally.taken_bytes))
+            tally.told()
         return was_wanted
+
+    def take(self, asked: Asked) -> None:
+        """Note that a message waits no more: it was taken, or will not be."""
+        client = asked.client
+        client.tally.take(asked.nbytes)
+        asked.parts = []
+        if client.tally.is_due and client.identity in self._clients:
+            self._post(client, Taken(client.tally.taken, client.tally.taken_bytes))
+            client.tally.told()
+
+    def end(self, asked: Asked) -> None:
+        """Note that a message needs nothing more."""
+        asked.state = State.ENDED
+        asked.client.asked.pop(asked.number, None)
 
     def say_farewell(self) -> None:
         """Tell every client that this is the end, and give up what they have asked."""
         for client in list(self._clients.values()):
             self._post(client, Farewell())
-            self._give_up_all(client)
+            self._give_up_all(client, and_those_without_answer=True)
         self._clients.clear()
-        self._room.wake()
 
     # What is heard
 
@@ -180,20 +230,27 @@ class Clients:
         """Take what a client says."""
         identity = parts[0].bytes
         client = self._clients.get(identity)
-        if client is None and (identity in self._turned_away or not self._is_here(identity, parts[0])):
+        if client is None and (
+            identity in self._turned_away or identity in self._gone or not self._is_here(identity, parts[0])
+        ):
             return
         try:
+            if len(parts) > MAX_PARTS:
+                raise ProtocolError(f"it sent a message of more than {MAX_PARTS} parts")
             header = read_from_client(parts[1].buffer if len(parts) > 1 else b"")
             if client is None:
                 self._introduced(identity, header)
                 return
             match header:
                 case Ask(number, body, handles, wants_answer):
-                    if number != client.next_number:
-                        raise ProtocolError(f"it sent message {number} in place of {client.next_number}")
-                    client.next_number += 1
+                    if number < client.next_number:
+                        raise ProtocolError(
+                            f"it sent message {number} after message {client.next_number - 1}"
+                        )
+                    client.next_number = number + 1
                     message = [body, *[part.buffer for part in parts[2:]]]
                     asked = Asked(client, number, handles, message, wants_answer=wants_answer)
+                    client.tally.arrived(asked.nbytes)
                     client.asked[number] = asked
                     self._events.asked(asked)
                 case Cancel(number):
@@ -227,18 +284,24 @@ class Clients:
         asyncio.get_running_loop().call_soon(self._lose_all, self._connections.pop(descriptor, set()))
 
     def _lose_all(self, identities: set[bytes]) -> None:
-        self.socket.read_all()  # what they said before still counts
+        # What they said before still counts; those that flood this server must not keep it from this.
+        self.socket.read_some(_LAST_MESSAGES)
         for identity in identities:
-            self._turned_away.discard(identity)
+            self._gone[identity] = None
+            if len(self._gone) > _REMEMBERED:
+                self._gone.popitem(last=False)
+            self._turned_away.pop(identity, None)
             client = self._clients.get(identity)
             if client is not None:
                 self._lose(client)
 
     def has_room(self) -> None:
         """Send what there was no room for."""
-        for client in list(self._clients.values()):
-            self._flush(client)
-        self._room.wake()
+        flush_all(self._waiting)
+
+    def _waiting(self) -> list[Outbox]:
+        outboxes = [client.outbox for client in self._clients.values() if client.outbox]
+        return outboxes + [outbox for outbox in self._turned_away.values() if outbox]
 
     def _is_here(self, identity: bytes, part: "zmq.Frame") -> bool:
         """Say whether somebody new is still connected, and remember by which descriptor."""
@@ -255,24 +318,28 @@ class Clients:
             raise ProtocolError("it did not introduce itself")
         if hello.version != VERSION:
             raise ProtocolError(f"it speaks version {hello.version}, this server speaks {VERSION}")
-        if self.max_clients is not None and len(self._clients) >= self.max_clients:
-            reason = f"the server has max_clients={self.max_clients} clients already"
+        limits = self.limits
+        if limits.clients is not None and len(self._clients) >= limits.clients:
+            reason = f"the server has max_clients={limits.clients} clients already"
             logger.warning("a client (pid %s) is refused: %s", hello.pid, reason)
             self.refused_clients += 1
             self._turn_away(identity, reason)
             return
-        client = self._clients[identity] = Client(identity, hello)
-        self._post(client, ServerHello(VERSION, os.getpid(), self._receiver))
+        tally = Tally(limits.waiting, limits.waiting_bytes)
+        client = self._clients[identity] = Client(identity, hello, tally, self._outbox_to(identity))
+        self._post(
+            client,
+            ServerHello(VERSION, os.getpid(), self._receiver, limits.waiting, limits.waiting_bytes),
+        )
 
     # Ends
 
     def _turn_away(self, identity: bytes, reason: str) -> None:
         """Say goodbye, and listen no more."""
-        self._turned_away.add(identity)
-        try:
-            self.socket.send([identity, write(Farewell(reason[:1024]))])
-        except PeerGoneError:
-            return
+        client = self._clients.get(identity)
+        outbox = self._outbox_to(identity) if client is None else client.outbox
+        self._turned_away[identity] = outbox
+        outbox.post([write(Farewell(reason[:1024]))])
 
     def _lose(self, client: Client) -> None:
         """Forget a client; nobody waits for what it asked."""
@@ -286,38 +353,40 @@ class Clients:
             wanted,
         )
         self._give_up_all(client)
-        self._room.wake()
+        if client.identity not in self._turned_away:
+            client.outbox.clear()
 
-    def _give_up_all(self, client: Client) -> None:
+    def _give_up_all(self, client: Client, *, and_those_without_answer: bool = False) -> None:
         for asked in list(client.asked.values()):
-            # What wanted no answer is as good as before; if its tensors went too, that is found out later.
-            if asked.wants_answer:
+            # What wants no answer is as good as before, unless its tensors went too.
+            if asked.wants_answer or and_those_without_answer or self._events.is_in_vain(asked):
                 self._give_up(asked)
 
     def _give_up(self, asked: Asked) -> None:
         state = asked.state
-        self._end(asked)
+        self.end(asked)
         self._events.given_up(asked, state)
-
-    def _end(self, asked: Asked) -> None:
-        asked.state = State.ENDED
-        asked.client.asked.pop(asked.number, None)
 
     # The socket
 
-    def _send(self, client: Client, parts: Sequence[bytes | memoryview]) -> bool:
+    def _outbox_to(self, identity: bytes) -> Outbox:
+        return Outbox(partial(self._send, identity))
+
+    def _send(self, identity: bytes, parts: Sequence[bytes | memoryview], is_retry: bool) -> bool:
         try:
-            return self.socket.send([client.identity, *parts])
+            return self.socket.send([identity, *parts], is_retry=is_retry)
         except PeerGoneError:
-            if client.identity in self._clients:
-                self._lose(client)
+            # The monitor says so too, but perhaps later.
+            self._turned_away.pop(identity, None)
+            if identity in self._clients:
+                self._lose(self._clients[identity])
             return False
 
     def _post(self, client: Client, header: FromServer) -> None:
-        """Send a header now, or when there is room."""
-        client.unsent.append(write(header))
-        self._flush(client)
-
-    def _flush(self, client: Client) -> None:
-        while client.unsent and self._send(client, [client.unsent[0]]):
-            client.unsent.popleft()
+        """Send a header now, or when there is room; who leaves too many unread is lost."""
+        client.outbox.post([write(header)])
+        if len(client.outbox) > MAX_UNREAD and client.identity in self._clients:
+            logger.error("a client (pid %s) is cut off: it reads no answers", client.pid)
+            client.outbox.clear()
+            self._turn_away(client.identity, "it reads no answers")
+            self._lose(client)

@@ -12,14 +12,15 @@ import asyncio
 import logging
 import os
 import socket
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import zmq
 
 from aiotensor.channel.options import Address
-from aiotensor.channel.sockets import LoopSocket
+from aiotensor.channel.outbox import Outbox, flush_all
+from aiotensor.channel.sockets import MAX_PARTS, LoopSocket
 from aiotensor.errors import (
     AccessDeniedError,
     AioTensorError,
@@ -39,15 +40,18 @@ from aiotensor.protocol.exchange import (
     Failure,
     Farewell,
     ServerHello,
+    Taken,
     read_from_server,
     write,
 )
+from aiotensor.protocol.window import Window
 from aiotensor.types import TensorHandle
 
 __all__ = ["Answered", "Asked", "Connection"]
 
 logger = logging.getLogger("aiotensor.channel")
 
+_LAST_MESSAGES = 1024  # of a server that is gone, which are read before it counts as lost
 _HANDSHAKES = 3  # that fail without a reason before it counts: one may be that of a server just killed
 
 Handles = tuple[TensorHandle, ...]
@@ -89,7 +93,7 @@ class Connection:
         changed: Callable[[], None],
     ) -> None:
         self.is_ready = False
-        self.preparing = 0  # messages that are not sent yet
+        self.in_flight = 0  # messages that are being sent, or wait for an answer; counted by the client
         self.session = 0  # counts the servers that were lost
         self.leads_to = ""  # the id of the server's receiver
         self._context = context
@@ -102,23 +106,24 @@ class Connection:
         self._next_number = 0
         self._pid: int | None = None
         self._waiters = Waiters()
-        self._unsent: deque[bytes] = deque()  # cancels, for want of room
+        self._outbox = Outbox(self._send)
+        self._notices = Outbox(self._send)  # what needs no credit
         self._failed_handshakes = 0
         self._is_introduced = False
+        self._refused_at = 0.0
         self._failure: AioTensorError | None = None  # why there is no socket
         self._socket: LoopSocket | None = None
 
-    @property
-    def in_flight(self) -> int:
-        """Count the messages that are not answered."""
-        return len(self._open) + self.preparing
-
     def connect(self) -> None:
-        """Begin to connect."""
+        """Begin to connect; if that cannot be done, `ready` says why."""
         self._failure = None
         self._failed_handshakes = 0
-        self._socket = LoopSocket(self._context, zmq.DEALER, self._options, self)
-        self._socket.connect(self._address.text)
+        try:
+            self._socket = LoopSocket(self._context, zmq.DEALER, self._options, self)
+            self._socket.connect(self._address.text)
+        except zmq.ZMQError as error:
+            self._end(PeerLostError(f"nobody can connect to {self._address.text}: {error.strerror}"))
+            self._refused_at = asyncio.get_running_loop().time()
 
     def close(self, error: AioTensorError, linger_s: float = 0.0) -> None:
         """Close for good, and fail what waits; what was sent has so many seconds to leave."""
@@ -134,21 +139,28 @@ class Connection:
             AccessDeniedError: it is another user, or does not know the key.
             ClosedError: this client was closed.
         """
-        if self._socket is None and isinstance(self._failure, PeerLostError | AccessDeniedError):
-            self.connect()
+        self.try_again()
         while not self.is_ready:
             self._raise_failure()
             await self._waiters.wait()
 
     @property
     def is_hopeless(self) -> bool:
-        """Say whether no server will come, unless somebody asks for one."""
+        """Say whether no server will come, unless somebody tries again."""
         return self._socket is None
+
+    def try_again(self, at_most_every_s: float = 0.0) -> None:
+        """Connect again to a server that refused this client, unless that was just now."""
+        can_try = self._socket is None and isinstance(self._failure, PeerLostError | AccessDeniedError)
+        if can_try and asyncio.get_running_loop().time() >= self._refused_at + at_most_every_s:
+            self.connect()
 
     async def ask(
         self, session: int, handles: Handles, parts: Sequence[bytes | memoryview], *, wants_answer: bool
     ) -> Asked:
-        """Send a message, once there is room for it.
+        """Send a message, once the server has credit and there is room for it, in the order of the calls.
+
+        Cancelling takes it back, or tells the server.
 
         Args:
             session: when its tensors were sent.
@@ -160,6 +172,7 @@ class Connection:
             PeerLostError: the server went while the tensors were on their way.
         """
         body, *buffers = parts
+        nbytes = sum(map(len, parts))
         while True:
             if not self.is_ready:
                 await self.ready()
@@ -168,24 +181,29 @@ class Connection:
                     f"the server at {self._address.text} was replaced while the tensors of a message were on "
                     "their way to it"
                 )
-            number = self._next_number
+            number, self._next_number = self._next_number, self._next_number + 1
+            asked = Asked(number, asyncio.get_running_loop().create_future() if wants_answer else None)
             header = write(Ask(number, memoryview(body), handles, wants_answer))
-            if not self._unsent and self._open_socket().send([header, *buffers]):
-                break
-            await self._waiters.wait()
-        self._next_number += 1
-        if not wants_answer:
-            return Asked(number, None)
-        future = self._open[number] = asyncio.get_running_loop().create_future()
-        return Asked(number, future)
+            try:
+                if await self._outbox.put([header, *buffers], nbytes, partial(self._expect, asked)):
+                    return asked
+            except BaseException:
+                self.cancel(asked)  # it may have left in this very turn
+                raise
+
+    def _expect(self, asked: Asked) -> None:
+        if asked.answered is not None:
+            self._open[asked.number] = asked.answered
 
     def cancel(self, asked: Asked) -> None:
         """Say that nobody wants an answer any more, unless it has come."""
         if asked.answered is None or self._open.get(asked.number) is not asked.answered:
             return
         del self._open[asked.number]
-        self._unsent.append(write(Cancel(asked.number)))
-        self.has_room()
+        self._notices.post([write(Cancel(asked.number))])
+
+    def _send(self, parts: Sequence[bytes | memoryview], is_retry: bool) -> bool:
+        return self.is_ready and self._open_socket().send(parts, is_retry=is_retry)
 
     # What is heard
 
@@ -210,7 +228,9 @@ class Connection:
     def refused(self, *, is_final: bool) -> None:
         """Give up if the other side will never have us."""
         self._failed_handshakes += 1
-        if is_final or self._failed_handshakes >= _HANDSHAKES:
+        # Without a reason it may be a server that was just killed, or one with other keys.
+        has_keys = zmq.CURVE_SECRETKEY in self._options
+        if is_final or (has_keys and self._failed_handshakes >= _HANDSHAKES):
             self._refuse(
                 AccessDeniedError(
                     f"the server at {self._address.text} and this client do not agree on their keys: give "
@@ -220,32 +240,36 @@ class Connection:
 
     def disconnected(self, descriptor: int) -> None:
         """Note that the server is gone; what it said before still counts."""
-        self._open_socket().read_all()
-        if self._is_introduced:
+        sock = self._open_socket()
+        sock.read_some(_LAST_MESSAGES)
+        if self._socket is sock and self._is_introduced:
             self._lose("it ended, or the connection broke", retry=True)
 
     def has_room(self) -> None:
         """Send what there was no room for."""
-        while self._unsent and self.is_ready and self._open_socket().send([self._unsent[0]]):
-            self._unsent.popleft()
-        if not self._unsent:
-            self._waiters.wake()
+        flush_all(lambda: [one for one in (self._notices, self._outbox) if one])
 
     def message_arrived(self, parts: "list[zmq.Frame]") -> None:
         """Take what the server says."""
         try:
+            if len(parts) > MAX_PARTS:
+                raise ProtocolError(f"it sent a message of more than {MAX_PARTS} parts")
             header = read_from_server(parts[0].buffer)
             match header:
-                case Answer(number, body, handles):
+                case Answer(number, body, handles, taken, taken_bytes):
+                    self._returned(taken, taken_bytes)
                     future = self._answered(number)
                     if future is not None:
                         future.set_result(Answered(handles, [body, *[part.buffer for part in parts[1:]]]))
                     elif handles:
                         self._drop(handles)
-                case Failure(number, type_name, text):
+                case Failure(number, type_name, text, taken, taken_bytes):
+                    self._returned(taken, taken_bytes)
                     future = self._answered(number)
                     if future is not None:
                         future.set_exception(RemoteError(f"{type_name}: {text}", type_name=type_name))
+                case Taken(messages, nbytes):
+                    self._returned(messages, nbytes)
                 case ServerHello():
                     self._welcome(header)
                 case Farewell(""):
@@ -262,9 +286,19 @@ class Connection:
         self._pid, self.leads_to = hello.pid, hello.receiver
         if hello.version != VERSION:
             raise ProtocolError(f"it speaks version {hello.version}, this client speaks {VERSION}")
+        self._outbox.window = Window(hello.max_waiting, hello.max_waiting_bytes)
         self.is_ready = True
         self._waiters.wake()
         self._changed()
+
+    def _returned(self, messages: int, nbytes: int) -> None:
+        """Send what waited for credit."""
+        window = self._outbox.window
+        if window is None:
+            raise ProtocolError("it answered before it introduced itself")
+        window.taken(messages, nbytes)
+        if self._outbox:
+            self._outbox.flush(is_retry=False)
 
     def _answered(self, number: int) -> "asyncio.Future[Answered] | None":
         """Find who waits for an answer, or None if it was given up in the meantime."""
@@ -285,12 +319,14 @@ class Connection:
         self.session += self.is_ready
         self._end(error)
         logger.log(logging.WARNING if lost else logging.INFO, "%s; %s messages get no answer", error, lost)
+        self._refused_at = asyncio.get_running_loop().time()
         if retry:
             self.connect()
         self._changed()
 
     def _refuse(self, error: AccessDeniedError) -> None:
         logger.error("%s", error)
+        self._refused_at = asyncio.get_running_loop().time()
         self._end(error)
         self._changed()
 
@@ -302,11 +338,14 @@ class Connection:
         self._failure = error
         self._pid = None
         self._next_number = 0
-        self._unsent.clear()
+        self._outbox.window = None
         lost, self._open = self._open, {}
         for future in lost.values():
             if not future.done():
                 future.set_exception(again(error))
+        # Those that had not left wait for the next server, and get no error here.
+        self._notices.clear()
+        self._outbox.clear()
         self._waiters.wake()
 
     def _raise_failure(self) -> None:

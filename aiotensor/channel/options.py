@@ -16,7 +16,7 @@ Key: TypeAlias = str | bytes
 _KEY_BYTES = 32
 
 # By default, where only silence tells that the other side is gone: within a second, as everywhere.
-_HEARTBEAT_INTERVAL_S, _HEARTBEAT_TIMEOUT_S = 0.3, 0.9
+_HEARTBEAT_INTERVAL_S, _HEARTBEAT_TIMEOUT_S = 0.25, 0.65
 
 
 class Address(NamedTuple):
@@ -35,13 +35,14 @@ class Address(NamedTuple):
     options: Mapping[int, int]
 
 
-def parse(address: str, *, has_keys: bool, how: str) -> Address:
+def parse(address: str, *, has_keys: bool, how: str, is_client: bool = False) -> Address:
     """Read an address, and refuse one where anybody could connect.
 
     Args:
         address: ``ipc://`` and an absolute path, or ``tcp://`` with a host and a port.
         has_keys: whether keys keep others out.
         how: the keywords that give them.
+        is_client: whether it is to connect there.
 
     Raises:
         TypeError: it is no text.
@@ -65,6 +66,8 @@ def parse(address: str, *, has_keys: bool, how: str) -> Address:
         )
     if port is None:
         raise ValueError(f"the address {address!r} names no port: write, for example, tcp://127.0.0.1:5555")
+    if is_client and (host == "*" or port == 0):
+        raise ValueError(f"the address {address!r} names no server to connect to: write its host and port")
     is_local = _is_loopback(host)
     if not is_local and not has_keys:
         raise ValueError(

@@ -9,8 +9,9 @@ import anyio
 
 from aiotensor.channel.clients import Asked
 from aiotensor.errors import ClosedError, UsageError
+from aiotensor.placements import QUICK_BYTES
 
-__all__ = ["Answerer", "Request"]
+__all__ = ["Answerer", "Request", "text_of"]
 
 logger = logging.getLogger("aiotensor.channel")
 
@@ -36,7 +37,8 @@ class Request(Generic[M]):
             async with request:
                 await request.reply(await work(request.message))
 
-    The block is cancelled when the client gives up, an exception in it goes to the client as `RemoteError`
+    The block is cancelled when the client gives up (as a scope of anyio is: cleaning up that waits needs
+    ``anyio.CancelScope(shield=True)``), an exception in it goes to the client as `RemoteError`
     and is logged, and leaving it without an answer is such an error too. Afterwards the message, with its
     tensors, is gone. A request that is dropped without an answer fails in the same way when it is freed.
 
@@ -53,7 +55,7 @@ class Request(Generic[M]):
     def message(self) -> M:
         """What the client sent, with its tensors in place."""
         if self._message is None:
-            raise UsageError("this request's block has ended, and its message with it")
+            raise UsageError("this request was answered, or its block has ended: its message is gone")
         return self._message
 
     @property
@@ -71,6 +73,9 @@ class Request(Generic[M]):
 
         Nobody wants an answer to a message that was sent by `send`, or whose client has cancelled it or is
         gone: then this does nothing.
+
+        Afterwards the message is gone here, so that the shared memory of its tensors does not wait for the
+        next one; keep what you still need of it.
 
         Args:
             answer: of the client's `reply_type`, with tensors and arrays anywhere in it. They may change when
@@ -91,10 +96,15 @@ class Request(Generic[M]):
         """
         self._answer_once()
         try:
-            return await self._answerer.answer(self._asked, answer)
+            was_wanted = await self._answerer.answer(self._asked, answer)
         except BaseException:
             self._is_answered = not self._asked.is_wanted
             raise
+        if (
+            self._asked.nbytes <= QUICK_BYTES
+        ):  # giving more back to the system takes a while, and is the caller's
+            self._message = None
+        return was_wanted
 
     async def fail(self, error: BaseException | str) -> bool:
         """Tell the client that there is no answer, and return whether it still wanted one.
@@ -153,4 +163,12 @@ class Request(Generic[M]):
             return self._answerer.fail(self._asked, "Exception", error)
         if isinstance(error, asyncio.CancelledError):
             return self._answerer.fail(self._asked, "CancelledError", "the server's handler was cancelled")
-        return self._answerer.fail(self._asked, type(error).__name__, str(error))
+        return self._answerer.fail(self._asked, type(error).__name__, text_of(error))
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an error, which is code of whoever made it."""
+    try:
+        return str(error)
+    except Exception as another:  # noqa: BLE001 - whatever it is, the client is to have an answer
+        return f"(its text cannot be shown: {type(another).__name__})"

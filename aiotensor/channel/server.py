@@ -13,16 +13,15 @@ import anyio
 import torch
 
 from aiotensor.channel import options
-from aiotensor.channel.clients import Asked, Client, Clients, State
+from aiotensor.channel.clients import Asked, Client, Clients, Limits, State
 from aiotensor.channel.endpoint import Endpoint
 from aiotensor.channel.options import Key
 from aiotensor.channel.parcels import Loans, pack, unpack
-from aiotensor.channel.request import Request
+from aiotensor.channel.request import Request, text_of
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import AioTensorError, ClosedError, ProtocolError, UsageError
 from aiotensor.gates import Waiters
 from aiotensor.home import FreedItems, Home
-from aiotensor.protocol.exchange import Answer, write
 from aiotensor.receiver import TensorReceiver
 from aiotensor.sender import TensorSender
 from aiotensor.types import ServerStatistics
@@ -51,16 +50,18 @@ class MessageServer(Generic[M]):
         sender: an open sender to the receiver of a client, by which the tensors of answers to that client go;
             for several clients, several senders. Without one they travel in the answer.
         max_clients: the most clients connected at once; None for no limit.
-        max_waiting: the most messages that wait here to be taken. Beyond it nothing is read, also no
-            cancelling, and clients wait once `high_water_mark` messages more are on their way.
-        max_waiting_bytes: the most bytes of these messages, not counting what came by senders.
+        max_waiting: the most messages of each client that wait here to be taken; it sends no more until some
+            were.
+        max_waiting_bytes: after how many bytes of these messages a client sends no more, not counting what
+            came by senders.
         high_water_mark: the most messages that ZeroMQ keeps, in each direction, for each client.
         max_part_bytes: the largest part of a message that is read: its body, or one tensor that travels in
             it; None for no limit. A client that exceeds it loses its connection.
         heartbeat_interval_s: how often, in seconds, a silent client is asked whether it is there.
         heartbeat_timeout_s: after how many seconds without an answer to that it is lost. On this machine the
             kernel says at once when a process has ended, so there are heartbeats only if one of these two is
-            given; to others they are 0.3 and 0.9 by default.
+            given; to others they are 0.25 and 0.65 by default. The largest part of a message must travel in
+            less time than the timeout: raise it for large tensors on a slow network.
         secret_key: this server's CURVE key, without which it listens on this machine alone.
         client_keys: the public keys of the clients that may connect then.
         linger_s: how long `aclose` waits, in seconds, until answers have left.
@@ -79,8 +80,8 @@ class MessageServer(Generic[M]):
         receiver: TensorReceiver | None = None,
         sender: TensorSender | Sequence[TensorSender] = (),
         max_clients: int | None = 64,
-        max_waiting: int = 256,
-        max_waiting_bytes: int = 256 << 20,
+        max_waiting: int = 64,
+        max_waiting_bytes: int = 64 << 20,
         high_water_mark: int = 16,
         max_part_bytes: int | None = 1 << 30,
         heartbeat_interval_s: float | None = None,
@@ -97,16 +98,15 @@ class MessageServer(Generic[M]):
         )
         self._endpoint = Endpoint(parsed, {**limits, **keys}, allowed)
         self._linger_s = options.seconds("linger_s", linger_s)
-        self._max_waiting = options.positive("max_waiting", max_waiting)
-        self._max_waiting_bytes = options.positive("max_waiting_bytes", max_waiting_bytes)
         self._receiver = receiver
         self._senders = (sender,) if isinstance(sender, TensorSender) else tuple(sender)
         self._decoder: TensorDecoder[M] = TensorDecoder(message_type)
-        self._clients = Clients(
+        allowance = Limits(
             None if max_clients is None else options.positive("max_clients", max_clients),
-            "" if receiver is None else receiver.id,
-            self,
+            options.positive("max_waiting", max_waiting),
+            options.positive("max_waiting_bytes", max_waiting_bytes),
         )
+        self._clients = Clients(allowance, "" if receiver is None else receiver.id, self)
         self._ready: deque[Asked] = deque()  # with all their tensors here
         self._found: dict[Asked, list[torch.Tensor]] = {}  # taken, but not decoded yet
         self._arriving: dict[Asked, asyncio.Task[None]] = {}
@@ -186,6 +186,10 @@ class MessageServer(Generic[M]):
             try:
                 async with request:
                     await request.reply(await handler(request.message))
+            except asyncio.CancelledError:
+                # That of a handler which waited for something cancelled must not end the others; if it is
+                # that # of this function, this was all there was to do.
+                return
             finally:
                 if turns is not None:
                     turns.release()
@@ -205,11 +209,11 @@ class MessageServer(Generic[M]):
         self._home.check_place()
         return ServerStatistics(
             clients=len(self._clients),
-            max_clients=self._clients.max_clients,
+            max_clients=self._clients.limits.clients,
             waiting=self._waiting,
-            max_waiting=self._max_waiting,
+            max_waiting=self._clients.limits.waiting,
             waiting_bytes=self._waiting_bytes,
-            max_waiting_bytes=self._max_waiting_bytes,
+            max_waiting_bytes=self._clients.limits.waiting_bytes,
             in_hand=len(self._in_hand),
             messages_received=self._received,
             answers=self._answers,
@@ -229,10 +233,8 @@ class MessageServer(Generic[M]):
         was_open, self._home.is_closed = self._home.is_open, True
         if not was_open:
             return
-        for asked in [*self._ready, *self._arriving]:
-            if not asked.wants_answer:
-                self._stop_waiting(asked)
         self._clients.say_farewell()
+        self._in_hand.clear()
         self._waiters.wake()
         await self._endpoint.close(self._linger_s)
 
@@ -243,8 +245,6 @@ class MessageServer(Generic[M]):
         self._received += 1
         self._waiting += 1
         self._waiting_bytes += asked.nbytes
-        if self._waiting >= self._max_waiting or self._waiting_bytes >= self._max_waiting_bytes:
-            self._clients.socket.pause()
         if not asked.handles:
             self._make_ready(asked)
         elif self._receiver is None:
@@ -260,16 +260,25 @@ class MessageServer(Generic[M]):
         if state is State.WAITING:
             self._stop_waiting(asked)
         else:
-            request = None if asked.taken is None else asked.taken()
+            request = None if asked.request is None else asked.request()
             self._let_go(asked)
             if isinstance(request, Request):
                 request._cancel()
+
+    def is_in_vain(self, asked: Asked) -> bool:
+        """Say whether a message waits for tensors of a sender that has never been here."""
+        receiver = self._receiver
+        return (
+            asked in self._arriving
+            and receiver is not None
+            and not all(receiver._knows(handle.sender) for handle in asked.handles)
+        )
 
     async def _await_tensors(self, asked: Asked, receiver: TensorReceiver) -> None:
         try:
             for handle in asked.handles:
                 await receiver.arrived(handle)
-        except (AioTensorError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is told and logged
             self._refuse(asked, error)
         else:
             self._make_ready(asked)
@@ -296,7 +305,7 @@ class MessageServer(Generic[M]):
                     self._ready.appendleft(asked)
                     self._waiters.wake()
                 raise
-        except (AioTensorError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - the type of messages is the user's
             self._refuse(asked, error)
             return None
         if asked.state is not State.WAITING:
@@ -305,7 +314,7 @@ class MessageServer(Generic[M]):
         asked.state = State.IN_HAND
         self._in_hand.add(asked)
         request = Request(asked, message, self)
-        asked.taken = weakref.ref(request, lambda _: self._dropped(asked))
+        asked.request = weakref.ref(request, lambda _: self._dropped(asked))
         return request
 
     def _take_tensors(self, asked: Asked) -> list[torch.Tensor]:
@@ -316,11 +325,12 @@ class MessageServer(Generic[M]):
     def _refuse(self, asked: Asked, error: Exception) -> None:
         """Tell a client that its message cannot be taken."""
         if asked.state is State.WAITING:
-            if isinstance(error, ProtocolError):
-                logger.error("a message of process %s is refused: %s", asked.client.pid, str(error))
+            unforeseen = None if isinstance(error, AioTensorError | ValueError) else error
+            pid, text = asked.client.pid, text_of(error)
+            logger.error("a message of process %s is refused: %s", pid, text, exc_info=unforeseen)
             self._stop_waiting(asked)
             self._failures += 1
-            self._clients.fail(asked, type(error).__name__, str(error))
+            self._clients.fail(asked, type(error).__name__, text)
 
     def _stop_waiting(self, asked: Asked) -> None:
         """Let go of a message that waits."""
@@ -338,9 +348,7 @@ class MessageServer(Generic[M]):
     def _count_out(self, asked: Asked) -> None:
         self._waiting -= 1
         self._waiting_bytes -= asked.nbytes
-        asked.parts = []
-        if self._waiting < self._max_waiting and self._waiting_bytes < self._max_waiting_bytes:
-            self._clients.socket.resume()
+        self._clients.take(asked)
 
     # Answering
 
@@ -376,8 +384,7 @@ class MessageServer(Generic[M]):
         try:
             loan = self._loans.lend(parcel.parts)
             body, *buffers = parcel.parts
-            header = write(Answer(asked.number, memoryview(body), handles))
-            was_wanted = await self._clients.answer(asked, [header, *buffers])
+            was_wanted = await self._clients.answer(asked, body, buffers, handles)
         finally:
             if sender is not None and handles and not was_wanted:
                 with suppress(ClosedError):
@@ -399,8 +406,9 @@ class MessageServer(Generic[M]):
 
     def _let_go(self, asked: Asked) -> None:
         """Note that a message needs nothing more."""
-        asked.taken = None
+        asked.request = None
         self._in_hand.discard(asked)
+        self._clients.end(asked)
 
     def _requests_dropped(self, dropped: list[Asked]) -> None:
         """Answer for whoever dropped a request without an answer."""

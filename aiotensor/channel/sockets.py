@@ -6,17 +6,24 @@ something has changed, and says it once, so whoever hears it has to look until t
 """
 
 import asyncio
+import contextlib
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 import zmq
 
+from aiotensor.links.records import close_after_fork
+from aiotensor.protocol.frames import MAX_TENSORS
 from aiotensor.worker import Worker
 
-__all__ = ["LoopSocket", "PeerGoneError", "SocketEvents", "end"]
+__all__ = ["MAX_PARTS", "LoopSocket", "PeerGoneError", "SocketEvents", "end"]
 
 _Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+
+# Of one message: an identity, a header, and as many buffers as a message has tensors.
+MAX_PARTS = MAX_TENSORS + 2
 
 _MESSAGES_A_TURN = 64  # then other callbacks of the loop have their turn
 
@@ -24,6 +31,8 @@ _MESSAGES_A_TURN = 64  # then other callbacks of the loop have their turn
 _LAST = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _POLLIN = int(zmq.POLLIN)
+
+_TRY_AGAIN_S = 0.05  # while there is no room: how long a peer waits at most whose word of it was missed
 
 _EVENT = struct.Struct("=HI")  # which, and a number that goes with it
 _DENIED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -45,7 +54,7 @@ class SocketEvents(Protocol):
     """What the owner of a socket wants to be told."""
 
     def message_arrived(self, parts: "list[zmq.Frame]") -> None:
-        """Take a message."""
+        """Take a message; of one with more than `MAX_PARTS`, the beginning."""
 
     def connected(self, descriptor: int) -> None:
         """Note that a connection was made, by its descriptor here; the handshake follows."""
@@ -60,7 +69,20 @@ class SocketEvents(Protocol):
         """Note that a connection is gone."""
 
     def has_room(self) -> None:
-        """Note that what could not be sent before may be sent now."""
+        """Note that what could not be sent before may be sent now; try until nothing more goes."""
+
+
+class _InChild:
+    """A descriptor of ZeroMQ: a forked child that has it would hide our death from the other side."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        close_after_fork(self)
+
+    def close(self) -> None:
+        """Close the child's copy."""
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
 
 
 class LoopSocket:
@@ -71,6 +93,9 @@ class LoopSocket:
         kind: of the socket, `zmq.DEALER` or `zmq.ROUTER`.
         options: to set on it, by their numbers.
         events: who is told.
+
+    Raises:
+        zmq.ZMQError: the process has no descriptors left.
     """
 
     def __init__(
@@ -78,18 +103,29 @@ class LoopSocket:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._events = events
+        self._is_closed = self._is_scheduled = self._was_full = False
+        self._net: asyncio.TimerHandle | None = None
+        self._drops = False  # the rest of a message of too many parts
+        self._connections: dict[int, _InChild] = {}  # by their descriptors
         self._socket = context.socket(kind)
-        self._socket.linger = 0
-        for option, value in options.items():
-            self._socket.set(option, value)
-        self._monitor = self._socket.get_monitor_socket(_WATCHED)
+        try:
+            self._socket.linger = 0
+            for option, value in options.items():
+                self._socket.set(option, value)
+            self._monitor = self._socket.get_monitor_socket(_WATCHED)
+        except BaseException:
+            self._socket.close(0)
+            raise
         self._descriptors = int(self._socket.get(zmq.FD)), int(self._monitor.get(zmq.FD))
-        self._is_closed = self._is_paused = self._is_scheduled = self._was_full = False
         for descriptor, look in zip(self._descriptors, (self._look, self.look_for_events), strict=True):
             self._loop.add_reader(descriptor, look)
 
     def connect(self, address: str) -> None:
-        """Begin to connect, and go on until it succeeds."""
+        """Begin to connect, and go on until it succeeds.
+
+        Raises:
+            zmq.ZMQError: nobody can.
+        """
         self._socket.connect(address)
         self._begin()
 
@@ -107,10 +143,14 @@ class LoopSocket:
         """The address where it listens; says which port a wildcard became."""
         return bytes(self._socket.get(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
 
-    def send(self, parts: Sequence[bytes | memoryview]) -> bool:
+    def send(self, parts: Sequence[bytes | memoryview], *, is_retry: bool = False) -> bool:
         """Hand over a message if there is room for it, and say whether there was.
 
         Large parts are not copied: their memory must not change until ZeroMQ lets go of them.
+
+        Args:
+            parts: of the message.
+            is_retry: whether this is called from `has_room`, which looks after itself.
 
         Raises:
             PeerGoneError: its receiver is not connected; only a ROUTER knows.
@@ -120,43 +160,42 @@ class LoopSocket:
             for number, part in enumerate(parts):
                 send(part, _LAST if number == last else _MORE, copy=len(part) < zmq.COPY_THRESHOLD)
         except zmq.Again:
+            # It was the first part: after that there is room for the others.
             self._was_full = True
-            return False  # and it was the first part: after that there is room for the others
+            if not is_retry:
+                self._look_soon()
+            return False
         except zmq.ZMQError as error:
+            self._look_soon()
             if error.errno == zmq.EHOSTUNREACH:
                 raise PeerGoneError from error
             raise
-        # Sending takes in all that the socket was to be told; its descriptor does not say that again.
-        if self._was_full or _is_readable(self._socket):
+        # Trying takes in all that the socket was to be told; its descriptor does not say that again.
+        if not is_retry and (self._was_full or _is_readable(self._socket)):
             self._look_soon()
         return True
 
-    def pause(self) -> None:
-        """Leave messages where they are; what is sent goes on."""
-        self._is_paused = True
-
-    def resume(self) -> None:
-        """Read messages again."""
-        if self._is_paused:
-            self._is_paused = False
-            self._look_soon()
-
-    def read_all(self) -> None:
-        """Take in what has arrived by now."""
-        while not self._is_closed and _is_readable(self._socket):
-            self._events.message_arrived(self._receive())
+    def read_some(self, count: int) -> None:
+        """Take in what has arrived by now, but no more than so many messages."""
+        for _ in range(count):
+            if self._is_closed or not _is_readable(self._socket):
+                break
+            self._read_one()
+        self._look_soon()
 
     def look_for_events(self) -> None:
         """Tell of what has become of connections by now."""
         while not self._is_closed and _is_readable(self._monitor):
             event, value = _EVENT.unpack(self._monitor.recv_multipart(_LAST)[0])
             if event & (zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED):
+                self._connections[value] = _InChild(value)
                 self._events.connected(value)
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._events.handshaken()
             elif event & (_DENIED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
                 self._events.refused(is_final=bool(event & _DENIED))
             elif event == zmq.EVENT_DISCONNECTED:
+                self._connections.pop(value, None)
                 self._events.disconnected(value)
 
     def close(self, linger_s: float = 0.0) -> None:
@@ -166,6 +205,9 @@ class LoopSocket:
         self._is_closed = True
         for descriptor in self._descriptors:
             self._loop.remove_reader(descriptor)
+        self._connections.clear()
+        if self._net is not None:
+            self._net.cancel()
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(int(linger_s * 1000))
@@ -175,11 +217,20 @@ class LoopSocket:
         self._look_soon()
         self._loop.call_soon(self.look_for_events)
 
-    def _receive(self) -> "list[zmq.Frame]":
-        parts = [self._socket.recv(_LAST, copy=False)]
-        while parts[-1].more:
-            parts.append(self._socket.recv(_LAST, copy=False))
-        return parts
+    def _read_one(self) -> None:
+        """Read a message, or some of the rest of one that has too many parts."""
+        parts: list[zmq.Frame] = []
+        for _ in range(MAX_PARTS + 1):
+            part = self._socket.recv(_LAST, copy=False)
+            if not self._drops:
+                parts.append(part)
+            if not part.more:
+                self._drops = False
+                break
+        else:
+            self._drops = True
+        if parts:
+            self._events.message_arrived(parts)
 
     def _look_soon(self) -> None:
         if not self._is_scheduled:
@@ -189,15 +240,32 @@ class LoopSocket:
     def _look(self) -> None:
         self._is_scheduled = False
         for _ in range(_MESSAGES_A_TURN):
-            # Also while it is paused: only asking makes the descriptor quiet again.
-            if self._is_closed or not _is_readable(self._socket) or self._is_paused:
+            if self._is_closed or not _is_readable(self._socket):
                 break
-            self._events.message_arrived(self._receive())
+            self._read_one()
         else:
             self._look_soon()
-        if self._was_full and not self._is_closed:
+        if self._was_full:
+            self._try_again()
+
+    def _try_again(self) -> None:
+        """Send what there was no room for; asking ZeroMQ for anything may take in the word of room."""
+        for _ in range(2):
+            if not self._was_full or self._is_closed:
+                return
             self._was_full = False
             self._events.has_room()
+            if not self._is_closed and _is_readable(self._socket):
+                self._look_soon()
+                return
+        if self._was_full and self._net is None:
+            # Should that word have been taken in after the last try, nothing would say it again.
+            self._net = self._loop.call_later(_TRY_AGAIN_S, self._caught)
+
+    def _caught(self) -> None:
+        self._net = None
+        if not self._is_closed:
+            self._look()
 
 
 async def end(context: _Context) -> None:

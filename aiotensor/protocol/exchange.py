@@ -3,15 +3,20 @@
     client                                   server
       | ClientHello(version, pid, receiver)     |   once, first
       | --------------------------------------> |
-      |     ServerHello(version, pid, receiver) |   once, first; the client asks nothing before it
+      |        ServerHello(version, pid, limits)|   once, first; the client asks nothing before it
       | <-------------------------------------- |
       | Ask(number, body, handles, ...)         |
       | Cancel(number)                          |   nobody wants the answer any more
       | --------------------------------------> |
-      |           Answer(number, body, handles) |
-      |        Failure(number, type_name, text) |   or: there will be no answer
+      |      Answer(number, body, handles, ...) |
+      |   Failure(number, type_name, text, ...) |   or: there will be no answer
+      |                   Taken(messages, bytes)|   credit comes back
       |                       Farewell(reason)  |   nothing follows
       | <-------------------------------------- |
+
+The server reads whatever comes, and says at first how many messages, and how many bytes of them, a client may
+have waiting there. It counts what of them was taken, or needs no taking any more, from the beginning of the
+connection, and says so in every answer, or by itself when half of that credit was taken since it last did.
 
 One of these is the first part of what travels, a *header*. The buffers beside the body of an `Ask` or an
 `Answer` follow it, each a part of its own. `handles` name the tensors of the message that travel by a sender;
@@ -37,6 +42,7 @@ __all__ = [
     "FromClient",
     "FromServer",
     "ServerHello",
+    "Taken",
     "failure",
     "read_from_client",
     "read_from_server",
@@ -61,15 +67,17 @@ class ClientHello(msgspec.Struct, frozen=True, array_like=True, tag="client"):
 
 
 class ServerHello(msgspec.Struct, frozen=True, array_like=True, tag="server"):
-    """Answer a `ClientHello`, and name the receiver that tensors of messages go to; "" for none."""
+    """Answer a `ClientHello`: name the receiver of tensors, "" for none, and what may wait to be taken."""
 
     version: int
     pid: Number
     receiver: _Id = ""
+    max_waiting: Annotated[int, msgspec.Meta(ge=1)] = 1
+    max_waiting_bytes: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """Send a message. Numbers count up for each connection, from 0."""
+    """Send a message. Numbers count up for each connection, but some may be left out."""
 
     number: Number
     body: memoryview
@@ -89,6 +97,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     number: Number
     body: memoryview
     handles: _Handles = ()
+    taken: Number = 0
+    taken_bytes: Number = 0
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
@@ -97,6 +107,15 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
     number: Number
     type_name: _Id
     text: _Text
+    taken: Number = 0
+    taken_bytes: Number = 0
+
+
+class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
+    """Give credit back, by what was taken of the connection's messages in all."""
+
+    messages: Number
+    bytes: Number
 
 
 class Farewell(msgspec.Struct, frozen=True, array_like=True, tag="farewell"):
@@ -106,7 +125,7 @@ class Farewell(msgspec.Struct, frozen=True, array_like=True, tag="farewell"):
 
 
 FromClient = ClientHello | Ask | Cancel
-FromServer = ServerHello | Answer | Failure | Farewell
+FromServer = ServerHello | Answer | Failure | Taken | Farewell
 
 T = TypeVar("T")
 
@@ -115,11 +134,11 @@ _from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(From
 _from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
 
 
-def failure(number: int, type_name: str, text: str) -> Failure:
+def failure(number: int, type_name: str, text: str, taken: int = 0, taken_bytes: int = 0) -> Failure:
     """Make a `Failure` that can travel, whatever an error says of itself."""
     # A lone surrogate cannot be encoded, and an error may well hold a path that has one.
     plain = text[:_MAX_TEXT].encode(errors="backslashreplace").decode()[:_MAX_TEXT]
-    return Failure(number, type_name[:_MAX_NAME], plain)
+    return Failure(number, type_name[:_MAX_NAME], plain, taken, taken_bytes)
 
 
 def write(header: FromClient | FromServer) -> bytes:

@@ -143,6 +143,11 @@ class Mailbox(Generic[T]):
         record.ended.keep_last(_REMEMBERED_RANGES)  # each connection may leave a gap
         return self._claims.of_sender(sender) if first else []
 
+    def has_joined(self, sender: str) -> bool:
+        """Say whether a sender has introduced itself, as far back as that is remembered."""
+        record = self._senders.get(sender)
+        return record is not None and record.joined
+
     def expects(self, sender: str, message: int) -> bool:
         """Say whether a tensor of this message would be filed, or dropped because the message has ended.
 

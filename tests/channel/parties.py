@@ -111,7 +111,10 @@ class Channel:
             # What no statistics tell.
             "messages whose tensors arrive": len(self.server._arriving),
             "messages taken halfway": len(self.server._found),
-            "cancels that have not left": sum(len(one._unsent) for one in self.client._connections),
+            "messages of clients": sum(len(one.asked) for one in self.server._clients._clients.values()),
+            "cancels that have not left": sum(
+                len(one._outbox) + len(one._notices) for one in self.client._connections
+            ),
         }
         return {name: amount for name, amount in held.items() if amount}
 

@@ -1,0 +1,138 @@
+"""What is on its way to one peer, in order, for as long as ZeroMQ has no room for it."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from aiotensor.protocol.window import Window
+
+__all__ = ["Letter", "Outbox", "flush_all"]
+
+Parts: TypeAlias = Sequence[bytes | memoryview]
+
+
+class Letter:
+    """A message that waits to leave.
+
+    Args:
+        parts: of the message.
+        nbytes: what it counts.
+        on_sent: called when it leaves.
+        gone: says in the end whether it left.
+    """
+
+    __slots__ = ("gone", "nbytes", "on_sent", "parts")
+
+    def __init__(
+        self,
+        parts: Parts,
+        nbytes: int = 0,
+        on_sent: Callable[[], object] = lambda: None,
+        gone: "asyncio.Future[bool] | None" = None,
+    ) -> None:
+        self.parts = parts
+        self.nbytes = nbytes
+        self.on_sent = on_sent
+        self.gone = gone
+
+
+class Outbox:
+    """Send messages in order; belongs to the running loop.
+
+    Args:
+        send: hands a message over, and says whether there was room; the second argument is whether it is a
+            retry.
+        window: how much the peer takes, if that is limited.
+    """
+
+    def __init__(self, send: Callable[[Parts, bool], bool], window: Window | None = None) -> None:
+        self.window = window
+        self._hand_over = send
+        self._letters: deque[Letter] = deque()
+
+    def __len__(self) -> int:
+        return len(self._letters)
+
+    def post(self, parts: Parts) -> None:
+        """Send a message now, or when there is room."""
+        if self._letters or not self._send(parts, 0, is_retry=False):
+            self._letters.append(Letter(parts))
+
+    async def put(self, parts: Parts, nbytes: int = 0, on_sent: Callable[[], object] = lambda: None) -> bool:
+        """Send a message as soon as there is room, and say whether it left; not if the peer went first.
+
+        Cancelling takes it back, if it is still here.
+
+        Args:
+            parts: of the message.
+            nbytes: what it counts in the window.
+            on_sent: called when it leaves.
+        """
+        if not self._letters and self._send(parts, nbytes, is_retry=False):
+            on_sent()
+            return True
+        gone: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        letter = Letter(parts, nbytes, on_sent, gone)
+        self._letters.append(letter)
+        try:
+            return await gone
+        except BaseException:
+            self.withdraw(letter)
+            raise
+
+    def withdraw(self, letter: Letter) -> bool:
+        """Take a letter back, and say whether it was still here."""
+        try:
+            self._letters.remove(letter)
+        except ValueError:
+            return False
+        _settle(letter, was_sent=False)
+        return True
+
+    def flush(self, *, is_retry: bool) -> bool:
+        """Send what there is room for, and say whether that was anything."""
+        before = len(self._letters)
+        while self._letters:
+            letter = self._letters[0]
+            if not self._send(letter.parts, letter.nbytes, is_retry=is_retry):
+                break
+            # Unless sending found that the peer is gone, and the outbox was cleared.
+            if self._letters and self._letters[0] is letter:
+                self._letters.popleft()
+                letter.on_sent()
+                _settle(letter, was_sent=True)
+        return len(self._letters) < before
+
+    def _send(self, parts: Parts, nbytes: int, *, is_retry: bool) -> bool:
+        window = self.window
+        if window is not None and not window.is_open:
+            return False
+        was_sent = self._hand_over(parts, is_retry)
+        if was_sent and window is not None:
+            window.sent(nbytes)
+        return was_sent
+
+    def clear(self) -> None:
+        """Send nothing of what waits: the peer is gone."""
+        letters, self._letters = self._letters, deque()
+        for letter in letters:
+            _settle(letter, was_sent=False)
+
+
+def _settle(letter: Letter, *, was_sent: bool) -> None:
+    letter.parts = ()
+    if letter.gone is not None and not letter.gone.done():
+        letter.gone.set_result(was_sent)
+
+
+def flush_all(outboxes: Callable[[], list[Outbox]]) -> None:
+    """Send what there is room for, to everybody.
+
+    A try may take in that another peer has room, which nothing says again; the second of two rounds in which
+    nothing goes finds that.
+    """
+    idle = 0
+    while idle < 2 and (waiting := outboxes()):
+        went = [outbox.flush(is_retry=True) for outbox in waiting]
+        idle = 0 if any(went) else idle + 1
