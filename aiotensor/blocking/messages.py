@@ -5,6 +5,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
+import anyio
+
 import aiotensor
 from aiotensor import channel
 from aiotensor.blocking.portal import BlockingObject
@@ -151,7 +153,15 @@ class Request(Generic[M]):
         Raises:
             TimeoutError: it took longer than that.
         """
-        return self._server._wait(self._inner.reply, answer, timeout=timeout)
+        return self._server._wait(self._reply, answer, timeout=timeout)
+
+    async def _reply(self, answer: object) -> bool:
+        # Whom nobody wants any more might wait for a permit that never comes.
+        with anyio.CancelScope() as self._inner._scope:
+            return await self._inner.reply(answer)
+        if self._server._is_closed:
+            raise ClosedError("this MessageServer was closed")
+        return False
 
     def fail(self, error: BaseException | str) -> bool:
         """Tell the client that there is no answer, and return whether it still wanted one."""

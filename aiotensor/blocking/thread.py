@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+import anyio
+import anyio.to_thread
 import zmq.utils.garbage  # noqa: F401 - what it does at exit is to come after what is done here
 
 from aiotensor.worker import no_thread
@@ -23,6 +25,7 @@ __all__ = ["Call", "Loop", "borrow", "give_back"]
 
 R = TypeVar("R")
 
+_GLANCE_S = 0.25  # at signals
 _PATIENCE_S = 1.0  # with the loop, when the interpreter ends
 
 
@@ -73,8 +76,10 @@ class Call(Generic[R]):
         self._wait()
 
     def _wait(self) -> None:
-        if not self._has_ended:
-            self._end.acquire()
+        # A signal that comes just before, or to another thread, interrupts no wait: it has to be looked for.
+        is_main = threading.current_thread() is threading.main_thread()
+        while not self._has_ended:
+            self._end.acquire(timeout=_GLANCE_S if is_main else -1)
 
     # In the loop
 
@@ -164,7 +169,7 @@ class Loop:
                 self._thread.join()
 
     def halt(self) -> None:
-        """Make the thread stand still for good; returns when it does, or does not within a second.
+        """Make the thread stand still for good, and those that work for it; within about a second.
 
         While the interpreter is taken apart, threads go on until they ask for it, and are ended then. One
         that is in C++ code, such as that of torch, takes the process with it.
@@ -172,16 +177,20 @@ class Loop:
         self._is_halted = True
         if self._loop is None:
             return
-        stands = threading.Event()
+        stands, never = threading.Event(), threading.Lock()
+        never.acquire()
 
-        def stand() -> None:
+        async def stand() -> None:
+            # Who has all the tokens knows that no worker has one.
+            workers = anyio.to_thread.current_default_thread_limiter()
+            with anyio.move_on_after(_PATIENCE_S):
+                for token in range(int(workers.total_tokens)):
+                    await workers.acquire_on_behalf_of(token)
             stands.set()
-            never = threading.Lock()
-            never.acquire()
             never.acquire()
 
-        self._loop.call_soon_threadsafe(stand)
-        stands.wait(_PATIENCE_S)
+        self.begin(Call(stand))
+        stands.wait(2 * _PATIENCE_S)
 
     def _run(self) -> None:
         runner = asyncio.Runner()

@@ -267,7 +267,8 @@ class MessageClient(Generic[R]):
             if ready:
                 return min(ready)[1]
             if all(connection.is_hopeless for connection in self._connections):
-                return 0  # asking it says why, or tries again
+                # Asking one says why, or that it has changed its mind; the one that said so longest ago.
+                return min(range(len(self._connections)), key=lambda one: self._connections[one].refused_at)
             await self._changes.wait()
             self._home.check()
 

@@ -110,7 +110,7 @@ class Connection:
         self._notices = Outbox(self._send)  # what needs no credit
         self._failed_handshakes = 0
         self._is_introduced = False
-        self._refused_at = 0.0
+        self.refused_at = 0.0
         self._failure: AioTensorError | None = None  # why there is no socket
         self._socket: LoopSocket | None = None
 
@@ -123,7 +123,7 @@ class Connection:
             self._socket.connect(self._address.text)
         except zmq.ZMQError as error:
             self._end(PeerLostError(f"nobody can connect to {self._address.text}: {error.strerror}"))
-            self._refused_at = asyncio.get_running_loop().time()
+            self.refused_at = asyncio.get_running_loop().time()
 
     def close(self, error: AioTensorError, linger_s: float = 0.0) -> None:
         """Close for good, and fail what waits; what was sent has so many seconds to leave."""
@@ -152,7 +152,7 @@ class Connection:
     def try_again(self, at_most_every_s: float = 0.0) -> None:
         """Connect again to a server that refused this client, unless that was just now."""
         can_try = self._socket is None and isinstance(self._failure, PeerLostError | AccessDeniedError)
-        if can_try and asyncio.get_running_loop().time() >= self._refused_at + at_most_every_s:
+        if can_try and asyncio.get_running_loop().time() >= self.refused_at + at_most_every_s:
             self.connect()
 
     async def ask(
@@ -319,14 +319,14 @@ class Connection:
         self.session += self.is_ready
         self._end(error)
         logger.log(logging.WARNING if lost else logging.INFO, "%s; %s messages get no answer", error, lost)
-        self._refused_at = asyncio.get_running_loop().time()
+        self.refused_at = asyncio.get_running_loop().time()
         if retry:
             self.connect()
         self._changed()
 
     def _refuse(self, error: AccessDeniedError) -> None:
         logger.error("%s", error)
-        self._refused_at = asyncio.get_running_loop().time()
+        self.refused_at = asyncio.get_running_loop().time()
         self._end(error)
         self._changed()
 

@@ -178,7 +178,7 @@ class LoopSocket:
     def read_some(self, count: int) -> None:
         """Take in what has arrived by now, but no more than so many messages."""
         for _ in range(count):
-            if self._is_closed or not _is_readable(self._socket):
+            if not self._has_messages():
                 break
             self._read_one()
         self._look_soon()
@@ -240,7 +240,7 @@ class LoopSocket:
     def _look(self) -> None:
         self._is_scheduled = False
         for _ in range(_MESSAGES_A_TURN):
-            if self._is_closed or not _is_readable(self._socket):
+            if not self._has_messages():
                 break
             self._read_one()
         else:
@@ -255,12 +255,15 @@ class LoopSocket:
                 return
             self._was_full = False
             self._events.has_room()
-            if not self._is_closed and _is_readable(self._socket):
+            if self._has_messages():
                 self._look_soon()
                 return
         if self._was_full and self._net is None:
             # Should that word have been taken in after the last try, nothing would say it again.
             self._net = self._loop.call_later(_TRY_AGAIN_S, self._caught)
+
+    def _has_messages(self) -> bool:
+        return not self._is_closed and _is_readable(self._socket)
 
     def _caught(self) -> None:
         self._net = None

@@ -136,9 +136,12 @@ _from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(From
 
 def failure(number: int, type_name: str, text: str, taken: int = 0, taken_bytes: int = 0) -> Failure:
     """Make a `Failure` that can travel, whatever an error says of itself."""
+    return Failure(number, _plain(type_name, _MAX_NAME), _plain(text, _MAX_TEXT), taken, taken_bytes)
+
+
+def _plain(text: str, length: int) -> str:
     # A lone surrogate cannot be encoded, and an error may well hold a path that has one.
-    plain = text[:_MAX_TEXT].encode(errors="backslashreplace").decode()[:_MAX_TEXT]
-    return Failure(number, type_name[:_MAX_NAME], plain, taken, taken_bytes)
+    return text[:length].encode(errors="backslashreplace").decode()[:length]
 
 
 def write(header: FromClient | FromServer) -> bytes:

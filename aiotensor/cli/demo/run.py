@@ -22,7 +22,7 @@ from aiotensor import TensorQueue
 from aiotensor.channel import MessageServer
 from aiotensor.cli.demo.decode import VideoError, measure
 from aiotensor.cli.demo.engine import run_engine
-from aiotensor.cli.demo.messages import WorkerReport
+from aiotensor.cli.demo.messages import AnalyseVideo, WorkerReport
 from aiotensor.cli.demo.processes import (
     Child,
     Process,
@@ -93,7 +93,7 @@ async def _main(options: Options, arena_bytes: int) -> int:
         folder = Path(name)
         try:
             for file in SOCKETS:  # a server that is not opened only looks whether it could be
-                MessageServer(f"ipc://{folder / file}", object)
+                MessageServer(f"ipc://{folder / file}", AnalyseVideo)
         except ValueError:
             return _fail(errors, f"the path {folder} is too long for a socket: set TMPDIR to a shorter one")
         processes = _processes(options, folder, arena_bytes, queue, listener)

@@ -129,9 +129,7 @@ class Videos:
         # in memory, and not only those on their way. It is free again when the engine has the tensors.
         async with self._sender.message() as message:
             facts, request = await self._prepare(file)
-            asking = self._engine.request(request, inside=message)
-            del request  # from here on the frames are the engine's, whose memory comes back with them
-            analysis = await asking
+            analysis = await self._engine.request(request, inside=message)
         self._videos += 1
         self._videos_in_place += facts.bytes_in_place > 0
         self._bytes_in_place += facts.bytes_in_place
