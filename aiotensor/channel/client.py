@@ -174,6 +174,7 @@ class MessageClient(Generic[R]):
         try:
             connection, sender = await self._choose(target, inside)
             connection.in_flight += 1
+            asked: Asked | None = None
             try:
                 asked, handles = await self._ask(connection, sender, message, inside, wants_answer=True)
                 # The memory of the tensors is the caller's to free while the server works.
@@ -181,6 +182,8 @@ class MessageClient(Generic[R]):
                 answer = await self._answer_to(connection, sender, asked, handles)
             finally:
                 connection.in_flight -= 1
+                # It has the error, whose traceback has this frame, and those of the callers with their tensors.
+                del asked
         except BaseException as error:
             self._failures += isinstance(error, Exception)
             self._cancelled += isinstance(error, asyncio.CancelledError)
@@ -311,6 +314,8 @@ class MessageClient(Generic[R]):
             self._give_up(connection, asked)
             _discard(sender, handles)
             raise
+        finally:
+            del asked  # as in `request`
 
     async def _open_answer(self, answered: Answered) -> R:
         found: list[torch.Tensor] = []
@@ -340,7 +345,7 @@ class MessageClient(Generic[R]):
     def _drop(self, handles: Handles) -> None:
         """Drop the tensors of an answer that nobody waits for."""
         if self._receiver is not None and handles:
-            with suppress(ClosedError):
+            with suppress(ClosedError, ValueError):  # it may be nobody's handle
                 self._receiver.discard(handles[0])
 
 

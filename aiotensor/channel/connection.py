@@ -174,8 +174,9 @@ class Connection:
         body, *buffers = parts
         nbytes = sum(map(len, parts))
         while True:
-            if not self.is_ready:
+            if not self.is_ready and not handles:
                 await self.ready()
+            # What went to a server that is gone does not wait for the next one.
             if handles and session != self.session:
                 raise PeerLostError(
                     f"the server at {self._address.text} was replaced while the tensors of a message were on "

@@ -11,6 +11,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from aiotensor.channel.options import Address
 from aiotensor.channel.sockets import LoopSocket, SocketEvents, end
 from aiotensor.errors import UsageError
+from aiotensor.links.records import close_after_fork
 from aiotensor.links.socket_file import SocketFile
 
 __all__ = ["Endpoint"]
@@ -88,6 +89,7 @@ class Endpoint:
         """Take the path as links do, and hand ZeroMQ the socket: by itself it takes a living one's too."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self._file = SocketFile(path, sock)
+        close_after_fork(sock)
         # In a thread: it waits for another process that does the same in this folder.
         await anyio.to_thread.run_sync(self._file.take)
         self._options[zmq.USE_FD] = os.dup(sock.fileno())

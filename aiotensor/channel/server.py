@@ -325,9 +325,14 @@ class MessageServer(Generic[M]):
     def _refuse(self, asked: Asked, error: Exception) -> None:
         """Tell a client that its message cannot be taken."""
         if asked.state is State.WAITING:
-            unforeseen = None if isinstance(error, AioTensorError | ValueError) else error
-            pid, text = asked.client.pid, text_of(error)
-            logger.error("a message of process %s is refused: %s", pid, text, exc_info=unforeseen)
+            text = text_of(error)
+            is_foreseen = isinstance(error, AioTensorError | ValueError)
+            # That its tensors were discarded, or lost with their sender, is nobody's fault here.
+            level = logging.ERROR if isinstance(error, ProtocolError) or not is_foreseen else logging.INFO
+            trace = None if is_foreseen else error
+            logger.log(
+                level, "a message of process %s is refused: %s", asked.client.pid, text, exc_info=trace
+            )
             self._stop_waiting(asked)
             self._failures += 1
             self._clients.fail(asked, type(error).__name__, text)

@@ -38,6 +38,7 @@ _EVENT = struct.Struct("=HI")  # which, and a number that goes with it
 _DENIED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _WATCHED = (
     _DENIED
+    | zmq.EVENT_LISTENING
     | zmq.EVENT_CONNECTED
     | zmq.EVENT_ACCEPTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -106,7 +107,7 @@ class LoopSocket:
         self._is_closed = self._is_scheduled = self._was_full = False
         self._net: asyncio.TimerHandle | None = None
         self._drops = False  # the rest of a message of too many parts
-        self._connections: dict[int, _InChild] = {}  # by their descriptors
+        self._connections: dict[int, _InChild] = {}  # and the listener, by their descriptors
         self._socket = context.socket(kind)
         try:
             self._socket.linger = 0
@@ -187,7 +188,9 @@ class LoopSocket:
         """Tell of what has become of connections by now."""
         while not self._is_closed and _is_readable(self._monitor):
             event, value = _EVENT.unpack(self._monitor.recv_multipart(_LAST)[0])
-            if event & (zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED):
+            if event == zmq.EVENT_LISTENING:
+                self._connections[value] = _InChild(value)
+            elif event & (zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED):
                 self._connections[value] = _InChild(value)
                 self._events.connected(value)
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

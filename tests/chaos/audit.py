@@ -8,9 +8,9 @@ import msgspec
 from tests.chaos.journal import Answered, Began, Broken, Dropped, Ended, Event, Sent, Taken, Withdrawn
 from tests.chaos.plan import MAX_TENSORS, FaultKind, Round
 
-__all__ = ["Account", "Tally", "audit"]
+__all__ = ["RESOURCES", "Account", "Tally", "audit"]
 
-_RESOURCES = (
+RESOURCES = (
     FaultKind.NO_SPACE,
     FaultKind.FILE_SIZE,
     FaultKind.NO_ADDRESSES,
@@ -47,6 +47,7 @@ class Tally(msgspec.Struct):
     unsent: int = 0  # their send raised, or was cancelled
     unknown: int = 0  # their sender was killed before it knew
     errors: Counter[str] = msgspec.field(default_factory=Counter)
+    questions: Counter[str] = msgspec.field(default_factory=Counter)
 
 
 class _Message:
@@ -171,7 +172,7 @@ class _Audit:
             return True
         # Who closed before its receiver was lost has not counted that.
         was_closed = self.plan.has(account.slot, (FaultKind.CLOSE,))
-        return was_closed and self.plan.has(None, _RESOURCES)
+        return was_closed and self.plan.has(None, RESOURCES)
 
     def _may_raise(self, message: _Message, error: str) -> bool:
         """Say whether something in the plan explains an error of a send."""
@@ -184,13 +185,13 @@ class _Audit:
             case "ClosedError":
                 return plan.has(slot, (FaultKind.CLOSE,))
             case "OSError":
-                return plan.has(slot, _RESOURCES)
+                return plan.has(slot, RESOURCES)
             case "PeerLostError":
                 return (
                     plan.ends_the_receiver
                     or account.is_new
-                    or plan.has(slot, (*_RESOURCES, FaultKind.CLOSE))
-                    or plan.has(None, _RESOURCES)
+                    or plan.has(slot, (*RESOURCES, FaultKind.CLOSE))
+                    or plan.has(None, RESOURCES)
                 )
         return False
 

@@ -7,13 +7,13 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Concatenate, ParamSpec, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from aiotensor import AioTensorError, TensorQueue
 from aiotensor.links import Endpoint
 from tests.chaos import here, journal, sending, taking
-from tests.chaos.plan import FAMILIES, SLOTS, Round, SenderPlan
+from tests.chaos.plan import ELDERS, FAMILIES, SLOTS, Round, SenderPlan, TakerPlan
 from tests.loops import Kind
 from tests.processes.peers import Peer, State
 
@@ -155,12 +155,35 @@ class Member:
                 os.unlink(f"{self._path}.{kind}")
 
 
+class SendersPart(Protocol):
+    """What a process can be told to do that sends, or asks."""
+
+    async def open_sender(self, state: State, plan: SenderPlan) -> str: ...
+    async def reopen(self, state: State, plan: SenderPlan) -> str: ...
+    async def begin_round(self, state: State) -> None: ...
+    async def send_all(self, state: State, plan: SenderPlan, part: int, *, pauses: bool) -> None: ...
+    async def told(self, state: State) -> int: ...
+
+
+class ReceiversPart(Protocol):
+    """What a process can be told to do that receives, or answers."""
+
+    async def open_receiver(self, state: State, plan: TakerPlan) -> None: ...
+    async def take(self, state: State, plan: TakerPlan, firsts: Mapping[str, int]) -> None: ...
+    async def heard(self, state: State, sender: str) -> int | None: ...
+    async def stop(self, state: State) -> None: ...
+    async def close(self, state: State) -> None: ...
+
+
 class Family:
     """A receiver and its senders; those that are killed are replaced.
 
     Args:
         name: which of `FAMILIES`.
     """
+
+    sending: SendersPart = sending
+    taking: ReceiversPart = taking
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -177,7 +200,10 @@ class Family:
     @property
     def elder(self) -> Member | None:
         """Return who lives for the whole run."""
-        return {"server": self.senders[0], "engine": self.receiver}.get(self.name)
+        if self.name not in ELDERS:
+            return None
+        slot = ELDERS[self.name]
+        return self.receiver if slot is None else self.senders[slot]
 
     @property
     def members(self) -> list[Member]:
@@ -196,7 +222,7 @@ class Family:
         """Begin a process with a sender."""
         sender = plan.senders[slot]
         member = await self._new(f"sender-{slot}", uvloop=sender.uvloop)
-        member.id = await member.call(sending.open_sender, sender)
+        member.id = await member.call(self.sending.open_sender, sender)
         return member
 
     async def prepare(self, plan: Round) -> None:
@@ -220,6 +246,9 @@ class Family:
         """Let everybody end, and return what is wrong with how they do."""
         wrong = []
         members, self.senders = self.members if self.senders else [], []
+        for member in members:
+            if not member.is_killed:
+                await self.leave(member)
         if isinstance(self._endpoint, TensorQueue):
             self._endpoint.close()
         for member in members:
@@ -229,6 +258,9 @@ class Family:
                     wrong.append(f"{member.name} ended with status {status}\n{member.complaints}")
             await member.close()
         return wrong
+
+    async def leave(self, member: Member) -> None:
+        """Have a process close what it does not close by itself when it ends."""
 
     async def close(self) -> None:
         """End everybody, and leave nothing behind."""
@@ -244,7 +276,7 @@ class Family:
             self.new_receiver(plan), *(self.new_sender(plan, slot) for slot in range(SLOTS))
         )
         self.dropped.clear()
-        await self.receiver.call(taking.open_receiver)
+        await self.receiver.call(self.taking.open_receiver, plan.taker)
         for slot, sender in enumerate(self.senders):
             await self.probe(sender, plan.senders[slot])
         self.has_ended = False

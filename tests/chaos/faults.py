@@ -160,6 +160,7 @@ def _touch_all(state: State) -> int:
     for receiver in state.receivers:
         uses += [partial(receiver.receive_nowait, handle), partial(receiver.discard, handle)]
         uses.append(receiver.statistics)
+    uses += here.uses
     went_on = 0
     for use in uses:
         try:

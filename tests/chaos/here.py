@@ -1,6 +1,7 @@
 """What a process of the run keeps for itself, beside the ends that it has open."""
 
 import asyncio
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -9,6 +10,7 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ class Here:
         self.journal: Journal
         self.collects_in_finalizers = False
         self.jumped_s = 0.0  # by how much the loop's clock is ahead
+        self.uses: list[Callable[[], object]] = []  # of open ends other than senders and receivers
 
 
 here = Here()
@@ -75,6 +78,9 @@ async def say_where(state: State) -> None:
         print(sender.statistics(), file=sys.stderr)  # noqa: T201
     for receiver in state.receivers:
         print(receiver.statistics(), file=sys.stderr)  # noqa: T201
+    for use in here.uses:
+        with contextlib.suppress(Exception):
+            print(use(), file=sys.stderr)  # noqa: T201
 
 
 def token_of(tensor: torch.Tensor) -> int | None:

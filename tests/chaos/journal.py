@@ -13,7 +13,9 @@ __all__ = [
     "Dropped",
     "Ended",
     "Event",
+    "Heard",
     "Journal",
+    "Replied",
     "Sent",
     "Taken",
     "Withdrawn",
@@ -77,13 +79,25 @@ class Answered(msgspec.Struct, tag=True, frozen=True):
     error: str
 
 
+class Heard(msgspec.Struct, tag=True, frozen=True):
+    """A server has taken the question with this key, and its tensors are what they should be."""
+
+    key: int
+
+
+class Replied(msgspec.Struct, tag=True, frozen=True):
+    """A server has answered the question with this key, and somebody wanted that."""
+
+    key: int
+
+
 class Broken(msgspec.Struct, tag=True, frozen=True):
     """The process itself saw something that must not be."""
 
     text: str
 
 
-Event: TypeAlias = Began | Sent | Ended | Withdrawn | Taken | Dropped | Answered | Broken
+Event: TypeAlias = Began | Sent | Ended | Withdrawn | Taken | Dropped | Answered | Heard | Replied | Broken
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Event).decode

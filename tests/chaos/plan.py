@@ -11,6 +11,9 @@ from collections.abc import Sequence
 import msgspec
 
 __all__ = [
+    "ANSWERED_BY_SENDER",
+    "ASKS_BY_SENDER",
+    "ELDERS",
     "FAMILIES",
     "MAX_TENSORS",
     "SLOTS",
@@ -30,9 +33,22 @@ MAX_TENSORS = 4  # of a message
 _PARTS = 2  # a process and the one that replaces it within the round
 _ORDERS = 256  # of one part at most
 
-# Who lives for the whole run: its memory is compared at the end. A queue dies with its receiver.
-FAMILIES = {"server": "unix", "engine": "unix", "queue": "queue"}
-_FAMILY_WEIGHTS = (9, 9, 4)
+# How they meet. A queue dies with its receiver; over messages, senders are clients that ask a server.
+FAMILIES = {
+    "server": "unix",
+    "engine": "unix",
+    "queue": "queue",
+    "asking": "messages",
+    "answering": "messages",
+}
+_FAMILY_WEIGHTS = (9, 9, 4, 6, 6)
+
+# Who lives for the whole run, a sender's slot or None for the receiver: memory is compared at the end.
+ELDERS: dict[str, int | None] = {"server": 0, "engine": None, "asking": 0, "answering": None}
+
+# Which clients have a sender for what they ask, and which a receiver for what is answered.
+ASKS_BY_SENDER = (0, 1)
+ANSWERED_BY_SENDER = (0, 2)
 
 _SMALL, _MIDDLE, _LARGE, _HUGE = 10, 10_000, 100_000, 600_000  # elements of 8 bytes
 _FRAME = 900  # rides in a frame, and a few dozen of them fill the socket
@@ -84,10 +100,12 @@ class Order(msgspec.Struct, frozen=True):
     Attributes:
         key: the pattern of its first tensor, a multiple of `MAX_TENSORS`; the next ones count on. No other
             message has it.
-        how: send, nowait, message, or allocate.
+        how: send, nowait, message, or allocate; of questions: request, inside, or one-way.
         counts: elements of its tensors.
         fate: what its sender does to it: nothing, or discard, cancel, raise.
         after_ms: when it does that.
+        wish: what is to become of a question: answer, raise, or drop.
+        answer: elements of the tensors of its answer.
     """
 
     key: int
@@ -95,18 +113,22 @@ class Order(msgspec.Struct, frozen=True):
     counts: tuple[int, ...]
     fate: str
     after_ms: float
+    wish: str = ""
+    answer: tuple[int, ...] = ()
 
 
 class SenderPlan(msgspec.Struct, frozen=True):
     """What one sender sends: by its process, and by the one that replaces it if that is killed.
 
     Attributes:
+        slot: of the sender.
         permits, keep_warm_s: of a sender that is opened in this round.
         uvloop: the event loop of a process that is begun in this round.
         width: how many messages it sends at once.
         parts: the orders of each process.
     """
 
+    slot: int
     permits: int
     keep_warm_s: float
     uvloop: bool
@@ -128,6 +150,8 @@ class TakerPlan(msgspec.Struct, frozen=True):
         hold: what becomes of a tensor.
         hold_ms: for how long it is kept.
         copies: the share of tensors asked for as copies.
+        serves: whether a server has each question answered by `serve`.
+        max_waiting: of a server that is opened in this round.
     """
 
     seed: int
@@ -140,6 +164,8 @@ class TakerPlan(msgspec.Struct, frozen=True):
     hold: Hold
     hold_ms: float
     copies: float
+    serves: bool
+    max_waiting: int
 
 
 class Round(msgspec.Struct, frozen=True):
@@ -198,26 +224,35 @@ def plan_round(seed: int, number: int) -> Round:
     rng = random.Random(f"{seed}/{number}")
     family = rng.choices(list(FAMILIES), _FAMILY_WEIGHTS)[0]
     floods = rng.random() < 0.15
-    senders = tuple(_plan_sender(rng, number, slot, floods=floods) for slot in range(SLOTS))
+    senders = tuple(_plan_sender(rng, number, slot, family, floods=floods) for slot in range(SLOTS))
     faults = _plan_faults(rng, family)
     if floods:  # its socket fills while the receiver is stopped
         faults = (*faults, Fault(FaultKind.STOP, None, rng.uniform(0, 2), rng.uniform(10, 40)))
     return Round(number, family, senders, _plan_taker(rng), faults)
 
 
-def _plan_sender(rng: random.Random, number: int, slot: int, *, floods: bool) -> SenderPlan:
+def _plan_sender(rng: random.Random, number: int, slot: int, family: str, *, floods: bool) -> SenderPlan:
+    asks = FAMILIES[family] == "messages"
+    plan_one = _plan_question if asks else _plan_order
     parts = []
     for part in range(_PARTS):
         count = rng.randint(0, 10) if part == 0 else rng.randint(1, 3)
-        orders = [_plan_order(rng, key_of(number, slot, part, index)) for index in range(count)]
+        orders = [plan_one(rng, key_of(number, slot, part, index)) for index in range(count)]
         if floods and part == 0:
             first = len(orders)
             orders += [
-                Order(key_of(number, slot, part, first + index), "send", (_FRAME,), "", 0.0)
+                Order(
+                    key_of(number, slot, part, first + index),
+                    "one-way" if asks else "send",
+                    (_FRAME,),
+                    "",
+                    0.0,
+                )
                 for index in range(rng.randint(30, 60))
             ]
         parts.append(tuple(orders))
     return SenderPlan(
+        slot,
         permits=rng.choice((1, 2, 8, 64)),
         keep_warm_s=rng.choice((0.005, 0.02, 30.0)),
         uvloop=rng.random() < 0.5,
@@ -229,14 +264,33 @@ def _plan_sender(rng: random.Random, number: int, slot: int, *, floods: bool) ->
 def _plan_order(rng: random.Random, key: int) -> Order:
     how = rng.choices(("send", "nowait", "message", "allocate"), (8, 2, 3, 3))[0]
     tensors = rng.randint(1, MAX_TENSORS) if how == "message" else 1
-    counts = tuple(
-        rng.choices((_SMALL, _MIDDLE, _LARGE, 2 * _LARGE, _HUGE), (6, 5, 5, 3, 1))[0] for _ in range(tensors)
-    )
+    counts = _plan_counts(rng, tensors)
     fates = ("", "discard", "cancel") if how != "nowait" else ("", "discard")
     fate = rng.choices(fates, (12, 1, 2)[: len(fates)])[0]
     if how == "message" and rng.random() < 0.1:
         fate = "raise"
-    return Order(key, how, counts, fate, rng.choice((0.0, rng.uniform(0, 1), rng.uniform(0, 10))))
+    return Order(key, how, counts, fate, _plan_after_ms(rng))
+
+
+def _plan_question(rng: random.Random, key: int) -> Order:
+    return Order(
+        key,
+        rng.choices(("request", "inside", "one-way"), (10, 3, 4))[0],
+        _plan_counts(rng, rng.choice((0, 1, 1, 2, MAX_TENSORS))),
+        rng.choices(("", "cancel"), (5, 1))[0],
+        _plan_after_ms(rng),
+        rng.choices(("answer", "raise", "drop"), (16, 1, 1))[0],
+        _plan_counts(rng, rng.choice((0, 1, 1, 3))),
+    )
+
+
+def _plan_counts(rng: random.Random, tensors: int) -> tuple[int, ...]:
+    sizes = (_SMALL, _MIDDLE, _LARGE, 2 * _LARGE, _HUGE)
+    return tuple(rng.choices(sizes, (6, 5, 5, 3, 1))[0] for _ in range(tensors))
+
+
+def _plan_after_ms(rng: random.Random) -> float:
+    return rng.choice((0.0, rng.uniform(0, 1), rng.uniform(0, 10)))
 
 
 def _plan_taker(rng: random.Random) -> TakerPlan:
@@ -251,6 +305,8 @@ def _plan_taker(rng: random.Random) -> TakerPlan:
         hold=rng.choice(tuple(Hold)),
         hold_ms=rng.choice((0.0, rng.uniform(0, 30))),
         copies=rng.choice((0.0, 0.0, 0.3)),
+        serves=rng.random() < 0.4,
+        max_waiting=rng.choice((1, 4, 256)),
     )
 
 
@@ -264,8 +320,7 @@ def _plan_faults(rng: random.Random, family: str) -> tuple[Fault, ...]:
         if any(fault.kind is kind and fault.target == target for fault in faults):
             continue  # the second would end with the first, or never
         if kind in _ENDS:
-            elder = {"server": 0, "engine": None}.get(family, -1)
-            if target == elder or target in ends:
+            if target == ELDERS.get(family, -1) or target in ends:
                 continue  # one end for each in a round, and who lives for ever has none
             closes = kind is FaultKind.CLOSE or any(fault.kind is FaultKind.CLOSE for fault in faults)
             if closes and (target is None or None in ends) and ends:

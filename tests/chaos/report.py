@@ -73,6 +73,8 @@ class Run:
             table.add_row(fault, str(count))
         for name in ("taken", "discarded", "lost", "unsent", "unknown"):
             table.add_row(f"tensors {name}", str(getattr(self.tally, name)))
+        for end, count in sorted(self.tally.questions.items()):
+            table.add_row(f"questions {end}", str(count))
         for error, count in sorted(self.tally.errors.items()):
             table.add_row(f"of sends: {error}", str(count))
         for name, seconds in msgspec.structs.asdict(self.times).items():

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -20,7 +20,7 @@ from tests.chaos.journal import Sent
 from tests.chaos.plan import SLOTS, Fault, FaultKind, Round
 from tests.processes import watch
 
-__all__ = ["Times", "play"]
+__all__ = ["Play", "Segments", "Times"]
 
 T = TypeVar("T")
 
@@ -37,7 +37,19 @@ class Times(msgspec.Struct):
     settled: float = 0.0  # until every permit and block is back
 
 
-class _Play:
+class Segments(NamedTuple):
+    """How many segments of memory a process may have mapped: its own, and those of others."""
+
+    own: int
+    others: int
+
+    def allows(self, mapped: int, descriptors: int) -> bool:
+        """Say whether so many mappings, and descriptors of such memory, are as they should be."""
+        of_own = descriptors - mapped  # a mapping has one, and who made the memory keeps another
+        return 0 <= of_own <= self.own and 0 <= mapped - of_own <= self.others
+
+
+class Play:
     """One round of one family."""
 
     def __init__(self, plan: Round, family: Family, times: Times) -> None:
@@ -52,9 +64,9 @@ class _Play:
 
     async def run(self, tally: Tally) -> list[str]:
         family, plan = self.family, self.plan
-        await asyncio.gather(*(member.call(sending.begin_round) for member in family.members))
+        await asyncio.gather(*(member.call(family.sending.begin_round) for member in family.members))
         firsts = {sender.id: sender.first for sender in family.senders}
-        await family.receiver.call(taking.take, plan.taker, firsts)
+        await family.receiver.call(family.taking.take, plan.taker, firsts)
         for slot, sender in enumerate(family.senders):
             self._send(sender, slot, 0)
         try:
@@ -73,14 +85,14 @@ class _Play:
         healed = time.monotonic()
         living = [(slot, sender) for slot, sender in enumerate(family.senders) if not sender.is_killed]
         if not family.has_ended:
-            await family.receiver.call(taking.stop)
+            await family.receiver.call(family.taking.stop)
             # Together: a probe may wait for the permit of what is asked for, and asking for its sender.
             await asyncio.gather(
-                self._ask(), *(family.probe(sender, plan.senders[slot]) for slot, sender in living)
+                self.ask(), *(family.probe(sender, plan.senders[slot]) for slot, sender in living)
             )
             self.times.recovered = max(self.times.recovered, time.monotonic() - healed)
         settling = time.monotonic()
-        problems = await self._settle([sender for _, sender in living])
+        problems = await self.settle([sender for _, sender in living])
         self.times.settled = max(self.times.settled, time.monotonic() - settling)
         accounts = [
             Account(member.name, slot, member.is_killed, member.events(), member.losses, member in self.new)
@@ -90,7 +102,7 @@ class _Play:
                 *([] if family.receiver.is_killed else [(family.receiver, None)]),
             ]
         ]
-        problems += audit(plan, accounts, family.dropped, tally)
+        problems += self.audit(accounts, tally)
         problems += await self._look_around()
         for member, _ in self.gone:
             await member.close()
@@ -105,7 +117,7 @@ class _Play:
     async def _program(self, sender: Member, slot: int, part: int) -> None:
         with contextlib.suppress(GoneError):
             await sender.call(
-                sending.send_all,
+                self.family.sending.send_all,
                 self.plan.senders[slot],
                 part,
                 pauses=self.plan.ends_the_receiver and part == 0,
@@ -128,7 +140,7 @@ class _Play:
                         await self._end_receiver(fault.kind)
                     else:
                         plan = self.plan.senders[fault.target]
-                        member.id = await member.call(sending.reopen, plan)
+                        member.id = await member.call(self.family.sending.reopen, plan)
                 case FaultKind.STOP:
                     await member.stop(fault.for_ms / 1000)
                 case FaultKind.FORK:
@@ -145,7 +157,7 @@ class _Play:
         self.gone.append((sender, slot))
         if watched:
             with contextlib.suppress(GoneError):
-                pid, took = await _timed(receiver, at, receiver.call(taking.heard, sender.id))
+                pid, took = await _timed(receiver, at, receiver.call(family.taking.heard, sender.id))
                 if self.receiver_is_old:
                     self.times.receiver_told = max(self.times.receiver_told, took)
                     if took > _TOLD_WITHIN_S or pid != sender.pid:
@@ -165,7 +177,7 @@ class _Play:
         if family.is_queue:
             family.has_ended = True
         if kind is FaultKind.CLOSE:
-            await old.call(taking.close)
+            await old.call(family.taking.close)
             at = time.monotonic()
         else:
             at = old.kill()
@@ -177,13 +189,13 @@ class _Play:
                 new = old
             else:
                 new = await family.new_receiver(self.plan)
-        await new.call(taking.open_receiver)
-        await new.call(taking.take, self.plan.taker, {})
+        await new.call(family.taking.open_receiver, self.plan.taker)
+        await new.call(family.taking.take, self.plan.taker, {})
         family.receiver = new
 
     async def _told(self, sender: Member, at: float) -> None:
         with contextlib.suppress(GoneError):
-            _, took = await _timed(sender, at, sender.call(sending.told))
+            _, took = await _timed(sender, at, sender.call(self.family.sending.told))
             self.times.senders_told = max(self.times.senders_told, took)
             if took > _TOLD_WITHIN_S:
                 raise RoundError(f"{sender.name} was told of the end of its receiver after {took:.3f} s")
@@ -197,7 +209,7 @@ class _Play:
 
     # Its end
 
-    async def _ask(self) -> None:
+    async def ask(self) -> None:
         """Ask the receiver what became of every tensor that has a handle."""
         family = self.family
         senders = {*family.senders}
@@ -211,7 +223,8 @@ class _Play:
         ]
         await family.receiver.call(taking.answer, handles)
 
-    async def _settle(self, living: list[Member]) -> list[str]:
+    async def settle(self, living: list[Member]) -> list[str]:
+        """Wait until nothing is held, and say what is."""
         family = self.family
         problems = []
         receiver: ReceiverStatistics | None = None
@@ -226,6 +239,14 @@ class _Play:
             ]
         return problems
 
+    def audit(self, accounts: list[Account], tally: Tally) -> list[str]:
+        """Account for what was sent."""
+        return audit(self.plan, accounts, self.family.dropped, tally)
+
+    def may_log(self, line: str, slot: int | None) -> bool:
+        """Say whether something in the plan explains an error in a log."""
+        return "protocol" not in line and self.plan.has(slot, _RESOURCES)
+
     async def _look_around(self) -> list[str]:
         family = self.family
         problems = [f"left in the folder: {name}" for name in family.left_in_folder()]
@@ -236,18 +257,22 @@ class _Play:
                 continue
             problems += self._said(member, slot)
             if not family.has_ended:
-                problems += await _wrong_with_process(member, slot)
+                problems += await _wrong_with_process(member, self.segments(slot))
         mine = [f"torch_{member.pid}_" for member in family.members]
         for name in os.listdir("/dev/shm"):
             if "aiotensor" in name or any(name.startswith(one) for one in mine):
                 problems.append(f"left in /dev/shm: {name}")
         return problems
 
+    def segments(self, slot: int | None) -> Segments:
+        """Say which mappings of shared memory a process may have."""
+        return Segments(0, SLOTS) if slot is None else Segments(1, 0)
+
     def _said(self, member: Member, slot: int | None) -> list[str]:
         problems = [f"{member.name} complained: {member.complaints}"] if member.complaints else []
         for line in member.new_log():
             is_error = " ERROR " in line or " CRITICAL " in line or "Traceback" in line
-            if is_error and ("protocol" in line or not self.plan.has(slot, _RESOURCES)):
+            if is_error and not self.may_log(line, slot):
                 problems.append(f"{member.name} logged: {line}")
         return problems
 
@@ -289,31 +314,18 @@ def _wrong_with_receiver(now: ReceiverStatistics, senders: int) -> list[str]:
     return wrong
 
 
-async def _wrong_with_process(member: Member, slot: int | None) -> list[str]:
+async def _wrong_with_process(member: Member, segments: Segments) -> list[str]:
     """Compare the descriptors and mappings of a process with what it should have."""
-    segments = SLOTS if slot is None else 1
-    each = 1 if slot is None else 2  # a mapping has a descriptor of its own; who made the memory keeps it too
     ends = time.monotonic() + WATCHDOG_S
     while True:  # unmapping runs in a thread, and the end of a connection may be heard in a moment
         mapped, descriptors = watch.memfds(member.pid), watch.targets(member.pid)
         own = [name for name in descriptors if "memfd:aiotensor " not in name]
         if member.own_descriptors is None:
             member.own_descriptors = own
-        is_right = own == member.own_descriptors and len(descriptors) - len(own) == each * mapped
-        if is_right and mapped <= segments:
+        if own == member.own_descriptors and segments.allows(mapped, len(descriptors) - len(own)):
             return []
         if time.monotonic() > ends:
             before = "".join(f"\n  - {name}" for name in member.own_descriptors)
             now = "".join(f"\n  + {name}" for name in descriptors)
             return [f"{member.name} has {mapped} segments, and other descriptors than before:{before}{now}"]
         await asyncio.sleep(0.001)
-
-
-async def play(plan: Round, family: Family, times: Times, tally: Tally) -> list[str]:
-    """Play a round, and return what is wrong.
-
-    Raises:
-        RoundError: it could not be played to its end.
-    """
-    await family.prepare(plan)
-    return await _Play(plan, family, times).run(tally)

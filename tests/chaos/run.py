@@ -6,10 +6,11 @@ import multiprocessing
 import time
 
 from tests.chaos import here
+from tests.chaos.exchanges import ExchangeFamily, ExchangePlay
 from tests.chaos.family import Family, RoundError
-from tests.chaos.plan import Round, plan_round
+from tests.chaos.plan import FAMILIES, Round, plan_round
 from tests.chaos.report import Run
-from tests.chaos.rounds import play
+from tests.chaos.rounds import Play
 from tests.processes import watch
 
 __all__ = ["run_for"]
@@ -28,7 +29,7 @@ async def run_for(seed: int, seconds: float, rounds: range | None, repeat: int) 
     """
     # Thousands of processes begin, each from one that has imported what takes long.
     forkserver = multiprocessing.get_context("forkserver")
-    forkserver.set_forkserver_preload(["click", "rich", "uvloop", "tests.chaos.rounds"])
+    forkserver.set_forkserver_preload(["click", "rich", "uvloop", "tests.chaos.run"])
     run = Run(seed)
     families: dict[str, Family] = {}
     ends = time.monotonic() + seconds
@@ -38,7 +39,7 @@ async def run_for(seed: int, seconds: float, rounds: range | None, repeat: int) 
             if time.monotonic() > ends:
                 break
             plan = plan_round(seed, number)
-            family = families.get(plan.family) or families.setdefault(plan.family, Family(plan.family))
+            family = families.get(plan.family) or families.setdefault(plan.family, _new(plan.family))
             await _play(run, plan, family)
             if run.problems:
                 break
@@ -52,9 +53,15 @@ async def run_for(seed: int, seconds: float, rounds: range | None, repeat: int) 
     return run
 
 
+def _new(name: str) -> Family:
+    return ExchangeFamily(name) if FAMILIES[name] == "messages" else Family(name)
+
+
 async def _play(run: Run, plan: Round, family: Family) -> None:
     try:
-        problems = await play(plan, family, run.times, run.tally)
+        await family.prepare(plan)
+        kind = ExchangePlay if isinstance(family, ExchangeFamily) else Play
+        problems = await kind(plan, family, run.times).run(run.tally)
     except RoundError as error:
         problems = [str(error)]
     except BaseException as error:

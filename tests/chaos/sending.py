@@ -2,36 +2,19 @@
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Sequence
 
 import torch
 
-from aiotensor import AioTensorError, PeerLostError, SenderStatistics, TensorHandle, TensorQueue, TensorSender
+from aiotensor import PeerLostError, SenderStatistics, TensorHandle, TensorQueue, TensorSender
 from tests.chaos.here import ARENA_BYTES, here
-from tests.chaos.journal import Began, Broken, Ended, Sent, Withdrawn
+from tests.chaos.journal import Broken, Sent, Withdrawn
 from tests.chaos.plan import Order, SenderPlan
+from tests.chaos.working import GivenUpError, Work
 from tests.pairs import pattern
 from tests.processes.peers import State
 
 __all__ = ["begin_round", "open_sender", "probe", "reopen", "send_all", "settle", "told"]
-
-
-class _GivenUpError(Exception):
-    """A message's own block changed its mind."""
-
-
-class _Now:
-    """How far this round is."""
-
-    def __init__(self, losses: int) -> None:
-        self.pending = 0  # operations that have not ended
-        self.losses = losses  # of receivers, when the round began
-        self.pauses = False
-        self.goes_on = asyncio.Event()
-
-
-_now = _Now(0)
 
 
 async def open_sender(state: State, plan: SenderPlan) -> str:
@@ -62,81 +45,24 @@ def _in_flight(state: State) -> int:
 
 async def begin_round(state: State) -> None:
     """Forget the last round."""
-    global _now
-    _now = _Now(_losses(state))
-    here.journal.begin_anew()
+    _work.begin(state)
 
 
 async def send_all(state: State, plan: SenderPlan, part: int, *, pauses: bool) -> None:
-    """Carry out the orders of a part.
-
-    Args:
-        plan: of this sender.
-        part: which of its orders.
-        pauses: after the loss of a receiver, begin nothing new until `told` has looked.
-    """
-    _now.pauses = pauses
-    orders = deque(
-        (order, [pattern(order.key + i, n) for i, n in enumerate(order.counts)]) for order in plan.parts[part]
-    )
-
-    async def work() -> None:
-        while orders:
-            await _pause(state)
-            if orders:
-                await _carry_out(state, *orders.popleft())
-                await asyncio.sleep(0)
-
-    await asyncio.gather(*(work() for _ in range(plan.width)))
-
-
-async def _pause(state: State) -> None:
-    """After the loss of a receiver, begin nothing that waits for the next one before `told` has looked."""
-    if _now.pauses and _losses(state) > _now.losses:
-        await _now.goes_on.wait()
+    """Carry out the orders of a part; see `Work.run`."""
+    await _work.run(state, plan, part, pauses=pauses)
 
 
 async def _carry_out(state: State, order: Order, sources: Sequence[torch.Tensor]) -> None:
-    here.journal(Began(order.key, len(order.counts)))
-    _now.pending += 1
     sender = state.sender
-    how, text = "whole", ""
     handles: list[TensorHandle] = []
-    try:
-        if order.fate == "cancel":
-            if await _cancel(
-                asyncio.create_task(_send(state, order, sources, handles)), order.after_ms / 1000
-            ):
-                how = "cancelled"
-        else:
-            await _send(state, order, sources, handles)
-    except _GivenUpError:
-        how = "given up"
-    except (AioTensorError, OSError) as error:
-        how, text = type(error).__name__, str(error)
-    finally:
-        _now.pending -= 1
-    here.journal(Ended(order.key, how, text))
+    await _work.account(order, _send(state, order, sources, handles))
     if order.fate == "discard" and handles:
         await asyncio.sleep(order.after_ms / 1000)
         here.journal(Withdrawn(order.key))
         if sender is state.sender:
             sender.discard(handles[0])
     _check_limits(sender.statistics())
-
-
-async def _cancel(task: "asyncio.Task[None]", after_s: float) -> bool:
-    """Cancel a task after a while, and say whether that ended it; raise what else did."""
-    try:
-        await asyncio.sleep(after_s)
-        task.cancel()
-        await asyncio.wait([task])
-        if task.cancelled():
-            return True
-        task.result()
-        return False
-    finally:
-        del task  # with its error it would keep this frame, and the tensor, until the garbage collector comes
 
 
 async def _send(
@@ -157,20 +83,19 @@ async def _send(
         case "allocate":
             tensor = await sender.allocate(tuple(sources[0].shape), sources[0].dtype)
             tensor.copy_(sources[0])
-            _now.pending -= 1
-            try:
-                await _pause(state)
-            finally:
-                _now.pending += 1
+            await _work.pause(state)
             sent(await sender.send(tensor))
         case "message":
             async with sender.message() as message:
                 for source in sources:
                     sent(await message.send(source))
                 if order.fate == "raise":
-                    raise _GivenUpError
+                    raise GivenUpError
         case _:
             raise AssertionError(order.how)
+
+
+_work = Work(_losses, _in_flight, _carry_out)
 
 
 def _check_limits(statistics: SenderStatistics) -> None:
@@ -181,14 +106,8 @@ def _check_limits(statistics: SenderStatistics) -> None:
 
 
 async def told(state: State) -> int:
-    """Wait until the loss of a receiver has ended every wait, let the round go on, and count the losses."""
-    while _losses(state) == _now.losses:
-        await asyncio.sleep(0.001)
-    # Who got a permit in the very turn of the loss goes on to the next receiver.
-    while _now.pending > _in_flight(state):
-        await asyncio.sleep(0.001)
-    _now.goes_on.set()
-    return _losses(state)
+    """Wait until the loss of a receiver has ended every wait; see `Work.told`."""
+    return await _work.told(state)
 
 
 async def probe(state: State, plan: SenderPlan) -> TensorHandle:

@@ -136,7 +136,8 @@ def _handle(sender: str, message: int, tensor: int = 0) -> TensorHandle:
     return TensorHandle(sender, message, tensor, "int64", (1,), "cpu")
 
 
-async def open_receiver(state: State) -> None:
+async def open_receiver(state: State, plan: TakerPlan) -> None:
+    del plan
     while True:
         receiver = TensorReceiver(state.endpoint, max_mapped_bytes=MAX_MAPPED_BYTES)
         try:

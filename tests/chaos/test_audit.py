@@ -2,11 +2,25 @@
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from tests.chaos.audit import Account, Tally, audit
-from tests.chaos.journal import Answered, Began, Broken, Dropped, Ended, Event, Sent, Taken, Withdrawn
-from tests.chaos.plan import Fault, FaultKind, Round, plan_round
+from tests.chaos.journal import (
+    Answered,
+    Began,
+    Broken,
+    Dropped,
+    Ended,
+    Event,
+    Heard,
+    Replied,
+    Sent,
+    Taken,
+    Withdrawn,
+)
+from tests.chaos.plan import Fault, FaultKind, Order, Round, plan_round
+from tests.chaos.questions_audit import audit_questions
 
 QUIET = Round(0, "engine", plan_round(0, 0).senders, plan_round(0, 0).taker, ())
 SENT: list[Event] = [Began(8, 1), Sent(8, "s", 0, 0, 0), Ended(8, "whole")]
@@ -66,3 +80,59 @@ def test_what_is_explained_by_the_round_is_no_problem() -> None:
     assert not _problems([Began(8, 1), Ended(8, "ClosedError")], [], _fault(FaultKind.CLOSE))
     assert not _problems([Began(8, 1), Ended(8, "PeerLostError")], [], _fault(FaultKind.KILL, None))
     assert not _problems([Began(8, 1), Ended(8, "cancelled")], [TAKEN, ANSWER])
+
+
+ASKED: list[Event] = [Began(8, 1), Ended(8, "whole")]
+
+
+def _problems_of_question(
+    order: Order, asked: Sequence[Event], served: Sequence[Event], *faults: Fault, is_killed: bool = False
+) -> list[str]:
+    sender = msgspec.structs.replace(QUIET.senders[0], parts=((order,),))
+    plan = Round(0, "asking", (sender,), QUIET.taker, faults)
+    accounts = [Account("client", 0, is_killed, asked), Account("server", None, False, served)]
+    return audit_questions(plan, accounts, Tally())
+
+
+def _question(how: str = "request", wish: str = "answer", fate: str = "") -> Order:
+    return Order(8, how, (10,), fate, 0.0, wish, (10,))
+
+
+@pytest.mark.parametrize(
+    ("order", "asked", "served", "said"),
+    [
+        (_question(), ASKED, [Heard(8), Heard(8)], "heard 2 times"),
+        (_question(), ASKED, [Heard(8), Replied(8), Replied(8)], "answered 2 times"),
+        (_question(), [*ASKED, ASKED[1]], [Heard(8)], "ended as"),
+        (_question(), ASKED, [], "nobody heard"),
+        (_question(), ASKED[:1], [Heard(8)], "never ended"),
+        (_question(), [], [Heard(8)], "never asked"),
+        (_question(wish="raise"), ASKED, [Heard(8)], "had to raise"),
+        (_question("one-way"), ASKED, [], "nobody was lost"),
+        (_question("one-way"), ASKED, [Heard(8), Replied(8)], "wanted the answer"),
+        (_question(), [ASKED[0], Ended(8, "PeerLostError")], [], "nothing explains"),
+        (_question(), [ASKED[0], Ended(8, "ProtocolError")], [], "nothing explains"),
+        (_question(), [ASKED[0], Ended(8, "cancelled")], [], "nothing explains"),
+        (_question(), [ASKED[0], Ended(8, "RemoteError", "HandlerError: x")], [], "nothing explains"),
+        (_question(), ASKED, [Heard(8), Broken("a value")], "a value"),
+        (_question(), ASKED, [Heard(8), TAKEN], "server wrote"),
+    ],
+)
+def test_what_must_not_become_of_a_question_is_found(
+    order: Order, asked: Sequence[Event], served: Sequence[Event], said: str
+) -> None:
+    [problem] = _problems_of_question(order, asked, served)
+    assert said in problem
+
+
+def test_what_is_explained_by_the_round_is_no_problem_of_a_question() -> None:
+    lost = [ASKED[0], Ended(8, "PeerLostError")]
+    failed = [ASKED[0], Ended(8, "RemoteError", "HandlerError: raise")]
+    assert not _problems_of_question(_question(), ASKED, [Heard(8), Replied(8)])
+    assert not _problems_of_question(_question(), ASKED[:1], [Heard(8)], is_killed=True)
+    assert not _problems_of_question(_question(), lost, [], _fault(FaultKind.KILL, None))
+    assert not _problems_of_question(_question(wish="raise"), failed, [Heard(8)])
+    assert not _problems_of_question(_question(fate="cancel"), [ASKED[0], Ended(8, "cancelled")], [])
+    assert not _problems_of_question(_question("one-way"), ASKED, [Heard(8)])
+    assert not _problems_of_question(_question("one-way"), ASKED, [], _fault(FaultKind.STOP), is_killed=True)
+    assert not _problems_of_question(_question("one-way"), ASKED, [], _fault(FaultKind.KILL, None))

@@ -12,16 +12,14 @@ from pathlib import Path
 import anyio
 import httpx
 import msgspec
-import numpy as np
 import pytest
-import zmq
-import zmq.asyncio
+import torch
 
-from aiotensor import SenderStatistics, TensorQueue, TensorSender
+from aiotensor import RemoteError, SenderStatistics, TensorQueue, TensorSender
+from aiotensor.channel import MessageClient
 from aiotensor.cli.demo.engine import run_engine
-from aiotensor.cli.demo.engine_client import EngineClient, EngineError
 from aiotensor.cli.demo.fingerprint import fingerprint
-from aiotensor.cli.demo.messages import AnalyseVideo, EngineFailure, EngineReply, VideoAnswer
+from aiotensor.cli.demo.messages import AnalyseVideo, VideoAnalysis, VideoAnswer
 from aiotensor.cli.demo.processes import Child, Process, ProcessDiedError, running
 from aiotensor.cli.demo.server import run_server, server_command
 from aiotensor.cli.demo.settings import Settings
@@ -29,8 +27,8 @@ from aiotensor.cli.demo.uploads import Outcome, Upload, http_client, upload_all
 from aiotensor.cli.demo.workers import Workers
 
 RED, BLUE = (220, 20, 20), (20, 20, 220)
-FRAMES = np.zeros((8, 12, 16, 3), np.uint8)
-TIMES = np.arange(8) / 25
+FRAMES = torch.zeros(8, 48, 64, 3, dtype=torch.uint8)
+TIMES = torch.arange(8, dtype=torch.float64) / 25
 
 
 @pytest.fixture
@@ -40,22 +38,19 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def socket_path(folder: Path) -> Path:
-    return folder / "engine.sock"
-
-
 @pytest.fixture(params=["unix", "queue"])
 def endpoint(request: pytest.FixtureRequest, folder: Path) -> TensorQueue | str:
     return TensorQueue() if request.param == "queue" else f"unix://{folder}/tensors.sock"
 
 
 @asynccontextmanager
-async def engine_running(endpoint: TensorQueue | str, socket_path: Path) -> AsyncIterator[Child]:
-    engine = Child("engine", run_engine, endpoint, socket_path, 1)
+async def engine_running(endpoint: TensorQueue | str, folder: Path) -> AsyncIterator[str]:
+    """Start an engine, and give the address at which it takes requests."""
+    address = f"ipc://{folder}/engine.sock"
+    engine = Child("engine", run_engine, endpoint, address, folder, 1)
     async with running(engine):
         await engine.ready()
-        yield engine
+        yield address
 
 
 @dataclass
@@ -71,10 +66,10 @@ class Services:
 async def services(
     endpoint: TensorQueue | str, folder: Path, *, max_concurrent_videos: int, workers: int = 1
 ) -> AsyncIterator[Services]:
-    engine_socket, workers_socket = folder / "engine.sock", folder.with_name("workers.sock")
+    engine_address, workers_socket = f"ipc://{folder}/engine.sock", folder.with_name("workers.sock")
     settings = Settings(
         address=endpoint if isinstance(endpoint, str) else None,
-        engine_socket=str(engine_socket),
+        engine_address=engine_address,
         workers_socket=str(workers_socket),
         supervised=workers > 1,
         max_concurrent_videos=max_concurrent_videos,
@@ -86,7 +81,7 @@ async def services(
             server: Process = Child("API server", run_server, endpoint, settings, listener)
         else:
             server = server_command("API server", settings, listener, workers)
-        engine = Child("engine", run_engine, endpoint, engine_socket, 1)
+        engine = Child("engine", run_engine, endpoint, engine_address, folder, 1)
         async with Workers(workers_socket, workers) as registered, running(server, engine):
             await engine.ready()
             pids = await registered.started()
@@ -95,78 +90,58 @@ async def services(
                 yield Services(client, server, engine, registered, pids)
 
 
-async def test_the_engine_answers_requests_as_they_are_done_and_not_as_they_came(
-    endpoint: TensorQueue | str, socket_path: Path
+def ask(frames: torch.Tensor, times: torch.Tensor = TIMES) -> AnalyseVideo:
+    return AnalyseVideo(times=times, frames=frames, sent_at=0.0)
+
+
+async def test_each_request_gets_its_own_answer_and_one_that_has_none_leaves_the_others_alone(
+    endpoint: TensorQueue | str, folder: Path
 ) -> None:
     async with (
-        engine_running(endpoint, socket_path),
+        engine_running(endpoint, folder) as address,
         TensorSender(endpoint) as sender,
-        EngineClient(socket_path) as engine,
+        MessageClient(address, sender=sender, reply_type=VideoAnalysis) as engine,
     ):
-        async with sender.message() as later:
-            request = AnalyseVideo(await later.send(TIMES), await later.send(FRAMES))
-            first = asyncio.create_task(engine.analyse(request))
-            async with sender.message() as sooner:
-                request = AnalyseVideo(await sooner.send(TIMES), await sooner.send(FRAMES + 1))
-            second = await engine.analyse(request)
-            assert not first.done()
+        given_up = asyncio.create_task(engine.request(ask(FRAMES)))
+        while engine.statistics().messages_sent == 0:
+            await asyncio.sleep(0)
+        given_up.cancel()
+        requests = [ask(FRAMES, TIMES[:3]), ask(FRAMES), ask(TIMES), ask(FRAMES + 1)]
+        too_short, good, no_frames, also_good = await asyncio.gather(
+            *(engine.request(request) for request in requests), return_exceptions=True
+        )
+        await sender.drain()
 
-        assert second.frames == fingerprint(FRAMES + 1)
-        assert (await first).frames == fingerprint(FRAMES)
-        assert (await first).times == fingerprint(TIMES)
+    assert given_up.cancelled()
+    assert isinstance(too_short, RemoteError)
+    assert str(too_short).startswith("ValueError: expected one time for each of 8 frames")
+    assert isinstance(no_frames, RemoteError)
+    assert no_frames.type_name == "ProtocolError"
+    assert "`$.frames` is not as its annotation says" in str(no_frames)
+    assert isinstance(good, VideoAnalysis)
+    assert good.cuts == []
+    assert good.times == fingerprint(TIMES.numpy())
+    assert good.frames == fingerprint(FRAMES.numpy())
+    assert isinstance(also_good, VideoAnalysis)
+    assert also_good.frames == fingerprint(FRAMES.numpy() + 1)
 
 
-async def test_a_request_that_cannot_be_answered_leaves_the_others_alone(
-    endpoint: TensorQueue | str, socket_path: Path
-) -> None:
+async def test_a_message_that_is_no_request_is_answered_with_the_reason(folder: Path) -> None:
     async with (
-        engine_running(endpoint, socket_path),
-        TensorSender(endpoint) as sender,
-        EngineClient(socket_path) as engine,
+        engine_running(TensorQueue(), folder) as address,
+        MessageClient(address, reply_type=VideoAnalysis) as engine,
     ):
-        async with sender.message() as message:
-            discarded = AnalyseVideo(await message.send(TIMES), await message.send(FRAMES))
-        sender.discard(discarded.frames)
-        async with sender.message() as message:
-            too_short = AnalyseVideo(await message.send(TIMES[:3]), await message.send(FRAMES))
-        async with sender.message() as message:
-            no_frames = AnalyseVideo(await message.send(TIMES), await message.send(TIMES))
-        async with sender.message() as message:
-            good = AnalyseVideo(await message.send(TIMES), await message.send(FRAMES))
+        with pytest.raises(RemoteError, match="missing required field `times`") as raised:
+            await engine.request({"hello": "world"})
 
-        with pytest.raises(EngineError, match="ValueError: expected one time for each of 8 frames"):
-            await engine.analyse(too_short)
-        with pytest.raises(EngineError, match="DiscardedError"):
-            await engine.analyse(discarded)  # after what was sent later, as a request may overtake a discard
-        with pytest.raises(EngineError, match="ValueError: expected uint8 frames"):
-            await engine.analyse(no_frames)
-        assert (await engine.analyse(good)).cuts == []
-        with pytest.raises(EngineError, match="AlreadyTakenError"):
-            await engine.analyse(good)
+    assert raised.value.type_name == "ProtocolError"
 
 
-async def test_a_message_that_is_no_request_is_answered_with_the_reason(socket_path: Path) -> None:
-    context = zmq.asyncio.Context()
-    try:
-        async with engine_running(TensorQueue(), socket_path):
-            socket = context.socket(zmq.DEALER)
-            socket.connect(f"ipc://{socket_path}")
-            await socket.send_multipart([b"7", b"hello"])
-            number, body = await socket.recv_multipart()
-    finally:
-        context.destroy(linger=0)
+async def test_the_engine_leaves_no_socket_behind(folder: Path) -> None:
+    async with engine_running(TensorQueue(), folder) as address:
+        assert await anyio.Path(address.removeprefix("ipc://")).is_socket()
 
-    assert number == b"7"
-    reply = msgspec.msgpack.decode(body, type=EngineReply)
-    assert isinstance(reply, EngineFailure)
-    assert reply.type_name == "ValidationError"
-
-
-async def test_the_engine_leaves_no_socket_behind(socket_path: Path) -> None:
-    async with engine_running(TensorQueue(), socket_path):
-        assert await anyio.Path(socket_path).is_socket()
-
-    assert not await anyio.Path(socket_path.parent).exists()
+    assert not await anyio.Path(folder).exists()
 
 
 async def test_uploads_that_are_no_video_are_refused_and_the_others_are_answered(
@@ -206,13 +181,14 @@ async def test_a_client_that_goes_away_gives_back_its_permit(
     clip.write_bytes(make_video([RED] * 4))
     async with services(endpoint, folder, max_concurrent_videos=1) as running_services:
         client, engine = running_services.client, running_services.engine
+        await upload_to_every_worker(running_services, clip)
         assert engine.pid
         os.kill(engine.pid, signal.SIGSTOP)  # nothing is taken any more, so the only permit stays away
         try:
             leaving = asyncio.create_task(
                 client.post("/videos", files={"file": ("leaving", clip.read_bytes())})
             )
-            await statistics_where(client, lambda now: now.messages_sent == 1)
+            await statistics_where(client, has_sent_a_video)
             leaving.cancel()
             after = await statistics_where(client, lambda now: now.in_flight == 0)
         finally:
@@ -228,15 +204,9 @@ async def test_every_worker_that_uvicorn_starts_serves_uploads_and_reports_what_
 ) -> None:
     clip = tmp_path / "clip.mp4"
     clip.write_bytes(make_video([RED] * 4))
-    served: set[int] = set()
-    uploads: list[Upload] = []
     address = f"unix://{folder}/tensors.sock"
     async with services(address, folder, max_concurrent_videos=1, workers=2) as running_services:
-        while served != set(running_services.pids):  # the kernel chooses which worker a connection goes to
-            uploads += await upload_all(
-                running_services.client, [clip] * 4, concurrency=4, on_done=lambda _: None
-            )
-            served = {upload.answer.worker for upload in uploads if upload.answer}
+        uploads = await upload_to_every_worker(running_services, clip)
     reports = await running_services.workers.reports()
 
     assert {upload.outcome for upload in uploads} == {Outcome.ANSWERED}
@@ -250,18 +220,21 @@ async def test_every_worker_that_uvicorn_starts_serves_uploads_and_reports_what_
 
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_a_request_that_the_engine_dies_under_fails_and_does_not_hang(
-    folder: Path, workers: int, make_video: Callable[..., bytes]
+    folder: Path, workers: int, make_video: Callable[..., bytes], tmp_path: Path
 ) -> None:
-    video = make_video([RED] * 4)
+    clip = tmp_path / "clip.mp4"
+    clip.write_bytes(make_video([RED] * 4))
     address = f"unix://{folder}/tensors.sock"
     async with services(address, folder, max_concurrent_videos=1, workers=workers) as running_services:
+        await upload_to_every_worker(running_services, clip)
         pid = running_services.engine.pid
         assert pid
         os.kill(pid, signal.SIGSTOP)
-        posts = [running_services.client.post("/videos", files={"file": ("a", video)}) for _ in range(4)]
+        files = {"file": ("a", clip.read_bytes())}
+        posts = [running_services.client.post("/videos", files=files) for _ in range(4)]
         uploads = [asyncio.create_task(post) for post in posts]
         # Those without a permit wait for the next engine, which never comes: they are cancelled below.
-        await statistics_where(running_services.client, lambda now: now.messages_sent == 1)
+        await statistics_where(running_services.client, has_sent_a_video)
         os.kill(pid, signal.SIGKILL)
         done, waiting = await asyncio.wait(uploads, return_when=asyncio.FIRST_COMPLETED)
         for upload in waiting:
@@ -283,6 +256,22 @@ async def test_a_worker_that_is_killed_is_named(folder: Path) -> None:
     assert str(loss) == f"a worker of the API server (process {victim}) died before the work was done"
     with pytest.raises(ProcessDiedError, match=f"process {victim}"):
         await running_services.workers.reports()
+
+
+async def upload_to_every_worker(running_services: Services, clip: Path) -> list[Upload]:
+    """Upload a clip until every worker has served one; then each knows the engine."""
+    served: set[int] = set()
+    uploads: list[Upload] = []
+    while served != set(running_services.pids):  # the kernel chooses which worker a connection goes to
+        uploads += await upload_all(
+            running_services.client, [clip] * 4, concurrency=4, on_done=lambda _: None
+        )
+        served = {upload.answer.worker for upload in uploads if upload.answer}
+    return uploads
+
+
+def has_sent_a_video(now: SenderStatistics) -> bool:
+    return any(holder.state == "waiting to be taken" for holder in now.holders)
 
 
 async def get_statistics(client: httpx.AsyncClient) -> SenderStatistics:

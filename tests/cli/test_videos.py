@@ -1,19 +1,29 @@
-"""What a worker does with a video, between a real sender and a real receiver in one process."""
+"""What a worker does with a video, between both ends of a real channel in one process."""
 
 import asyncio
 import io
-import time
-from collections.abc import AsyncIterator, Callable
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
+from typing import BinaryIO
 
+import anyio
 import pytest
 
-from aiotensor import TensorReceiver, TensorSender
+from aiotensor import (
+    ClosedError,
+    DiscardedError,
+    PeerLostError,
+    SenderStatistics,
+    TensorReceiver,
+    TensorSender,
+)
+from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.cli.demo import videos as room
 from aiotensor.cli.demo.decode import VideoSize, decode, measure
-from aiotensor.cli.demo.engine_client import EngineClient
 from aiotensor.cli.demo.fingerprint import fingerprint
 from aiotensor.cli.demo.messages import AnalyseVideo, VideoAnalysis, VideoAnswer
 from aiotensor.cli.demo.videos import Refusal, Videos
@@ -21,33 +31,53 @@ from aiotensor.cli.demo.videos import Refusal, Videos
 RED, BLUE = (220, 20, 20), (20, 20, 220)
 
 
-class Engine(EngineClient):
-    """Answers in this process, with what arrived."""
+async def analyse(request: AnalyseVideo) -> VideoAnalysis:
+    """Answer with what arrived."""
+    return VideoAnalysis(
+        times=fingerprint(request.times.numpy()),
+        frames=fingerprint(request.frames.numpy()),
+        cuts=[],
+        transport_seconds=0.5,
+        model_seconds=0.25,
+    )
 
-    def __init__(self, receiver: TensorReceiver) -> None:
-        self._receiver = receiver
 
-    async def analyse(self, request: AnalyseVideo) -> VideoAnalysis:
-        times = await self._receiver.receive(request.times)
-        frames = await self._receiver.receive(request.frames)
-        return VideoAnalysis(
-            times=fingerprint(times.numpy()),
-            frames=fingerprint(frames.numpy()),
-            cuts=[],
-            received_at=time.monotonic(),
-            queued_seconds=0.0,
-            model_seconds=0.0,
-        )
+@dataclass
+class Ends:
+    videos: Videos
+    sender: TensorSender
+    server: MessageServer[AnalyseVideo]
+    serving: asyncio.Task[None]
 
 
 @asynccontextmanager
-async def worker(folder: Path, arena_bytes: int) -> AsyncIterator[Videos]:
-    address = f"unix://{folder}/tensors.sock"
+async def ends(
+    folder: Path,
+    *,
+    arena_bytes: int = 1 << 20,
+    max_concurrent_videos: int = 3,
+    engine: Callable[[AnalyseVideo], Awaitable[object]] = analyse,
+) -> AsyncIterator[Ends]:
+    tensors, requests = f"unix://{folder}/tensors.sock", f"ipc://{folder}/engine.sock"
     async with (
-        TensorReceiver(address) as receiver,
-        TensorSender(address, max_concurrent_videos=3, arena_bytes=arena_bytes) as sender,
+        TensorReceiver(tensors) as receiver,
+        TensorSender(tensors, max_concurrent_videos, arena_bytes) as sender,
+        MessageServer(requests, AnalyseVideo, receiver=receiver) as server,
+        MessageClient(requests, sender=sender, reply_type=VideoAnalysis) as client,
     ):
-        yield Videos(sender, Engine(receiver))
+        serving = asyncio.create_task(server.serve(engine))
+        yield Ends(Videos(sender, client), sender, server, serving)
+        serving.cancel()
+        await asyncio.wait([serving])
+
+
+async def cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+
+
+async def sender_where(sender: TensorSender, wanted: Callable[[SenderStatistics], bool]) -> None:
+    while not wanted(sender.statistics()):
+        await asyncio.sleep(0)
 
 
 def assert_arrived(answer: VideoAnswer | Refusal, file: bytes) -> None:
@@ -63,13 +93,16 @@ async def test_a_video_is_decoded_where_the_engine_reads_it_with_no_room_for_a_c
     file = make_video([RED] * 10 + [BLUE] * 8)
     nbytes = measure(io.BytesIO(file)).nbytes
 
-    async with worker(tmp_path, arena_bytes=nbytes) as videos:
-        answer = await videos.answer("clip", io.BytesIO(file))
-        report = videos.report()
+    async with ends(tmp_path, arena_bytes=nbytes) as here:
+        answer = await here.videos.answer("clip", io.BytesIO(file))
+        report = here.videos.report()
 
     assert_arrived(answer, file)
-    assert (report.videos, report.videos_in_place, report.bytes_in_place) == (1, 1, nbytes)
-    assert report.sender.bytes_sent == nbytes
+    assert isinstance(answer, VideoAnswer)
+    assert (answer.transport_seconds, answer.model_seconds) == (0.5, 0.25)
+    frame_bytes = 18 * 48 * 64 * 3
+    assert (report.videos, report.videos_in_place, report.bytes_in_place) == (1, 1, frame_bytes)
+    assert report.sender.bytes_sent == frame_bytes  # the few timestamps rode in the request
     assert report.sender.peak_bytes_in_use == nbytes
 
 
@@ -79,9 +112,9 @@ async def test_videos_take_turns_in_memory_that_holds_one(
     file = make_video([RED] * 6)
     nbytes = measure(io.BytesIO(file)).nbytes
 
-    async with worker(tmp_path, arena_bytes=nbytes) as videos:
-        answers = await asyncio.gather(*(videos.answer("clip", io.BytesIO(file)) for _ in range(6)))
-        report = videos.report()
+    async with ends(tmp_path, arena_bytes=nbytes) as here:
+        answers = await asyncio.gather(*(here.videos.answer("clip", io.BytesIO(file)) for _ in range(6)))
+        report = here.videos.report()
 
     for answer in answers:
         assert_arrived(answer, file)
@@ -101,10 +134,10 @@ async def test_a_header_that_names_another_number_of_frames_does_no_harm(
     file = make_video([RED] * 3 + [BLUE] * 4)
     monkeypatch.setattr(room, "measure", lambda _: VideoSize(frames=announced, height=48, width=64))
 
-    async with worker(tmp_path, arena_bytes=1 << 20) as videos:
-        answer = await videos.answer("clip", io.BytesIO(file))
-        again = await videos.answer("clip", io.BytesIO(file))
-        report = videos.report()
+    async with ends(tmp_path, arena_bytes=1 << 20) as here:
+        answer = await here.videos.answer("clip", io.BytesIO(file))
+        again = await here.videos.answer("clip", io.BytesIO(file))
+        report = here.videos.report()
 
     assert_arrived(answer, file)
     assert_arrived(again, file)
@@ -117,12 +150,136 @@ async def test_a_video_that_can_never_fit_is_refused_as_too_large_and_holds_noth
     file = make_video([RED] * 10)
 
     for limit in (measure(io.BytesIO(file)).nbytes - 1, 1000):
-        async with worker(tmp_path, arena_bytes=limit) as videos:
-            answer = await videos.answer("clip", io.BytesIO(file))
+        async with ends(tmp_path, arena_bytes=limit) as here:
+            answer = await here.videos.answer("clip", io.BytesIO(file))
             await asyncio.sleep(0)
-            report = videos.report()
+            report = here.videos.report()
 
         assert isinstance(answer, Refusal)
         assert answer.status is HTTPStatus.REQUEST_ENTITY_TOO_LARGE
         assert "takes more than" in answer.reason
         assert (report.videos, report.sender.in_flight) == (0, 0)
+
+
+async def test_the_permit_is_taken_before_a_video_is_looked_at(
+    tmp_path: Path, make_video: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = make_video([RED] * 4)
+    looked_at: list[BinaryIO] = []
+
+    def look(upload: BinaryIO) -> VideoSize:
+        looked_at.append(upload)
+        return measure(upload)
+
+    monkeypatch.setattr(room, "measure", look)
+    async with ends(tmp_path, max_concurrent_videos=1) as here:
+        async with here.sender.message():
+            answering = asyncio.create_task(here.videos.answer("clip", io.BytesIO(file)))
+            await sender_where(here.sender, lambda now: now.waiting == 1)
+            assert looked_at == []
+        assert_arrived(await answering, file)
+
+    assert len(looked_at) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (ValueError("no frames"), HTTPStatus.BAD_GATEWAY, "the engine failed: ValueError: no frames"),
+        (
+            PeerLostError("the sender died"),
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "the engine cannot be reached: PeerLostError: the sender died",
+        ),
+        (
+            DiscardedError("discarded"),
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "the engine cannot be reached: DiscardedError: discarded",
+        ),
+        (
+            ClosedError("this TensorReceiver was closed"),
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "the engine cannot be reached: ClosedError: this TensorReceiver was closed",
+        ),
+    ],
+    ids=["its work", "lost", "discarded", "closed"],
+)
+async def test_an_engine_that_fails_is_told_from_one_that_the_video_did_not_reach(
+    error: Exception, status: HTTPStatus, reason: str, tmp_path: Path, make_video: Callable[..., bytes]
+) -> None:
+    async def fail(request: AnalyseVideo) -> VideoAnalysis:
+        raise error
+
+    async with ends(tmp_path, engine=fail) as here:
+        answer = await here.videos.answer("clip", io.BytesIO(make_video([RED] * 4)))
+        await sender_where(here.sender, lambda now: now.in_flight == 0)
+        report = here.videos.report()
+
+    assert answer == Refusal(status, reason)
+    assert (report.videos, report.bytes_in_place) == (0, 0)
+
+
+async def test_an_answer_that_is_no_analysis_is_a_failure_of_the_engine(
+    tmp_path: Path, make_video: Callable[..., bytes]
+) -> None:
+    async def babble(request: AnalyseVideo) -> str:
+        return "bla"
+
+    async with ends(tmp_path, engine=babble) as here:
+        answer = await here.videos.answer("clip", io.BytesIO(make_video([RED] * 4)))
+
+    assert isinstance(answer, Refusal)
+    assert answer.status is HTTPStatus.BAD_GATEWAY
+    assert "Expected `object`, got `str`" in answer.reason
+
+
+@pytest.mark.parametrize(
+    ("stop", "reason"),
+    [
+        (lambda here: here.server.aclose(), r"the server \(pid \d+\) at .* is gone: it closed"),
+        (lambda here: cancel(here.serving), "CancelledError: the server's handler was cancelled"),
+    ],
+    ids=["closed", "cancelled"],
+)
+async def test_an_engine_that_stops_over_a_video_cannot_be_reached(
+    stop: Callable[[Ends], Awaitable[None]], reason: str, tmp_path: Path, make_video: Callable[..., bytes]
+) -> None:
+    taken = asyncio.Event()
+
+    async def keep(request: AnalyseVideo) -> VideoAnalysis:
+        taken.set()
+        await anyio.sleep_forever()
+        raise AssertionError("nobody wakes it")
+
+    async with ends(tmp_path, engine=keep) as here:
+        answering = asyncio.create_task(here.videos.answer("clip", io.BytesIO(make_video([RED] * 4))))
+        await taken.wait()
+        await stop(here)
+        answer = await answering
+
+    assert isinstance(answer, Refusal)
+    assert answer.status is HTTPStatus.SERVICE_UNAVAILABLE
+    assert re.match(f"the engine cannot be reached: {reason}", answer.reason)
+
+
+async def test_an_upload_that_is_given_up_ends_the_work_in_the_engine_and_holds_nothing(
+    tmp_path: Path, make_video: Callable[..., bytes]
+) -> None:
+    taken, ended = asyncio.Event(), asyncio.Event()
+
+    async def keep(request: AnalyseVideo) -> VideoAnalysis:
+        taken.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            ended.set()
+        raise AssertionError("nobody wakes it")
+
+    async with ends(tmp_path, engine=keep) as here:
+        answering = asyncio.create_task(here.videos.answer("clip", io.BytesIO(make_video([RED] * 4))))
+        await taken.wait()
+        answering.cancel()
+        await ended.wait()
+        with pytest.raises(asyncio.CancelledError):
+            await answering
+        await sender_where(here.sender, lambda now: now.in_flight == now.bytes_in_use == 0)

@@ -1,9 +1,9 @@
 """Fuzz everything that a peer can say: `python -m tests.fuzz --seconds 600 --seed 1`.
 
 First each target runs under atheris, in a process of its own: decoders, a receiver on each link, a sender.
-Then what these met, and more, is said to receivers and senders that are alone in their processes, where what
-they hold is measured. What harms anybody is written to `tests/fuzz/cases`, which the tests replay from then
-on. Ends with status 1 if anything was found.
+Then what these met, and more, is said to receivers, senders, servers and clients that are alone in their
+processes, where what they hold is measured. What harms anybody is written to `tests/fuzz/cases`, which the
+tests replay from then on. Ends with status 1 if anything was found.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from tests.fuzz.steps import Conversation, keep
 from tests.fuzz.targets import Progress, conversation_of
 
 # What share of the time each target has.
-GUIDED = {"decoder": 0.1, "receiver, unix": 0.2, "receiver, queue": 0.1, "sender": 0.15}
-LIVE = {"receiver, unix": 0.15, "receiver, queue": 0.15, "sender": 0.15}
+GUIDED = {"decoder": 0.07, "messages": 0.12, "receiver, unix": 0.15, "receiver, queue": 0.08, "sender": 0.1}
+LIVE = {"receiver, unix": 0.1, "receiver, queue": 0.1, "sender": 0.1, "server": 0.1, "client": 0.08}
 
 _MAX_BYTES = 1000  # more than most conversations use up
 _FIRST_INPUTS = 32  # libFuzzer would begin with short ones, and lengthen them slowly
@@ -50,7 +50,7 @@ def main() -> int:
             found |= _guided(target, share * arguments.seconds, 16 * seed + index + 1, place)
             corpora[target] = [path.read_bytes() for path in sorted((place / "corpus").iterdir())]
     for index, (target, share) in enumerate(LIVE.items()):
-        found |= _live(target, share * arguments.seconds, 16 * seed + index + 8, corpora[target])
+        found |= _live(target, share * arguments.seconds, 16 * seed + index + 8, corpora.get(target, []))
     _tell(f"seed {seed}: " + ("something was found, see above" if found else "nothing was found"))
     return int(found)
 

@@ -1,4 +1,4 @@
-"""Live targets: a receiver or a sender alone in its process, so that what it holds can be measured."""
+"""Live targets: each alone in its process, so that what it holds can be measured."""
 
 import asyncio
 import contextlib
@@ -7,17 +7,21 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import Protocol
 
 import msgspec
 
 from aiotensor.links import Endpoint
 from tests.fuzz.choosers import FromBytes
 from tests.fuzz.engine import Figures
-from tests.fuzz.grammar import TO_RECEIVER, TO_SENDER, conversation
-from tests.fuzz.live_receiver import LiveReceiver, live_receiver
-from tests.fuzz.live_sender import LiveSender, live_sender
+from tests.fuzz.grammar import TO_CLIENT, TO_RECEIVER, TO_SENDER, TO_SERVER, conversation
+from tests.fuzz.live_client import live_client
+from tests.fuzz.live_receiver import live_receiver
+from tests.fuzz.live_sender import live_sender
+from tests.fuzz.live_server import live_server
+from tests.fuzz.living import Live
 from tests.fuzz.steps import Conversation, cases
-from tests.fuzz.targets import link_of
+from tests.fuzz.targets import link_of, listener_of
 from tests.pairs import endpoint
 
 __all__ = ["LiveReport", "harass"]
@@ -25,6 +29,20 @@ __all__ = ["LiveReport", "harass"]
 _WARM_UP_SHARE = 0.3  # of the time: the allocator meets its sizes, and what is remembered fills up
 _GROWTH_KIB = 16_384  # the 4096 senders that a receiver remembers when they are gone take 14 MiB
 _BYTES = 1000
+
+
+class _Living(Protocol):
+    """Start one that is alone in its process."""
+
+    def __call__(self, endpoint: Endpoint, /, *, uvloop: bool) -> AbstractAsyncContextManager[Live]: ...
+
+
+_LIVING: dict[str, _Living] = {
+    TO_RECEIVER: live_receiver,
+    TO_SENDER: live_sender,
+    TO_SERVER: live_server,
+    TO_CLIENT: live_client,
+}
 
 
 class LiveReport(msgspec.Struct):
@@ -42,10 +60,18 @@ class LiveReport(msgspec.Struct):
 def harass(target: str, seconds: float, seed: int, corpus: Sequence[bytes]) -> LiveReport:
     """Have a live process hear conversations for some time."""
     report = LiveReport()
+    try:
+        _harass(target, seconds, seed, corpus, report)
+    except AssertionError as error:
+        report.error = report.error or repr(error)  # what is left behind follows from an earlier error
+    return report
+
+
+def _harass(target: str, seconds: float, seed: int, corpus: Sequence[bytes], report: LiveReport) -> None:
     source = random.Random(seed)
-    to = TO_SENDER if target == "sender" else TO_RECEIVER
+    to = listener_of(target)
     with asyncio.Runner() as runner, endpoint(link_of(target)) as place:
-        living = _living(to, place, uvloop=bool(seed % 2))
+        living = _LIVING[to](place, uvloop=bool(seed % 2))
         one = runner.run(living.__aenter__())
         try:
             _talk(one, runner, to, report, _inputs(to, source, corpus), seconds)
@@ -55,20 +81,11 @@ def harass(target: str, seconds: float, seed: int, corpus: Sequence[bytes]) -> L
                 runner.run(living.__aexit__(type(error), error, error.__traceback__))
         else:
             runner.run(living.__aexit__(None, None, None))
-    report.summary = one.summary
-    return report
-
-
-def _living(
-    to: str, place: Endpoint, *, uvloop: bool
-) -> AbstractAsyncContextManager[LiveReceiver | LiveSender]:
-    if to == TO_SENDER:
-        return live_sender(place, uvloop=uvloop)
-    return live_receiver(place, uvloop=uvloop)
+        report.summary = one.summary
 
 
 def _talk(
-    one: LiveReceiver | LiveSender,
+    one: Live,
     runner: asyncio.Runner,
     to: str,
     report: LiveReport,

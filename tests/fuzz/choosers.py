@@ -5,9 +5,12 @@ from typing import Protocol, TypeVar
 
 from hypothesis import strategies as st
 
-__all__ = ["Chooser", "FromBytes", "FromHypothesis", "happens", "one_of"]
+__all__ = ["WILDNESS", "Chooser", "FromBytes", "FromHypothesis", "happens", "one_of"]
 
 T = TypeVar("T")
+
+# One of how many choices of a conversation is broken: one fault is met alone, and many together.
+WILDNESS = (100, 20, 5)
 
 
 class Chooser(Protocol):

@@ -2,11 +2,16 @@
 
 import time
 import tracemalloc
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from aiotensor.codec import TensorDecoder, TensorEncoder
 from aiotensor.errors import ProtocolError
+from aiotensor.protocol.exchange import FromClient, FromServer, read_from_client, read_from_server, write
 from aiotensor.protocol.frames import ToReceiver, ToSender, decode_to_receiver, decode_to_sender, encode
+from tests.fuzz.notes import Note
 
-__all__ = ["decode_both_ways"]
+__all__ = ["decode_both_ways", "decode_headers", "decode_message"]
 
 # Of processor time, for a record of 64 KiB: a hundred times what it takes on a slow machine.
 _SECONDS = 1.0
@@ -15,22 +20,56 @@ _SECONDS = 1.0
 _AMPLIFIED = 100
 _AT_LEAST = 1 << 16
 
+_notes = TensorDecoder(Note)
+_any: Any = Any  # which is no type to mypy
+_anything: TensorDecoder[Any] = TensorDecoder(_any)
+
 
 def decode_both_ways(record: bytes) -> None:
     """See that both decoders read frames or refuse, and that what was read is written alike."""
     for decode in (decode_to_receiver, decode_to_sender):
-        tracemalloc.start()
-        began = time.process_time()
-        try:
-            frames = decode(record)
-        except ProtocolError:
-            frames = None
-        finally:
-            seconds = time.process_time() - began
-            _, peak = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-        assert seconds < _SECONDS, f"{seconds} s for {len(record)} bytes"
-        assert peak < _AT_LEAST + _AMPLIFIED * len(record), f"{peak} bytes for {len(record)}"
+        frames = _in_bounds(decode, record, len(record))
         if frames is not None:
             assert all(isinstance(frame, ToReceiver | ToSender) for frame in frames)
             assert decode(encode(*frames)) == frames
+
+
+def decode_headers(data: bytes) -> None:
+    """See that a header is read or refused, by either side, and that what was read is written alike."""
+    for read in (read_from_client, read_from_server):
+        header = _in_bounds(read, data, len(data))
+        if header is not None:
+            assert isinstance(header, FromClient | FromServer)
+            assert read(write(header)) == header
+
+
+def decode_message(parts: Sequence[bytes]) -> None:
+    """See that a message is read or refused, and that its tensors are no more than what came."""
+    nbytes = sum(map(len, parts))
+    _in_bounds(_anything.decode, parts, nbytes)
+    note = _in_bounds(_notes.decode, parts, nbytes)
+    if note is not None:
+        assert sum(tensor.nbytes for tensor in note.tensors) <= nbytes
+        again = _written(note)
+        assert _written(_notes.decode(again)) == again
+
+
+def _written(note: Note) -> list[bytes]:
+    return [bytes(part) for part in TensorEncoder().encode(note)]
+
+
+def _in_bounds(decode: Callable[[Any], Any], data: bytes | Sequence[bytes], nbytes: int) -> Any:
+    """Decode, or be refused; see that it takes little time and memory."""
+    tracemalloc.start()
+    began = time.process_time()
+    try:
+        found = decode(data)
+    except ProtocolError:
+        found = None
+    finally:
+        seconds = time.process_time() - began
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert seconds < _SECONDS, f"{seconds} s for {nbytes} bytes"
+    assert peak < _AT_LEAST + _AMPLIFIED * nbytes, f"{peak} bytes for {nbytes}"
+    return found

@@ -5,18 +5,16 @@ import struct
 
 from aiotensor.placements.dtypes import DTYPES
 from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_RECORD_BYTES, VERSION
-from tests.fuzz.choosers import Chooser, happens, one_of
+from tests.fuzz.choosers import WILDNESS, Chooser, happens, one_of
+from tests.fuzz.headers import TO_CLIENT, TO_SERVER, to_client, to_server
 from tests.fuzz.steps import RIGHT, STAND_IN, Conversation, Step
 from tests.fuzz.things import MEMORY_KINDS, OTHER_THINGS, SEGMENT_BYTES
 from tests.fuzz.wire import BOUNDARIES, Frame, boundary, broken_frame, record_of
 
-__all__ = ["TO_RECEIVER", "TO_SENDER", "conversation"]
+__all__ = ["TO_CLIENT", "TO_RECEIVER", "TO_SENDER", "TO_SERVER", "conversation"]
 
 TO_RECEIVER = "receiver"
 TO_SENDER = "sender"
-
-# One of how many choices of a conversation is broken: one fault is met alone, and many together.
-WILDNESS = (100, 20, 5)
 
 ARENA = 1 << 20
 ANYTHING = (*OTHER_THINGS, "itself")
@@ -144,8 +142,7 @@ class Talk:
 
 def conversation(chooser: Chooser, to: str) -> Conversation:
     """Make a conversation of a rogue."""
-    steps = _to_receiver(chooser) if to == TO_RECEIVER else _to_sender(chooser)
-    return Conversation(to, tuple(steps))
+    return Conversation(to, tuple(_STEPS[to](chooser)))
 
 
 def _to_receiver(chooser: Chooser) -> list[Step]:
@@ -206,3 +203,6 @@ def _answer(chooser: Chooser, one_in: int) -> Frame:
     if happens(chooser, one_in):
         numbers.append(boundary(chooser))
     return [tag, numbers]
+
+
+_STEPS = {TO_RECEIVER: _to_receiver, TO_SENDER: _to_sender, TO_SERVER: to_server, TO_CLIENT: to_client}

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 with atheris.instrument_imports(include=["aiotensor"]):
-    from tests.fuzz.decoding import decode_both_ways
+    from tests.fuzz.decoding import decode_both_ways, decode_headers, decode_message
     from tests.fuzz.inside import InsideReceiver, InsideSender, inside_receiver, inside_sender
     from tests.fuzz.targets import Progress, conversation_of, link_of
     from tests.pairs import endpoint
@@ -60,6 +60,14 @@ def _decode(data: bytes, progress: Progress) -> None:
             decode_both_ways(step.data)
 
 
+def _decode_messages(data: bytes, progress: Progress) -> None:
+    for step in conversation_of("messages", data).steps:
+        decode_message([step.data, *map(bytes.fromhex, step.parts)])
+    for to in ("decoder", "server", "client"):
+        for step in conversation_of(to, data).steps:
+            decode_headers(step.data)
+
+
 def _fuzz(hear: Callable[[bytes, Progress], None], progress_file: Path, arguments: list[str]) -> None:
     progress = Progress()
     written = 0.0
@@ -82,8 +90,9 @@ def main(target: str, progress_file: str, *arguments: str) -> None:
     """Fuzz one target for as long as libFuzzer is told to."""
     torch.set_num_threads(1)
     progress = Path(progress_file)
-    if target == "decoder":
-        _fuzz(_decode, progress, list(arguments))
+    decoders = {"decoder": _decode, "messages": _decode_messages}
+    if target in decoders:
+        _fuzz(decoders[target], progress, list(arguments))
         return
     with endpoint(link_of(target)) as place, asyncio.Runner() as runner:
         opening: AbstractAsyncContextManager[InsideReceiver | InsideSender] = (

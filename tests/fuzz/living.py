@@ -12,11 +12,15 @@ from tests.fuzz.exploring import explore, said_at_random, telling
 from tests.fuzz.steps import Conversation, cases
 from tests.pairs import endpoint
 
-__all__ = ["Listening", "listening"]
+__all__ = ["Listening", "Live", "listening"]
 
 
 class Live(Protocol):
-    """What a live receiver and a live sender have in common."""
+    """What all who are alive have in common."""
+
+    @property
+    def summary(self) -> str:
+        """Say what was done."""
 
     async def hear(self, conversation: Conversation) -> None:
         """Hear a rogue, then be seen to serve the honest."""

@@ -23,6 +23,7 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         envelope: what stands before it on a queue; see `speaking.OnQueue`.
         connects: say it on a new connection.
         after: how many records of the other side are read before.
+        parts: what follows the record in a message that has parts, each in hexadecimal digits.
     """
 
     record: str
@@ -30,6 +31,7 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     envelope: str = RIGHT
     connects: bool = False
     after: int = 0
+    parts: tuple[str, ...] = ()
 
     @property
     def data(self) -> bytes:

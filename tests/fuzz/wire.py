@@ -5,7 +5,7 @@ import msgspec
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
 from tests.fuzz.choosers import Chooser, happens, one_of
 
-__all__ = ["BOUNDARIES", "Frame", "Scalar", "boundary", "broken_frame", "record_of"]
+__all__ = ["BOUNDARIES", "Frame", "Scalar", "boundary", "broken_bytes", "broken_frame", "record_of"]
 
 Scalar = object
 Frame = list[Scalar]
@@ -18,6 +18,7 @@ BOUNDARIES = (
 TAGS = (
     *("hello", "attach", "detach", "put", "end", "discard", "bye"),
     *("welcome", "taken", "discarded", "release", "", "nonsense"),
+    *("client", "ask", "cancel", "server", "answer", "failure", "farewell", "in", "by", "at"),
 )
 
 OF_ANOTHER_TYPE: tuple[Scalar, ...] = (
@@ -101,11 +102,25 @@ def record_of(chooser: Chooser, frames: list[Frame], one_in: int) -> bytes:
 
 
 def _broken_record(chooser: Chooser, frames: list[Frame]) -> bytes:
-    record = msgspec.msgpack.encode(frames)
     match chooser.number(0, 9):
         case 0:
-            return record[: chooser.number(0, len(record) - 1)]
+            tiny = one_of(chooser, TINY)
+            return msgspec.msgpack.encode([tiny] * chooser.number(1, 8000))
         case 1:
+            # In a field that is ignored: of right length, and one byte more than any may have.
+            length = MAX_RECORD_BYTES + one_of(chooser, (0, 1, -1, 30_000))
+            first, *others = frames or [["bye", ""]]
+            return _padded(first, others, length)
+        case _:
+            return broken_bytes(chooser, msgspec.msgpack.encode(frames))
+
+
+def broken_bytes(chooser: Chooser, record: bytes) -> bytes:
+    """Break the bytes of anything in msgpack."""
+    match chooser.number(0, 7):
+        case 0:
+            return record[: chooser.number(0, max(0, len(record) - 1))]
+        case 1 if record:
             return _flipped(chooser, record)
         case 2:
             return record + record
@@ -120,14 +135,6 @@ def _broken_record(chooser: Chooser, frames: list[Frame]) -> bytes:
         case 6:
             where = chooser.number(0, len(record))
             return record[:where] + one_of(chooser, ENDLESS) + record[where:]
-        case 7:
-            tiny = one_of(chooser, TINY)
-            return msgspec.msgpack.encode([tiny] * chooser.number(1, 8000))
-        case 8:
-            # In a field that is ignored: of right length, and one byte more than any may have.
-            length = MAX_RECORD_BYTES + one_of(chooser, (0, 1, -1, 30_000))
-            first, *others = frames or [["bye", ""]]
-            return _padded(first, others, length)
         case _:
             return b""
 

@@ -1,0 +1,205 @@
+"""Questions and answers that are nearly right, with the messages and tensors in them."""
+
+import math
+
+import msgspec
+
+from aiotensor.codec.wire import ARRAY, TENSOR
+from aiotensor.placements.dtypes import DTYPES
+from aiotensor.protocol.exchange import VERSION
+from tests.fuzz.choosers import WILDNESS, Chooser, happens, one_of
+from tests.fuzz.steps import STAND_IN, Step
+from tests.fuzz.wire import Frame, Scalar, boundary, broken_bytes, broken_frame
+
+__all__ = ["SENT_BEFORE", "TO_CLIENT", "TO_SERVER", "message_parts", "to_client", "to_server"]
+
+TO_SERVER = "server"
+TO_CLIENT = "client"
+
+# How many tensors each message has that the rogue's own sender has sent, all of 3 elements.
+SENT_BEFORE = (1, 2, 1)
+
+_DTYPE_NAMES = ("uint8", "int64", "float32", *sorted(DTYPES))
+_encode = msgspec.msgpack.encode
+
+
+class _Words:
+    """One side's words: headers, bodies, and the buffers beside them."""
+
+    def __init__(self, chooser: Chooser, one_in: int) -> None:
+        self._chooser = chooser
+        self._one_in = one_in
+        self._next = 0
+
+    def hello(self, tag: str) -> list[bytes]:
+        frame: Frame = [tag, VERSION, 1]
+        if tag == "client":
+            frame.append(one_of(self._chooser, ("", STAND_IN)))
+        return [self._header(frame)]
+
+    def ask(self) -> list[bytes]:
+        handles = self._handles()
+        body, *buffers = self.message(len(handles))
+        number, self._next = self._next, self._next + 1
+        wants = not happens(self._chooser, 4)
+        return self._parts([self._header(["ask", number, body, handles, wants]), *buffers])
+
+    def cancel(self) -> list[bytes]:
+        return [self._header(["cancel", self._chooser.number(0, max(0, self._next - 1))])]
+
+    def answer(self) -> list[bytes]:
+        handles = self._handles()
+        body, *buffers = self.message(len(handles))
+        number = self._chooser.number(0, 3)
+        return self._parts([self._header(["answer", number, body, handles]), *buffers])
+
+    def failure(self) -> list[bytes]:
+        text = one_of(self._chooser, ("a reason", "", "x" * 16_384, "x" * 16_385))
+        return [self._header(["failure", self._chooser.number(0, 3), "ValueError", text])]
+
+    def farewell(self) -> list[bytes]:
+        return [self._header(["farewell", one_of(self._chooser, ("", "no room"))])]
+
+    def message(self, elsewhere: int) -> list[bytes]:
+        """Make a body and the buffers beside it; so many of its tensors are known by their numbers."""
+        chooser = self._chooser
+        buffers: list[bytes] = []
+        tensors = [self._tensor(["at", number]) for number in range(elsewhere)]
+        for _ in range(chooser.number(0, 3)):
+            meaning, nbytes = self._meaning()
+            data = chooser.data(nbytes) if nbytes < 300 else bytes(nbytes)
+            if happens(chooser, 2):
+                buffers.append(data)
+                tensors.append(self._tensor(["by", meaning, len(buffers) - 1]))
+            else:
+                tensors.append(self._tensor(["in", meaning, data]))
+        fields: dict[str, Scalar] = {"number": chooser.number(0, 9), "tensors": tensors}
+        if happens(chooser, 3):
+            fields["array"] = msgspec.msgpack.Ext(ARRAY, _encode(["in", ["uint8", [2]], b"ab"]))
+        if happens(chooser, self._one_in):
+            fields[one_of(chooser, ("number", "tensors", "array", "more"))] = one_of(
+                chooser, (None, [], {}, "text", boundary(chooser), tensors)
+            )
+        body = _encode(fields)
+        return [broken_bytes(chooser, body) if happens(chooser, 2 * self._one_in) else body, *buffers]
+
+    def _tensor(self, record: Frame) -> msgspec.msgpack.Ext:
+        chooser = self._chooser
+        if happens(chooser, self._one_in):
+            record = broken_frame(chooser, record)
+        data = _encode(record)
+        if happens(chooser, 2 * self._one_in):
+            data = broken_bytes(chooser, data)
+        code = one_of(chooser, (TENSOR, ARRAY, 5, -1)) if happens(chooser, self._one_in) else TENSOR
+        return msgspec.msgpack.Ext(code, data)
+
+    def _meaning(self) -> tuple[Frame, int]:
+        chooser = self._chooser
+        dtype = one_of(chooser, _DTYPE_NAMES)
+        shape: list[Scalar] = [chooser.number(0, 4) for _ in range(chooser.number(0, 3))]
+        nbytes = math.prod(size for size in shape if isinstance(size, int)) * DTYPES[dtype].itemsize
+        if happens(chooser, self._one_in):
+            shape = [boundary(chooser) for _ in range(chooser.number(1, 4))]
+        meaning: Frame = [dtype, shape]
+        if happens(chooser, 4):
+            meaning += [chooser.number(0, 1) == 1, chooser.number(0, 1) == 1]
+        return (broken_frame(chooser, meaning) if happens(chooser, self._one_in) else meaning), nbytes
+
+    def _handles(self) -> list[Scalar]:
+        chooser = self._chooser
+        if not happens(chooser, 3):
+            return []
+        message = chooser.number(0, len(SENT_BEFORE) - 1)
+        handles = [_handle(message, tensor) for tensor in range(SENT_BEFORE[message])]
+        while happens(chooser, self._one_in):
+            field = one_of(chooser, ("sender", "message", "tensor", "dtype", "shape", "device"))
+            wrong = one_of(chooser, ("f" * 32, "", 7, -1, boundary(chooser), [1], None))
+            handles.append({**_handle(message, 0), field: wrong})
+        return [*handles]
+
+    def _header(self, frame: Frame) -> bytes:
+        chooser = self._chooser
+        header = _encode(broken_frame(chooser, frame) if happens(chooser, self._one_in) else frame)
+        return broken_bytes(chooser, header) if happens(chooser, 2 * self._one_in) else header
+
+    def _parts(self, parts: list[bytes]) -> list[bytes]:
+        """Leave a part out, or have one too many."""
+        chooser = self._chooser
+        if happens(chooser, 2 * self._one_in):
+            parts.insert(chooser.number(0, len(parts)), one_of(chooser, (b"", b"\xc0", bytes(70_000))))
+        if happens(chooser, 2 * self._one_in) and len(parts) > 1:
+            del parts[chooser.number(0, len(parts) - 1)]
+        if happens(chooser, 2 * self._one_in):
+            where = chooser.number(0, len(parts) - 1)
+            parts[where] = broken_bytes(chooser, parts[where])
+        return parts
+
+
+def _handle(message: int, tensor: int) -> dict[str, Scalar]:
+    return {
+        "sender": STAND_IN,
+        "message": message,
+        "tensor": tensor,
+        "dtype": "int64",
+        "shape": [3],
+        "device": "cpu",
+    }
+
+
+def message_parts(chooser: Chooser) -> list[bytes]:
+    """Make a message alone: its body, and the buffers beside it."""
+    return _Words(chooser, one_of(chooser, WILDNESS)).message(chooser.number(0, 1))
+
+
+def to_server(chooser: Chooser) -> list[Step]:
+    """Ask a server."""
+    one_in = one_of(chooser, WILDNESS)
+    words = _Words(chooser, one_in)
+    steps: list[Step] = []
+    if not happens(chooser, 20):
+        steps.append(_step(words.hello("client")))
+    for _ in range(chooser.number(1, 8)):
+        connects = happens(chooser, 20)
+        if connects:
+            words = _Words(chooser, one_in)
+            steps.append(_step(words.hello("client"), connects=True))
+        match chooser.number(0, 6):
+            case 0 | 1 | 2 | 3:
+                steps.append(_step(words.ask(), after=chooser.number(0, 1)))
+            case 4 | 5:
+                steps.append(_step(words.cancel()))
+            case _ if happens(chooser, 3):
+                steps.append(_step(words.hello("client")))
+            case _:
+                steps.append(_step(words.ask()))
+    return steps
+
+
+def to_client(chooser: Chooser) -> list[Step]:
+    """Answer a client, whose questions count from 0."""
+    words = _Words(chooser, one_of(chooser, WILDNESS))
+    steps: list[Step] = []
+    if not happens(chooser, 10):
+        steps.append(_step(words.hello("server")))
+    for _ in range(chooser.number(0, 6)):
+        match chooser.number(0, 5):
+            case 0 | 1 | 2:
+                said = words.answer()
+            case 3:
+                said = words.failure()
+            case 4 if happens(chooser, 2):
+                said = words.farewell()
+            case 5 if happens(chooser, 3):
+                said = words.hello("server")
+            case _:
+                said = words.answer()
+        # By then questions have come, so that an answer can be right.
+        steps.append(_step(said, after=3 - chooser.number(0, 3)))
+        if happens(chooser, 6):
+            steps.append(_step(said))  # the same again
+    return steps
+
+
+def _step(parts: list[bytes], *, connects: bool = False, after: int = 0) -> Step:
+    record, *others = parts
+    return Step(record.hex(), connects=connects, after=after, parts=tuple(part.hex() for part in others))

@@ -1,0 +1,85 @@
+"""What the honest ask and answer while others lie, and what becomes of it."""
+
+import asyncio
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import numpy as np
+import torch
+
+from aiotensor import PeerLostError, ProtocolError, RemoteError
+from aiotensor.channel import MessageClient, Request
+from aiotensor.links import Endpoint
+from tests.pairs import BIG, pattern
+
+__all__ = ["Note", "ask_rightly", "messages_at", "respond", "work"]
+
+# How a request may end whose server says what it likes.
+_ENDS = (RemoteError, PeerLostError, ProtocolError)
+
+
+class Note(msgspec.Struct):
+    """A question, and also an answer: a number, and tensors that it tells of."""
+
+    number: int
+    tensors: list[torch.Tensor] = []
+    array: np.ndarray | None = None
+
+
+def messages_at(endpoint: Endpoint) -> str:
+    """Return the address of the server, beside that of a receiver."""
+    return f"ipc://{os.path.dirname(str(endpoint).removeprefix('unix://'))}/m"
+
+
+async def respond(request: Request[Note]) -> None:
+    """Answer with a number and tensors that follow from the question's."""
+    async with request:
+        note = request.message
+        await request.reply(Note(note.number + 1, note.tensors))
+
+
+async def ask_rightly(client: MessageClient[Note], number: int, *sizes: int) -> None:
+    """Ask, and see that the answer is right."""
+    tensors = [pattern(number + index, size) for index, size in enumerate(sizes)]
+    answer = await client.request(Note(number, tensors))
+    assert answer.number == number + 1
+    assert len(answer.tensors) == len(tensors)
+    assert all(map(torch.equal, answer.tensors, tensors)), f"a wrong answer to note {number}"
+
+
+async def work(client: MessageClient[Note]) -> Counter[str]:
+    """Ask in every way at once, and count how each ended; errors that no server may cause are raised."""
+    outcomes: Counter[str] = Counter()
+
+    async def ends(asking: Awaitable[object]) -> None:
+        try:
+            await asking
+        except _ENDS as error:
+            outcomes[type(error).__name__] += 1
+        else:
+            outcomes["answered"] += 1
+
+    ways: tuple[Callable[[MessageClient[Note]], Awaitable[object]], ...] = (_small, _big, _one_way, _given_up)
+    await asyncio.gather(*(ends(way(client)) for way in (*ways, _small)))
+    return outcomes
+
+
+async def _small(client: MessageClient[Note]) -> None:
+    await client.request(Note(1, [pattern(1, 3)]))
+
+
+async def _big(client: MessageClient[Note]) -> None:
+    await client.request(Note(2, [pattern(2, BIG), pattern(3, 3)]))
+
+
+async def _one_way(client: MessageClient[Note]) -> None:
+    await client.send(Note(3, [pattern(4, BIG)]))
+
+
+async def _given_up(client: MessageClient[Note]) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.005):
+            await client.request(Note(5))

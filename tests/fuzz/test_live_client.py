@@ -1,0 +1,25 @@
+"""Rogues where a client looks for its server: its requests end, and the next server serves it."""
+
+from functools import partial
+
+import pytest
+
+from tests.fuzz.grammar import TO_CLIENT
+from tests.fuzz.live_client import live_client
+from tests.fuzz.living import listening
+
+_GROWTH_KIB = 1024
+
+
+@pytest.mark.parametrize("uvloop", [True, False], ids=["uvloop", "asyncio"])
+def test_a_client_survives_whatever_it_is_answered_and_is_served_by_the_next_server(uvloop: bool) -> None:
+    with listening("unix", partial(live_client, uvloop=uvloop)) as client:
+        client.explore(TO_CLIENT, warm_up=4, examples=6, growth_kib=_GROWTH_KIB)
+        assert client.live.cut_off
+        assert client.live.outcomes["PeerLostError"]
+        assert client.live.outcomes["answered"]
+
+
+def test_what_harmed_a_client_once_does_so_no_more() -> None:
+    with listening("unix", partial(live_client, uvloop=True)) as client:
+        client.replay(TO_CLIENT, times=1)
