@@ -182,7 +182,7 @@ class MessageClient(Generic[R]):
                 answer = await self._answer_to(connection, sender, asked, handles)
             finally:
                 connection.in_flight -= 1
-                # It has the error, whose traceback has this frame, and those of the callers with their tensors.
+                # It has the error, whose traceback has this frame, and the callers' with their tensors.
                 del asked
         except BaseException as error:
             self._failures += isinstance(error, Exception)

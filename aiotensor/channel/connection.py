@@ -289,6 +289,7 @@ class Connection:
             raise ProtocolError(f"it speaks version {hello.version}, this client speaks {VERSION}")
         self._outbox.window = Window(hello.max_waiting, hello.max_waiting_bytes)
         self.is_ready = True
+        self._outbox.flush(is_retry=False)
         self._waiters.wake()
         self._changed()
 

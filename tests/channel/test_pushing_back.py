@@ -208,7 +208,8 @@ async def test_a_function_serves_no_more_messages_at_a_time_than_it_may() -> Non
             asyncio.create_task(ends.client.request(Question(seed, pattern(seed, BIG)))) for seed in range(6)
         ]
         await until(lambda: running == 2 and ends.server.statistics().waiting == 4)
-        assert ends.receiver.statistics().unclaimed_tensors == 4  # the others wait, and keep their permits
+        # The others wait, and keep their permits.
+        await until(lambda: ends.receiver.statistics().unclaimed_tensors == 4)
         go_on.set()
         assert [got.seed for got in await asyncio.gather(*asking)] == list(range(6))
         assert most == 2
