@@ -15,9 +15,9 @@ import logging
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import zmq
 
@@ -136,17 +136,18 @@ class Client:
         self.asked: dict[int, Asked] = {}  # what has not ended
 
 
-class ClientsEvents(Protocol):
-    """What a server wants to be told."""
+class ClientsEvents(NamedTuple):
+    """What is called for a server.
 
-    def asked(self, asked: Asked) -> None:
-        """Take a message."""
+    Attributes:
+        asked: takes a message.
+        given_up: notes that nobody wants a message any more, which was in this state.
+        is_in_vain: says whether a message of a client that is gone waits for tensors that will not come.
+    """
 
-    def given_up(self, asked: Asked, state: State) -> None:
-        """Note that nobody wants a message any more, which was in this state."""
-
-    def is_in_vain(self, asked: Asked) -> bool:
-        """Say whether a message of a client that is gone waits for tensors that will not come."""
+    asked: Callable[[Asked], None]
+    given_up: Callable[[Asked, State], None]
+    is_in_vain: Callable[[Asked], bool]
 
 
 class Clients:

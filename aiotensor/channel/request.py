@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, NamedTuple, Self, TypeVar
 
 import anyio
 
@@ -18,14 +19,17 @@ logger = logging.getLogger("aiotensor.channel")
 M = TypeVar("M")
 
 
-class Answerer(Protocol):
-    """What sends answers."""
+class Answerer(NamedTuple):
+    """What sends answers.
 
-    async def answer(self, asked: Asked, answer: object) -> bool:
-        """Send an answer, and say whether anybody wanted it."""
+    Attributes:
+        answer: sends one, and says whether anybody wanted it.
+        fail: says that there is none, with the name of an error's type and its text; and whether anybody
+            wanted one.
+    """
 
-    def fail(self, asked: Asked, type_name: str, text: str) -> bool:
-        """Say that there is no answer, and whether anybody wanted one."""
+    answer: Callable[[Asked, object], Awaitable[bool]]
+    fail: Callable[[Asked, str, str], bool]
 
 
 class Request(Generic[M]):

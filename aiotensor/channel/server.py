@@ -13,11 +13,11 @@ import anyio
 import torch
 
 from aiotensor.channel import options
-from aiotensor.channel.clients import Asked, Client, Clients, Limits, State
+from aiotensor.channel.clients import Asked, Client, Clients, ClientsEvents, Limits, State
 from aiotensor.channel.endpoint import Endpoint
 from aiotensor.channel.options import Key
 from aiotensor.channel.parcels import Loans, pack, unpack
-from aiotensor.channel.request import Request, text_of
+from aiotensor.channel.request import Answerer, Request, text_of
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import AioTensorError, ClosedError, ProtocolError, UsageError
 from aiotensor.gates import Waiters
@@ -106,7 +106,8 @@ class MessageServer(Generic[M]):
             options.positive("max_waiting", max_waiting),
             options.positive("max_waiting_bytes", max_waiting_bytes),
         )
-        self._clients = Clients(allowance, "" if receiver is None else receiver.id, self)
+        events = ClientsEvents(self._asked, self._given_up_by_client, self._is_in_vain)
+        self._clients = Clients(allowance, "" if receiver is None else receiver.id, events)
         self._ready: deque[Asked] = deque()  # with all their tensors here
         self._found: dict[Asked, list[torch.Tensor]] = {}  # taken, but not decoded yet
         self._arriving: dict[Asked, asyncio.Task[None]] = {}
@@ -240,7 +241,7 @@ class MessageServer(Generic[M]):
 
     # What clients do
 
-    def asked(self, asked: Asked) -> None:
+    def _asked(self, asked: Asked) -> None:
         """Take a message in; one with tensors waits for these."""
         self._received += 1
         self._waiting += 1
@@ -254,7 +255,7 @@ class MessageServer(Generic[M]):
             if not task.done():  # an eager one may be
                 self._arriving[asked] = task
 
-    def given_up(self, asked: Asked, state: State) -> None:
+    def _given_up_by_client(self, asked: Asked, state: State) -> None:
         """Let go of a message that nobody wants any more."""
         self._given_up += 1
         if state is State.WAITING:
@@ -265,7 +266,7 @@ class MessageServer(Generic[M]):
             if isinstance(request, Request):
                 request._cancel()
 
-    def is_in_vain(self, asked: Asked) -> bool:
+    def _is_in_vain(self, asked: Asked) -> bool:
         """Say whether a message waits for tensors of a sender that has never been here."""
         receiver = self._receiver
         return (
@@ -313,7 +314,7 @@ class MessageServer(Generic[M]):
         self._count_out(asked)
         asked.state = State.IN_HAND
         self._in_hand.add(asked)
-        request = Request(asked, message, self)
+        request = Request(asked, message, Answerer(self._answer, self._fail))
         asked.request = weakref.ref(request, lambda _: self._dropped(asked))
         return request
 
@@ -329,10 +330,8 @@ class MessageServer(Generic[M]):
             is_foreseen = isinstance(error, AioTensorError | ValueError)
             # That its tensors were discarded, or lost with their sender, is nobody's fault here.
             level = logging.ERROR if isinstance(error, ProtocolError) or not is_foreseen else logging.INFO
-            trace = None if is_foreseen else error
-            logger.log(
-                level, "a message of process %s is refused: %s", asked.client.pid, text, exc_info=trace
-            )
+            pid, trace = asked.client.pid, None if is_foreseen else error
+            logger.log(level, "a message of process %s is refused: %s", pid, text, exc_info=trace)
             self._stop_waiting(asked)
             self._failures += 1
             self._clients.fail(asked, type(error).__name__, text)
@@ -357,7 +356,7 @@ class MessageServer(Generic[M]):
 
     # Answering
 
-    async def answer(self, asked: Asked, answer: object) -> bool:
+    async def _answer(self, asked: Asked, answer: object) -> bool:
         """Send an answer, and say whether anybody wanted it."""
         self._home.check()
         sender = self._sender_to(asked.client)
@@ -366,7 +365,7 @@ class MessageServer(Generic[M]):
         self._let_go(asked)
         return was_wanted
 
-    def fail(self, asked: Asked, type_name: str, text: str) -> bool:
+    def _fail(self, asked: Asked, type_name: str, text: str) -> bool:
         """Say that there is no answer, and whether anybody wanted one."""
         self._home.check()
         was_wanted = self._clients.fail(asked, type_name, text)
@@ -376,9 +375,8 @@ class MessageServer(Generic[M]):
 
     def _sender_to(self, client: Client) -> TensorSender | None:
         """Return the sender to the receiver of a client, if there is one."""
-        if not client.receiver or not self._senders:
-            return None
-        return next((sender for sender in self._senders if sender.receiver_id == client.receiver), None)
+        senders = self._senders if client.receiver else ()
+        return next((sender for sender in senders if sender.receiver_id == client.receiver), None)
 
     async def _send_answer(self, asked: Asked, answer: object, sender: TensorSender | None) -> bool:
         parcel = await pack(answer, has_sender=sender is not None)
@@ -419,4 +417,4 @@ class MessageServer(Generic[M]):
         """Answer for whoever dropped a request without an answer."""
         for asked in dropped:
             if asked in self._in_hand and not self._home.is_closed:
-                self.fail(asked, UsageError.__name__, "the server dropped the request without an answer")
+                self._fail(asked, UsageError.__name__, "the server dropped the request without an answer")

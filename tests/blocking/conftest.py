@@ -1,0 +1,77 @@
+"""What is the same for every test of blocking calls: nothing is left behind, and nobody complains."""
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+from zmq.utils.garbage import GarbageCollectorThread
+
+from aiotensor.links import Endpoint
+from tests import loops
+from tests.blocking.nursery import Nursery
+from tests.blocking.others import APIS, Other, other
+from tests.blocking.waiting import until
+from tests.channel import parties
+from tests.channel.parties import Place
+from tests.conformance.links import LINKS
+from tests.conftest import our_descriptors
+
+_ENDING_S = 10.0  # more than a thread needs that ends
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Fail a test that leaves a thread or a descriptor behind, or that makes asyncio complain."""
+    threads, descriptors = set(threading.enumerate()), our_descriptors()
+    with loops.complaints() as complaints:
+        yield
+    left = {
+        thread
+        for thread in threading.enumerate()
+        if thread not in threads and not isinstance(thread, GarbageCollectorThread)  # which is pyzmq's
+    }
+    # The loop's thread ends before the last object is closed; the others may take a moment.
+    assert not [thread for thread in left if thread.name == "aiotensor-blocking"]
+    for thread in left:
+        thread.join(_ENDING_S)
+    assert not [thread for thread in left if thread.is_alive()]
+    gc.collect()
+    until(lambda: our_descriptors().items() <= descriptors.items())
+    assert not complaints, "\n".join(complaints)
+
+
+@pytest.fixture
+def endpoint(link: str) -> Iterator[Endpoint]:
+    """Make a place where a sender and a receiver meet, over each of the links."""
+    with LINKS[link].place() as place:
+        yield place.endpoint
+        assert len(place.names()) <= 1  # the socket of a receiver that was killed
+
+
+@pytest.fixture(params=APIS)
+def engine(request: pytest.FixtureRequest, endpoint: Endpoint) -> Iterator[Other]:
+    """Start the process at the other end, with each API."""
+    with other(request.param, endpoint) as process:
+        yield process
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    """Make a place for messages and tensors."""
+    with parties.place() as place:
+        yield place
+
+
+@pytest.fixture(params=APIS)
+def stranger(request: pytest.FixtureRequest, place: Place) -> Iterator[Other]:
+    """Start the process that asks or answers, with each API."""
+    with other(request.param, place.tensors) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Start the process that starts programs."""
+    with Nursery() as nursery:
+        yield nursery

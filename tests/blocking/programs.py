@@ -1,0 +1,306 @@
+"""What programs do that are interrupted, or that end with everything open: functions of their main thread.
+
+Each runs in a process of its own, which the nursery makes; what it prints is for the test.
+"""
+
+import asyncio
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from aiotensor import ClosedError, TensorHandle, WouldBlockError
+from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
+from tests.blocking import nursery
+from tests.blocking.waiting import until
+from tests.blocking.waits import WAITS
+from tests.channel.parties import Answer, Place, Question
+from tests.pairs import BIG, pattern
+from tests.processes import watch
+
+_NOBODYS = TensorHandle("nobody", 0, 0, "int64", (3,), "cpu")
+
+# What a module has when the interpreter ends.
+left_open: list[Any] = []
+
+
+def _say(*words: object) -> None:
+    print(*words, flush=True)  # noqa: T201
+
+
+def _say_when(condition: Callable[[], object], word: str) -> None:
+    """Say from another thread when something is so."""
+
+    def look() -> None:
+        until(condition)
+        _say(word)
+
+    threading.Thread(target=look, daemon=True).start()
+
+
+def _waits(thread: int) -> bool:
+    """Say whether a thread waits for the loop."""
+    return sys._current_frames()[thread].f_code.co_filename.endswith("aiotensor/blocking/thread.py")
+
+
+def _raise_after(step: Callable[[], object]) -> None:
+    """Have Ctrl-C do something before it raises."""
+
+    def handle(number: int, frame: FrameType | None) -> NoReturn:
+        step()
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, handle)
+
+
+# Signals
+
+
+def wait(name: str, *place: str) -> None:
+    """Wait in one of the calls that wait, until a signal comes."""
+    try:
+        with WAITS[name].near(Place(*place)) as wait:
+            _say_when(wait.is_waiting, "waits")
+            wait.call()
+    finally:
+        _say("closed")
+
+
+def go_on_after_a_signal(*place: str) -> None:
+    """Catch the interrupt of a call that the busy loop has not begun, and see that nothing of it is left."""
+    gate, is_busy = threading.Event(), threading.Event()
+
+    def be_busy() -> None:
+        is_busy.set()
+        gate.wait()
+
+    _raise_after(gate.set)
+    with TensorReceiver(Place(*place).tensors) as receiver, TensorSender(Place(*place).tensors) as sender:
+        threading.Thread(target=lambda: receiver._now(be_busy), daemon=True).start()
+        is_busy.wait()
+        main = threading.get_ident()
+        _say_when(lambda: _waits(main), "waits")
+        try:
+            receiver.receive(_NOBODYS)
+        except KeyboardInterrupt:
+            _say("waiting", receiver.statistics().waiting, "claims", bool(receiver._inner._mailbox._claims))
+        _say(torch.equal(receiver.receive(sender.send(pattern(1, BIG))), pattern(1, BIG)))
+
+
+def be_interrupted_elsewhere(*place: str) -> None:
+    """Wait while a signal comes that the kernel gives to another thread."""
+    with TensorReceiver(Place(*place).tensors) as receiver:
+
+        def interrupt() -> None:
+            until(lambda: receiver.statistics().waiting)
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+        _begin(interrupt)
+        receiver.receive(_NOBODYS)
+
+
+def begin_a_message_at_a_signal(*place: str) -> None:
+    """Be interrupted when the permit is there, and the caller does not know of it yet."""
+    with TensorReceiver(Place(*place).tensors), TensorSender(Place(*place).tensors, 1) as sender:
+        message = sender.message()
+        begin = message._inner.__aenter__
+
+        async def begin_and_interrupt() -> object:
+            await begin()
+            signal.raise_signal(signal.SIGINT)
+            return message._inner
+
+        message._inner.__aenter__ = begin_and_interrupt  # type: ignore[method-assign, assignment]
+        try:
+            message.__enter__()
+        except KeyboardInterrupt:
+            _say("in flight", sender.statistics().in_flight)
+
+
+def start_slowly(*place: str) -> None:
+    """Be interrupted while the thread of the loop starts."""
+    gate = threading.Event()
+
+    class Slow(asyncio.DefaultEventLoopPolicy):
+        def new_event_loop(self) -> asyncio.AbstractEventLoop:
+            _say("waits")
+            gate.wait()
+            return super().new_event_loop()
+
+    asyncio.set_event_loop_policy(Slow())
+    _raise_after(gate.set)
+    try:
+        with TensorReceiver(Place(*place).tensors):
+            raise AssertionError("it was opened")
+    finally:
+        _say([thread.name for thread in threading.enumerate() if thread.name.startswith("aiotensor")])
+
+
+def close_at_a_signal(*place: str) -> None:
+    """Serve until a signal comes, whose handler closes the server in the middle of that."""
+    with MessageServer(Place(*place).messages, Question) as server:
+        signal.signal(signal.SIGTERM, lambda *_: server.close())
+        _say_when(lambda: server.statistics().answers and server._inner._waiters, "waits")
+        server.serve(lambda question: Answer(question.seed))
+        _say("served", server.statistics().answers)
+
+
+def send_into_a_full_link(receiver: int, *place: str) -> None:
+    """Send to a receiver that does not read, until it has to wait; closing has to wait then, too."""
+    main = threading.get_ident()
+    with TensorSender(Place(*place).tensors, 1000) as sender:
+        sender.send(pattern(0, 3))
+        _say("connected")
+        until(lambda: watch.is_stopped(receiver))
+        with suppress(WouldBlockError):
+            while True:
+                sender.send_nowait(pattern(0, 1000))
+        _say_when(lambda: _waits(main), "waits")
+        try:
+            sender.send(pattern(1, 1000))
+        finally:
+            _say_when(lambda: sender._is_closed and _waits(main), "closes")
+
+
+def linger(server: int, *place: str) -> None:
+    """Close a client that would wait for minutes until what it has sent has left."""
+    main = threading.get_ident()
+    try:
+        with MessageClient(Place(*place).messages, reply_type=Answer, linger_s=600) as client:
+            client.send(Question(0))
+            _say("connected")
+            until(lambda: watch.is_stopped(server))
+            with suppress(TimeoutError):
+                while True:
+                    client.send(Question(1, pattern(1, 4000)), timeout=0.1)
+            _say_when(lambda: client._is_closed and _waits(main), "closes")
+    finally:
+        _say("closed")
+
+
+# The end of the interpreter
+
+
+class _All(NamedTuple):
+    receiver: TensorReceiver
+    sender: TensorSender
+    server: MessageServer[Question]
+    client: MessageClient[Answer]
+
+
+def _open_all(place: Place) -> _All:
+    receiver, sender = TensorReceiver(place.tensors), TensorSender(place.tensors)
+    server = MessageServer(place.messages, Question, receiver=receiver)
+    client = MessageClient(place.messages, sender=sender, reply_type=Answer)
+    ends = _All(receiver.__enter__(), sender.__enter__(), server.__enter__(), client.__enter__())
+    left_open.extend(ends)
+    return ends
+
+
+def _begin(*works: Callable[[], object]) -> None:
+    for work in works:
+        threading.Thread(target=work, daemon=True).start()
+
+
+def leave_all_open(*place: str) -> None:
+    """End with everything open, in the middle of a message and of a request."""
+    receiver, sender, server, client = _open_all(Place(*place))
+    left_open.append(receiver.receive(sender.send(pattern(1, BIG))))
+    left_open.append(sender.allocate((BIG,), torch.int64))
+    message = sender.message().__enter__()
+    message.send(pattern(2, BIG))
+    client.send(Question(1, pattern(1, BIG)))
+    left_open.extend([message, server.next()])
+
+
+def leave_threads_waiting(*place: str) -> None:
+    """End while daemon threads wait in every kind of call."""
+    receiver, sender, server, client = _open_all(Place(*place))
+    client.send(Question(1))
+    left_open.append(server.next())
+    message = sender.message().__enter__()
+    message.send(pattern(1, 3))
+    threads = threading.active_count()
+    _begin(
+        lambda: receiver.receive(_NOBODYS),
+        lambda: list(receiver),
+        receiver.next,
+        sender.drain,
+        lambda: client.request(Question(2)),
+        lambda: client.request(Question(3), timeout=600),
+    )
+    requests = [server.next(), server.next()]
+    left_open.extend(requests)
+    _begin(lambda: list(server), lambda: server.serve(lambda _: None))
+    until(lambda: receiver.statistics().waiting == 3 and len(server._inner._waiters) == 2)
+    until(lambda: sender._inner._outgoing._drainers)
+    _say(threading.active_count() - threads)
+
+
+def be_busy(*place: str) -> None:
+    """End while daemon threads send, receive, copy, ask and answer as fast as they can."""
+    receiver, sender, server, client = _open_all(Place(*place))
+    small, large = pattern(1, 10), pattern(1, BIG)
+    handles = [sender.send(large) for _ in range(6)]
+    done: list[object] = []
+
+    def pass_on() -> None:
+        while True:
+            receiver.receive(sender.send(small))
+            done.append(1)
+
+    def copy() -> None:
+        for handle in handles:
+            left_open.append(receiver.receive(handle, copy=True))
+
+    def ask() -> None:
+        while True:
+            client.request(Question(1, small))
+            done.append(1)
+
+    answer = Answer(1, tensor=large)
+    _begin(pass_on, ask, ask, copy, lambda: server.serve(lambda _: answer))
+    until(lambda: len(done) > 50)
+
+
+def end_in_the_middle(*place: str) -> None:
+    """Leave by sys.exit, with some things in a block and some not."""
+    _, sender, _, _ = _open_all(Place(*place))
+    with sender.message() as message:
+        message.send(pattern(1, BIG))
+        sys.exit(3)
+
+
+def fail_beside_a_thread(*place: str) -> NoReturn:
+    """Fail in the main thread while another one serves, for which Python waits."""
+    _, _, server, _ = _open_all(Place(*place))
+
+    def handle(question: Question) -> Answer:
+        if question.wish == "end":
+            server.close()
+        return Answer(question.seed, int(threading.main_thread().is_alive()))
+
+    threading.Thread(target=lambda: server.serve(handle)).start()
+    raise LookupError("in the main thread")
+
+
+def come_too_late(*place: str) -> None:
+    """Use what is open when the interpreter is about to be taken apart."""
+    receiver, _, server, _ = _open_all(Place(*place))
+
+    def end() -> None:
+        for use in (server.next, receiver.statistics, lambda: receiver.receive(_NOBODYS)):
+            try:
+                use()
+            except ClosedError:
+                _say("refused")
+        receiver.close()
+        server.close()
+        _say("closed")
+
+    nursery.last_words.append(end)

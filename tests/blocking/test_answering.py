@@ -1,0 +1,280 @@
+"""A server in threads, and a client in another process, with either API."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from aiotensor import RemoteError, UsageError
+from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
+from tests.blocking.others import Other, other
+from tests.blocking.waiting import in_thread, until
+from tests.blocking.works import answer
+from tests.channel.parties import Answer, Place, Question, said
+from tests.pairs import BIG, pattern
+
+
+class Answering(NamedTuple):
+    server: MessageServer[Question]
+    receiver: TensorReceiver
+
+    def is_settled(self) -> bool:
+        """Say whether nothing is held any more of what was asked."""
+        seen, received = self.server.statistics(), self.receiver.statistics()
+        return not (seen.waiting or seen.waiting_bytes or seen.in_hand or received.leases)
+
+
+@contextmanager
+def answering(place: Place, **options: Any) -> Iterator[Answering]:
+    with (
+        TensorReceiver(place.tensors) as receiver,
+        MessageServer(place.messages, Question, receiver=receiver, **options) as server,
+    ):
+        yield Answering(server, receiver)
+
+
+def test_requests_are_iterated_over_and_answered(stranger: Other, place: Place) -> None:
+    with answering(place) as ends:
+        stranger.call("open_client", place)
+        asked = stranger.begin("ask_many", 0, 6, 2)
+        for number, request in enumerate(ends.server, 1):
+            with request:
+                assert request.is_wanted
+                assert request.client_pid == stranger.pid
+                assert request.reply(answer(request.message), timeout=30)
+                assert not request.is_wanted
+            if number == 6:
+                break
+        del request
+        assert asked.result() == 6
+        until(ends.is_settled)
+    seen = ends.server.statistics()
+    assert (seen.messages_received, seen.answers, seen.failures, seen.in_hand) == (6, 6, 0, 0)
+
+
+def test_a_function_answers_in_several_threads_until_the_server_is_closed(
+    stranger: Other, place: Place
+) -> None:
+    with answering(place) as ends:
+        serving = [in_thread(lambda: ends.server.serve(answer)) for _ in range(3)]
+        stranger.call("open_client", place)
+        assert stranger.call("ask_many", 0, 30, 8) == 30
+        until(ends.is_settled)
+    for one in serving:
+        one.result()
+    assert ends.server.statistics().answers == 30
+
+
+@pytest.mark.parametrize("timeout", [0, 0.01, None])
+def test_the_next_request_is_one_that_is_here(timeout: float | None, stranger: Other, place: Place) -> None:
+    with answering(place) as ends:
+        with pytest.raises(TimeoutError):
+            ends.server.next(timeout=timeout or 0)
+        stranger.call("open_client", place)
+        asked = stranger.begin("ask", 1)
+        until(lambda: ends.server._inner._ready)
+        assert ends.server.statistics().waiting == 1
+        request = ends.server.next(timeout=timeout)
+        assert ends.server.statistics().in_hand == 1
+        request.reply(answer(request.message))
+        assert asked.result()
+        del request
+        until(ends.is_settled)
+
+
+@pytest.mark.parametrize("timeout", [0, 0.001])
+def test_a_large_message_is_here_though_it_takes_longer_to_read(timeout: float, place: Place) -> None:
+    with (
+        MessageServer(place.messages, Question) as server,
+        MessageClient(place.messages, reply_type=Answer) as client,
+    ):
+        asked = in_thread(lambda: client.request(Question(1, pattern(1, 50 * BIG))))
+        until(lambda: server._inner._ready)
+        request = server.next(timeout=timeout)
+        request.reply(answer(request.message))
+        assert asked.result().total == int(pattern(1, 50 * BIG).sum())
+
+
+def test_an_exception_in_the_block_goes_to_the_client_and_is_logged(stranger: Other, place: Place) -> None:
+    with answering(place) as ends, said() as texts:
+        stranger.call("open_client", place)
+        asked = stranger.begin("ask", 1)
+        request = ends.server.next()
+        with request:
+            assert ends.receiver.statistics().leases == 1
+            raise KeyError("no such thing")
+        with pytest.raises(RemoteError, match="KeyError: 'no such thing'"):
+            asked.result()
+        # The message is gone, though the request is still here; nothing waits for the garbage collector.
+        until(ends.is_settled)
+        with pytest.raises(UsageError, match="its message is gone"):
+            _ = request.message
+        with pytest.raises(UsageError, match="entered once"), request:
+            pass
+        assert ends.server.statistics().failures == 1
+    [text] = texts
+    assert "KeyError: 'no such thing'" in text
+
+
+def test_leaving_the_block_without_an_answer_is_an_error_too(stranger: Other, place: Place) -> None:
+    with answering(place) as ends:
+        stranger.call("open_client", place)
+        asked = stranger.begin("ask", 1)
+        with ends.server.next():
+            pass
+        with pytest.raises(RemoteError, match="the server's handler gave no answer"):
+            asked.result()
+        until(ends.is_settled)
+
+
+def test_a_request_that_is_dropped_fails(stranger: Other, place: Place) -> None:
+    with answering(place) as ends:
+        stranger.call("open_client", place)
+        asked = stranger.begin("ask", 1)
+        ends.server.next()
+        with pytest.raises(RemoteError, match="dropped the request"):
+            asked.result()
+        until(ends.is_settled)
+
+
+@pytest.mark.parametrize("reason", ["not today", LookupError("not today")])
+def test_a_request_fails_with_a_reason(reason: str | Exception, stranger: Other, place: Place) -> None:
+    with answering(place) as ends:
+        stranger.call("open_client", place)
+        asked = stranger.begin("ask", 1)
+        with ends.server.next() as request:
+            assert request.fail(reason)
+        with pytest.raises(RemoteError, match="not today"):
+            asked.result()
+        with pytest.raises(UsageError, match="answered before"):
+            request.reply(Answer(1))
+        with pytest.raises(UsageError, match="answered before"):
+            request.fail("twice")
+
+
+def test_an_answer_that_cannot_be_encoded_can_be_given_again(stranger: Other, place: Place) -> None:
+    with answering(place) as ends:
+        stranger.call("open_client", place)
+        asked = stranger.begin("ask", 1)
+        with ends.server.next() as request:
+            with pytest.raises(TypeError):
+                request.reply(object())
+            assert request.reply(answer(request.message))
+        assert asked.result()
+
+
+def test_what_a_function_raises_or_cannot_return_goes_to_the_client(place: Place) -> None:
+    answers: list[object] = [ValueError("first"), object(), Answer(3)]
+
+    def handle(question: Question) -> object:
+        found = answers[question.seed]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    with said(), answering(place) as ends, MessageClient(place.messages, reply_type=Answer) as client:
+        serving = in_thread(lambda: ends.server.serve(handle))
+        with pytest.raises(RemoteError, match="ValueError: first"):
+            client.request(Question(0))
+        with pytest.raises(RemoteError, match="TypeError"):
+            client.request(Question(1))
+        assert client.request(Question(2)) == Answer(3)
+        ends.server.close()
+        serving.result()
+
+
+def test_nobody_wants_the_answer_to_what_was_given_up(place: Place) -> None:
+    with answering(place) as ends, MessageClient(place.messages, reply_type=Answer) as client:
+        asked = in_thread(lambda: client.request(Question(1), timeout=0.05))
+        request = ends.server.next()
+        assert isinstance(asked.exception(), TimeoutError)
+        until(lambda: not request.is_wanted)
+        assert ends.server.statistics().cancelled == 1
+        assert not request.reply(Answer(1))
+        client.send(Question(2))
+        request = ends.server.next()
+        assert not request.is_wanted
+        with request:  # which is no error
+            assert not request.reply(Answer(2))
+
+
+def test_an_answer_that_nobody_wants_any_more_waits_for_no_permit(place: Place) -> None:
+    with (
+        TensorReceiver(place.answers) as receiver,
+        TensorSender(place.answers, 1) as sender,
+        answering(place, sender=sender) as ends,
+        MessageClient(place.messages, receiver=receiver, reply_type=Answer) as client,
+    ):
+        sender.send(pattern(0, 3))  # it has the permit
+        asked = in_thread(lambda: client.request(Question(1), timeout=0.5))
+        with ends.server.next() as request:
+            assert request.reply(Answer(1, tensor=pattern(1, BIG))) is False
+        assert isinstance(asked.exception(), TimeoutError)
+        assert sender.statistics().in_flight == 1
+
+
+def test_answers_go_by_a_sender(place: Place) -> None:
+    with (
+        TensorSender(place.answers, 1, 8 * BIG) as sender,
+        answering(place, sender=[sender]) as ends,
+        other("blocking", place.tensors) as client,
+    ):
+        serving = in_thread(lambda: ends.server.serve(answer))
+        client.call("open_client", place, by_receiver=True)
+        until(lambda: sender.receiver_id)
+        for seed in range(3):
+            assert client.call("ask", seed, BIG, BIG)
+        assert sender.statistics().tensors_sent == 3
+        ends.server.close()
+        serving.result()
+
+
+def test_a_server_closed_in_the_middle_of_an_answer_ends_quietly(stranger: Other, place: Place) -> None:
+    with answering(place) as ends, said() as texts:
+        stranger.call("open_client", place)
+
+        def close(question: Question) -> Answer:
+            assert question.tensor is not None
+            ends.server.close()
+            return Answer(1, tensor=question.tensor)
+
+        asked = stranger.begin("ask", 1)
+        in_thread(lambda: ends.server.serve(close)).result()
+        with pytest.raises(Exception, match="it closed"):
+            asked.result()
+        until(lambda: ends.receiver.statistics().leases == 0)
+    assert not texts
+
+
+def test_an_error_after_closing_stays_an_error(place: Place) -> None:
+    with (
+        answering(place) as ends,
+        MessageClient(place.messages, reply_type=Answer) as client,
+        said() as texts,
+    ):
+        asked = in_thread(lambda: client.request(Question(1)))
+        with ends.server.next() as request:
+            ends.server.close()
+            raise LookupError("after the end")
+        assert asked.exception() is not None
+        with pytest.raises(UsageError, match="its message is gone"):
+            _ = request.message
+    assert any("after the end" in text for text in texts)
+
+
+def test_a_server_says_which_port_was_free() -> None:
+    with (
+        MessageServer("tcp://127.0.0.1:0", Question) as server,
+        MessageClient(server.address, reply_type=Answer) as client,
+    ):
+        assert not server.address.endswith(":0")
+        asked = in_thread(lambda: client.request(Question(1, pattern(1, 3))))
+        with server.next() as request:
+            assert request.client_pid == os.getpid()
+            assert request.message.tensor is not None
+            assert torch.equal(request.message.tensor, pattern(1, 3))
+            request.reply(Answer(2))
+        assert asked.result() == Answer(2)

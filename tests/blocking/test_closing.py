@@ -1,0 +1,132 @@
+"""Closing waits for what is on its way, as long as it may, and closes whatever happens."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+import torch
+
+from aiotensor import ClosedError, WouldBlockError
+from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
+from tests.blocking.others import Other, other
+from tests.blocking.waiting import in_thread, until
+from tests.channel.parties import Answer, Place, Question
+from tests.pairs import BIG, pattern
+
+
+@contextmanager
+def _full(sender: TensorSender, engine: Other) -> Iterator[None]:
+    """Stop a receiver, and fill the link to it, so that the sender cannot be closed in order."""
+    engine.stop()
+    try:
+        with suppress(WouldBlockError):
+            while True:
+                sender.send_nowait(pattern(0, 1000))
+        yield
+    finally:
+        engine.go_on()
+
+
+@pytest.fixture
+def engine(place: Place) -> Iterator[Other]:
+    with other("blocking", place.tensors) as process:
+        process.call("open_receiver")
+        yield process
+
+
+def test_closing_waits_until_the_link_has_taken_what_was_sent(engine: Other, place: Place) -> None:
+    sender = TensorSender(place.tensors, 1000).__enter__()
+    handle = sender.send(pattern(1, BIG))
+    with _full(sender, engine):
+        closing = in_thread(sender.close)
+        until(lambda: sender._is_closed)
+        sender.close()  # again does nothing
+        with pytest.raises(ClosedError):
+            sender.send(pattern(1, 3))
+        assert sender.statistics().in_flight > 1
+        assert not closing.done()
+    closing.result()
+    assert engine.call("receive_pattern", handle, 1)
+
+
+def test_closing_waits_no_longer_than_it_may(engine: Other, place: Place) -> None:
+    sender = TensorSender(place.tensors, 1000).__enter__()
+    sender.send(pattern(1, BIG))
+    with _full(sender, engine):
+        begun = time.monotonic()
+        with pytest.raises(TimeoutError):
+            sender.close(timeout=0.1)
+        assert 0.1 <= time.monotonic() - begun < 10
+        assert not [thread for thread in threading.enumerate() if thread.name == "aiotensor-blocking"]
+        with pytest.raises(ClosedError):
+            sender.send(pattern(1, 3))
+        assert sender.statistics().messages_sent > 1
+        sender.close()
+
+
+def test_closing_that_is_quick_enough_is_no_error(place: Place) -> None:
+    with (
+        TensorReceiver(place.tensors) as receiver,
+        TensorSender(place.tensors) as sender,
+        MessageServer(place.messages, Question, receiver=receiver) as server,
+        MessageClient(place.messages, sender=sender, reply_type=Answer) as client,
+    ):
+        asked = in_thread(lambda: client.request(Question(1, pattern(1, BIG))))
+        with server.next() as request:
+            request.reply(Answer(1))
+        assert asked.result() == Answer(1)
+        for each in (client, server, sender, receiver):
+            each.close(timeout=30)
+
+
+def test_an_exception_in_the_block_closes_and_goes_on(place: Place) -> None:
+    with pytest.raises(LookupError, match="here"), TensorReceiver(place.tensors) as receiver:
+        raise LookupError("here")
+    with pytest.raises(ClosedError):
+        receiver.next()
+
+
+def test_an_error_in_a_message_is_not_hidden_by_the_closing_of_its_sender(
+    engine: Other, place: Place
+) -> None:
+    sender = TensorSender(place.tensors)
+    with pytest.raises(LookupError, match="here"), sender, sender.message() as message:
+        message.send(pattern(1, 3))
+        sender.close()
+        raise LookupError("here")
+
+
+def test_a_message_whose_sender_is_closed_in_its_block_is_not_sent(engine: Other, place: Place) -> None:
+    sender = TensorSender(place.tensors)
+    with pytest.raises(ClosedError), sender, sender.message() as message:
+        message.send(pattern(1, 3))
+        sender.close()
+    assert sender.statistics().messages_sent == 0
+
+
+def test_what_was_received_stays_valid_when_all_is_closed(place: Place) -> None:
+    with TensorReceiver(place.tensors) as receiver, TensorSender(place.tensors) as sender:
+        tensor = receiver.receive(sender.send(pattern(1, BIG)))
+        allocated = sender.allocate((BIG,), torch.int64)
+    allocated.fill_(3)
+    assert torch.equal(tensor, pattern(1, BIG))
+    assert int(allocated.sum()) == 3 * BIG
+
+
+def test_statistics_tell_the_end(place: Place) -> None:
+    with (
+        TensorReceiver(place.tensors) as receiver,
+        TensorSender(place.tensors) as sender,
+        MessageServer(place.messages, Question, receiver=receiver) as server,
+        MessageClient(place.messages, sender=sender, reply_type=Answer) as client,
+    ):
+        client.send(Question(1, pattern(1, BIG)))
+        with server.next():
+            pass
+        until(lambda: sender.statistics().bytes_in_use == 0)
+    assert client.statistics().messages_sent == 1
+    assert (server.statistics().messages_received, server.statistics().clients) == (1, 0)
+    assert (sender.statistics().messages_sent, sender.statistics().in_flight) == (1, 0)
+    assert (receiver.statistics().tensors_taken, receiver.statistics().senders) == (1, 0)

@@ -1,0 +1,270 @@
+"""What cannot work says so at once: before opening, after closing, after a fork, in an event loop."""
+
+import asyncio
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import aiotensor
+from aiotensor import ClosedError, TensorHandle, UsageError, blocking, channel
+from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
+from aiotensor.blocking.portal import BlockingObject
+from tests.blocking.waiting import in_thread
+from tests.channel.parties import Answer, Place, Question
+from tests.pairs import pattern
+
+_HANDLE = TensorHandle("nobody", 0, 0, "int64", (3,), "cpu")
+
+Object = BlockingObject[Any]
+Uses = dict[str, Callable[[], object]]
+
+
+def _make(name: str, place: Place) -> Object:
+    makers: dict[str, Callable[[], Object]] = {
+        "sender": lambda: TensorSender(place.tensors),
+        "receiver": lambda: TensorReceiver(place.tensors),
+        "client": lambda: MessageClient(place.messages, reply_type=Answer),
+        "server": lambda: MessageServer(place.messages, Question),
+    }
+    return makers[name]()
+
+
+def _uses(thing: Object) -> Uses:
+    """Name all that can be done with an object once it is open."""
+    match thing:
+        case TensorSender() as sender:
+            return {
+                "send": lambda: sender.send(pattern(0, 3)),
+                "send_nowait": lambda: sender.send_nowait(pattern(0, 3)),
+                "message": sender.message,
+                "allocate": lambda: sender.allocate((3,), torch.int64),
+                "discard": lambda: sender.discard(_HANDLE),
+                "drain": sender.drain,
+            }
+        case TensorReceiver() as receiver:
+            return {
+                "receive": lambda: receiver.receive(_HANDLE),
+                "receive_nowait": lambda: receiver.receive_nowait(_HANDLE),
+                "arrived": lambda: receiver.arrived(_HANDLE),
+                "next": receiver.next,
+                "discard": lambda: receiver.discard(_HANDLE),
+            }
+        case MessageClient() as client:
+            return {
+                "request": lambda: client.request(Question(1)),
+                "send": lambda: client.send(Question(1)),
+            }
+        case MessageServer() as server:
+            return {"next": server.next}
+    raise AssertionError(thing)
+
+
+def _iterations(thing: Object) -> Uses:
+    if isinstance(thing, TensorReceiver):
+        return {"iterate": lambda: list(thing)}
+    if isinstance(thing, MessageServer):
+        return {"iterate": lambda: list(thing), "serve": lambda: thing.serve(lambda _: None)}
+    return {}
+
+
+@pytest.fixture(params=["sender", "receiver", "client", "server"])
+def thing(request: pytest.FixtureRequest, place: Place) -> Iterator[Object]:
+    """Make one of each kind of object."""
+    thing = _make(request.param, place)
+    yield thing
+    thing.close()
+
+
+def test_what_is_not_open_says_so(thing: Object) -> None:
+    for use in (_uses(thing) | _iterations(thing)).values():
+        with pytest.raises(UsageError, match="is not open yet: enter it with `with`"):
+            use()
+    assert thing._look(thing._inner.statistics) == thing._inner.statistics()
+
+
+def test_what_was_closed_says_so(thing: Object) -> None:
+    with thing:
+        pass
+    for use in _uses(thing).values():
+        with pytest.raises(ClosedError, match="was closed: make a new one"):
+            use()
+    for use in _iterations(thing).values():
+        assert not use()  # they end
+    thing.close()
+
+
+def test_what_was_never_opened_can_be_closed_and_not_be_opened_then(thing: Object) -> None:
+    thing.close()
+    thing.close()
+    for use in _uses(thing).values():
+        with pytest.raises(ClosedError, match="was closed"):
+            use()
+    with pytest.raises(ClosedError, match="was opened before"), thing:
+        pass
+
+
+def test_it_is_opened_once(thing: Object) -> None:
+    with thing:
+        with pytest.raises(UsageError, match="was opened before: make a new one"), thing:
+            pass
+        thing._now(lambda: None)  # it is as open as it was
+    with pytest.raises(ClosedError, match="was opened before"), thing:
+        pass
+
+
+def test_the_thread_of_an_event_loop_must_not_wait(thing: Object) -> None:
+    async def use() -> list[str]:
+        texts = []
+        every = {**_uses(thing), **_iterations(thing), "close": thing.close, "open": thing.__enter__}
+        for one in every.values():
+            with pytest.raises(UsageError) as caught:
+                one()
+            texts.append(str(caught.value))
+        return texts
+
+    with thing:
+        texts = asyncio.run(use())
+        assert all("would block the event loop of this thread" in text for text in texts)
+        assert asyncio.run(asyncio.to_thread(lambda: thing._look(thing._inner.statistics))) is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_is_told_at_once(thing: Object) -> None:
+    with thing:
+        uses = {**_uses(thing), **_iterations(thing), "close": thing.close, "open": thing.__enter__}
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            _report_from_fork(write, list(uses.values()))
+        os.close(write)
+        with os.fdopen(read) as report:
+            told = report.read()
+        assert os.waitpid(child, 0)[1] == 0
+        assert told.split() == ["UsageError"] * len(uses)
+        if isinstance(thing, TensorSender):
+            with pytest.raises(TimeoutError):  # the parent goes on
+                thing.send(pattern(1, 3), timeout=0.01)
+
+
+def _report_from_fork(write: int, uses: list[Callable[[], object]]) -> None:
+    try:
+        names = []
+        for use in uses:
+            try:
+                use()
+            except UsageError as error:
+                names.append(type(error).__name__ if "came here by a fork" in str(error) else str(error))
+        os.write(write, " ".join(names).encode())
+        os._exit(0)
+    finally:
+        os._exit(1)  # whatever it was, a child must not go on with the tests
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_opens_objects_of_its_own(place: Place) -> None:
+    with TensorReceiver(place.tensors) as receiver:
+        child = os.fork()
+        if child == 0:
+            try:
+                with TensorSender(place.tensors) as sender:
+                    sender.send(pattern(4, 1000))
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert torch.equal(receiver.next().tensor, pattern(4, 1000))
+        assert os.waitpid(child, 0)[1] == 0
+
+
+_WRONG: list[tuple[str, tuple[object, ...], dict[str, object]]] = [
+    ("TensorSender", ("nowhere",), {}),
+    ("TensorSender", (5,), {}),
+    ("TensorSender", ("unix:///tmp/s", 0), {}),
+    ("TensorSender", ("unix:///tmp/s", 1, "many"), {}),
+    ("TensorSender", ("unix:///tmp/s",), {"keep_warm_seconds": 0}),
+    ("TensorSender", ("unix:///tmp/s",), {"long_wait_seconds": -1}),
+    ("TensorReceiver", ("nowhere",), {}),
+    ("TensorReceiver", ("unix:///tmp/s",), {"max_senders": 0}),
+    ("TensorReceiver", ("unix:///tmp/s",), {"max_mapped_bytes": 0}),
+    ("TensorReceiver", ("unix:///tmp/s",), {"max_unclaimed_messages": 0}),
+    ("TensorReceiver", ("unix:///tmp/s",), {"max_frame_bytes": 1}),
+    ("MessageClient", ("ipc://relative",), {"reply_type": int}),
+    ("MessageClient", ([],), {"reply_type": int}),
+    ("MessageClient", ("ipc:///tmp/m",), {"reply_type": int, "sender": []}),
+    ("MessageClient", ("ipc:///tmp/m",), {"reply_type": int, "high_water_mark": 0}),
+    ("MessageClient", ("ipc:///tmp/m",), {"reply_type": int, "max_part_bytes": 0}),
+    ("MessageClient", ("ipc:///tmp/m",), {"reply_type": int, "heartbeat_interval_s": -1}),
+    ("MessageClient", ("ipc:///tmp/m",), {"reply_type": int, "heartbeat_timeout_s": -1}),
+    ("MessageClient", ("ipc:///tmp/m",), {"reply_type": int, "secret_key": "x"}),
+    ("MessageClient", ("ipc:///tmp/m",), {"reply_type": int, "server_key": "x"}),
+    ("MessageClient", ("ipc:///tmp/m",), {"reply_type": int, "linger_s": -1}),
+    ("MessageServer", ("tcp://*:1", int), {}),
+    ("MessageServer", (7, int), {}),
+    ("MessageServer", ("ipc:///tmp/m", int), {"max_clients": 0}),
+    ("MessageServer", ("ipc:///tmp/m", int), {"max_waiting": 0}),
+    ("MessageServer", ("ipc:///tmp/m", int), {"max_waiting_bytes": 0}),
+    ("MessageServer", ("ipc:///tmp/m", int), {"high_water_mark": 0}),
+    ("MessageServer", ("ipc:///tmp/m", int), {"max_part_bytes": 0}),
+    ("MessageServer", ("ipc:///tmp/m", int), {"heartbeat_interval_s": -1}),
+    ("MessageServer", ("ipc:///tmp/m", int), {"heartbeat_timeout_s": -1}),
+    ("MessageServer", ("ipc:///tmp/m", int), {"secret_key": "x"}),
+    ("MessageServer", ("ipc:///tmp/m", int), {"client_keys": ["x"]}),
+    ("MessageServer", ("ipc:///tmp/m", int), {"linger_s": -1}),
+]
+
+
+def _async_class(name: str) -> Any:
+    return getattr(aiotensor, name, None) or getattr(channel, name)
+
+
+@pytest.mark.parametrize(("name", "arguments", "options"), _WRONG)
+def test_a_wrong_argument_is_refused_when_the_object_is_made(
+    name: str, arguments: tuple[object, ...], options: dict[str, object]
+) -> None:
+    with pytest.raises((TypeError, ValueError)) as expected:
+        _async_class(name)(*arguments, **options)
+    with pytest.raises(type(expected.value), match=f"^{re.escape(str(expected.value))}$"):
+        getattr(blocking, name)(*arguments, **options)
+
+
+@pytest.mark.parametrize("name", blocking.__all__)
+def test_names_arguments_and_defaults_are_those_of_the_async_api(name: str) -> None:
+    theirs, ours = _async_class(name), getattr(blocking, name)
+    if name not in ("OpenMessage", "Request"):  # which are not for users to make
+        assert _arguments(ours) == _arguments(theirs)
+    public = [one for one in vars(theirs) if not one.startswith("_")]
+    for method in public:
+        there, here = getattr(theirs, method), getattr(ours, "close" if method == "aclose" else method)
+        if callable(there):
+            expected, found = _arguments(there), _arguments(here)
+            found.pop("timeout", None)
+            expected.pop("max_concurrent", None)  # of tasks, which there are none of here
+            assert found == expected
+
+
+def _arguments(function: Callable[..., object]) -> dict[str, object]:
+    """Return what a function takes, with the defaults."""
+    return {name: one.default for name, one in inspect.signature(function).parameters.items()}
+
+
+def test_an_object_that_could_not_be_opened_is_closed(place: Place) -> None:
+    with TensorReceiver(place.tensors), MessageServer(place.messages, Question):
+        for second in (TensorReceiver(place.tensors), MessageServer(place.messages, Question)):
+            with pytest.raises(UsageError, match="listens"), second:
+                pass
+            with pytest.raises(ClosedError):
+                second.next()
+            second.statistics()
+
+
+def test_two_threads_open_an_object_once(place: Place) -> None:
+    for _ in range(20):
+        sender = TensorSender(place.tensors)
+        opening = [in_thread(sender.__enter__) for _ in range(4)]
+        errors = [one.exception() for one in opening]
+        assert sorted(str(type(error).__name__) for error in errors) == ["NoneType"] + 3 * ["UsageError"]
+        sender.close()

@@ -1,0 +1,183 @@
+"""A sender in a thread, and a receiver in another process: over each link, with either API."""
+
+import numpy as np
+import pytest
+import torch
+
+from aiotensor import (
+    DiscardedError,
+    PeerLostError,
+    TensorHandle,
+    UnsupportedTensorError,
+    UsageError,
+    WouldBlockError,
+)
+from aiotensor.blocking import TensorSender
+from aiotensor.links import Endpoint
+from tests.blocking.others import Other
+from tests.blocking.waiting import in_thread, until
+from tests.pairs import BIG, pattern
+
+
+def settled(sender: TensorSender) -> bool:
+    """Say whether all permits and all memory have come back."""
+    seen = sender.statistics()
+    return (seen.in_flight, seen.bytes_in_use, seen.waiting, seen.holders) == (0, 0, 0, ())
+
+
+@pytest.mark.parametrize("count", [3, BIG], ids=["small", "large"])
+def test_what_is_sent_arrives_as_it_was(count: int, engine: Other, endpoint: Endpoint) -> None:
+    with TensorSender(endpoint) as sender:
+        before = sender.receiver_id
+        engine.call("open_receiver")
+        tensor = pattern(1, count)
+        handle = sender.send(tensor)
+        tensor.zero_()  # it was copied
+        assert (handle.sender, handle.shape, handle.dtype) == (sender.id, (count,), "int64")
+        assert sender.statistics().in_flight == 1
+        assert engine.call("receive_pattern", handle, 1)
+        until(lambda: settled(sender))
+        assert before is None
+        assert sender.receiver_id
+        assert engine.call("receive_pattern", sender.send(pattern(2, count).numpy()), 2)
+        until(lambda: settled(sender))
+    seen = sender.statistics()
+    assert (seen.messages_sent, seen.tensors_sent, seen.bytes_sent) == (2, 2, 2 * 8 * count)
+
+
+def test_what_is_sent_without_waiting_arrives_or_is_refused(engine: Other, endpoint: Endpoint) -> None:
+    with TensorSender(endpoint, 1) as sender:
+        engine.call("open_receiver")
+        assert engine.call("receive_pattern", sender.send(pattern(0, 3)), 0)
+        until(lambda: settled(sender))
+        handle = sender.send_nowait(pattern(1, BIG))
+        with pytest.raises(WouldBlockError, match="no permit") as caught:
+            sender.send_nowait(pattern(2, BIG))
+        assert (caught.value.messages.limit, caught.value.messages.in_use) == (1, 1)
+        assert engine.call("receive_pattern", handle, 1)
+        until(lambda: settled(sender))
+
+
+def test_a_message_of_several_tensors_has_one_permit(engine: Other, endpoint: Endpoint) -> None:
+    with TensorSender(endpoint, 2) as sender:
+        engine.call("open_receiver")
+        with sender.message(timeout=10) as message:
+            assert message.sender is sender
+            handles = [message.send(pattern(seed, BIG), timeout=10) for seed in range(3)]
+            assert sender.statistics().in_flight == 1
+        assert [handle.tensor for handle in handles] == [0, 1, 2]
+        assert all(engine.call("receive_pattern", handle, seed) for seed, handle in enumerate(handles))
+        until(lambda: settled(sender))
+
+
+def test_a_message_whose_block_fails_does_not_arrive(engine: Other, endpoint: Endpoint) -> None:
+    handles = []
+    with TensorSender(endpoint, 1) as sender:
+        engine.call("open_receiver")
+        with pytest.raises(KeyError), sender.message() as message:
+            handles.append(message.send(pattern(0, BIG)))
+            raise KeyError
+        with pytest.raises(DiscardedError):
+            engine.call("receive_pattern", handles[0], 0)
+        until(lambda: settled(sender))
+        assert sender.statistics().messages_discarded == 1
+
+
+def test_a_message_may_be_whole_before_its_block_ends(engine: Other, endpoint: Endpoint) -> None:
+    with TensorSender(endpoint, 1) as sender:
+        engine.call("open_receiver")
+        with sender.message() as message:
+            handle = message.send(pattern(3, BIG))
+            message.finish()
+            assert engine.call("receive_pattern", handle, 3)
+            until(lambda: settled(sender))
+            with pytest.raises(DiscardedError):
+                message.send(pattern(4, 3))
+        with pytest.raises(UsageError, match="begun before"), message:
+            pass
+    assert sender.statistics().messages_discarded == 0
+
+
+def test_an_allocated_tensor_is_not_copied(engine: Other, endpoint: Endpoint) -> None:
+    with TensorSender(endpoint, arena_bytes=8 * BIG) as sender:
+        engine.call("open_receiver")
+        tensor = sender.allocate((BIG,), torch.int64)
+        assert sender.statistics().bytes_in_use == 8 * BIG
+        tensor.copy_(pattern(5, BIG))
+        handle = sender.send(tensor)  # there is no memory for a copy of it
+        assert engine.call("receive_pattern", handle, 5)
+        assert sender.statistics().bytes_in_use == 8 * BIG
+        del tensor
+        until(lambda: settled(sender))
+
+
+def test_an_allocated_tensor_outlives_its_sender(engine: Other, endpoint: Endpoint) -> None:
+    with TensorSender(endpoint) as sender:
+        tensor = sender.allocate((2, BIG), torch.uint8)
+        tensor.fill_(7)
+    assert int(tensor.sum()) == 2 * 7 * BIG
+
+
+def test_what_is_discarded_gives_its_permit_back(engine: Other, endpoint: Endpoint) -> None:
+    with TensorSender(endpoint, 1) as sender:
+        engine.call("open_receiver")
+        handle = sender.send(pattern(1, BIG))
+        sender.discard(handle)
+        assert sender.statistics().in_flight == 0
+        assert engine.call("receive_pattern", sender.send(pattern(2, BIG)), 2)
+        with pytest.raises(DiscardedError):
+            engine.call("receive_pattern", handle, 1)
+        until(lambda: settled(sender))
+        with pytest.raises(ValueError, match="is of sender"):
+            sender.discard(TensorHandle("nobody", 0, 0, "int64", (1,), "cpu"))
+
+
+def test_drain_waits_until_all_is_taken(engine: Other, endpoint: Endpoint) -> None:
+    with TensorSender(endpoint) as sender:
+        engine.call("open_receiver")
+        handles = [sender.send(pattern(seed, 3)) for seed in range(2)]
+        draining = in_thread(sender.drain)
+        assert engine.call("receive_pattern", handles[0], 0)
+        until(lambda: sender.statistics().in_flight == 1)
+        assert not draining.done()
+        assert engine.call("receive_pattern", handles[1], 1)
+        draining.result()
+        assert sender.statistics().in_flight == 0
+
+
+def test_what_was_sent_whole_is_received_after_closing(engine: Other, endpoint: Endpoint) -> None:
+    with TensorSender(endpoint) as sender:
+        engine.call("open_receiver")
+        handle = sender.send(pattern(6, BIG))
+    sender.close()  # again does nothing
+    assert engine.call("receive_pattern", handle, 6)
+
+
+def test_the_death_of_the_receiver_is_told(engine: Other, endpoint: Endpoint) -> None:
+    with TensorSender(endpoint, 1) as sender:
+        engine.call("open_receiver")
+        sender.send(pattern(1, BIG))
+        sending = in_thread(lambda: sender.send(pattern(2, BIG)))
+        draining = in_thread(sender.drain)
+        until(lambda: sender.statistics().waiting == 1 and sender._inner._outgoing._drainers)
+        pid = engine.pid
+        engine.kill()
+        for waiting in (draining, sending):
+            error = waiting.exception()
+            assert isinstance(error, PeerLostError)
+            assert error.pid == pid
+        until(lambda: settled(sender))
+        assert sender.statistics().receivers_lost == 1
+
+
+def test_an_error_of_one_call_leaves_the_sender_as_it_was(engine: Other, endpoint: Endpoint) -> None:
+    with TensorSender(endpoint, 1) as sender:
+        engine.call("open_receiver")
+        with pytest.raises(UnsupportedTensorError):
+            sender.send(torch.empty(3, device="meta"))
+        with pytest.raises(ValueError, match="not negative"):
+            sender.allocate((-1,), torch.int64)
+        with pytest.raises(TypeError):
+            sender.send("no tensor")  # type: ignore[arg-type]
+        assert settled(sender)
+        assert engine.call("receive_pattern", sender.send(np.asarray(pattern(1, 3))), 1)

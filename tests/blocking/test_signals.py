@@ -1,0 +1,104 @@
+"""A signal ends whatever waits at once; the blocks end, the other side hears of it, and nothing hangs."""
+
+import signal
+
+import pytest
+
+from aiotensor.blocking import MessageClient
+from tests.blocking.nursery import Ended, Nursery
+from tests.blocking.others import other
+from tests.blocking.waiting import until
+from tests.blocking.waits import WAITS
+from tests.channel.parties import Answer, Place, Question
+
+
+def _was_interrupted(ended: Ended) -> bool:
+    """Say whether a program ended as Python ends one at Ctrl-C, and had nothing else to say."""
+    assert ended.errors.count("Traceback") == 1, ended.errors
+    assert ended.errors.endswith("\nKeyboardInterrupt\n"), ended.errors
+    return ended.status == -signal.SIGINT
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_an_interrupt_ends_what_waits(name: str, nursery: Nursery, place: Place) -> None:
+    with WAITS[name].far(place) as hear, nursery.program("wait", name, *place) as program:
+        assert program.line() == "waits"
+        program.signal()
+        ended = program.ended()
+        assert _was_interrupted(ended)
+        assert ended.lines == ["closed"]
+        hear()
+
+
+def test_an_interrupt_that_another_thread_gets_ends_what_waits(nursery: Nursery, place: Place) -> None:
+    with nursery.program("be_interrupted_elsewhere", *place) as program:
+        assert _was_interrupted(program.ended())
+
+
+def test_an_interrupt_of_a_call_that_had_not_begun_leaves_nothing_behind(
+    nursery: Nursery, place: Place
+) -> None:
+    with nursery.program("go_on_after_a_signal", *place) as program:
+        assert program.line() == "waits"
+        program.signal()
+        assert program.ended() == Ended(0, ["waiting 0 claims False", "True"], "")
+
+
+def test_an_interrupt_takes_no_permit_with_it(nursery: Nursery, place: Place) -> None:
+    with nursery.program("begin_a_message_at_a_signal", *place) as program:
+        assert program.ended() == Ended(0, ["in flight 0"], "")
+
+
+def test_an_interrupt_while_the_loop_starts_ends_that_too(nursery: Nursery, place: Place) -> None:
+    with nursery.program("start_slowly", *place) as program:
+        assert program.line() == "waits"
+        program.signal()
+        ended = program.ended()
+        assert _was_interrupted(ended)
+        assert ended.lines == ["[]"]
+
+
+def test_the_handler_of_a_signal_may_close_what_waits(nursery: Nursery, place: Place) -> None:
+    with (
+        nursery.program("close_at_a_signal", *place) as program,
+        MessageClient(place.messages, reply_type=Answer) as client,
+    ):
+        assert client.request(Question(5)) == Answer(5)
+        assert program.line() == "waits"
+        program.signal(signal.SIGTERM)
+        assert program.ended() == Ended(0, ["served 1"], "")
+        until(lambda: client.statistics().servers_lost == 1)
+
+
+def test_a_second_interrupt_ends_the_closing(nursery: Nursery, place: Place) -> None:
+    with other("blocking", place.tensors) as engine:
+        engine.call("open_receiver")
+        with nursery.program("send_into_a_full_link", engine.pid, *place) as program:
+            assert program.line() == "connected"
+            engine.stop()
+            try:
+                assert program.line() == "waits"
+                program.signal()
+                assert program.line() == "closes"  # and would not end before the engine reads
+                program.signal()
+                ended = program.ended()
+            finally:
+                engine.go_on()
+            assert ended.status == -signal.SIGINT
+            assert ended.errors.count("KeyboardInterrupt\n") == 2
+            assert "Exception ignored" not in ended.errors
+
+
+def test_an_interrupt_of_closing_does_not_wait_for_what_has_not_left(nursery: Nursery, place: Place) -> None:
+    with other("blocking", place.tensors) as engine:
+        engine.call("open_server", place)
+        with nursery.program("linger", engine.pid, *place) as program:
+            assert program.line() == "connected"
+            engine.stop()
+            try:
+                assert program.line() == "closes"
+                program.signal()
+                assert program.line() == "closed"
+            finally:
+                engine.go_on()
+            assert _was_interrupted(program.ended())

@@ -1,0 +1,198 @@
+"""Many threads share one object, and all objects share one thread, which is gone with the last of them."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+
+import pytest
+import torch
+
+from aiotensor import ClosedError, TensorHandle
+from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
+from tests.blocking.others import Other
+from tests.blocking.waiting import in_thread, until
+from tests.blocking.works import answer, is_right
+from tests.channel.parties import Answer, Place, Question
+from tests.pairs import BIG, pattern
+
+_THREADS = 8
+_REQUESTS = 50
+_COUNTS = (3, 2000, BIG // 4)
+
+
+def _loops() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "aiotensor-blocking"]
+
+
+def test_many_threads_ask_with_one_client_and_nothing_is_mixed_up(stranger: Other, place: Place) -> None:
+    with (
+        TensorSender(place.tensors, 4, 64 << 20) as sender,
+        MessageClient(place.messages, sender=sender, reply_type=Answer) as client,
+    ):
+        stranger.call("open_server", place)
+
+        def ask(first: int) -> int:
+            right = 0
+            for seed in range(first, first + _REQUESTS):
+                count = _COUNTS[seed % len(_COUNTS)]
+                right += is_right(client.request(Question(seed, pattern(seed, count), wish="7")), seed, count)
+            return right
+
+        asking = [in_thread(partial(ask, first * _REQUESTS)) for first in range(_THREADS)]
+        assert [one.result() for one in asking] == [_REQUESTS] * _THREADS
+        until(lambda: not (sender.statistics().in_flight or sender.statistics().bytes_in_use))
+    seen = client.statistics()
+    assert (seen.answers, seen.failures, seen.in_flight) == (_THREADS * _REQUESTS, 0, (0,))
+    assert sender.statistics().peak_in_flight <= 4
+
+
+def test_many_threads_answer_with_one_server_and_nothing_is_mixed_up(stranger: Other, place: Place) -> None:
+    with (
+        TensorReceiver(place.tensors) as receiver,
+        MessageServer(place.messages, Question, receiver=receiver) as server,
+    ):
+
+        def work() -> int:
+            for number, request in enumerate(server):  # noqa: B007
+                with request:
+                    request.reply(answer(request.message))
+                del request
+            return number
+
+        working = [in_thread(work) for _ in range(_THREADS)]
+        stranger.call("open_client", place)
+        assert stranger.call("ask_many", 0, _THREADS * _REQUESTS, _THREADS) == _THREADS * _REQUESTS
+        until(lambda: receiver.statistics().leases == 0)
+        server.close()
+        assert all(one.result() > 0 for one in working)
+    assert server.statistics().answers == _THREADS * _REQUESTS
+
+
+def test_many_threads_send_and_receive_with_one_pair(place: Place) -> None:
+    with TensorReceiver(place.tensors) as receiver, TensorSender(place.tensors, 4, 4 * 8 * BIG) as sender:
+
+        def pass_on(first: int) -> int:
+            right = 0
+            for seed in range(first, first + _REQUESTS):
+                if seed % 3:
+                    handles = [sender.send(pattern(seed, _COUNTS[seed % 3]))]
+                else:
+                    with sender.message() as message:
+                        handles = [message.send(pattern(seed, count)) for count in _COUNTS]
+                right += all(
+                    torch.equal(receiver.receive(handle), pattern(seed, handle.shape[0]))
+                    for handle in handles
+                )
+            return right
+
+        passing = [in_thread(partial(pass_on, first * _REQUESTS)) for first in range(_THREADS)]
+        assert [one.result() for one in passing] == [_REQUESTS] * _THREADS
+        until(lambda: not (sender.statistics().in_flight or sender.statistics().bytes_in_use))
+        assert receiver.statistics().leases == 0
+
+
+def test_all_objects_share_one_thread_that_ends_with_the_last(place: Place) -> None:
+    assert not _loops()
+    with ExitStack() as stack:
+        receiver = TensorReceiver(place.tensors)
+        assert not _loops()  # only opening needs it
+        stack.enter_context(receiver)
+        [loop] = _loops()
+        assert loop.daemon
+        sender = stack.enter_context(TensorSender(place.tensors))
+        client = stack.enter_context(MessageClient(place.messages, reply_type=Answer))
+        server = in_thread(lambda: MessageServer(place.messages, Question).__enter__()).result()
+        for first in (receiver, client, sender):  # in whatever order
+            assert _loops() == [loop]
+            first.close()
+        assert _loops() == [loop]
+        server.close()
+        assert not _loops()
+    with TensorReceiver(place.tensors):
+        assert len(_loops()) == 1
+
+
+def test_objects_are_opened_and_closed_in_many_threads_at_once(place: Place) -> None:
+    ready = threading.Barrier(_THREADS)
+
+    def come_and_go(number: int) -> None:
+        ready.wait()
+        for _ in range(20):
+            with MessageServer(f"{place.messages}{number}", Question) as server:
+                assert len(_loops()) >= 1
+                server.statistics()
+
+    coming = [in_thread(partial(come_and_go, number)) for number in range(_THREADS)]
+    for one in coming:
+        one.result()
+    assert not _loops()
+
+
+def test_an_object_is_opened_in_one_thread_and_closed_in_another(place: Place) -> None:
+    receiver, sender = TensorReceiver(place.tensors), TensorSender(place.tensors)
+    for each in (receiver, sender):
+        in_thread(each.__enter__).result()
+    handle = in_thread(lambda: sender.send(pattern(1, BIG))).result()
+    assert torch.equal(in_thread(lambda: receiver.receive(handle)).result(), pattern(1, BIG))
+    for each in (receiver, sender):
+        in_thread(each.close).result()
+
+
+def test_threads_that_call_while_it_is_closed_are_told_and_none_is_left_waiting(place: Place) -> None:
+    def look(server: MessageServer[Question], started: threading.Barrier) -> bool:
+        started.wait()
+        try:
+            while True:
+                with suppress(TimeoutError):
+                    server.next(timeout=0)
+        except ClosedError:
+            return server.statistics().clients == 0  # which never are refused
+
+    for _ in range(20):
+        with MessageServer(place.messages, Question) as server:
+            started = threading.Barrier(_THREADS + 1)
+            looking = [in_thread(partial(look, server, started)) for _ in range(_THREADS)]
+            started.wait()
+        assert all(one.result() for one in looking)
+
+
+@contextmanager
+def _without_collecting() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def test_a_tensor_whose_send_failed_is_freed_without_the_garbage_collector(place: Place) -> None:
+    with _without_collecting(), TensorSender(place.tensors, 1) as sender:
+        tensor = pattern(1, BIG)
+        freed = weakref.ref(tensor)
+        with pytest.raises(TimeoutError):
+            sender.send(tensor, timeout=0.01)
+        del tensor
+        until(lambda: freed() is None)
+
+
+def test_a_tensor_in_a_request_that_failed_is_freed_without_the_garbage_collector(place: Place) -> None:
+    with _without_collecting(), MessageClient(place.messages, reply_type=Answer) as client:
+        tensor = pattern(1, BIG)
+        freed = weakref.ref(tensor)
+        with MessageServer(place.messages, Question), pytest.raises(TimeoutError):
+            client.request(Question(1, tensor), timeout=0.1)
+        del tensor
+        until(lambda: freed() is None)
+
+
+def test_an_object_that_was_closed_is_freed_without_the_garbage_collector(place: Place) -> None:
+    with _without_collecting():
+        with TensorReceiver(place.tensors) as receiver, pytest.raises(TimeoutError):
+            receiver.receive(TensorHandle("nobody", 0, 0, "int64", (3,), "cpu"), timeout=0)
+        freed = weakref.ref(receiver)
+        del receiver
+        until(lambda: freed() is None)

@@ -1,0 +1,56 @@
+"""Every call that waits gives up in time, and when its object is closed; what it had is given back."""
+
+import time
+from contextlib import suppress
+
+import pytest
+
+from aiotensor import ClosedError
+from tests.blocking.waiting import in_thread, until
+from tests.blocking.waits import WAITS
+from tests.channel.parties import Place
+
+_LIMITED = [name for name, row in WAITS.items() if row.takes_timeout]
+_CLOSED = [name for name in WAITS if name != "request, for a permit"]  # the permit is another's to give
+
+
+@pytest.mark.parametrize("name", _LIMITED)
+@pytest.mark.parametrize("timeout", [0, 0.05])
+def test_a_call_that_waits_too_long_gives_everything_back(name: str, timeout: float, place: Place) -> None:
+    row = WAITS[name]
+    with row.far(place), row.near(place) as wait:
+        before = wait.held()
+        begun = time.monotonic()
+        with pytest.raises(TimeoutError):
+            wait.call(timeout=timeout)
+        assert timeout <= time.monotonic() - begun < 10
+        until(lambda: wait.held() == before)
+
+
+@pytest.mark.parametrize("name", _CLOSED)
+def test_whoever_waits_hears_that_it_was_closed(name: str, place: Place) -> None:
+    row = WAITS[name]
+    with row.far(place) as hear:
+        with row.near(place) as wait:
+            waiting = in_thread(wait.call)
+            until(wait.is_waiting)
+            wait.owner.close()
+            if row.ends:
+                assert not waiting.result()
+            else:
+                assert isinstance(waiting.exception(), ClosedError)
+        hear()
+
+
+@pytest.mark.parametrize("name", _CLOSED)
+def test_closing_in_no_time_tells_those_who_wait_too(name: str, place: Place) -> None:
+    row = WAITS[name]
+    with row.far(place), row.near(place) as wait:
+        waiting = in_thread(wait.call)
+        until(wait.is_waiting)
+        with suppress(TimeoutError):
+            wait.owner.close(timeout=0)
+        if row.ends:
+            assert not waiting.result()
+        else:
+            assert isinstance(waiting.exception(), ClosedError)
