@@ -277,7 +277,6 @@ class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
         for request in self:
             with request:
                 request.reply(handler(request.message))
-            del request  # or its tensors would stay until the next one comes
 
     def statistics(self) -> ServerStatistics:
         """Return what is held and what was done; also after closing."""

@@ -190,8 +190,12 @@ class Clients:
             return False
         tally = asked.client.tally
         header = Answer(asked.number, memoryview(body), handles, tally.taken, tally.taken_bytes)
-        tally.told()
-        letter = asked.client.outbox.put([write(header), *buffers], on_sent=partial(self.end, asked))
+
+        def has_left() -> None:  # which it may not: whoever answers may be cancelled
+            tally.told(header.taken, header.taken_bytes)
+            self.end(asked)
+
+        letter = asked.client.outbox.put([write(header), *buffers], on_sent=has_left)
         return await letter
 
     def fail(self, asked: Asked, type_name: str, text: str) -> bool:
@@ -201,7 +205,7 @@ class Clients:
         if was_wanted:
             client, tally = asked.client, asked.client.tally
             self._post(client, failure(asked.number, type_name, text, tally.taken, tally.taken_bytes))
-            tally.told()
+            tally.told(tally.taken, tally.taken_bytes)
         return was_wanted
 
     def take(self, asked: Asked) -> None:
@@ -211,7 +215,7 @@ class Clients:
         asked.parts = []
         if client.tally.is_due and client.identity in self._clients:
             self._post(client, Taken(client.tally.taken, client.tally.taken_bytes))
-            client.tally.told()
+            client.tally.told(client.tally.taken, client.tally.taken_bytes)
 
     def end(self, asked: Asked) -> None:
         """Note that a message needs nothing more."""
@@ -344,7 +348,8 @@ class Clients:
 
     def _lose(self, client: Client) -> None:
         """Forget a client; nobody waits for what it asked."""
-        del self._clients[client.identity]
+        if self._clients.pop(client.identity, None) is None:
+            return  # saying goodbye has shown that it is gone
         self.lost += 1
         wanted = sum(asked.wants_answer for asked in client.asked.values())
         logger.log(

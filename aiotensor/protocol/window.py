@@ -86,9 +86,9 @@ class Tally:
         self.taken += 1
         self.taken_bytes += nbytes
 
-    def told(self) -> None:
-        """Note that the client hears of what was taken until now."""
-        self._told, self._told_bytes = self.taken, self.taken_bytes
+    def told(self, messages: int, nbytes: int) -> None:
+        """Note that the client hears of what was taken at some moment."""
+        self._told, self._told_bytes = max(self._told, messages), max(self._told_bytes, nbytes)
 
     @property
     def is_due(self) -> bool:

@@ -4,6 +4,7 @@ Each runs in a process of its own, which the nursery makes; what it prints is fo
 """
 
 import asyncio
+import os
 import signal
 import sys
 import threading
@@ -90,6 +91,44 @@ def go_on_after_a_signal(*place: str) -> None:
         except KeyboardInterrupt:
             _say("waiting", receiver.statistics().waiting, "claims", bool(receiver._inner._mailbox._claims))
         _say(torch.equal(receiver.receive(sender.send(pattern(1, BIG))), pattern(1, BIG)))
+
+
+def open_where_somebody_else_does(name: str, *place: str) -> None:
+    """Wait for another process, which is opening something in the same folder."""
+    messages, tensors, _ = place
+    receiver: TensorReceiver | MessageServer[Question]
+    receiver = TensorReceiver(tensors) if name == "receiver" else MessageServer(messages, Question)
+    _say_when(lambda: any(_waits_for_a_lock(one) for one in threading.enumerate()), "waits")
+    try:
+        with receiver:
+            raise AssertionError("it was opened")
+    finally:
+        _say("closed")
+
+
+def _waits_for_a_lock(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is not None and frame.f_code.co_name == "_bind"
+
+
+def close_with_a_busy_loop(*place: str) -> None:
+    """Be interrupted in closing before the loop has begun with that."""
+    gate, is_busy = threading.Event(), threading.Event()
+
+    def be_busy() -> None:
+        is_busy.set()
+        gate.wait()
+
+    _raise_after(gate.set)
+    main = threading.get_ident()
+    receiver = TensorReceiver(Place(*place).tensors).__enter__()
+    _begin(lambda: receiver._now(be_busy))
+    is_busy.wait()
+    _say_when(lambda: _waits(main), "waits")
+    try:
+        receiver.close()
+    except KeyboardInterrupt:
+        _say(receiver.statistics().senders, os.path.exists(Place(*place).tensors.removeprefix("unix://")))
 
 
 def be_interrupted_elsewhere(*place: str) -> None:
@@ -243,10 +282,9 @@ def leave_threads_waiting(*place: str) -> None:
 
 
 def be_busy(*place: str) -> None:
-    """End while daemon threads send, receive, copy, ask and answer as fast as they can."""
+    """End while daemon threads send, receive, ask and answer as fast as they can."""
     receiver, sender, server, client = _open_all(Place(*place))
     small, large = pattern(1, 10), pattern(1, BIG)
-    handles = [sender.send(large) for _ in range(6)]
     done: list[object] = []
 
     def pass_on() -> None:
@@ -254,18 +292,29 @@ def be_busy(*place: str) -> None:
             receiver.receive(sender.send(small))
             done.append(1)
 
-    def copy() -> None:
-        for handle in handles:
-            left_open.append(receiver.receive(handle, copy=True))
-
     def ask() -> None:
         while True:
             client.request(Question(1, small))
             done.append(1)
 
     answer = Answer(1, tensor=large)
-    _begin(pass_on, ask, ask, copy, lambda: server.serve(lambda _: answer))
+    _begin(pass_on, ask, ask, lambda: server.serve(lambda _: answer))
     until(lambda: len(done) > 50)
+
+
+def copy_to_the_end(*place: str) -> None:
+    """End while threads of the loop copy."""
+    receiver, sender, _, _ = _open_all(Place(*place))
+    large = torch.zeros(16 << 20, dtype=torch.uint8)
+    handles = iter([sender.send(large) for _ in range(8)])
+
+    def copy() -> None:
+        for handle in handles:
+            left_open.append(receiver.receive(handle, copy=True))
+
+    before = len(left_open)
+    _begin(copy, copy, copy)
+    until(lambda: len(left_open) > before)
 
 
 def end_in_the_middle(*place: str) -> None:

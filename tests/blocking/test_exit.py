@@ -26,6 +26,14 @@ def test_threads_that_are_busy_do_not_take_the_process_with_them(
         assert program.ended() == Ended(0, [], "")
 
 
+@pytest.mark.parametrize("attempt", range(3))
+def test_copies_in_other_threads_do_not_take_the_process_with_them(
+    attempt: int, nursery: Nursery, place: Place
+) -> None:
+    with nursery.program("copy_to_the_end", *place) as program:
+        assert program.ended() == Ended(0, [], "")
+
+
 def test_leaving_by_sys_exit_has_the_status_that_was_given(nursery: Nursery, place: Place) -> None:
     with nursery.program("end_in_the_middle", *place) as program:
         assert program.ended() == Ended(3, [], "")

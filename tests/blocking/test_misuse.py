@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.blocking.waiting import in_thread
 from tests.channel.parties import Answer, Place, Question
 from tests.pairs import pattern
 
+_CHILD_S = 20  # after which a child that hangs is ended, also without its parent
 _HANDLE = TensorHandle("nobody", 0, 0, "int64", (3,), "cpu")
 
 Object = BlockingObject[Any]
@@ -152,6 +154,7 @@ def test_a_forked_child_is_told_at_once(thing: Object) -> None:
 
 
 def _report_from_fork(write: int, uses: list[Callable[[], object]]) -> None:
+    signal.alarm(_CHILD_S)
     try:
         names = []
         for use in uses:
@@ -170,6 +173,7 @@ def test_a_forked_child_opens_objects_of_its_own(place: Place) -> None:
     with TensorReceiver(place.tensors) as receiver:
         child = os.fork()
         if child == 0:
+            signal.alarm(_CHILD_S)
             try:
                 with TensorSender(place.tensors) as sender:
                     sender.send(pattern(4, 1000))

@@ -1,5 +1,7 @@
 """A signal ends whatever waits at once; the blocks end, the other side hears of it, and nothing hangs."""
 
+import fcntl
+import os
 import signal
 
 import pytest
@@ -33,6 +35,32 @@ def test_an_interrupt_ends_what_waits(name: str, nursery: Nursery, place: Place)
 def test_an_interrupt_that_another_thread_gets_ends_what_waits(nursery: Nursery, place: Place) -> None:
     with nursery.program("be_interrupted_elsewhere", *place) as program:
         assert _was_interrupted(program.ended())
+
+
+@pytest.mark.parametrize("name", ["receiver", "server"])
+def test_an_interrupt_ends_what_waits_to_be_opened(name: str, nursery: Nursery, place: Place) -> None:
+    path = place.messages.removeprefix("ipc://")
+    folder = os.open(os.path.dirname(path), os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        with nursery.program("open_where_somebody_else_does", name, *place) as program:
+            assert program.line() == "waits"
+            program.signal()
+            ended = program.ended()
+            assert _was_interrupted(ended)
+            assert ended.lines == ["closed"]
+    finally:
+        os.close(folder)
+    assert not os.listdir(os.path.dirname(path))
+
+
+def test_an_interrupt_of_closing_that_had_not_begun_closes_all_the_same(
+    nursery: Nursery, place: Place
+) -> None:
+    with nursery.program("close_with_a_busy_loop", *place) as program:
+        assert program.line() == "waits"
+        program.signal()
+        assert program.ended() == Ended(0, ["0 False"], "")
 
 
 def test_an_interrupt_of_a_call_that_had_not_begun_leaves_nothing_behind(

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from aiotensor import ClosedError, TensorHandle
+from aiotensor import ClosedError, RemoteError, TensorHandle
 from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
 from tests.blocking.others import Other
 from tests.blocking.waiting import in_thread, until
@@ -187,6 +187,25 @@ def test_a_tensor_in_a_request_that_failed_is_freed_without_the_garbage_collecto
             client.request(Question(1, tensor), timeout=0.1)
         del tensor
         until(lambda: freed() is None)
+
+
+def test_a_tensor_that_the_server_had_no_answer_to_is_freed_without_the_garbage_collector(
+    place: Place,
+) -> None:
+    with (
+        _without_collecting(),
+        MessageServer(place.messages, Question) as server,
+        MessageClient(place.messages, reply_type=Answer) as client,
+    ):
+        serving = in_thread(lambda: server.serve(lambda _: object()))
+        tensor = pattern(1, BIG)
+        freed = weakref.ref(tensor)
+        with pytest.raises(RemoteError, match="TypeError"):
+            client.request(Question(1, tensor))
+        del tensor
+        until(lambda: freed() is None)
+        server.close()
+        serving.result()
 
 
 def test_an_object_that_was_closed_is_freed_without_the_garbage_collector(place: Place) -> None:

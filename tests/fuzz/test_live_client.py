@@ -8,7 +8,7 @@ from tests.fuzz.grammar import TO_CLIENT
 from tests.fuzz.live_client import live_client
 from tests.fuzz.living import listening
 
-_GROWTH_KIB = 1024
+_GROWTH_KIB = 4096  # of queues of ZeroMQ, one for each connection: 1 MiB was seen
 
 
 @pytest.mark.parametrize("uvloop", [True, False], ids=["uvloop", "asyncio"])
