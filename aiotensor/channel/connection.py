@@ -174,14 +174,15 @@ class Connection:
         body, *buffers = parts
         nbytes = sum(map(len, parts))
         while True:
-            if not self.is_ready and not handles:
-                await self.ready()
             # What went to a server that is gone does not wait for the next one.
             if handles and session != self.session:
                 raise PeerLostError(
                     f"the server at {self._address.text} was replaced while the tensors of a message were on "
                     "their way to it"
                 )
+            if not self.is_ready:
+                await self.ready()
+                continue
             number, self._next_number = self._next_number, self._next_number + 1
             asked = Asked(number, asyncio.get_running_loop().create_future() if wants_answer else None)
             header = write(Ask(number, memoryview(body), handles, wants_answer))
