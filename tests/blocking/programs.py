@@ -131,6 +131,18 @@ def close_with_a_busy_loop(*place: str) -> None:
         _say(receiver.statistics().senders, os.path.exists(Place(*place).tensors.removeprefix("unix://")))
 
 
+def look_at_once(*place: str) -> None:
+    """See what is in use right after the interrupt of a send that had a permit, and no memory yet."""
+    with TensorReceiver(Place(*place).tensors), TensorSender(Place(*place).tensors, 2, 8 * BIG) as sender:
+        sender.send(pattern(0, BIG))
+        _say_when(lambda: sender.statistics().waiting, "waits")
+        permits = sender._inner._outgoing.permits.budget
+        try:
+            sender.send(pattern(1, BIG))
+        except KeyboardInterrupt:
+            _say(permits.in_use, permits.peak)
+
+
 def be_interrupted_elsewhere(*place: str) -> None:
     """Wait while a signal comes that the kernel gives to another thread."""
     with TensorReceiver(Place(*place).tensors) as receiver:

@@ -156,6 +156,7 @@ def test_what_was_sent_whole_is_received_after_closing(engine: Other, endpoint: 
 def test_the_death_of_the_receiver_is_told(engine: Other, endpoint: Endpoint) -> None:
     with TensorSender(endpoint, 1) as sender:
         engine.call("open_receiver")
+        assert engine.call("receive_pattern", sender.send(pattern(0, 3)), 0)  # they have met
         sender.send(pattern(1, BIG))
         sending = in_thread(lambda: sender.send(pattern(2, BIG)))
         draining = in_thread(sender.drain)

@@ -72,6 +72,13 @@ def test_an_interrupt_of_a_call_that_had_not_begun_leaves_nothing_behind(
         assert program.ended() == Ended(0, ["waiting 0 claims False", "True"], "")
 
 
+def test_when_the_interrupt_is_raised_all_is_given_back(nursery: Nursery, place: Place) -> None:
+    with nursery.program("look_at_once", *place) as program:
+        assert program.line() == "waits"
+        program.signal()
+        assert program.ended() == Ended(0, ["1 2"], "")
+
+
 def test_an_interrupt_takes_no_permit_with_it(nursery: Nursery, place: Place) -> None:
     with nursery.program("begin_a_message_at_a_signal", *place) as program:
         assert program.ended() == Ended(0, ["in flight 0"], "")
