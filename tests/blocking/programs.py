@@ -17,6 +17,7 @@ import torch
 
 from aiotensor import ClosedError, TensorHandle, WouldBlockError
 from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
+from aiotensor.blocking.thread import Call
 from tests.blocking import nursery
 from tests.blocking.waiting import until
 from tests.blocking.waits import WAITS
@@ -199,6 +200,25 @@ def close_at_a_signal(*place: str) -> None:
         _say_when(lambda: server.statistics().answers and server._inner._waiters, "waits")
         server.serve(lambda question: Answer(question.seed))
         _say("served", server.statistics().answers)
+
+
+def close_in_the_middle_of_a_call(*place: str) -> None:
+    """Have the handler of a signal close what this thread is just about to use."""
+    with TensorReceiver(Place(*place).tensors) as receiver:
+        signal.signal(signal.SIGTERM, lambda *_: receiver.close())
+        loop = receiver._loop
+        assert loop is not None
+        begin = loop.begin
+
+        def interrupted(call: Call[Any]) -> None:
+            signal.raise_signal(signal.SIGTERM)
+            begin(call)
+
+        loop.begin = interrupted  # type: ignore[method-assign]
+        try:
+            receiver.receive(_NOBODYS)
+        except ClosedError:
+            _say("closed")
 
 
 def send_into_a_full_link(receiver: int, *place: str) -> None:

@@ -1,5 +1,6 @@
 """Closing waits for what is on its way, as long as it may, and closes whatever happens."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -64,6 +65,21 @@ def test_closing_waits_no_longer_than_it_may(engine: Other, place: Place) -> Non
             sender.send(pattern(1, 3))
         assert sender.statistics().messages_sent > 1
         sender.close()
+
+
+def test_a_call_that_cannot_stop_at_once_ends_before_the_loop_does(place: Place) -> None:
+    receiver = TensorReceiver(place.tensors).__enter__()
+    has_begun = threading.Event()
+
+    async def work() -> int:
+        has_begun.set()
+        await asyncio.sleep(0.1)  # which no closing ends, as it ends no copy
+        return 5
+
+    working = in_thread(lambda: receiver._wait(work))
+    has_begun.wait()
+    receiver.close()
+    assert working.result() == 5
 
 
 def test_closing_that_is_quick_enough_is_no_error(place: Place) -> None:

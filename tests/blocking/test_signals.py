@@ -105,6 +105,11 @@ def test_the_handler_of_a_signal_may_close_what_waits(nursery: Nursery, place: P
         until(lambda: client.statistics().servers_lost == 1)
 
 
+def test_the_handler_of_a_signal_may_close_what_is_just_used(nursery: Nursery, place: Place) -> None:
+    with nursery.program("close_in_the_middle_of_a_call", *place) as program:
+        assert program.ended() == Ended(0, ["closed"], "")
+
+
 def test_a_second_interrupt_ends_the_closing(nursery: Nursery, place: Place) -> None:
     with other("blocking", place.tensors) as engine:
         engine.call("open_receiver")
