@@ -311,11 +311,11 @@ class MessageServer(Generic[M]):
             return None
         if asked.state is not State.WAITING:
             return None  # given up while it was decoded
-        self._count_out(asked)
         asked.state = State.IN_HAND
         self._in_hand.add(asked)
         request = Request(asked, message, Answerer(self._answer, self._fail))
         asked.request = weakref.ref(request, lambda _: self._dropped(asked))
+        self._count_out(asked)  # last: telling the client may show that it is gone
         return request
 
     def _take_tensors(self, asked: Asked) -> list[torch.Tensor]:
@@ -332,9 +332,9 @@ class MessageServer(Generic[M]):
             level = logging.ERROR if isinstance(error, ProtocolError) or not is_foreseen else logging.INFO
             pid, trace = asked.client.pid, None if is_foreseen else error
             logger.log(level, "a message of process %s is refused: %s", pid, text, exc_info=trace)
-            self._stop_waiting(asked)
             self._failures += 1
             self._clients.fail(asked, type(error).__name__, text)
+            self._stop_waiting(asked)
 
     def _stop_waiting(self, asked: Asked) -> None:
         """Let go of a message that waits."""
