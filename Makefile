@@ -44,9 +44,10 @@ lint: $(VENV)/.test
 types: $(VENV)/.test
 	$(BIN)/mypy
 
-# Most tests wait for processes: in as many parts as there are cores the suite takes half the time.
+# Most tests wait for processes: in as many parts as there are cores the suite takes half the time. A test that
+# hangs takes its part with it, and is not tried again: the run would wait for ever for a part that never gets one.
 unit: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --max-worker-restart 0 $(ARGS)
 
 # Not part of `test`: it takes three times as long.
 coverage: $(VENV)/.test

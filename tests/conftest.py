@@ -13,6 +13,7 @@ import torch
 from tests import loops
 from tests.conformance.links import LINKS
 from tests.pairs import Links
+from tests.processes import watch
 
 
 def pytest_collection_finish() -> None:
@@ -62,16 +63,30 @@ def _left_since(before: dict[int, str]) -> dict[int, str]:
     return {number: what for number, what in our_descriptors().items() if before.get(number) != what}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_memory_left_behind() -> Iterator[None]:
+    """Fail a module whose tests keep shared memory, which later ones would take for their own."""
+    yield
+    if watch.memfds(os.getpid()):
+        gc.collect()
+        _join_threads()  # one may still unmap what nobody needs any more
+        assert not watch.memfds(os.getpid()), "a test of this module keeps a tensor"
+
+
+def _join_threads() -> None:
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("aiotensor")]
+    for thread in threads:
+        thread.join(_ENDING_S)
+    threads = [thread for thread in threads if thread.is_alive()]
+    assert not threads, f"threads left behind: {threads}"
+
+
 @pytest.fixture
 async def nothing_left_behind() -> AsyncIterator[None]:
     """Fail an async test that leaves a descriptor or a thread of the library behind."""
     before = our_descriptors()
     yield
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith("aiotensor")]
-    for thread in threads:
-        thread.join(_ENDING_S)  # it may still unmap what nobody needs any more
-    threads = [thread for thread in threads if thread.is_alive()]
-    assert not threads, f"threads left behind: {threads}"
+    _join_threads()
     left = _left_since(before)
     for _ in range(3 if left else 0):
         gc.collect()  # frees tensors, whose finalizers ask the loop for a turn
