@@ -151,7 +151,8 @@ GOALS: tuple[Goal, ...] = (
         )
         for limit, against in (
             ("zmq-echo", "bare ZeroMQ echo, blocking"),
-            ("zmq-echo-loop", "bare ZeroMQ echo, on the event loop"),
+            ("zmq-echo-loop", "bare ZeroMQ echo, in callbacks of the event loop"),
+            ("zmq-echo-asyncio", "bare ZeroMQ echo, by `zmq.asyncio`, DEALER to ROUTER"),
         )
     ),
     *(

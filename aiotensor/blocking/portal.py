@@ -44,6 +44,7 @@ class BlockingObject(Generic[A]):
         self._pid = os.getpid()
         self._user = object()  # of the loop
         self._loop: Loop | None = None
+        self._opening: Call[A] = Call(inner.__aenter__)
         self._lock = threading.RLock()  # the handler of a signal may close what this thread is about to use
         self._was_opened = False
         self._is_closed = False
@@ -58,9 +59,12 @@ class BlockingObject(Generic[A]):
             self._was_opened = True
         try:
             self._loop = borrow(self._user)
-            self._wait(self._inner.__aenter__)
-        except BaseException:
+            self._run(self._opening)
+        except BaseException as error:
             self.close()  # a signal may come when it is open already
+            self._let_go()
+            if isinstance(error, asyncio.CancelledError):
+                raise ClosedError(f"this {self._name} was closed while it was opened") from None
             raise
         return self
 
@@ -84,15 +88,16 @@ class BlockingObject(Generic[A]):
         if was_closed or not self._was_opened:
             return
         try:
-            if self._loop is not None and not self._loop.is_out_of_reach:
+            if self._loop is None or not self._loop.is_out_of_reach:
+                self._opening.give_up()  # by another thread, or by this one, beneath a handler
                 self._end(timeout)
         finally:
-            with self._lock:
-                self._loop = None
-            give_back(self._user)
+            self._let_go()
 
     def _end(self, timeout: float | None) -> None:
         """Close the object in the loop, whatever happens here."""
+        if self._loop is None:
+            return  # it was never opened
 
         async def end() -> None:
             try:
@@ -106,6 +111,12 @@ class BlockingObject(Generic[A]):
             with suppress(TimeoutError):
                 self._wait(end, timeout=0)  # after a signal, which may have come before it began
             raise
+
+    def _let_go(self) -> None:
+        """Need the loop no more."""
+        with self._lock:
+            self._loop = None
+        give_back(self._user)
 
     def _look(self, statistics: Callable[[], R]) -> R:
         """Return statistics: those of now, or those of its end."""
@@ -143,7 +154,9 @@ class BlockingObject(Generic[A]):
             async with asyncio.timeout(timeout):
                 return await function(*args, **options)
 
-        call = Call(work)
+        return self._run(Call(work))
+
+    def _run(self, call: Call[R]) -> R:
         try:
             with self._lock:  # nobody takes the loop away before it has this call
                 self._begin(call)

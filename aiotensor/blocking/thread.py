@@ -45,9 +45,9 @@ class Call(Generic[R]):
         self._results: list[R] = []
         self._error: BaseException | None = None
         self._has_ended = False
-        # A bare lock: an event has one inside, which a handler could find taken by whom it interrupted.
-        self._end = threading.Lock()
-        self._end.acquire()
+        # One for each thread that waits, held until the end. Bare locks: an event has one inside, which a
+        # handler could find taken by whom it interrupted.
+        self._ends: list[threading.Lock] = []
 
     def begin(self, loop: asyncio.AbstractEventLoop, tasks: "set[asyncio.Task[None]]") -> None:
         """Hand it to a loop, which keeps its task in a set until it ends."""
@@ -66,7 +66,8 @@ class Call(Generic[R]):
             del error  # whose traceback has this frame: nothing would be freed without the garbage collector
 
     def give_up(self) -> None:
-        """Cancel it, and wait until all that it had is given back; does nothing if it has ended."""
+        """Cancel it, and wait until all that it had is given back; it will not begin if it has not."""
+        self._is_wanted = False
         if self._loop is None or self._has_ended:
             return
         try:
@@ -78,8 +79,11 @@ class Call(Generic[R]):
     def _wait(self) -> None:
         # A signal that comes just before, or to another thread, interrupts no wait: it has to be looked for.
         is_main = threading.current_thread() is threading.main_thread()
+        end = threading.Lock()
+        end.acquire()
+        self._ends.append(end)
         while not self._has_ended:
-            self._end.acquire(timeout=_GLANCE_S if is_main else -1)
+            end.acquire(timeout=_GLANCE_S if is_main else -1)
 
     # In the loop
 
@@ -91,14 +95,14 @@ class Call(Generic[R]):
     async def _run(self) -> None:
         self._is_running = True
         try:
-            if self._is_wanted:
-                self._results.append(await self._work())
+            if not self._is_wanted:
+                raise asyncio.CancelledError
+            self._results.append(await self._work())
         except BaseException as error:  # noqa: BLE001 - it is the caller's
             self._error = error
         self._ended()
 
     def _cancel(self) -> None:
-        self._is_wanted = False
         if self._task is None:
             self._ended()  # a signal came before it was handed to the loop
         elif self._is_running:  # otherwise it would be cancelled before it can say that it has ended
@@ -107,7 +111,8 @@ class Call(Generic[R]):
     def _ended(self) -> None:
         if not self._has_ended:
             self._has_ended = True
-            self._end.release()
+            for end in tuple(self._ends):  # who comes later does not wait
+                end.release()
 
 
 class Loop:

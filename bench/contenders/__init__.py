@@ -154,6 +154,15 @@ CONTENDERS = {
             lacks=_ECHO,
             carries="messages",
         ),
+        Contender(
+            "zmq-echo-asyncio",
+            "bench.contenders.zmq_echo_asyncio",
+            "limit: bytes from a DEALER to a ROUTER and back, by pyzmq's sockets for asyncio",
+            uses_loop=True,
+            is_limit=True,
+            lacks=_ECHO,
+            carries="messages",
+        ),
     )
 }
 

@@ -19,7 +19,7 @@ from aiotensor import ClosedError, TensorHandle, WouldBlockError
 from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
 from aiotensor.blocking.thread import Call
 from tests.blocking import nursery
-from tests.blocking.waiting import until
+from tests.blocking.waiting import is_opening, until
 from tests.blocking.waits import WAITS
 from tests.channel.parties import Answer, Place, Question
 from tests.pairs import BIG, pattern
@@ -97,19 +97,17 @@ def go_on_after_a_signal(*place: str) -> None:
 def open_where_somebody_else_does(name: str, *place: str) -> None:
     """Wait for another process, which is opening something in the same folder."""
     messages, tensors, _ = place
-    receiver: TensorReceiver | MessageServer[Question]
-    receiver = TensorReceiver(tensors) if name == "receiver" else MessageServer(messages, Question)
-    _say_when(lambda: any(_waits_for_a_lock(one) for one in threading.enumerate()), "waits")
+    listener: TensorReceiver | MessageServer[Question]
+    listener = TensorReceiver(tensors) if name == "receiver" else MessageServer(messages, Question)
+    signal.signal(signal.SIGTERM, lambda *_: listener.close())
+    _say_when(is_opening, "waits")
     try:
-        with receiver:
+        with listener:
             raise AssertionError("it was opened")
+    except ClosedError:
+        _say("closed by the handler")
     finally:
         _say("closed")
-
-
-def _waits_for_a_lock(thread: threading.Thread) -> bool:
-    frame = sys._current_frames().get(thread.ident or 0)
-    return frame is not None and frame.f_code.co_name == "_bind"
 
 
 def close_with_a_busy_loop(*place: str) -> None:

@@ -1,18 +1,21 @@
 """Closing waits for what is on its way, as long as it may, and closes whatever happens."""
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 import torch
 
 from aiotensor import ClosedError, WouldBlockError
 from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
+from aiotensor.blocking.portal import BlockingObject
 from tests.blocking.others import Other, other
-from tests.blocking.waiting import in_thread, until
+from tests.blocking.waiting import in_thread, is_opening, nobody_listens_in, until
 from tests.channel.parties import Answer, Place, Question
 from tests.pairs import BIG, pattern
 
@@ -80,6 +83,22 @@ def test_a_call_that_cannot_stop_at_once_ends_before_the_loop_does(place: Place)
     has_begun.wait()
     receiver.close()
     assert working.result() == 5
+
+
+def test_what_another_thread_is_opening_can_be_closed(place: Place) -> None:
+    listeners: list[BlockingObject[Any]] = [
+        TensorReceiver(place.tensors),
+        MessageServer(place.messages, Question),
+    ]
+    folder = os.path.dirname(place.messages.removeprefix("ipc://"))
+    for listener in listeners:
+        with nobody_listens_in(folder):
+            opening = in_thread(listener.__enter__)
+            until(is_opening)
+            listener.close()
+            assert isinstance(opening.exception(), ClosedError)
+        until(lambda: not is_opening())
+        assert not os.listdir(folder)
 
 
 def test_closing_that_is_quick_enough_is_no_error(place: Place) -> None:

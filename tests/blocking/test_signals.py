@@ -1,6 +1,5 @@
 """A signal ends whatever waits at once; the blocks end, the other side hears of it, and nothing hangs."""
 
-import fcntl
 import os
 import signal
 
@@ -9,7 +8,7 @@ import pytest
 from aiotensor.blocking import MessageClient
 from tests.blocking.nursery import Ended, Nursery
 from tests.blocking.others import other
-from tests.blocking.waiting import until
+from tests.blocking.waiting import nobody_listens_in, until
 from tests.blocking.waits import WAITS
 from tests.channel.parties import Answer, Place, Question
 
@@ -39,19 +38,30 @@ def test_an_interrupt_that_another_thread_gets_ends_what_waits(nursery: Nursery,
 
 @pytest.mark.parametrize("name", ["receiver", "server"])
 def test_an_interrupt_ends_what_waits_to_be_opened(name: str, nursery: Nursery, place: Place) -> None:
-    path = place.messages.removeprefix("ipc://")
-    folder = os.open(os.path.dirname(path), os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        with nursery.program("open_where_somebody_else_does", name, *place) as program:
-            assert program.line() == "waits"
-            program.signal()
-            ended = program.ended()
-            assert _was_interrupted(ended)
-            assert ended.lines == ["closed"]
-    finally:
-        os.close(folder)
-    assert not os.listdir(os.path.dirname(path))
+    folder = os.path.dirname(place.messages.removeprefix("ipc://"))
+    with (
+        nobody_listens_in(folder),
+        nursery.program("open_where_somebody_else_does", name, *place) as program,
+    ):
+        assert program.line() == "waits"
+        program.signal()
+        ended = program.ended()
+        assert _was_interrupted(ended)
+        assert ended.lines == ["closed"]
+    assert not os.listdir(folder)
+
+
+@pytest.mark.parametrize("name", ["receiver", "server"])
+def test_the_handler_of_a_signal_may_close_what_is_opened(name: str, nursery: Nursery, place: Place) -> None:
+    folder = os.path.dirname(place.messages.removeprefix("ipc://"))
+    with (
+        nobody_listens_in(folder),
+        nursery.program("open_where_somebody_else_does", name, *place) as program,
+    ):
+        assert program.line() == "waits"
+        program.signal(signal.SIGTERM)
+        assert program.ended() == Ended(0, ["closed by the handler", "closed"], "")
+    assert not os.listdir(folder)
 
 
 def test_an_interrupt_of_closing_that_had_not_begun_closes_all_the_same(

@@ -1,12 +1,16 @@
 """What tests wait for, in threads."""
 
+import fcntl
+import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TypeVar
 
-__all__ = ["in_thread", "until"]
+__all__ = ["in_thread", "is_opening", "nobody_listens_in", "until"]
 
 R = TypeVar("R")
 
@@ -19,6 +23,22 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.001)
+
+
+def is_opening() -> bool:
+    """Say whether a thread waits for another process that listens in the same folder."""
+    return any(frame.f_code.co_name == "_bind" for frame in sys._current_frames().values())
+
+
+@contextmanager
+def nobody_listens_in(folder: str) -> Iterator[None]:
+    """Keep everybody from beginning to listen in a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def in_thread(function: Callable[[], R]) -> "Future[R]":
