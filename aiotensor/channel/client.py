@@ -13,7 +13,7 @@ from aiotensor.channel import options
 from aiotensor.channel.connection import Answered, Asked, Connection, Handles
 from aiotensor.channel.options import Key
 from aiotensor.channel.parcels import Loans, pack, unpack
-from aiotensor.channel.sockets import end
+from aiotensor.channel.sockets import begin, end
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import (
     AlreadyTakenError,
@@ -123,7 +123,11 @@ class MessageClient(Generic[R]):
     async def __aenter__(self) -> Self:
         self._home.enter()
         self._loans = Loans()
-        self._context = zmq.Context()
+        try:
+            self._context = begin()
+        except OSError:
+            self._home.is_closed = True
+            raise
         receiver = "" if self._receiver is None else self._receiver.id
         self._connections = [
             Connection(self._context, address, self._options, receiver, self._drop, self._changes.wake)

@@ -52,6 +52,9 @@ Handles = tuple[TensorHandle, ...]
 # nobody does.
 MAX_UNREAD = 4096
 
+# Connections beside those of clients: of who has not introduced himself yet, or was turned away.
+_NEWCOMERS = 64
+
 _LAST_MESSAGES = 1024  # of all clients, which are read before one that is gone counts as lost
 _REMEMBERED = 1024  # clients that are gone
 
@@ -273,8 +276,12 @@ class Clients:
                 self._lose(client)
 
     def connected(self, descriptor: int) -> None:
-        """Note a connection."""
+        """Note a connection, and break it if there are too many."""
         self._connections[descriptor] = set()
+        most = self.limits.clients
+        if most is not None and len(self._connections) > most + _NEWCOMERS:
+            logger.warning("a connection is cut off: %s others are there", len(self._connections) - 1)
+            self.socket.cut(descriptor)
 
     def handshaken(self) -> None:
         """Wait for the client to introduce itself."""

@@ -9,7 +9,7 @@ import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from aiotensor.channel.options import Address
-from aiotensor.channel.sockets import LoopSocket, SocketEvents, end
+from aiotensor.channel.sockets import LoopSocket, SocketEvents, begin, end
 from aiotensor.errors import UsageError
 from aiotensor.links.records import close_after_fork
 from aiotensor.links.socket_file import SocketFile
@@ -54,8 +54,9 @@ class Endpoint:
 
         Raises:
             UsageError: another server listens there, or nobody can.
+            OSError: this process has no descriptors left.
         """
-        self._context = zmq.Context()
+        self._context = begin()
         try:
             if self._path is not None:
                 await self._take(self._path)
@@ -63,7 +64,10 @@ class Endpoint:
                 self._authenticator = AsyncioAuthenticator(self._context)
                 self._authenticator.start()
                 self._authenticator.configure_curve_callback(credentials_provider=_Allowed(self._allowed))
-            self._socket = LoopSocket(self._context, zmq.ROUTER, self._options, events)
+            try:
+                self._socket = LoopSocket(self._context, zmq.ROUTER, self._options, events)
+            except zmq.ZMQError as error:
+                raise OSError(error.errno, error.strerror) from error
             try:
                 self._socket.bind(self.address)
             except zmq.ZMQError as error:

@@ -3,16 +3,17 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 from aiotensor.protocol.window import Window
 
-__all__ = ["Letter", "Outbox", "flush_all"]
+__all__ = ["Outbox", "Parts", "flush_all"]
 
 Parts: TypeAlias = Sequence[bytes | memoryview]
 
 
-class Letter:
+class _Letter:
     """A message that waits to leave.
 
     Args:
@@ -49,7 +50,7 @@ class Outbox:
     def __init__(self, send: Callable[[Parts, bool], bool], window: Window | None = None) -> None:
         self.window = window
         self._hand_over = send
-        self._letters: deque[Letter] = deque()
+        self._letters: deque[_Letter] = deque()
 
     def __len__(self) -> int:
         return len(self._letters)
@@ -57,7 +58,7 @@ class Outbox:
     def post(self, parts: Parts) -> None:
         """Send a message now, or when there is room."""
         if self._letters or not self._send(parts, 0, is_retry=False):
-            self._letters.append(Letter(parts))
+            self._letters.append(_Letter(parts))
 
     async def put(self, parts: Parts, nbytes: int = 0, on_sent: Callable[[], object] = lambda: None) -> bool:
         """Send a message as soon as there is room, and say whether it left; not if the peer went first.
@@ -73,22 +74,14 @@ class Outbox:
             on_sent()
             return True
         gone: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        letter = Letter(parts, nbytes, on_sent, gone)
+        letter = _Letter(parts, nbytes, on_sent, gone)
         self._letters.append(letter)
         try:
             return await gone
         except BaseException:
-            self.withdraw(letter)
+            with suppress(ValueError):  # it has left, or the peer has gone, in this very turn
+                self._letters.remove(letter)
             raise
-
-    def withdraw(self, letter: Letter) -> bool:
-        """Take a letter back, and say whether it was still here."""
-        try:
-            self._letters.remove(letter)
-        except ValueError:
-            return False
-        _settle(letter, was_sent=False)
-        return True
 
     def flush(self, *, is_retry: bool) -> bool:
         """Send what there is room for, and say whether that was anything."""
@@ -120,7 +113,7 @@ class Outbox:
             _settle(letter, was_sent=False)
 
 
-def _settle(letter: Letter, *, was_sent: bool) -> None:
+def _settle(letter: _Letter, *, was_sent: bool) -> None:
     letter.parts = ()
     if letter.gone is not None and not letter.gone.done():
         letter.gone.set_result(was_sent)

@@ -45,7 +45,6 @@ class Request(Generic[M]):
     ``anyio.CancelScope(shield=True)``), an exception in it goes to the client as `RemoteError`
     and is logged, and leaving it without an answer is such an error too. Afterwards the message, with its
     tensors, is gone. A request that is dropped without an answer fails in the same way when it is freed.
-
     """
 
     def __init__(self, asked: Asked, message: M, answerer: Answerer) -> None:
@@ -104,9 +103,8 @@ class Request(Generic[M]):
         except BaseException:
             self._is_answered = not self._asked.is_wanted
             raise
-        if (
-            self._asked.nbytes <= QUICK_BYTES
-        ):  # giving more back to the system takes a while, and is the caller's
+        # Giving more than that back to the system takes a while, and is the caller's to do.
+        if self._asked.nbytes <= QUICK_BYTES:
             self._message = None
         return was_wanted
 

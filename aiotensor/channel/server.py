@@ -189,7 +189,7 @@ class MessageServer(Generic[M]):
                     await request.reply(await handler(request.message))
             except asyncio.CancelledError:
                 # That of a handler which waited for something cancelled must not end the others; if it is
-                # that # of this function, this was all there was to do.
+                # that of this function, this was all there was to do.
                 return
             finally:
                 if turns is not None:

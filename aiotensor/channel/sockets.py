@@ -8,6 +8,7 @@ something has changed, and says it once, so whoever hears it has to look until t
 import asyncio
 import contextlib
 import os
+import socket
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeAlias
@@ -18,7 +19,7 @@ from aiotensor.links.records import close_after_fork
 from aiotensor.protocol.frames import MAX_TENSORS
 from aiotensor.worker import Worker
 
-__all__ = ["MAX_PARTS", "LoopSocket", "PeerGoneError", "SocketEvents", "end"]
+__all__ = ["MAX_PARTS", "LoopSocket", "PeerGoneError", "SocketEvents", "begin", "end"]
 
 _Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
@@ -33,6 +34,8 @@ _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _POLLIN = int(zmq.POLLIN)
 
 _TRY_AGAIN_S = 0.05  # while there is no room: how long a peer waits at most whose word of it was missed
+
+_BEGINS_WITH = 8  # descriptors, of a context: two threads with two each, and a socket
 
 _EVENT = struct.Struct("=HI")  # which, and a number that goes with it
 _DENIED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -108,6 +111,7 @@ class LoopSocket:
         self._net: asyncio.TimerHandle | None = None
         self._drops = False  # the rest of a message of too many parts
         self._connections: dict[int, _InChild] = {}  # and the listener, by their descriptors
+        self._place: object = None  # where it listens
         self._socket = context.socket(kind)
         try:
             self._socket.linger = 0
@@ -190,6 +194,7 @@ class LoopSocket:
             event, value = _EVENT.unpack(self._monitor.recv_multipart(_LAST)[0])
             if event == zmq.EVENT_LISTENING:
                 self._connections[value] = _InChild(value)
+                self._place = _place_of(value)
             elif event & (zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED):
                 self._connections[value] = _InChild(value)
                 self._events.connected(value)
@@ -200,6 +205,15 @@ class LoopSocket:
             elif event == zmq.EVENT_DISCONNECTED:
                 self._connections.pop(value, None)
                 self._events.disconnected(value)
+
+    def cut(self, descriptor: int) -> None:
+        """Break a connection that was made to this socket."""
+        # ZeroMQ may have closed it by now, and the number be that of anything.
+        if self._place is not None and _place_of(descriptor) == self._place:
+            sock = socket.socket(fileno=descriptor)
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.detach()
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close; what was sent goes out within so many seconds, while the context is there."""
@@ -274,6 +288,19 @@ class LoopSocket:
             self._look()
 
 
+def begin() -> _Context:
+    """Make a context.
+
+    Raises:
+        OSError: this process has no descriptors left.
+    """
+    # It would end the process if it found none for its threads.
+    with contextlib.ExitStack() as spare:
+        for _ in range(_BEGINS_WITH):
+            spare.callback(os.close, os.eventfd(0))
+    return zmq.Context()
+
+
 async def end(context: _Context) -> None:
     """End a context whose sockets are closed, when all that they sent has left or their time is over.
 
@@ -288,6 +315,21 @@ async def end(context: _Context) -> None:
         await asyncio.shield(ended)
     finally:
         worker.close()
+
+
+def _place_of(descriptor: int) -> object:
+    """Return the name of the socket behind a descriptor: a path or a port; None if it is no socket."""
+    try:
+        sock = socket.socket(fileno=descriptor)
+    except OSError:
+        return None
+    try:
+        name = sock.getsockname()
+    except OSError:
+        return None
+    finally:
+        sock.detach()
+    return name[1] if isinstance(name, tuple) else name  # a wildcard's address is another on each side
 
 
 def _is_readable(sock: "zmq.Socket[bytes]") -> bool:

@@ -4,7 +4,7 @@ import asyncio
 import os
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -14,7 +14,8 @@ import zmq
 import zmq.asyncio
 
 from aiotensor import PeerLostError, ProtocolError, RemoteError, TensorHandle
-from aiotensor.channel import MessageClient
+from aiotensor.channel import MessageClient, MessageServer
+from aiotensor.channel.clients import _NEWCOMERS, MAX_UNREAD
 from aiotensor.codec import TensorEncoder
 from aiotensor.protocol.exchange import (
     VERSION,
@@ -47,11 +48,14 @@ def ask(number: int = 0, body: bytes | memoryview = BODY, **rest: Any) -> bytes:
 
 
 @asynccontextmanager
-async def raw(kind: int, address: str, *, binds: bool = False) -> AsyncIterator[zmq.asyncio.Socket]:
+async def raw(
+    kind: int, address: str, *, binds: bool = False, high_water_mark: int = 1000
+) -> AsyncIterator[zmq.asyncio.Socket]:
     """A plain socket, to say anything with."""
     context = zmq.asyncio.Context()
     sock = context.socket(kind)
     sock.linger = 0
+    sock.rcvhwm = high_water_mark
     try:
         if binds:
             sock.bind(address)
@@ -116,6 +120,73 @@ async def test_a_client_that_breaks_the_protocol_is_told_so_and_cut_off(said_: l
         assert (await ends.client.request(Question(2))).seed == 2
         assert not await rogue.poll(0)
         await until(lambda: ends.server.statistics().clients == 1)
+
+
+async def test_a_client_that_sends_more_than_may_wait_is_cut_off() -> None:
+    with place() as here:
+        async with (
+            MessageServer(here.messages, Question, max_waiting=2) as server,
+            raw(zmq.DEALER, here.messages) as rogue,
+        ):
+            for parts in ([HELLO], [ask(0)], [ask(1)], [ask(2)]):
+                await rogue.send_multipart(parts)
+            heard = [read_from_server((await rogue.recv_multipart())[0]) for _ in range(2)]
+            assert isinstance(heard[0], ServerHello)
+            assert heard[0].max_waiting == 2
+            assert isinstance(heard[1], Farewell)
+            assert "another message while 2" in heard[1].reason
+            assert (server.statistics().waiting, server.statistics().clients) == (0, 0)
+
+
+async def test_a_client_that_never_reads_what_it_is_told_is_cut_off() -> None:
+    with place() as here, said() as texts:
+        async with (
+            MessageServer(here.messages, Question, high_water_mark=1) as server,
+            raw(zmq.DEALER, here.messages, high_water_mark=1) as rogue,
+        ):
+            await rogue.send_multipart([HELLO])
+            iterating = asyncio.create_task(anext(server))  # refuses what cannot be read
+            number = 0
+            while server.statistics().clients_lost == 0:
+                await rogue.send_multipart([ask(number, b"\xc1")])
+                number += 1
+                # There is credit for the next one: what is refused does not wait.
+                await until(lambda: server.statistics().failures == number)  # noqa: B023
+            assert MAX_UNREAD < number < 10 * MAX_UNREAD
+            assert any("is cut off: it reads no answers" in text for text in texts)
+            iterating.cancel()
+            await asyncio.wait([iterating])
+            assert (server.statistics().waiting, server.statistics().clients) == (0, 0)
+
+
+async def test_connections_that_say_nothing_are_bounded_and_harm_nobody() -> None:
+    most = 2 + _NEWCOMERS
+    with place() as here, said() as texts:
+        path = here.messages.removeprefix("ipc://")
+        async with (
+            MessageServer(here.messages, Question, max_clients=2) as server,
+            MessageClient(here.messages, reply_type=parties.Answer) as client,
+        ):
+            serving = asyncio.create_task(server.serve(answer))
+            assert (await client.request(Question(1))).seed == 1
+            silent = [await asyncio.open_unix_connection(path) for _ in range(most + 10)]
+            ends = [asyncio.create_task(_until_cut(reader)) for reader, _ in silent]
+            await until(lambda: sum(end.done() for end in ends) == 11)  # the client has one
+            assert sum("is cut off" in text for text in texts) == 11
+            assert (await client.request(Question(2))).seed == 2
+            for (_, writer), end in zip(silent, ends, strict=True):
+                end.cancel()
+                writer.close()
+            async with MessageClient(here.messages, reply_type=parties.Answer) as other:
+                assert (await other.request(Question(3))).seed == 3
+            await server.aclose()
+            await serving
+
+
+async def _until_cut(reader: asyncio.StreamReader) -> None:
+    with suppress(ConnectionResetError):
+        while await reader.read(100):  # ZeroMQ greets at once
+            pass
 
 
 REFUSED: dict[str, tuple[Parts, str]] = {

@@ -225,9 +225,13 @@ async def test_one_client_too_many_is_refused_and_the_others_are_served() -> Non
             for _ in range(2):
                 with pytest.raises(PeerLostError, match=r"refused this client.*max_clients=1"):
                     await other.request(Question(1))
-        assert ends.server.statistics().clients_refused >= 2
-        await ends.client.send(Question(2))
-        assert (await anext(ends.server)).message.seed == 2
+            assert ends.server.statistics().clients_refused >= 2
+            await ends.client.send(Question(2))
+            assert (await anext(ends.server)).message.seed == 2
+            await ends.client.aclose()
+            await until(lambda: ends.server.statistics().clients == 0)
+            await other.send(Question(3))
+            assert (await anext(ends.server)).message.seed == 3
 
 
 async def test_a_part_that_is_larger_than_allowed_costs_its_sender_the_connection() -> None:

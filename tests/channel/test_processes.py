@@ -1,16 +1,19 @@
 """Clients and servers as processes of their own, that are killed, stopped and started again."""
 
 import asyncio
+import errno
 import os
 import random
+import signal
 import time
 
 import pytest
 
 from aiotensor import PeerLostError, RemoteError
-from aiotensor.channel import MessageServer
+from aiotensor.channel import MessageClient, MessageServer
 from tests.channel import peers
-from tests.channel.parties import Place, Question, answer, place, said
+from tests.channel.parties import Answer, Place, Question, answer, place, said
+from tests.links.unix_ends import no_descriptors
 from tests.pairs import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -141,6 +144,108 @@ async def test_a_killed_client_cancels_the_work_for_it_and_leaves_nothing() -> N
             assert await survivor.call(peers.ask, 9)
             await server.aclose()
             await serving
+
+
+async def test_a_forked_child_of_a_server_does_not_hide_its_death() -> None:
+    with place() as here:
+        async with peers.process(here) as server, peers.process(here) as client:
+            await server.call(peers.open_server, here, answers=False)
+            await client.call(peers.open_client, here)
+            await client.call(peers.begin_to_ask, [1], 5)  # whose tensor rides in the message
+            grandchild = await server.call(_fork_and_sleep)
+            try:
+                killed = time.monotonic()
+                server.kill()
+                [error] = await client.call(peers.outcomes)
+                assert isinstance(error, PeerLostError)
+                assert time.monotonic() - killed < 1
+            finally:
+                os.kill(grandchild, signal.SIGKILL)
+
+
+async def test_a_forked_child_of_a_client_does_not_hide_its_death() -> None:
+    with place() as here:
+        async with peers.listening(here) as (server, _), peers.process(here) as client:
+            await client.call(peers.open_client, here)
+            await client.call(peers.begin_to_ask, [1], 5)
+            grandchild = await client.call(_fork_and_sleep)
+            try:
+                killed = time.monotonic()
+                client.kill()
+                await until(lambda: server.statistics().clients_lost == 1)
+                assert time.monotonic() - killed < 1
+                assert server.statistics().waiting == 0
+            finally:
+                os.kill(grandchild, signal.SIGKILL)
+
+
+async def _fork_and_sleep(state: peers.State) -> int:
+    child = os.fork()
+    if child == 0:
+        while True:
+            signal.pause()
+    return child
+
+
+async def test_a_client_that_lost_its_descriptors_with_its_server_goes_on_when_there_are_some() -> None:
+    with place() as here:
+        async with peers.process(here) as client:
+            async with peers.process(here) as server:
+                await server.call(peers.open_server, here)
+                await client.call(peers.open_client, here)
+                assert await client.call(peers.ask, 1, 5)
+                await client.call(_take_descriptors)
+                server.kill()
+                await server.ended()
+                await client.call(_until_lost)
+            asking = client.start(peers.ask, 2, 5)
+            async with peers.process(here) as server:
+                await server.call(peers.open_server, here)
+                await client.call(_give_descriptors)
+                assert await asking
+
+
+async def _take_descriptors(state: peers.State) -> None:
+    state.others["descriptors"] = no_descriptors()
+    state.others["descriptors"].__enter__()
+
+
+async def _give_descriptors(state: peers.State) -> None:
+    state.others["descriptors"].__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("side", ["client", "server"])
+async def test_who_opens_without_descriptors_is_told_so_and_lives(side: str) -> None:
+    with place() as here:
+        async with peers.process(here) as child:
+            # By itself, ZeroMQ ends a process that has none for its threads.
+            opened = [await child.call(_open_with_so_many, here, side, spare) for spare in range(24)]
+            assert opened == sorted(opened)
+            assert not opened[0]
+            assert opened[-1]
+            await child.call(peers.open_server, here)
+            await child.call(peers.open_client, here)
+            assert await child.call(peers.ask, 1, 5)
+
+
+async def _open_with_so_many(state: peers.State, place: Place, side: str, spare: int) -> bool:
+    """Try to open a client or a server with so many descriptors left, and say whether it succeeded."""
+    end: MessageClient[Answer] | MessageServer[Question]
+    if side == "client":
+        end = MessageClient(place.messages, reply_type=Answer)
+    else:
+        end = MessageServer(place.messages, Question)
+    kept = [os.dup(0) for _ in range(spare)]
+    with no_descriptors():
+        for descriptor in kept:
+            os.close(descriptor)
+        try:
+            async with end:
+                return True
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            return False
 
 
 async def test_a_server_that_does_not_move_is_lost_by_its_heartbeats() -> None:

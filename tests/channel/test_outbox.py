@@ -1,0 +1,149 @@
+"""What waits for room leaves in order, once, and whoever waits for it hears what became of it."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiotensor.channel.outbox import Outbox, Parts, flush_all
+from aiotensor.protocol.window import Window
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+class Road:
+    """A way to a peer that has room for so many messages."""
+
+    def __init__(self, room: int = 0) -> None:
+        self.room = room
+        self.went: list[bytes] = []
+        self.after: Callable[[], object] = lambda: None
+
+    def send(self, parts: Parts, is_retry: bool) -> bool:
+        if not self.room:
+            return False
+        self.room -= 1
+        self.went.append(bytes(parts[0]))
+        self.after()
+        return True
+
+
+def text(number: int) -> bytes:
+    return b"%d" % number
+
+
+Step = st.one_of(
+    st.tuples(st.just("post"), st.just(0)),
+    st.tuples(st.just("put"), st.just(0)),
+    st.tuples(st.just("room"), st.integers(1, 3)),
+    st.tuples(st.just("cancel"), st.integers(0, 20)),
+    st.tuples(st.just("clear"), st.just(0)),
+)
+
+
+@given(steps=st.lists(Step, max_size=30))
+def test_whatever_happens_each_message_leaves_at_most_once_and_in_order(steps: list[tuple[str, int]]) -> None:
+    async def run() -> None:
+        road = Road()
+        outbox = Outbox(road.send)
+        noted: list[int] = []
+        putting: dict[int, asyncio.Task[bool]] = {}
+        for number, (step, amount) in enumerate(steps):
+            if step == "post":
+                outbox.post([text(number)])
+            elif step == "put":
+                putting[number] = asyncio.create_task(
+                    outbox.put([text(number)], on_sent=partial(noted.append, number))
+                )
+            elif step == "room":
+                road.room += amount
+                outbox.flush(is_retry=True)
+            elif step == "cancel" and amount in putting:
+                putting[amount].cancel()
+            elif step == "clear":
+                outbox.clear()
+            await asyncio.sleep(0)
+        outbox.clear()
+        ends = dict(
+            zip(putting, await asyncio.gather(*putting.values(), return_exceptions=True), strict=True)
+        )
+        went = [int(one) for one in road.went]
+        assert went == sorted(set(went))
+        assert noted == [number for number in went if number in putting]
+        for number, end in ends.items():
+            # One that had left may still be cancelled before it hears of that.
+            assert (end is True) == (number in went) or isinstance(end, asyncio.CancelledError)
+        assert not outbox
+
+    asyncio.run(run())
+
+
+async def test_nothing_overtakes_what_waits() -> None:
+    road = Road()
+    outbox = Outbox(road.send)
+    outbox.post([b"first"])
+    road.room = 5
+    outbox.post([b"second"])
+    assert road.went == []
+    outbox.flush(is_retry=False)
+    assert road.went == [b"first", b"second"]
+
+
+async def test_a_cancelled_message_is_taken_back_and_holds_up_none_behind_it() -> None:
+    road = Road()
+    outbox = Outbox(road.send)
+    first = asyncio.create_task(outbox.put([b"first"]))
+    second = asyncio.create_task(outbox.put([b"second"]))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([first])
+    road.room = 5
+    assert outbox.flush(is_retry=True)
+    assert await second
+    assert road.went == [b"second"]
+
+
+async def test_a_peer_that_is_found_gone_while_sending_ends_all_that_waits_and_nothing_twice() -> None:
+    road = Road()
+    outbox = Outbox(road.send)
+    noted: list[str] = []
+    putting = [
+        asyncio.create_task(outbox.put([name.encode()], on_sent=partial(noted.append, name)))
+        for name in ("first", "second")
+    ]
+    await asyncio.sleep(0)
+    road.room, road.after = 5, outbox.clear
+    outbox.flush(is_retry=True)
+    assert await asyncio.gather(*putting) == [False, False]
+    assert (noted, len(outbox)) == ([], 0)
+
+
+async def test_a_closed_window_holds_back_what_the_road_has_room_for() -> None:
+    road = Road(room=5)
+    window = Window(1, 100)
+    outbox = Outbox(road.send, window)
+    assert await outbox.put([b"first"], 10)
+    second = asyncio.create_task(outbox.put([b"second"], 10))
+    await asyncio.sleep(0)
+    assert road.went == [b"first"]
+    window.taken(1, 10)
+    outbox.flush(is_retry=False)
+    assert await second
+
+
+async def test_flushing_goes_on_until_two_rounds_in_a_row_move_nothing() -> None:
+    one, other = Road(), Road()
+    outboxes = [Outbox(one.send), Outbox(other.send)]
+    for outbox in outboxes:
+        outbox.post([b"letter"])
+
+    def room_elsewhere() -> None:
+        other.room += 1
+
+    # Trying one peer may take in the word of another's room, after that one was tried.
+    one.room, one.after = 1, room_elsewhere
+    flush_all(lambda: [outbox for outbox in reversed(outboxes) if outbox])
+    assert (one.went, other.went) == ([b"letter"], [b"letter"])
