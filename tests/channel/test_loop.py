@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from aiotensor.channel import MessageClient, MessageServer
+from tests.channel import peers
 from tests.channel.parties import Answer, Question, place
 from tests.conformance.turns import Turns
+from tests.processes import watch
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -45,3 +47,20 @@ async def test_no_message_keeps_the_loop_busy_for_longer_than_5_ms(
                     await asking
                 longest.append(turns.longest_s)
             assert min(longest) < _LONGEST_S
+
+
+async def test_an_idle_client_and_its_server_do_nothing() -> None:
+    with place() as here:
+        async with peers.process(here) as engine, peers.process(here) as api:
+            await engine.call(peers.open_server, here)
+            await api.call(peers.open_client, here)
+            for count in (10, 100_000):
+                assert await api.call(peers.ask, 1, count)
+            for peer in (api, engine):
+                await peer.call(peers.held)
+            await asyncio.sleep(0.2)  # what was freed is said to the other side
+            before = [(watch.seconds(peer.pid), watch.switches(peer.pid)) for peer in (engine, api)]
+            await asyncio.sleep(2)
+            for peer, (seconds, switches) in zip((engine, api), before, strict=True):
+                assert watch.seconds(peer.pid) - seconds <= 0.011
+                assert watch.switches(peer.pid) == switches
