@@ -315,7 +315,7 @@ class MessageClient(Generic[R]):
                 raise AssertionError("an answer was asked for")
             return await self._open_answer(await asked.answered)
         except BaseException:
-            self._give_up(connection, asked)
+            connection.cancel(asked)
             _discard(sender, handles)
             raise
         finally:
@@ -338,13 +338,6 @@ class MessageClient(Generic[R]):
                 raise ProtocolError(f"the server named tensors that cannot be taken: {error}") from error
         answer: R = await unpack(self._decoder, answered.parts, found)
         return answer
-
-    def _give_up(self, connection: Connection, asked: Asked) -> None:
-        """Let go of a message whose answer nobody waits for any more."""
-        connection.cancel(asked)
-        future = asked.answered
-        if future is not None and future.done() and not future.cancelled() and future.exception() is None:
-            self._drop(future.result().handles)
 
     def _drop(self, handles: Handles) -> None:
         """Drop the tensors of an answer that nobody waits for."""

@@ -90,9 +90,22 @@ class Asked:
         wants_answer: whether it is to be answered.
         handles: of its tensors that travel by a sender.
         parts: its body, and the buffers beside it.
+
+    Attributes:
+        is_answered: whether an answer has left.
     """
 
-    __slots__ = ("client", "handles", "nbytes", "number", "parts", "request", "state", "wants_answer")
+    __slots__ = (
+        "client",
+        "handles",
+        "is_answered",
+        "nbytes",
+        "number",
+        "parts",
+        "request",
+        "state",
+        "wants_answer",
+    )
 
     def __init__(
         self,
@@ -110,6 +123,7 @@ class Asked:
         self.parts = parts
         self.nbytes = sum(map(len, parts))
         self.state = State.WAITING
+        self.is_answered = False
         self.request: weakref.ref[object] | None = None  # what whoever answers it has
 
     @property
@@ -196,10 +210,10 @@ class Clients:
 
         def has_left() -> None:  # which it may not: whoever answers may be cancelled
             tally.told(header.taken, header.taken_bytes)
+            asked.is_answered = True
             self.end(asked)
 
-        letter = asked.client.outbox.put([write(header), *buffers], on_sent=has_left)
-        return await letter
+        return await asked.client.outbox.put([write(header), *buffers], on_sent=has_left)
 
     def fail(self, asked: Asked, type_name: str, text: str) -> bool:
         """Say that there is no answer, and whether anybody wanted one."""

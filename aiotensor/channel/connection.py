@@ -198,11 +198,15 @@ class Connection:
             self._open[asked.number] = asked.answered
 
     def cancel(self, asked: Asked) -> None:
-        """Say that nobody wants an answer any more, unless it has come."""
-        if asked.answered is None or self._open.get(asked.number) is not asked.answered:
+        """Say that nobody wants an answer any more; one that has come is dropped."""
+        future = asked.answered
+        if future is None:
             return
-        del self._open[asked.number]
-        self._notices.post([write(Cancel(asked.number))])
+        if self._open.get(asked.number) is future:
+            del self._open[asked.number]
+            self._notices.post([write(Cancel(asked.number))])
+        elif future.done() and not future.cancelled() and future.exception() is None:
+            self._drop(future.result().handles)
 
     def _send(self, parts: Sequence[bytes | memoryview], is_retry: bool) -> bool:
         return self.is_ready and self._open_socket().send(parts, is_retry=is_retry)

@@ -383,13 +383,12 @@ class MessageServer(Generic[M]):
         if sender is None and len(parcel.parts) > 1:
             self._note_detour(asked.client)
         handles = await parcel.send_tensors(sender) if sender is not None and parcel.tensors else ()
-        was_wanted = False
         try:
             loan = self._loans.lend(parcel.parts)
             body, *buffers = parcel.parts
             was_wanted = await self._clients.answer(asked, body, buffers, handles)
         finally:
-            if sender is not None and handles and not was_wanted:
+            if sender is not None and handles and not asked.is_answered:
                 with suppress(ClosedError):
                     sender.discard(handles[0])
         del body, buffers

@@ -27,12 +27,12 @@ from aiotensor.protocol.exchange import (
     Farewell,
     FromServer,
     ServerHello,
-    read_from_client,
     read_from_server,
     write,
 )
 from tests.channel import parties
 from tests.channel.parties import Channel, Question, answer, channel, place, said, settled
+from tests.channel.rogues import hear, raw
 from tests.pairs import BIG, pattern, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -45,26 +45,6 @@ HELLO = write(ClientHello(VERSION, 1))
 
 def ask(number: int = 0, body: bytes | memoryview = BODY, **rest: Any) -> bytes:
     return write(Ask(number, memoryview(body), **rest))
-
-
-@asynccontextmanager
-async def raw(
-    kind: int, address: str, *, binds: bool = False, high_water_mark: int = 1000
-) -> AsyncIterator[zmq.asyncio.Socket]:
-    """A plain socket, to say anything with."""
-    context = zmq.asyncio.Context()
-    sock = context.socket(kind)
-    sock.linger = 0
-    sock.rcvhwm = high_water_mark
-    try:
-        if binds:
-            sock.bind(address)
-        else:
-            sock.connect(address)
-        yield sock
-    finally:
-        sock.close()
-        context.term()
 
 
 @asynccontextmanager
@@ -267,11 +247,6 @@ async def test_a_fuzzed_part_at_each_position_of_a_message_harms_nobody(position
 Asked = tuple[zmq.asyncio.Socket, bytes, "asyncio.Task[parties.Answer]"]
 
 
-async def _hear(sock: zmq.asyncio.Socket) -> tuple[bytes, Any]:
-    identity, header, *_ = await sock.recv_multipart()
-    return identity, read_from_client(header)
-
-
 async def _waiting(client: MessageClient[parties.Answer]) -> "asyncio.Task[parties.Answer]":
     """Begin a request, and return when it waits for a server."""
     asking = asyncio.create_task(client.request(Question(1)))
@@ -288,11 +263,11 @@ async def asked(
         raw(zmq.ROUTER, address, binds=True) as rogue,
         MessageClient(address, reply_type=parties.Answer) as client,
     ):
-        identity, hello = await _hear(rogue)
+        identity, hello = await hear(rogue)
         assert isinstance(hello, ClientHello)
         await rogue.send_multipart([identity, write(ServerHello(VERSION, 77))])
         asking = asyncio.create_task(client.request(Question(1)))
-        _, question = await _hear(rogue)
+        _, question = await hear(rogue)
         assert isinstance(question, Ask)
         yield rogue, identity, asking
 
@@ -345,7 +320,7 @@ async def test_a_server_of_another_version_is_left_and_the_next_one_is_asked() -
     with place() as here:
         async with MessageClient(here.messages, reply_type=parties.Answer) as client:
             async with raw(zmq.ROUTER, here.messages, binds=True) as rogue:
-                identity, _ = await _hear(rogue)
+                identity, _ = await hear(rogue)
                 asking = await _waiting(client)
                 await rogue.send_multipart([identity, write(ServerHello(VERSION + 1, 77))])
                 with pytest.raises(PeerLostError, match=f"speaks version {VERSION + 1}"):
@@ -353,9 +328,9 @@ async def test_a_server_of_another_version_is_left_and_the_next_one_is_asked() -
             os.unlink(here.messages.removeprefix("ipc://"))
             asking = asyncio.create_task(client.request(Question(2)))  # who asks looks for a server again
             async with raw(zmq.ROUTER, here.messages, binds=True) as honest:
-                identity, _ = await _hear(honest)
+                identity, _ = await hear(honest)
                 await honest.send_multipart([identity, write(ServerHello(VERSION, 78))])
-                await _hear(honest)
+                await hear(honest)
                 await honest.send_multipart([identity, write(Failure(0, "ValueError", "not today"))])
                 with pytest.raises(RemoteError, match="not today"):
                     await asking
@@ -367,7 +342,7 @@ async def test_a_server_that_lets_nobody_in_is_lost_and_not_waited_for_without_e
             MessageClient(here.messages, reply_type=parties.Answer) as client,
             raw(zmq.ROUTER, here.messages, binds=True) as rogue,
         ):
-            identity, _ = await _hear(rogue)
+            identity, _ = await hear(rogue)
             asking = await _waiting(client)
             await rogue.send_multipart([identity, write(Farewell("full"))])
             with pytest.raises(PeerLostError, match="refused this client: full"):

@@ -1,16 +1,32 @@
 """Cancelling anything of the channel, wherever it suspends, leaves nothing behind."""
 
 import asyncio
+import gc
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+import zmq
 
 from aiotensor import RemoteError, TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
+from aiotensor.protocol import exchange
+from aiotensor.protocol.exchange import (
+    VERSION,
+    ClientHello,
+    Failure,
+    FromServer,
+    ServerHello,
+    Taken,
+    read_from_server,
+    write,
+)
+from tests import loops
 from tests.cancellation.situations import SLOW
 from tests.cancelling import Attempt, cancel_everywhere
 from tests.channel.parties import Answer, Channel, Question, channel, place, settled
+from tests.channel.rogues import hear, raw
 from tests.pairs import BIG, pattern, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -142,6 +158,44 @@ async def test_a_request_cancelled_around_its_answer_drops_the_answer() -> None:
             assert await cancel_everywhere(attempt, sender, receiver, client, server)
 
 
+@pytest.mark.parametrize("has_answer", [True, False])
+async def test_a_request_cancelled_in_the_turn_in_which_it_left_and_was_answered_drops_the_answer(
+    has_answer: bool,
+) -> None:
+    with place() as here, loops.complaints() as complaints:
+        async with (
+            raw(zmq.ROUTER, here.messages, binds=True) as server,
+            TensorReceiver(here.answers) as receiver,
+            TensorSender(here.answers) as sender,
+            MessageClient(here.messages, receiver=receiver, reply_type=Answer) as client,
+        ):
+            identity, _ = await hear(server)
+            await server.send_multipart([identity, write(ServerHello(VERSION, 77, "", 1, 1000))])
+            first, second = [asyncio.create_task(client.request(Question(number))) for number in range(2)]
+            _, question = await hear(server)  # the second waits for credit
+            taken = 1, len(question.body)
+            outcome: FromServer = Failure(1, "ValueError", "no", *taken)
+            if has_answer:
+                body = memoryview(msgspec.msgpack.encode(Answer(1)))
+                outcome = exchange.Answer(1, body, (await sender.send(pattern(1, BIG)),), *taken)
+                await until(lambda: receiver.statistics().unclaimed_tensors == 1)
+            connection = client._connections[0]
+            for header in (Taken(*taken), outcome):
+                connection.message_arrived([zmq.Frame(write(header))])
+            assert client.statistics().messages_sent == 1  # the second has left, and does not know it yet
+            second.cancel()
+            await asyncio.wait([second])
+            assert second.cancelled()
+            await until(lambda: receiver.statistics().unclaimed_tensors == 0)
+            await until(lambda: sender.statistics().in_flight == 0)
+            first.cancel()
+            await asyncio.wait([first])
+            assert sum(client.statistics().in_flight) == 0
+        del first, second
+        gc.collect()
+        assert not complaints
+
+
 async def test_a_request_cancelled_while_no_server_is_there_leaves_nothing() -> None:
     with place() as here:
         async with MessageClient(here.messages, reply_type=Answer) as client:
@@ -224,6 +278,34 @@ async def test_a_reply_is_cancelled_at_each_of_its_suspensions_and_can_be_given_
                 assert torch.equal(answer.tensor, pattern(1, SLOW))
 
             assert await cancel_everywhere(attempt, sender, receiver, client, server)
+
+
+async def test_a_reply_cancelled_in_the_turn_in_which_it_left_arrives_with_its_tensors() -> None:
+    with place() as here:
+        async with (
+            TensorReceiver(here.answers) as receiver,
+            TensorSender(here.answers) as sender,
+            MessageServer(here.messages, Question, sender=sender) as server,
+            raw(zmq.DEALER, here.messages) as client,
+        ):
+            await until(lambda: sender.receiver_id is not None)
+            await client.send_multipart([write(ClientHello(VERSION, 77, receiver.id))])
+            body = memoryview(msgspec.msgpack.encode(Question(1)))
+            await client.send_multipart([write(exchange.Ask(0, body))])
+            request = await anext(server)
+            [one] = server._clients._clients.values()
+            send, one.outbox._hand_over = one.outbox._hand_over, lambda *_: False  # there is no room
+            replying = asyncio.create_task(request.reply(Answer(1, tensor=pattern(1, BIG))))
+            await until(lambda: len(one.outbox) == 1)
+            one.outbox._hand_over = send
+            one.outbox.flush(is_retry=False)
+            replying.cancel()
+            await asyncio.wait([replying])
+            assert replying.cancelled()
+            await receiver.receive(await sender.send(pattern(2, 3)))  # whatever was said before is known
+            _, header = [read_from_server((await client.recv_multipart())[0]) for _ in range(2)]
+            assert isinstance(header, exchange.Answer)
+            assert torch.equal(receiver.receive_nowait(header.handles[0]), pattern(1, BIG))
 
 
 async def test_opening_and_closing_are_cancelled_at_each_of_their_suspensions() -> None:
