@@ -169,7 +169,8 @@ class MessageClient(Generic[R]):
             ProtocolError: the answer is not of the type that it should be, or its tensors cannot be taken.
             WouldBlockError: all of the sender's memory is held by messages that wait for more of it.
             OSError: the machine has no shared memory, no descriptors or no threads left.
-            TypeError: something in the message cannot be encoded.
+            TypeError: something in the message cannot be encoded; `TensorEncoder.encode` says what else is
+                raised for that.
             UnsupportedTensorError: a tensor would not arrive as it is; nothing was taken for it.
             TooLargeError: a tensor is larger than the sender's `arena_bytes`, or there are too many.
             ClosedError: this client was closed, perhaps while waiting.

@@ -313,13 +313,7 @@ class Clients:
         # What they said before still counts; those that flood this server must not keep it from this.
         self.socket.read_some(_LAST_MESSAGES)
         for identity in identities:
-            self._gone[identity] = None
-            if len(self._gone) > _REMEMBERED:
-                self._gone.popitem(last=False)
-            self._turned_away.pop(identity, None)
-            client = self._clients.get(identity)
-            if client is not None:
-                self._lose(client)
+            self._went(identity)
 
     def has_room(self) -> None:
         """Send what there was no room for."""
@@ -367,6 +361,15 @@ class Clients:
         self._turned_away[identity] = outbox
         outbox.post([write(Farewell(reason[:1024]))])
 
+    def _went(self, identity: bytes) -> None:
+        """Note that nobody has this identity any more."""
+        self._gone[identity] = None
+        if len(self._gone) > _REMEMBERED:
+            self._gone.popitem(last=False)
+        self._turned_away.pop(identity, None)
+        if identity in self._clients:
+            self._lose(self._clients[identity])
+
     def _lose(self, client: Client) -> None:
         """Forget a client; nobody waits for what it asked."""
         if self._clients.pop(client.identity, None) is None:
@@ -403,10 +406,8 @@ class Clients:
         try:
             return self.socket.send([identity, *parts], is_retry=is_retry)
         except PeerGoneError:
-            # The monitor says so too, but perhaps later.
-            self._turned_away.pop(identity, None)
-            if identity in self._clients:
-                self._lose(self._clients[identity])
+            # The monitor says so too, but perhaps later: when the next one has its descriptor already.
+            self._went(identity)
             return False
 
     def _post(self, client: Client, header: FromServer) -> None:

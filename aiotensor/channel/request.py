@@ -91,7 +91,8 @@ class Request(Generic[M]):
 
         Raises:
             UsageError: it was answered before.
-            TypeError: something in the answer cannot be encoded; answer again, or `fail`.
+            TypeError: something in the answer cannot be encoded, as `MessageClient.request` has it; answer
+                again, or `fail`.
             UnsupportedTensorError: a tensor would not arrive as it is.
             TooLargeError: a tensor is larger than the sender's `arena_bytes`, or there are too many.
             PeerLostError: the client's receiver is gone, though the client is not.

@@ -60,6 +60,7 @@ class TensorEncoder:
             UnsupportedTensorError: a tensor would not arrive as it is.
             OverflowError: a whole number in it has more than 64 bits.
             RecursionError: it is nested too deep.
+            UnicodeEncodeError: a text in it has a lone surrogate.
         """
         buffers: Buffers = []
 

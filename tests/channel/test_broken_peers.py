@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -167,6 +168,43 @@ async def _until_cut(reader: asyncio.StreamReader) -> None:
     with suppress(ConnectionResetError):
         while await reader.read(100):  # ZeroMQ greets at once
             pass
+
+
+async def test_what_a_client_said_that_is_gone_is_not_taken_for_the_next_ones() -> None:
+    with place() as here, said() as texts:
+        async with MessageServer(here.messages, Question) as server:
+            clients = server._clients
+            arrived: list[list[zmq.Frame]] = []
+            take = clients.message_arrived
+
+            def note(parts: list[zmq.Frame]) -> None:
+                arrived.append(parts)
+                take(parts)
+
+            clients.message_arrived = note  # type: ignore[method-assign]
+            async with raw(zmq.DEALER, here.messages) as first:
+                await first.send_multipart([HELLO])
+                await first.send_multipart([ask()])
+                request = await anext(server)
+            # The loop hears nothing of this: the connection ends, and the next one has its descriptor.
+            descriptor = f"/proc/self/fd/{arrived[-1][0].get(zmq.SRCFD)}"
+            with zmq.Context() as context, context.socket(zmq.DEALER) as second:
+                second.linger = 0
+                _wait_until(lambda: not os.path.exists(descriptor))
+                second.connect(here.messages)
+                _wait_until(lambda: os.path.exists(descriptor))
+                assert not clients.socket._has_messages()  # ZeroMQ takes in what it was told
+                clients.fail(request._asked, "ValueError", "no")  # by which the first is found gone
+                assert server.statistics().clients_lost == 1
+                take(arrived[-1])  # it was on its way
+            assert server.statistics().clients == 0
+        assert not [text for text in texts if "broke the protocol" in text]
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for a thread of ZeroMQ, and let the loop stand still meanwhile."""
+    while not condition():
+        time.sleep(0.0001)
 
 
 REFUSED: dict[str, tuple[Parts, str]] = {
