@@ -48,6 +48,7 @@ class BlockingObject(Generic[A]):
         self._lock = threading.RLock()  # the handler of a signal may close what this thread is about to use
         self._was_opened = False
         self._is_closed = False
+        self._is_ending = self._has_let_go = False
         self._last: Any = None  # the statistics at its end
 
     def __enter__(self) -> Self:
@@ -58,7 +59,10 @@ class BlockingObject(Generic[A]):
                 raise error(f"this {self._name} was opened before: make a new one")
             self._was_opened = True
         try:
-            self._loop = borrow(self._user)
+            loop = borrow(self._user)
+            with self._lock:
+                if not self._is_closed:
+                    self._loop = loop
             self._run(self._opening)
         except BaseException as error:
             self.close()  # a signal may come when it is open already
@@ -84,8 +88,9 @@ class BlockingObject(Generic[A]):
         """
         self._check_place()
         with self._lock:
-            was_closed, self._is_closed = self._is_closed, True
-        if was_closed or not self._was_opened:
+            self._is_closed = True
+        # Not if it is closed already: a signal may have come between the two.
+        if self._is_ending or self._has_let_go or not self._was_opened:
             return
         try:
             if self._loop is None or not self._loop.is_out_of_reach:
@@ -106,6 +111,7 @@ class BlockingObject(Generic[A]):
                 self._last = self._inner.statistics()
 
         try:
+            self._is_ending = True
             self._wait(end, timeout=timeout)
         except BaseException:
             with suppress(TimeoutError):
@@ -117,6 +123,7 @@ class BlockingObject(Generic[A]):
         with self._lock:
             self._loop = None
         give_back(self._user)
+        self._has_let_go = True
 
     def _look(self, statistics: Callable[[], R]) -> R:
         """Return statistics: those of now, or those of its end."""

@@ -88,6 +88,8 @@ class Call(Generic[R]):
     # In the loop
 
     def _begin(self, tasks: "set[asyncio.Task[None]]") -> None:
+        if self._has_ended:
+            return  # it was given up before
         self._task = asyncio.get_running_loop().create_task(self._run())
         tasks.add(self._task)
         self._task.add_done_callback(tasks.discard)
@@ -103,8 +105,9 @@ class Call(Generic[R]):
         self._ended()
 
     def _cancel(self) -> None:
-        if self._task is None:
-            self._ended()  # a signal came before it was handed to the loop
+        if self._task is None:  # a signal came before it was handed to the loop
+            self._error = asyncio.CancelledError()
+            self._ended()
         elif self._is_running:  # otherwise it would be cancelled before it can say that it has ended
             self._task.cancel()
 
@@ -133,6 +136,7 @@ class Loop:
         """Start the thread, if it was not started before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="aiotensor-blocking", daemon=True)
+        if self._thread.ident is None:  # also if a signal came before it was started
             try:
                 self._thread.start()
             except RuntimeError as error:

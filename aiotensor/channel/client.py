@@ -263,7 +263,13 @@ class MessageClient(Generic[R]):
         return connection, self._senders[number]
 
     async def _least_busy(self) -> int:
-        """Wait until a server is there, and return the number of the one with the least to do."""
+        """Wait until a server is there, and return the number of the one with the least to do.
+
+        Raises:
+            PeerLostError: all have refused this client, one of them just now.
+            AccessDeniedError: the same.
+        """
+        asked: Connection | None = None  # again, when all had refused
         while True:
             for connection in self._connections:
                 connection.try_again(_AT_MOST_EVERY_S)
@@ -274,10 +280,16 @@ class MessageClient(Generic[R]):
             ]
             if ready:
                 return min(ready)[1]
-            if all(connection.is_hopeless for connection in self._connections):
-                # Asking one says why, or that it has changed its mind; the one that said so longest ago.
-                return min(range(len(self._connections)), key=lambda one: self._connections[one].refused_at)
-            await self._changes.wait()
+            hopeless = [connection for connection in self._connections if connection.is_hopeless]
+            if len(hopeless) == len(self._connections):
+                if asked is not None:
+                    asked.raise_failure()
+                asked = min(hopeless, key=lambda one: one.refused_at)
+                asked.try_again()
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_AT_MOST_EVERY_S if hopeless else None):
+                    await self._changes.wait()
             self._home.check()
 
     async def _ask(

@@ -242,6 +242,7 @@ class Clients:
     def say_farewell(self) -> None:
         """Tell every client that this is the end, and give up what they have asked."""
         for client in list(self._clients.values()):
+            client.outbox.end()
             self._post(client, Farewell())
             self._give_up_all(client, and_those_without_answer=True)
         self._clients.clear()
@@ -301,8 +302,9 @@ class Clients:
         """Wait for the client to introduce itself."""
 
     def refused(self, *, is_final: bool) -> None:
-        """Note that somebody does not have the keys."""
-        logger.warning("a client that does not have the keys was refused")
+        """Note that somebody does not have the keys, or went before that was seen."""
+        if is_final:
+            logger.warning("a client that does not have the keys was refused")
 
     def disconnected(self, descriptor: int) -> None:
         """Note that a client is gone."""
@@ -383,6 +385,7 @@ class Clients:
             wanted,
         )
         self._give_up_all(client)
+        client.outbox.end()
         if client.identity not in self._turned_away:
             client.outbox.clear()
 

@@ -141,7 +141,7 @@ class Connection:
         """
         self.try_again()
         while not self.is_ready:
-            self._raise_failure()
+            self.raise_failure()
             await self._waiters.wait()
 
     @property
@@ -219,7 +219,8 @@ class Connection:
             return
         try:
             with _copy_of(descriptor) as peer:
-                check_user(peer)
+                if peer.family == socket.AF_UNIX:  # it may have ended by now, and the number be another's
+                    check_user(peer)
         except AccessDeniedError as error:
             self._refuse(error)
         except OSError:
@@ -355,7 +356,8 @@ class Connection:
         self._outbox.clear()
         self._waiters.wake()
 
-    def _raise_failure(self) -> None:
+    def raise_failure(self) -> None:
+        """Say why there is no server, if nobody tries to reach one."""
         if self._failure is not None:
             raise again(self._failure)
 

@@ -43,6 +43,7 @@ class Endpoint:
         self._path = address.path
         # Without this a ROUTER drops what is for a client that is gone, or slow, and says nothing.
         self._options = {**options, **address.options, zmq.ROUTER_MANDATORY: 1}
+        self._listener: socket.socket | None = None
         self._allowed = allowed
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._authenticator: AsyncioAuthenticator | None = None
@@ -60,16 +61,17 @@ class Endpoint:
         try:
             if self._path is not None:
                 await self._take(self._path)
-            if self._allowed:
-                self._authenticator = AsyncioAuthenticator(self._context)
-                self._authenticator.start()
-                self._authenticator.configure_curve_callback(credentials_provider=_Allowed(self._allowed))
             try:
+                if self._allowed:
+                    self._authenticator = AsyncioAuthenticator(self._context)
+                    self._authenticator.start()
+                    self._authenticator.configure_curve_callback(credentials_provider=_Allowed(self._allowed))
                 self._socket = LoopSocket(self._context, zmq.ROUTER, self._options, events)
             except zmq.ZMQError as error:
                 raise OSError(error.errno, error.strerror) from error
+            descriptor = None if self._listener is None else os.dup(self._listener.fileno())
             try:
-                self._socket.bind(self.address)
+                self._socket.bind(self.address, descriptor)
             except zmq.ZMQError as error:
                 raise UsageError(f"nobody can listen at {self.address}: {error.strerror}") from error
         except BaseException:
@@ -96,4 +98,4 @@ class Endpoint:
         close_after_fork(sock)
         # In a thread: it waits for another process that does the same in this folder.
         await anyio.to_thread.run_sync(self._file.take)
-        self._options[zmq.USE_FD] = os.dup(sock.fileno())
+        self._listener = sock

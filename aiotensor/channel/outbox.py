@@ -51,6 +51,7 @@ class Outbox:
         self.window = window
         self._hand_over = send
         self._letters: deque[_Letter] = deque()
+        self._is_over = False
 
     def __len__(self) -> int:
         return len(self._letters)
@@ -69,10 +70,15 @@ class Outbox:
             parts: of the message.
             nbytes: what it counts in the window.
             on_sent: called when it leaves.
+
+        Raises:
+            OSError: this process lacks something to send it with.
         """
         if not self._letters and self._send(parts, nbytes, is_retry=False):
             on_sent()
             return True
+        if self._is_over:  # sending may have shown that
+            return False
         gone: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         letter = _Letter(parts, nbytes, on_sent, gone)
         self._letters.append(letter)
@@ -88,8 +94,15 @@ class Outbox:
         before = len(self._letters)
         while self._letters:
             letter = self._letters[0]
-            if not self._send(letter.parts, letter.nbytes, is_retry=is_retry):
-                break
+            try:
+                if not self._send(letter.parts, letter.nbytes, is_retry=is_retry):
+                    break
+            except OSError as error:
+                self._letters.popleft()
+                if letter.gone is None:
+                    raise
+                letter.gone.set_exception(error)
+                continue
             # Unless sending found that the peer is gone, and the outbox was cleared.
             if self._letters and self._letters[0] is letter:
                 self._letters.popleft()
@@ -111,6 +124,14 @@ class Outbox:
         letters, self._letters = self._letters, deque()
         for letter in letters:
             _settle(letter, was_sent=False)
+
+    def end(self) -> None:
+        """Have nobody wait here any more; what was posted, and will be, still goes when there is room."""
+        self._is_over = True
+        for letter in self._letters:
+            if letter.gone is not None:
+                _settle(letter, was_sent=False)
+        self._letters = deque(letter for letter in self._letters if letter.gone is None)
 
 
 def _settle(letter: _Letter, *, was_sent: bool) -> None:

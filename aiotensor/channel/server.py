@@ -235,6 +235,9 @@ class MessageServer(Generic[M]):
         if not was_open:
             return
         self._clients.say_farewell()
+        for asked in (*self._ready, *self._arriving):  # of clients that have gone before
+            self._clients.end(asked)
+            self._stop_waiting(asked)
         self._in_hand.clear()
         self._waiters.wake()
         await self._endpoint.close(self._linger_s)
@@ -309,6 +312,9 @@ class MessageServer(Generic[M]):
         except Exception as error:  # noqa: BLE001 - the type of messages is the user's
             self._refuse(asked, error)
             return None
+        if asked.state is State.WAITING and self._home.is_closed:
+            self._clients.end(asked)
+            self._stop_waiting(asked)
         if asked.state is not State.WAITING:
             return None  # given up while it was decoded
         asked.state = State.IN_HAND
@@ -361,6 +367,8 @@ class MessageServer(Generic[M]):
         self._home.check()
         sender = self._sender_to(asked.client)
         was_wanted = asked.is_wanted and await self._send_answer(asked, answer, sender)
+        if not was_wanted:
+            self._home.check()  # closed in the meantime
         self._answers += was_wanted
         self._let_go(asked)
         return was_wanted

@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 import zmq
+from zmq.utils.garbage import gc as collector
 
 from aiotensor.links.records import close_after_fork
 from aiotensor.protocol.frames import MAX_TENSORS
-from aiotensor.worker import Worker
+from aiotensor.worker import Worker, no_thread
 
 __all__ = ["MAX_PARTS", "LoopSocket", "PeerGoneError", "SocketEvents", "begin", "end"]
 
@@ -35,7 +36,7 @@ _POLLIN = int(zmq.POLLIN)
 
 _TRY_AGAIN_S = 0.05  # while there is no room: how long a peer waits at most whose word of it was missed
 
-_BEGINS_WITH = 8  # descriptors, of a context: two threads with two each, and a socket
+_BEGINS_WITH = 8  # descriptors: of a context with its threads, and its first socket
 
 _EVENT = struct.Struct("=HI")  # which, and a number that goes with it
 _DENIED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -81,11 +82,12 @@ class _InChild:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        self._file = _file_of(descriptor)
         close_after_fork(self)
 
     def close(self) -> None:
-        """Close the child's copy."""
-        with contextlib.suppress(OSError):
+        """Close the child's copy, unless ZeroMQ had closed it and it is another's now."""
+        if self._file is not None and _file_of(self._descriptor) == self._file:
             os.close(self._descriptor)
 
 
@@ -112,15 +114,18 @@ class LoopSocket:
         self._drops = False  # the rest of a message of too many parts
         self._connections: dict[int, _InChild] = {}  # and the listener, by their descriptors
         self._place: object = None  # where it listens
-        self._socket = context.socket(kind)
-        try:
+        with contextlib.ExitStack() as made:
+            self._socket = made.enter_context(context.socket(kind))
             self._socket.linger = 0
             for option, value in options.items():
                 self._socket.set(option, value)
-            self._monitor = self._socket.get_monitor_socket(_WATCHED)
-        except BaseException:
-            self._socket.close(0)
-            raise
+            self._monitor = made.enter_context(context.socket(zmq.PAIR))
+            # Without a limit: while it waits for room, ZeroMQ has a lock that closing needs, with the GIL.
+            self._monitor.rcvhwm = 0
+            events_at = f"inproc://aiotensor-{int(self._socket.get(zmq.FD))}"
+            self._socket.monitor(events_at, _WATCHED)
+            self._monitor.connect(events_at)
+            made.pop_all()
         self._descriptors = int(self._socket.get(zmq.FD)), int(self._monitor.get(zmq.FD))
         for descriptor, look in zip(self._descriptors, (self._look, self.look_for_events), strict=True):
             self._loop.add_reader(descriptor, look)
@@ -134,12 +139,18 @@ class LoopSocket:
         self._socket.connect(address)
         self._begin()
 
-    def bind(self, address: str) -> None:
+    def bind(self, address: str, descriptor: int | None = None) -> None:
         """Listen.
+
+        Args:
+            address: where.
+            descriptor: of a socket that listens there, to be used and closed; None to make one.
 
         Raises:
             zmq.ZMQError: nobody can.
         """
+        if descriptor is not None:
+            self._socket.set(zmq.USE_FD, descriptor)
         self._socket.bind(address)
         self._begin()
 
@@ -159,11 +170,14 @@ class LoopSocket:
 
         Raises:
             PeerGoneError: its receiver is not connected; only a ROUTER knows.
+            OSError: this process has no descriptors, or no thread, to send a large part with; nothing went.
         """
         send, last = self._socket.send, len(parts) - 1
+        # All of them first: should one fail, what was sent before would be the beginning of the next message.
+        ready = [part if len(part) < zmq.COPY_THRESHOLD else _lent(part) for part in parts]
         try:
-            for number, part in enumerate(parts):
-                send(part, _LAST if number == last else _MORE, copy=len(part) < zmq.COPY_THRESHOLD)
+            for number, part in enumerate(ready):
+                send(part, _LAST if number == last else _MORE, copy=not isinstance(part, zmq.Frame))
         except zmq.Again:
             # It was the first part: after that there is room for the others.
             self._was_full = True
@@ -294,11 +308,28 @@ def begin() -> _Context:
     Raises:
         OSError: this process has no descriptors left.
     """
-    # It would end the process if it found none for its threads.
+    _check_descriptors()
+    return zmq.Context()
+
+
+def _check_descriptors() -> None:
+    """See that there are descriptors for a context: ZeroMQ ends the process if its threads find none."""
     with contextlib.ExitStack() as spare:
         for _ in range(_BEGINS_WITH):
             spare.callback(os.close, os.eventfd(0))
-    return zmq.Context()
+
+
+def _lent(part: bytes | memoryview) -> zmq.Frame:
+    """Have ZeroMQ read memory where it is; a thread of pyzmq, with a context of its own, lets go of it."""
+    try:
+        if not collector.is_alive():
+            _check_descriptors()
+            collector.start()
+        return zmq.Frame(part, copy=False)
+    except RuntimeError as error:
+        raise no_thread(error) from error
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, error.strerror) from error
 
 
 async def end(context: _Context) -> None:
@@ -315,6 +346,15 @@ async def end(context: _Context) -> None:
         await asyncio.shield(ended)
     finally:
         worker.close()
+
+
+def _file_of(descriptor: int) -> tuple[int, int] | None:
+    """Tell the file behind a descriptor from others; None if there is none."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _place_of(descriptor: int) -> object:

@@ -266,6 +266,8 @@ class Mailbox(Generic[T]):
             return False, []
         had_arrived = number in record.messages
         self._drop(sender, record, number)
+        # Those that are in flight leave a gap each; handles of messages that may never come can be any.
+        record.ended.keep_first(record.limit + _REMEMBERED_RANGES)
         self.messages_discarded += 1
         return had_arrived, self._claims.of_message(sender, number)
 

@@ -51,6 +51,10 @@ class NumberSet:
         if excess > 0:
             del self._starts[:excess], self._stops[:excess]
 
+    def keep_first(self, count: int) -> None:
+        """Forget the highest numbers, if they form more ranges than are to be kept."""
+        del self._starts[count:], self._stops[count:]
+
     def ranges(self) -> list[tuple[int, int]]:
         """List the ranges as (first, one past the last), in order."""
         return list(zip(self._starts, self._stops, strict=True))
