@@ -1,19 +1,11 @@
 """All clients of a server, and what each has asked: the server's side of the protocol.
 
-A message that was asked, as the server sees it:
-
-    WAITING --taken by whoever iterates--> IN_HAND --answered, failed--> ENDED
-       |                                      |
-       '--------------------------------------'--cancelled, or its client lost--> ENDED
-
 A client has the identity that ZeroMQ gives to its connection, so none can pass for another.
 """
 
 import asyncio
-import enum
 import logging
 import os
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +13,7 @@ from typing import NamedTuple
 
 import zmq
 
+from aiotensor.channel.asked import Asked, Client, State
 from aiotensor.channel.outbox import Outbox, flush_all
 from aiotensor.channel.sockets import MAX_PARTS, LoopSocket, PeerGoneError
 from aiotensor.errors import ProtocolError
@@ -42,7 +35,7 @@ from aiotensor.protocol.exchange import (
 from aiotensor.protocol.window import Tally
 from aiotensor.types import TensorHandle
 
-__all__ = ["MAX_UNREAD", "Asked", "Client", "Clients", "ClientsEvents", "Limits", "State"]
+__all__ = ["MAX_UNREAD", "Clients", "ClientsEvents", "Limits"]
 
 logger = logging.getLogger("aiotensor.channel")
 
@@ -73,97 +66,19 @@ class Limits(NamedTuple):
     waiting_bytes: int
 
 
-class State(enum.Enum):
-    """Where a message is."""
-
-    WAITING = "waiting"
-    IN_HAND = "in hand"
-    ENDED = "ended"
-
-
-class Asked:
-    """A message of a client.
-
-    Args:
-        client: whose.
-        number: its number there.
-        wants_answer: whether it is to be answered.
-        handles: of its tensors that travel by a sender.
-        parts: its body, and the buffers beside it.
-
-    Attributes:
-        is_answered: whether an answer has left.
-    """
-
-    __slots__ = (
-        "client",
-        "handles",
-        "is_answered",
-        "nbytes",
-        "number",
-        "parts",
-        "request",
-        "state",
-        "wants_answer",
-    )
-
-    def __init__(
-        self,
-        client: "Client",
-        number: int,
-        handles: tuple[TensorHandle, ...],
-        parts: list[memoryview],
-        *,
-        wants_answer: bool,
-    ) -> None:
-        self.client = client
-        self.number = number
-        self.wants_answer = wants_answer
-        self.handles = handles
-        self.parts = parts
-        self.nbytes = sum(map(len, parts))
-        self.state = State.WAITING
-        self.is_answered = False
-        self.request: weakref.ref[object] | None = None  # what whoever answers it has
-
-    @property
-    def is_wanted(self) -> bool:
-        """Say whether somebody waits for an answer."""
-        return self.wants_answer and self.state is not State.ENDED
-
-
-class Client:
-    """A client that is connected.
-
-    Args:
-        identity: of its connection, by which ZeroMQ knows it.
-        hello: what it said of itself.
-        tally: of its messages that wait.
-        outbox: what is on its way to it.
-    """
-
-    def __init__(self, identity: bytes, hello: ClientHello, tally: Tally, outbox: Outbox) -> None:
-        self.identity = identity
-        self.tally = tally
-        self.outbox = outbox
-        self.pid = hello.pid
-        self.receiver = hello.receiver
-        self.takes_detour = False  # its tensors travel in the answers, though there are senders
-        self.next_number = 0
-        self.asked: dict[int, Asked] = {}  # what has not ended
-
-
 class ClientsEvents(NamedTuple):
     """What is called for a server.
 
     Attributes:
         asked: takes a message.
         given_up: notes that nobody wants a message any more, which was in this state.
-        is_in_vain: says whether a message of a client that is gone waits for tensors that will not come.
+        is_arriving: says whether tensors of a message have not come yet.
+        is_in_vain: says whether they will not, now that its client is gone.
     """
 
     asked: Callable[[Asked], None]
     given_up: Callable[[Asked, State], None]
+    is_arriving: Callable[[Asked], bool]
     is_in_vain: Callable[[Asked], bool]
 
 
@@ -182,6 +97,7 @@ class Clients:
         self.lost = self.refused_clients = 0
         self._events = events
         self._clients: dict[bytes, Client] = {}
+        self._leftovers: dict[Client, None] = {}  # clients that are gone, and whose messages wait to be taken
         self._connections: dict[int, set[bytes]] = {}  # by their descriptors, and who is there
         self._turned_away: dict[bytes, Outbox] = {}  # still connected, and not listened to
         self._gone: OrderedDict[bytes, None] = OrderedDict()  # the last ones: something of them may come yet
@@ -229,6 +145,8 @@ class Clients:
         """Note that a message waits no more: it was taken, or will not be."""
         client = asked.client
         client.tally.take(asked.nbytes)
+        if not client.tally.waiting:
+            self._leftovers.pop(client, None)
         asked.parts = []
         if client.tally.is_due and client.identity in self._clients:
             self._post(client, Taken(client.tally.taken, client.tally.taken_bytes))
@@ -341,8 +259,10 @@ class Clients:
         if hello.version != VERSION:
             raise ProtocolError(f"it speaks version {hello.version}, this server speaks {VERSION}")
         limits = self.limits
-        if limits.clients is not None and len(self._clients) >= limits.clients:
+        if self._is_full():
             reason = f"the server has max_clients={limits.clients} clients already"
+            if self._leftovers:
+                reason += f", with {len(self._leftovers)} that left messages to be taken"
             logger.warning("a client (pid %s) is refused: %s", hello.pid, reason)
             self.refused_clients += 1
             self._turn_away(identity, reason)
@@ -353,6 +273,21 @@ class Clients:
             client,
             ServerHello(VERSION, os.getpid(), self._receiver, limits.waiting, limits.waiting_bytes),
         )
+
+    def _is_full(self) -> bool:
+        """Say whether there is no place for another client."""
+        most = self.limits.clients
+        if most is None:
+            return False
+        for client in tuple(self._leftovers):
+            if len(self._clients) + len(self._leftovers) < most:
+                break
+            # Tensors are sent before their message: these may well never come.
+            left = [asked for asked in client.asked.values() if asked.state is State.WAITING]
+            if all(map(self._events.is_arriving, left)):
+                for asked in left:
+                    self._give_up(asked)
+        return len(self._clients) + len(self._leftovers) >= most
 
     # Ends
 
@@ -385,6 +320,8 @@ class Clients:
             wanted,
         )
         self._give_up_all(client)
+        if client.tally.waiting:
+            self._leftovers[client] = None
         client.outbox.end()
         if client.identity not in self._turned_away:
             client.outbox.clear()

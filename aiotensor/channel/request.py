@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, Self, TypeVar
 
 import anyio
 
-from aiotensor.channel.clients import Asked
+from aiotensor.channel.asked import Asked
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.placements import QUICK_BYTES
 

@@ -13,7 +13,8 @@ import anyio
 import torch
 
 from aiotensor.channel import options
-from aiotensor.channel.clients import Asked, Client, Clients, ClientsEvents, Limits, State
+from aiotensor.channel.asked import Asked, Client, State
+from aiotensor.channel.clients import Clients, ClientsEvents, Limits
 from aiotensor.channel.endpoint import Endpoint
 from aiotensor.channel.options import Key
 from aiotensor.channel.parcels import Loans, pack, unpack
@@ -49,7 +50,8 @@ class MessageServer(Generic[M]):
         receiver: an open receiver for the senders of the clients. Do not iterate over it.
         sender: an open sender to the receiver of a client, by which the tensors of answers to that client go;
             for several clients, several senders. Without one they travel in the answer.
-        max_clients: the most clients connected at once; None for no limit.
+        max_clients: the most clients at once, with those that have gone and left messages to be taken; None
+            for no limit.
         max_waiting: the most messages of each client that wait here to be taken; it sends no more until some
             were.
         max_waiting_bytes: after how many bytes of these messages a client sends no more, not counting what
@@ -106,11 +108,11 @@ class MessageServer(Generic[M]):
             options.positive("max_waiting", max_waiting),
             options.positive("max_waiting_bytes", max_waiting_bytes),
         )
-        events = ClientsEvents(self._asked, self._given_up_by_client, self._is_in_vain)
+        self._arriving: dict[Asked, asyncio.Task[None]] = {}  # their tensors, one by one
+        events = ClientsEvents(self._asked, self._unwanted, self._arriving.__contains__, self._is_in_vain)
         self._clients = Clients(allowance, "" if receiver is None else receiver.id, events)
         self._ready: deque[Asked] = deque()  # with all their tensors here
         self._found: dict[Asked, list[torch.Tensor]] = {}  # taken, but not decoded yet
-        self._arriving: dict[Asked, asyncio.Task[None]] = {}
         self._waiters = Waiters()
         self._in_hand: set[Asked] = set()
         self._waiting = self._waiting_bytes = 0
@@ -236,8 +238,7 @@ class MessageServer(Generic[M]):
             return
         self._clients.say_farewell()
         for asked in (*self._ready, *self._arriving):  # of clients that have gone before
-            self._clients.end(asked)
-            self._stop_waiting(asked)
+            self._drop(asked)
         self._in_hand.clear()
         self._waiters.wake()
         await self._endpoint.close(self._linger_s)
@@ -258,7 +259,7 @@ class MessageServer(Generic[M]):
             if not task.done():  # an eager one may be
                 self._arriving[asked] = task
 
-    def _given_up_by_client(self, asked: Asked, state: State) -> None:
+    def _unwanted(self, asked: Asked, state: State) -> None:
         """Let go of a message that nobody wants any more."""
         self._given_up += 1
         if state is State.WAITING:
@@ -272,11 +273,9 @@ class MessageServer(Generic[M]):
     def _is_in_vain(self, asked: Asked) -> bool:
         """Say whether a message waits for tensors of a sender that has never been here."""
         receiver = self._receiver
-        return (
-            asked in self._arriving
-            and receiver is not None
-            and not all(receiver._knows(handle.sender) for handle in asked.handles)
-        )
+        if receiver is None or asked not in self._arriving:
+            return False
+        return not all(receiver._knows(handle.sender) for handle in asked.handles)
 
     async def _await_tensors(self, asked: Asked, receiver: TensorReceiver) -> None:
         try:
@@ -313,8 +312,7 @@ class MessageServer(Generic[M]):
             self._refuse(asked, error)
             return None
         if asked.state is State.WAITING and self._home.is_closed:
-            self._clients.end(asked)
-            self._stop_waiting(asked)
+            self._drop(asked)
         if asked.state is not State.WAITING:
             return None  # given up while it was decoded
         asked.state = State.IN_HAND
@@ -325,9 +323,8 @@ class MessageServer(Generic[M]):
         return request
 
     def _take_tensors(self, asked: Asked) -> list[torch.Tensor]:
-        if self._receiver is None:
-            return []
-        return [self._receiver.receive_nowait(handle) for handle in asked.handles]
+        receiver = self._receiver
+        return [] if receiver is None else [receiver.receive_nowait(handle) for handle in asked.handles]
 
     def _refuse(self, asked: Asked, error: Exception) -> None:
         """Tell a client that its message cannot be taken."""
@@ -341,6 +338,11 @@ class MessageServer(Generic[M]):
             self._failures += 1
             self._clients.fail(asked, type(error).__name__, text)
             self._stop_waiting(asked)
+
+    def _drop(self, asked: Asked) -> None:
+        """Let go of a message that waits, and of which nobody has to be told."""
+        self._clients.end(asked)
+        self._stop_waiting(asked)
 
     def _stop_waiting(self, asked: Asked) -> None:
         """Let go of a message that waits."""
@@ -388,8 +390,8 @@ class MessageServer(Generic[M]):
 
     async def _send_answer(self, asked: Asked, answer: object, sender: TensorSender | None) -> bool:
         parcel = await pack(answer, has_sender=sender is not None)
-        if sender is None and len(parcel.parts) > 1:
-            self._note_detour(asked.client)
+        if sender is None and self._senders and len(parcel.parts) > 1:
+            asked.client.note_detour()
         handles = await parcel.send_tensors(sender) if sender is not None and parcel.tensors else ()
         try:
             loan = self._loans.lend(parcel.parts)
@@ -404,15 +406,6 @@ class MessageServer(Generic[M]):
         if loan is not None and was_wanted:
             await loan
         return was_wanted
-
-    def _note_detour(self, client: Client) -> None:
-        """Log, once for each client, that its tensors do not go the way that was meant for them."""
-        if client.receiver and self._senders and not client.takes_detour:
-            client.takes_detour = True
-            logger.warning(
-                "tensors for process %s travel in the answers: no sender is connected to its receiver",
-                client.pid,
-            )
 
     def _let_go(self, asked: Asked) -> None:
         """Note that a message needs nothing more."""

@@ -79,6 +79,11 @@ class Tally:
         self._waiting += 1
         self._waiting_bytes += nbytes
 
+    @property
+    def waiting(self) -> int:
+        """Count the messages that wait."""
+        return self._waiting
+
     def take(self, nbytes: int) -> None:
         """Count a message that waits no more."""
         self._waiting -= 1

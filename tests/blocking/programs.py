@@ -219,6 +219,28 @@ def close_in_the_middle_of_a_call(*place: str) -> None:
             _say("closed")
 
 
+def close_what_is_handed_to_the_loop(*place: str) -> None:
+    """Have the handler of a signal close what this thread is just handing to the loop to be opened."""
+    with TensorReceiver(Place(*place).tensors) as receiver:  # which keeps the loop
+        sender = TensorSender(Place(*place).tensors)
+        signal.signal(signal.SIGTERM, lambda *_: sender.close())
+        assert receiver._loop is not None
+        loop: Any = receiver._loop._loop
+        hand_over = loop.call_soon_threadsafe
+
+        def interrupted(*args: Any) -> object:
+            loop.call_soon_threadsafe = hand_over
+            signal.raise_signal(signal.SIGTERM)
+            return hand_over(*args)
+
+        loop.call_soon_threadsafe = interrupted
+        try:
+            sender.__enter__()
+        except ClosedError:
+            _say("closed")
+        _say(receiver.statistics().senders)
+
+
 def send_into_a_full_link(receiver: int, *place: str) -> None:
     """Send to a receiver that does not read, until it has to wait; closing has to wait then, too."""
     main = threading.get_ident()

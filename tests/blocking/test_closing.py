@@ -101,6 +101,32 @@ def test_what_another_thread_is_opening_can_be_closed(place: Place) -> None:
         assert not os.listdir(folder)
 
 
+class _Interrupting:
+    """A lock after which a signal comes, once."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self._is_due = True
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        if self._is_due:
+            self._is_due = False
+            raise KeyboardInterrupt
+
+
+def test_closing_that_was_interrupted_at_once_can_be_done_again(place: Place) -> None:
+    server = MessageServer(place.messages, Question).__enter__()
+    server._lock = _Interrupting(server._lock)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        server.close()
+    server.close()
+    assert not os.listdir(os.path.dirname(place.messages.removeprefix("ipc://")))
+
+
 def test_closing_that_is_quick_enough_is_no_error(place: Place) -> None:
     with (
         TensorReceiver(place.tensors) as receiver,

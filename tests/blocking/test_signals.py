@@ -64,6 +64,11 @@ def test_the_handler_of_a_signal_may_close_what_is_opened(name: str, nursery: Nu
     assert not os.listdir(folder)
 
 
+def test_the_handler_of_a_signal_may_close_what_is_just_handed_over(nursery: Nursery, place: Place) -> None:
+    with nursery.program("close_what_is_handed_to_the_loop", *place) as program:
+        assert program.ended() == Ended(0, ["closed", "0"], "")
+
+
 def test_an_interrupt_of_closing_that_had_not_begun_closes_all_the_same(
     nursery: Nursery, place: Place
 ) -> None:

@@ -201,6 +201,20 @@ async def test_what_a_client_said_that_is_gone_is_not_taken_for_the_next_ones() 
         assert not [text for text in texts if "broke the protocol" in text]
 
 
+async def test_an_answer_that_finds_its_client_gone_is_not_waited_for() -> None:
+    with place() as here, said():
+        async with MessageServer(here.messages, Question) as server:
+            async with raw(zmq.DEALER, here.messages) as client:
+                await client.send_multipart([HELLO])
+                await client.send_multipart([ask()])
+                request = await anext(server)
+                [descriptor] = server._clients._connections
+            _wait_until(lambda: not os.path.exists(f"/proc/self/fd/{descriptor}"))
+            assert not server._clients.socket._has_messages()  # ZeroMQ takes in what it was told
+            assert not await request.reply(parties.Answer(1))
+            assert server.statistics().clients_lost == 1
+
+
 def _wait_until(condition: Callable[[], bool]) -> None:
     """Wait for a thread of ZeroMQ, and let the loop stand still meanwhile."""
     while not condition():

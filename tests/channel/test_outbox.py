@@ -147,3 +147,46 @@ async def test_flushing_goes_on_until_two_rounds_in_a_row_move_nothing() -> None
     one.room, one.after = 1, room_elsewhere
     flush_all(lambda: [outbox for outbox in reversed(outboxes) if outbox])
     assert (one.went, other.went) == ([b"letter"], [b"letter"])
+
+
+async def test_nobody_waits_in_an_outbox_that_is_over_and_what_is_posted_still_goes() -> None:
+    road = Road()
+    outbox = Outbox(road.send)
+    waiting = asyncio.create_task(outbox.put([b"nobody's"]))
+    await asyncio.sleep(0)
+    outbox.post([b"posted"])
+    outbox.end()
+    outbox.post([b"farewell"])
+    assert not await waiting
+    assert not await outbox.put([b"too late"])
+    road.room = 5
+    outbox.flush(is_retry=True)
+    assert road.went == [b"posted", b"farewell"]
+
+
+async def test_a_peer_that_is_found_gone_by_the_first_try_is_not_waited_for() -> None:
+    outbox: Outbox
+
+    def find(parts: Parts, is_retry: bool) -> bool:
+        outbox.end()
+        return False
+
+    outbox = Outbox(find)
+    assert not await outbox.put([b"nobody's"])
+
+
+async def test_a_message_that_cannot_be_sent_fails_alone() -> None:
+    road = Road()
+    outbox = Outbox(road.send)
+    putting = [asyncio.create_task(outbox.put([name])) for name in (b"first", b"second")]
+    await asyncio.sleep(0)
+
+    def refuse_the_first() -> None:
+        if road.went[-1] == b"first":
+            raise OSError("no thread for it")
+
+    road.room, road.after = 5, refuse_the_first
+    outbox.flush(is_retry=True)
+    first, second = await asyncio.gather(*putting, return_exceptions=True)
+    assert isinstance(first, OSError)
+    assert second is True

@@ -14,7 +14,7 @@ from aiotensor.channel import MessageClient, MessageServer
 from tests.channel import peers
 from tests.channel.parties import Answer, Place, Question, answer, place, said
 from tests.links.unix_ends import no_descriptors
-from tests.pairs import until
+from tests.pairs import BIG, pattern, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -212,6 +212,36 @@ async def _take_descriptors(state: peers.State) -> None:
 
 async def _give_descriptors(state: peers.State) -> None:
     state.others["descriptors"].__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("spare", range(10))
+async def test_a_large_part_that_cannot_be_sent_for_want_of_descriptors_fails_alone(spare: int) -> None:
+    with place() as here:
+        async with peers.listening(here) as (server, _), peers.process(here) as child:
+            serving = asyncio.create_task(server.serve(answer))
+            # What gives back the memory of large parts is started for the first of them.
+            assert await child.call(_ask_with_so_many, here, spare) in ("an error", "an answer")
+            await server.aclose()
+            await serving
+
+
+async def _ask_with_so_many(state: peers.State, place: Place, spare: int) -> str:
+    """Ask with so many descriptors left, say what came of it, and ask again with enough of them."""
+    large = Question(1, pattern(1, BIG))
+    async with MessageClient(place.messages, reply_type=Answer) as client:
+        await client.request(Question(0))
+        kept = [os.dup(0) for _ in range(spare)]
+        with no_descriptors():
+            for descriptor in kept:
+                os.close(descriptor)
+            try:
+                await client.request(large)
+                outcome = "an answer"
+            except OSError as error:
+                outcome = "an error" if error.errno == errno.EMFILE else repr(error)
+        for question in (Question(2), large):
+            assert (await client.request(question)).seed == question.seed
+        return outcome
 
 
 @pytest.mark.parametrize("side", ["client", "server"])

@@ -3,14 +3,18 @@
 import asyncio
 from contextlib import AsyncExitStack
 
+import msgspec
 import pytest
 import torch
+import zmq
 
-from aiotensor import PeerLostError, RemoteError, TensorReceiver, TensorSender
+from aiotensor import ClosedError, PeerLostError, RemoteError, TensorHandle, TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.codec import TensorEncoder
+from aiotensor.protocol.exchange import VERSION, Ask, ClientHello, write
 from tests.channel import peers
 from tests.channel.parties import Answer, Question, answer, channel, place, said, settled
+from tests.channel.rogues import raw
 from tests.pairs import BIG, pattern, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -188,6 +192,144 @@ async def test_servers_that_all_refuse_a_client_do_not_leave_it_hanging() -> Non
                 for _ in range(3):
                     with pytest.raises(PeerLostError, match="max_clients=1"):
                         await second.request(Question(1))
+
+
+async def test_a_server_that_refused_serves_who_waits_once_it_has_room() -> None:
+    with place() as here, place() as there:
+        async with (
+            MessageServer(there.messages, Question, max_clients=1) as server,
+            MessageClient(there.messages, reply_type=Answer) as first,
+        ):
+            serving = asyncio.create_task(server.serve(answer))
+            await first.request(Question(1))
+            async with MessageClient([here.messages, there.messages], reply_type=Answer) as second:
+                asking = asyncio.create_task(second.request(Question(2)))  # nobody listens here
+                await until(lambda: server.statistics().clients_refused > 0)
+                await first.aclose()
+                assert (await asking).seed == 2
+            await server.aclose()
+            await serving
+
+
+async def test_of_servers_that_refused_one_that_died_since_is_not_waited_for() -> None:
+    with place() as here, place() as there:
+        async with (
+            MessageServer(there.messages, Question, max_clients=1) as server,
+            MessageClient(there.messages, reply_type=Answer) as first,
+        ):
+            serving = asyncio.create_task(server.serve(answer))
+            await first.request(Question(1))
+            async with (
+                MessageServer(here.messages, Question, max_clients=1) as another,
+                MessageClient(here.messages, reply_type=Answer),
+            ):
+                await until(lambda: another.statistics().clients == 1)
+                second = MessageClient([here.messages, there.messages], reply_type=Answer)
+                await second.__aenter__()
+                await until(lambda: all(one.is_hopeless for one in second._connections))
+            asking = asyncio.create_task(second.request(Question(2)))
+            await until(lambda: not second._connections[0].is_hopeless)  # nobody listens there
+            await first.aclose()
+            assert (await asking).seed == 2
+            await second.aclose()
+            await server.aclose()
+            await serving
+
+
+async def test_a_client_that_cuts_itself_off_ends_the_answers_that_wait_for_it() -> None:
+    with place() as here, said():
+        async with (
+            MessageServer(here.messages, Question, high_water_mark=1) as server,
+            raw(zmq.DEALER, here.messages, high_water_mark=1) as client,
+        ):
+            await client.send_multipart([write(ClientHello(VERSION, 1))])
+            body = memoryview(msgspec.msgpack.encode(Question(1)))
+            for number in range(20):
+                await client.send_multipart([write(Ask(number, body))])
+            requests = [await anext(server) for _ in range(20)]
+            large = Answer(1, tensor=pattern(1, BIG))
+            replying = [asyncio.create_task(request.reply(large)) for request in requests]
+            [one] = server._clients._clients.values()
+            await until(lambda: len(one.outbox) > 5)
+            waiting = len(one.outbox)
+            await client.send_multipart([b"noise"])
+            await until(lambda: sum(task.done() for task in replying) >= waiting)
+            assert not any(task.result() for task in replying if task.done())
+            client.close()  # and ZeroMQ lets go of the others
+            await asyncio.gather(*replying)
+
+
+async def test_answers_that_wait_for_room_when_their_server_closes_fail() -> None:
+    with place() as here:
+        async with (
+            MessageServer(here.messages, Question, high_water_mark=1, linger_s=0.01) as server,
+            raw(zmq.DEALER, here.messages, high_water_mark=1) as client,
+        ):
+            await client.send_multipart([write(ClientHello(VERSION, 1))])
+            body = memoryview(msgspec.msgpack.encode(Question(1)))
+            for number in range(20):
+                await client.send_multipart([write(Ask(number, body))])
+            requests = [await anext(server) for _ in range(20)]
+            large = Answer(1, tensor=pattern(1, BIG))
+            replying = [asyncio.create_task(request.reply(large)) for request in requests]
+            [one] = server._clients._clients.values()
+            await until(lambda: len(one.outbox) > 5)
+            await server.aclose()
+            ended = await asyncio.gather(*replying, return_exceptions=True)
+            assert {True, "ClosedError"} >= {end if end is True else type(end).__name__ for end in ended}
+            assert sum(isinstance(end, ClosedError) for end in ended) > 5
+
+
+async def test_a_server_that_closes_gives_back_what_clients_left_that_have_gone() -> None:
+    with place() as here:
+        async with TensorReceiver(here.tensors) as receiver, TensorSender(here.tensors, 2) as sender:
+            async with MessageServer(here.messages, Question, receiver=receiver) as server:
+                async with MessageClient(here.messages, sender=sender, reply_type=Answer) as client:
+                    for seed in range(2):
+                        await client.send(Question(seed, pattern(seed, BIG)))
+                    await until(lambda: len(server._ready) == 2)
+                await until(lambda: server.statistics().clients == 0)
+                assert server.statistics().waiting == 2
+            assert server.statistics().waiting == 0
+            await until(lambda: sender.statistics().in_flight == 0 and sender.statistics().bytes_in_use == 0)
+
+
+async def test_clients_that_leave_messages_keep_their_places_until_these_are_taken() -> None:
+    with place() as here:
+        async with MessageServer(here.messages, Question, max_clients=2) as server:
+            for seed in range(2):
+                async with MessageClient(here.messages, reply_type=Answer) as client:
+                    await client.send(Question(seed))
+            await until(lambda: server.statistics().clients_lost == 2)
+            async with MessageClient(here.messages, reply_type=Answer) as client:
+                with pytest.raises(PeerLostError, match="with 2 that left messages to be taken"):
+                    await client.send(Question(2))
+                assert [(await anext(server)).message.seed for _ in range(2)] == [0, 1]
+                await client.send(Question(2))
+                assert (await anext(server)).message.seed == 2
+
+
+async def test_messages_that_wait_for_tensors_without_end_make_place_for_others() -> None:
+    with place() as here:
+        async with (
+            TensorReceiver(here.tensors) as receiver,
+            TensorSender(here.tensors) as sender,
+            MessageServer(here.messages, Question, receiver=receiver, max_clients=2) as server,
+        ):
+            await receiver.receive(await sender.send(torch.zeros(1)))
+            body = memoryview(msgspec.msgpack.encode(Question(1)))
+            never = TensorHandle(sender.id, 1 << 40, 0, "int64", (1,), "cpu")
+            for _ in range(5):
+                async with raw(zmq.DEALER, here.messages) as rogue:
+                    await rogue.send_multipart([write(ClientHello(VERSION, 1))])
+                    for number in range(10):
+                        await rogue.send_multipart([write(Ask(number, body, (never,), wants_answer=False))])
+                    await until(lambda: server.statistics().clients == 1 and len(server._arriving) >= 10)
+                await until(lambda: server.statistics().clients == 0)
+            assert server.statistics().waiting <= 20
+            async with MessageClient(here.messages, reply_type=Answer) as client:
+                await client.send(Question(2))
+                assert (await anext(server)).message.seed == 2
 
 
 async def test_a_function_serves_no_more_messages_at_a_time_than_it_may() -> None:

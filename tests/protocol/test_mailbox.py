@@ -304,6 +304,21 @@ def test_a_message_that_was_discarded_before_it_came_counts_when_it_comes() -> N
     send(mailbox, 1)
 
 
+@pytest.mark.parametrize("is_here", [True, False])
+def test_discards_of_messages_that_never_come_take_no_memory_without_end(
+    is_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailbox_module, "_REMEMBERED_RANGES", 5)
+    mailbox: Mailbox[str] = joined() if is_here else Mailbox()
+    for number in range(0, 1000, 2):
+        mailbox.discard("s", 500 + number)
+    assert len(mailbox._senders["s"].ended.ranges()) <= 5 + 8
+    if not is_here:
+        mailbox.join("s", 42, 8)
+    send(mailbox, 0)
+    assert mailbox.hold(Key("s", 0, 0)) == "tensor 0"
+
+
 def test_a_message_cannot_be_begun_again_after_others() -> None:
     mailbox = joined()
     assert mailbox.expects("s", 0)  # and then no tensor of it could be opened

@@ -72,3 +72,14 @@ def test_the_last_ranges_are_kept_and_the_others_forgotten() -> None:
     assert number_set.ranges() == [(2, 6), (9, 10)]
     number_set.keep_last(0)
     assert number_set.ranges() == []
+
+
+def test_the_first_ranges_are_kept_and_the_others_forgotten() -> None:
+    number_set = filled([0, 2, 4, 5, 9])
+
+    number_set.keep_first(4)
+    assert number_set.ranges() == [(0, 1), (2, 3), (4, 6), (9, 10)]
+    number_set.keep_first(2)
+    assert number_set.ranges() == [(0, 1), (2, 3)]
+    number_set.add(3)
+    assert number_set.ranges() == [(0, 1), (2, 4)]

@@ -1,0 +1,110 @@
+"""What a client has asked, and where it is.
+
+A message that was asked, as the server sees it:
+
+    WAITING --taken by whoever iterates--> IN_HAND --answered, failed--> ENDED
+       |                                      |
+       '--------------------------------------'--cancelled, or its client lost--> ENDED
+"""
+
+import enum
+import logging
+import weakref
+
+from aiotensor.channel.outbox import Outbox
+from aiotensor.protocol.exchange import ClientHello
+from aiotensor.protocol.window import Tally
+from aiotensor.types import TensorHandle
+
+__all__ = ["Asked", "Client", "State"]
+
+logger = logging.getLogger("aiotensor.channel")
+
+
+class State(enum.Enum):
+    """Where a message is."""
+
+    WAITING = "waiting"
+    IN_HAND = "in hand"
+    ENDED = "ended"
+
+
+class Asked:
+    """A message of a client.
+
+    Args:
+        client: whose.
+        number: its number there.
+        wants_answer: whether it is to be answered.
+        handles: of its tensors that travel by a sender.
+        parts: its body, and the buffers beside it.
+
+    Attributes:
+        is_answered: whether an answer has left.
+    """
+
+    __slots__ = (
+        "client",
+        "handles",
+        "is_answered",
+        "nbytes",
+        "number",
+        "parts",
+        "request",
+        "state",
+        "wants_answer",
+    )
+
+    def __init__(
+        self,
+        client: "Client",
+        number: int,
+        handles: tuple[TensorHandle, ...],
+        parts: list[memoryview],
+        *,
+        wants_answer: bool,
+    ) -> None:
+        self.client = client
+        self.number = number
+        self.wants_answer = wants_answer
+        self.handles = handles
+        self.parts = parts
+        self.nbytes = sum(map(len, parts))
+        self.state = State.WAITING
+        self.is_answered = False
+        self.request: weakref.ref[object] | None = None  # what whoever answers it has
+
+    @property
+    def is_wanted(self) -> bool:
+        """Say whether somebody waits for an answer."""
+        return self.wants_answer and self.state is not State.ENDED
+
+
+class Client:
+    """A client that is connected.
+
+    Args:
+        identity: of its connection, by which ZeroMQ knows it.
+        hello: what it said of itself.
+        tally: of its messages that wait.
+        outbox: what is on its way to it.
+    """
+
+    def __init__(self, identity: bytes, hello: ClientHello, tally: Tally, outbox: Outbox) -> None:
+        self.identity = identity
+        self.tally = tally
+        self.outbox = outbox
+        self.pid = hello.pid
+        self.receiver = hello.receiver
+        self._takes_detour = False  # its tensors travel in the answers, though there are senders
+        self.next_number = 0
+        self.asked: dict[int, Asked] = {}  # what has not ended
+
+    def note_detour(self) -> None:
+        """Log, once, that tensors for it do not go the way that was meant for them."""
+        if self.receiver and not self._takes_detour:
+            self._takes_detour = True
+            logger.warning(
+                "tensors for process %s travel in the answers: no sender is connected to its receiver",
+                self.pid,
+            )

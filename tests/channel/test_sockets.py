@@ -1,0 +1,88 @@
+"""What ZeroMQ does behind the loop's back does no harm: descriptors change hands, events wait to be read."""
+
+import asyncio
+import os
+import socket
+
+import pytest
+
+from aiotensor.channel import MessageClient, MessageServer
+from aiotensor.channel.sockets import _InChild, _place_of
+from tests.channel.parties import Answer, Question, answer, place
+from tests.pairs import until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+def test_a_forked_child_closes_its_copy_of_a_connection_and_nothing_that_has_its_number_since() -> None:
+    reader, writer = os.pipe()
+    kept = _InChild(reader)
+    os.close(reader)
+    again = os.open("/dev/null", os.O_RDONLY)
+    assert again == reader
+    kept.close()
+    os.fstat(again)  # it is open still
+
+    _InChild(again).close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(again)
+    os.close(writer)
+
+
+def test_the_place_of_a_socket_is_its_path_or_its_port_and_nothing_else_has_one() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as one,
+        listener.accept()[0] as other,
+    ):
+        assert _place_of(other.fileno()) == _place_of(listener.fileno()) == listener.getsockname()[1]
+        assert _place_of(one.fileno()) != _place_of(listener.fileno())
+    reader, writer = os.pipe()
+    assert _place_of(reader) is None
+    for descriptor in (reader, writer):
+        os.close(descriptor)
+    assert _place_of(reader) is None
+
+
+async def test_a_connection_whose_number_is_another_sockets_by_now_refuses_nobody() -> None:
+    with place() as here:
+        async with (
+            MessageServer(here.messages, Question) as server,
+            MessageClient(here.messages, reply_type=Answer) as client,
+        ):
+            serving = asyncio.create_task(server.serve(answer))
+            with socket.create_server(("127.0.0.1", 0)) as another:
+                client._connections[0].connected(another.fileno())
+            assert (await client.request(Question(1))).seed == 1
+            await server.aclose()
+            await serving
+
+
+async def test_a_server_that_was_too_busy_to_hear_of_its_connections_closes() -> None:
+    with place() as here:
+        async with MessageServer(here.messages, Question) as server:
+            # The loop stands still: nobody reads what ZeroMQ has to say of each of these.
+            for _ in range(1500):
+                with socket.socket(socket.AF_UNIX) as one:
+                    one.connect(here.messages.removeprefix("ipc://"))
+            await server.aclose()
+
+
+async def test_a_connection_is_cut_by_its_number_while_it_is_there() -> None:
+    with place() as here:
+        async with MessageServer(here.messages, Question) as server:
+            clients = server._clients
+            reader, writer = await asyncio.open_unix_connection(here.messages.removeprefix("ipc://"))
+            await until(lambda: len(clients._connections) == 1)
+            with socket.create_server(("127.0.0.1", 0)) as another:
+                clients.socket.cut(another.fileno())  # as if it had the number now
+                assert another.getsockname()
+                another.settimeout(0)
+                with pytest.raises(BlockingIOError):  # it listens still
+                    another.accept()
+            assert len(clients._connections) == 1
+            clients.socket.cut(next(iter(clients._connections)))
+            while await reader.read(100):
+                pass
+            await until(lambda: not clients._connections)
+            writer.close()
