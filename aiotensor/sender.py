@@ -80,6 +80,11 @@ class TensorSender:
         """The id of the receiver at the other end; None while there is none."""
         return self._outgoing.conversation.receiver_id
 
+    def _look_again(self) -> None:
+        """Look for a receiver if the last one refused this sender: only a send would do that otherwise."""
+        if self._home.is_open:
+            self._outgoing.conversation.link.look_again()
+
     async def __aenter__(self) -> Self:
         loop = self._home.enter()
         self._freed: FreedItems[int] = FreedItems(loop, self._blocks_freed)

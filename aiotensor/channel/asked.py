@@ -7,18 +7,24 @@ A message that was asked, as the server sees it:
        '--------------------------------------'--cancelled, or its client lost--> ENDED
 """
 
+import asyncio
 import enum
 import logging
 import weakref
+from collections.abc import Sequence
 
 from aiotensor.channel.outbox import Outbox
 from aiotensor.protocol.exchange import ClientHello
 from aiotensor.protocol.window import Tally
+from aiotensor.sender import TensorSender
 from aiotensor.types import TensorHandle
 
 __all__ = ["Asked", "Client", "State"]
 
 logger = logging.getLogger("aiotensor.channel")
+
+# How often a sender that a client's receiver refused asks it again, while answers to it go another way.
+_AT_MOST_EVERY_S = 1.0
 
 
 class State(enum.Enum):
@@ -96,9 +102,24 @@ class Client:
         self.outbox = outbox
         self.pid = hello.pid
         self.receiver = hello.receiver
+        self._looks_at = 0.0
         self._takes_detour = False  # its tensors travel in the answers, though there are senders
         self.next_number = 0
         self.asked: dict[int, Asked] = {}  # what has not ended
+
+    def sender_among(self, senders: Sequence[TensorSender]) -> TensorSender | None:
+        """Find the sender that leads to its receiver; if there is none, have those that lead nowhere look."""
+        if not (self.receiver and senders):
+            return None
+        for sender in senders:
+            if sender.receiver_id == self.receiver:
+                return sender
+        now = asyncio.get_running_loop().time()
+        if now >= self._looks_at:
+            self._looks_at = now + _AT_MOST_EVERY_S
+            for sender in senders:
+                sender._look_again()
+        return None
 
     def note_detour(self) -> None:
         """Log, once, that tensors for it do not go the way that was meant for them."""

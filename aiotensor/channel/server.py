@@ -13,7 +13,7 @@ import anyio
 import torch
 
 from aiotensor.channel import options
-from aiotensor.channel.asked import Asked, Client, State
+from aiotensor.channel.asked import Asked, State
 from aiotensor.channel.clients import Clients, ClientsEvents, Limits
 from aiotensor.channel.endpoint import Endpoint
 from aiotensor.channel.options import Key
@@ -367,7 +367,7 @@ class MessageServer(Generic[M]):
     async def _answer(self, asked: Asked, answer: object) -> bool:
         """Send an answer, and say whether anybody wanted it."""
         self._home.check()
-        sender = self._sender_to(asked.client)
+        sender = asked.client.sender_among(self._senders)
         was_wanted = asked.is_wanted and await self._send_answer(asked, answer, sender)
         if not was_wanted:
             self._home.check()  # closed in the meantime
@@ -382,11 +382,6 @@ class MessageServer(Generic[M]):
         self._failures += was_wanted
         self._let_go(asked)
         return was_wanted
-
-    def _sender_to(self, client: Client) -> TensorSender | None:
-        """Return the sender to the receiver of a client, if there is one."""
-        senders = self._senders if client.receiver else ()
-        return next((sender for sender in senders if sender.receiver_id == client.receiver), None)
 
     async def _send_answer(self, asked: Asked, answer: object, sender: TensorSender | None) -> bool:
         parcel = await pack(answer, has_sender=sender is not None)

@@ -76,8 +76,11 @@ class SenderLink(Protocol):
         """Close the connection without a word.
 
         Args:
-            retry: connect again at once; else not before somebody waits in `ready`.
+            retry: connect again at once; else not before somebody waits in `ready`, or asks for it.
         """
+
+    def look_again(self) -> None:
+        """Look for a receiver now, if `drop` has ended that."""
 
     def close(self) -> None:
         """Close at once, without a word to the other side; closing again does nothing."""

@@ -183,6 +183,9 @@ class QueueSenderLink:
         """Close both ways, for good: a queue does not come back."""
         self.close()
 
+    def look_again(self) -> None:
+        """Do nothing: a queue does not come back."""
+
     async def flush(self) -> None:
         """Wait until the queue has everything that was written."""
         if self._queue is not None:

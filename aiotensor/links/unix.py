@@ -103,8 +103,7 @@ class UnixSenderLink:
         if self._sock is not None:
             await self._sock.room()
         elif self._events is not None:
-            if self._retry is None:
-                self._look()
+            self.look_again()
             if self._sock is None:
                 await self._waiters.wait()
 
@@ -133,6 +132,11 @@ class UnixSenderLink:
         if retry:
             self._look_later()
         self._waiters.wake()
+
+    def look_again(self) -> None:
+        """Look for a receiver now, if there is none and nothing else does that."""
+        if self._events is not None and self._sock is None and self._retry is None:
+            self._look()
 
     def close(self) -> None:
         """Close the connection, and look for no other."""

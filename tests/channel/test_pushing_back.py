@@ -384,6 +384,27 @@ async def test_answers_to_a_client_whose_receiver_no_sender_leads_to_arrive_and_
     assert sum("no sender is connected to its receiver" in text for text in texts) == 1
 
 
+async def test_a_sender_that_a_client_refused_comes_again_with_a_later_answer() -> None:
+    with place() as here, said():
+        async with (
+            TensorReceiver(here.answers, max_senders=1) as receiver,
+            TensorSender(here.answers) as first,
+            TensorSender(here.answers) as refused,
+            MessageServer(here.messages, Question, sender=refused) as server,
+            MessageClient(here.messages, receiver=receiver, reply_type=Answer) as client,
+        ):
+            serving = asyncio.create_task(server.serve(answer))
+            await until(lambda: receiver.statistics().senders_refused == 1)
+            await first.aclose()
+            await until(lambda: receiver.statistics().senders == 0)
+            while not refused.statistics().tensors_sent:
+                got = (await client.request(Question(1, wish=str(BIG)))).tensor
+                assert got is not None
+                assert torch.equal(got, pattern(1, BIG))
+            await server.aclose()
+            await serving
+
+
 async def test_a_message_whose_tensors_were_lost_fails_and_others_do_not() -> None:
     async with channel() as ends:
         lost = TensorSender(ends.place.tensors)

@@ -144,16 +144,15 @@ async def _ask(state: State, order: Order, sources: Sequence[torch.Tensor]) -> N
 
 async def probe(state: State) -> None:
     """Ask something of whoever is there, or comes, once its sender is here too."""
-    for receiver in state.receivers:
-        while receiver.statistics().senders != 1:
-            await asyncio.sleep(0.001)
     sizes = (_LARGE, 3)
     question = Question(PROBE, "answer", sizes, [pattern(PROBE + i, n) for i, n in enumerate(sizes)])
-    while True:
+    is_answered = False
+    # A sender that was refused, for want of a descriptor perhaps, comes again with a later answer.
+    while not is_answered or any(receiver.statistics().senders != 1 for receiver in state.receivers):
         with contextlib.suppress(PeerLostError):
-            if is_answer(await _ends.client.request(question), question):
-                return
-            here.journal(Broken("a probe was not answered as it should be"))
+            is_answered = is_answer(await _ends.client.request(question), question)
+            if not is_answered:
+                here.journal(Broken("a probe was not answered as it should be"))
         await asyncio.sleep(0.001)
 
 
