@@ -7,6 +7,7 @@ something has changed, and says it once, so whoever hears it has to look until t
 
 import asyncio
 import contextlib
+import itertools
 import os
 import socket
 import struct
@@ -35,6 +36,8 @@ _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _POLLIN = int(zmq.POLLIN)
 
 _TRY_AGAIN_S = 0.05  # while there is no room: how long a peer waits at most whose word of it was missed
+
+_numbers = itertools.count()
 
 _BEGINS_WITH = 8  # descriptors: of a context with its threads, and its first socket
 
@@ -122,7 +125,7 @@ class LoopSocket:
             self._monitor = made.enter_context(context.socket(zmq.PAIR))
             # Without a limit: while it waits for room, ZeroMQ has a lock that closing needs, with the GIL.
             self._monitor.rcvhwm = 0
-            events_at = f"inproc://aiotensor-{int(self._socket.get(zmq.FD))}"
+            events_at = f"inproc://aiotensor-{next(_numbers)}"  # no name is used again
             self._socket.monitor(events_at, _WATCHED)
             self._monitor.connect(events_at)
             made.pop_all()
