@@ -66,7 +66,8 @@ class BlockingObject(Generic[A]):
             self._run(self._opening)
         except BaseException as error:
             self.close()  # a signal may come when it is open already
-            self._let_go()
+            if not self._is_ending:  # otherwise whoever closes it does so at the end
+                self._let_go()
             if isinstance(error, asyncio.CancelledError):
                 raise ClosedError(f"this {self._name} was closed while it was opened") from None
             raise
@@ -113,6 +114,8 @@ class BlockingObject(Generic[A]):
         try:
             self._is_ending = True
             self._wait(end, timeout=timeout)
+        except ClosedError:
+            return  # another thread closed it in the meantime
         except BaseException:
             with suppress(TimeoutError):
                 self._wait(end, timeout=0)  # after a signal, which may have come before it began

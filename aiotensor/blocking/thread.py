@@ -129,6 +129,7 @@ class Loop:
         self._failure: OSError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread: threading.Thread | None = None
+        self._is_starting = False
         self._starting = threading.Lock()
         self._starting.acquire()
 
@@ -136,12 +137,16 @@ class Loop:
         """Start the thread, if it was not started before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="aiotensor-blocking", daemon=True)
-        if self._thread.ident is None:  # also if a signal came before it was started
+        if not self._is_starting and self._failure is None:  # also if a signal came before it was started
             try:
+                self._is_starting = True
                 self._thread.start()
             except RuntimeError as error:
                 self._failure = no_thread(error)
                 self._starting.release()
+            except BaseException:  # of a signal
+                self._is_starting = self._thread.ident is not None
+                raise
 
     def wait(self) -> None:
         """Wait until it is there.

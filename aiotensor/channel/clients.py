@@ -347,7 +347,7 @@ class Clients:
             return self.socket.send([identity, *parts], is_retry=is_retry)
         except PeerGoneError:
             # The monitor says so too, but perhaps later: when the next one has its descriptor already.
-            self._went(identity)
+            asyncio.get_running_loop().call_soon(self._lose_all, {identity})
             return False
 
     def _post(self, client: Client, header: FromServer) -> None:

@@ -9,7 +9,7 @@ import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from aiotensor.channel.options import Address
-from aiotensor.channel.sockets import LoopSocket, SocketEvents, begin, end
+from aiotensor.channel.sockets import LoopSocket, SocketEvents, begin, check_descriptors, end
 from aiotensor.errors import UsageError
 from aiotensor.links.records import close_after_fork
 from aiotensor.links.socket_file import SocketFile
@@ -57,10 +57,11 @@ class Endpoint:
             UsageError: another server listens there, or nobody can.
             OSError: this process has no descriptors left.
         """
-        self._context = begin()
+        check_descriptors()
         try:
             if self._path is not None:
                 await self._take(self._path)
+            self._context = begin()  # which has looked again; no await comes between this and the socket
             try:
                 if self._allowed:
                     self._authenticator = AsyncioAuthenticator(self._context)

@@ -101,7 +101,8 @@ class Outbox:
                 self._letters.popleft()
                 if letter.gone is None:
                     raise
-                letter.gone.set_exception(error)
+                if not letter.gone.done():
+                    letter.gone.set_exception(error)
                 continue
             # Unless sending found that the peer is gone, and the outbox was cleared.
             if self._letters and self._letters[0] is letter:

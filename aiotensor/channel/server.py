@@ -303,7 +303,9 @@ class MessageServer(Generic[M]):
             try:
                 message: M = await unpack(self._decoder, asked.parts, found)
             except asyncio.CancelledError:
-                if asked.state is State.WAITING:
+                if asked.state is State.WAITING and self._home.is_closed:
+                    self._drop(asked)
+                elif asked.state is State.WAITING:
                     self._found[asked] = found
                     self._ready.appendleft(asked)
                     self._waiters.wake()

@@ -21,7 +21,7 @@ from aiotensor.links.records import close_after_fork
 from aiotensor.protocol.frames import MAX_TENSORS
 from aiotensor.worker import Worker, no_thread
 
-__all__ = ["MAX_PARTS", "LoopSocket", "PeerGoneError", "SocketEvents", "begin", "end"]
+__all__ = ["MAX_PARTS", "LoopSocket", "PeerGoneError", "SocketEvents", "begin", "check_descriptors", "end"]
 
 _Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
@@ -311,12 +311,16 @@ def begin() -> _Context:
     Raises:
         OSError: this process has no descriptors left.
     """
-    _check_descriptors()
+    check_descriptors()
     return zmq.Context()
 
 
-def _check_descriptors() -> None:
-    """See that there are descriptors for a context: ZeroMQ ends the process if its threads find none."""
+def check_descriptors() -> None:
+    """See that there are descriptors for a context: ZeroMQ ends the process if its threads find none.
+
+    Raises:
+        OSError: there are not.
+    """
     with contextlib.ExitStack() as spare:
         for _ in range(_BEGINS_WITH):
             spare.callback(os.close, os.eventfd(0))
@@ -326,7 +330,7 @@ def _lent(part: bytes | memoryview) -> zmq.Frame:
     """Have ZeroMQ read memory where it is; a thread of pyzmq, with a context of its own, lets go of it."""
     try:
         if not collector.is_alive():
-            _check_descriptors()
+            check_descriptors()
             collector.start()
         return zmq.Frame(part, copy=False)
     except RuntimeError as error:

@@ -161,6 +161,10 @@ def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         return tensor.detach().resolve_conj().resolve_neg().numpy()
     except (TypeError, RuntimeError) as error:
         raise ProtocolError(f"the peer sent an array of {tensor.dtype}, which numpy does not know") from error
+    except ValueError as error:  # before numpy 2
+        raise ProtocolError(
+            f"the peer sent an array of {tensor.dim()} dimensions, which are too many for the numpy here"
+        ) from error
 
 
 def _convert(type_: Any, value: object) -> object:

@@ -8,8 +8,8 @@ import dataclasses
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Final, TypeAlias, TypeVar, get_args, get_origin
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Annotated, Any, Final, TypeAlias, TypeVar, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -199,27 +199,52 @@ class _Walk:
 
 
 def _hints(type_: Any) -> Iterator[tuple[str, Any]]:
-    """List the fields of a class and of those above it, with nothing generic left in their types."""
+    """List the fields of a class, and what they are to be; nothing generic is left in that."""
+    kind = get_origin(type_) or type_
+    said: dict[Any, dict[str, Any]] = {}
+    _collect(type_, said)
+    # What is nearer in the order in which Python looks says more; a TypedDict has no such order.
+    order = said if typing.is_typeddict(kind) else reversed(kind.__mro__)
     found: dict[str, Any] = {}
-    _collect(type_, found)
-    for name, hint in found.items():
-        if get_origin(hint) is not ClassVar and hint is not ClassVar:
-            yield name, hint
+    for one in order:
+        found |= said.get(one, {})
+    for name in _field_names(kind):
+        if name in found:
+            yield name, found[name]
 
 
-def _collect(type_: Any, found: dict[str, Any]) -> None:
+def _collect(type_: Any, said: dict[Any, dict[str, Any]]) -> None:
+    """Note what a class, and each one above it, says of its own names."""
     kind = get_origin(type_) or type_
     variables = getattr(kind, "__parameters__", ())
     given = get_args(type_) or tuple(map(_default, variables))
     bindings = dict(zip(variables, given, strict=False))
-    for base in reversed(getattr(kind, "__orig_bases__", kind.__bases__)):
+    own = inspect.get_annotations(kind)
+    # Not by getattr: a class without any would have those of the one above it.
+    for base in reversed(vars(kind).get("__orig_bases__", kind.__bases__)):
         plain = get_origin(base) or base
         if isinstance(plain, type) and plain is not object and plain is not typing.Generic:
-            _collect(_bound(base, bindings), found)
-    own = inspect.get_annotations(kind)
+            _collect(_bound(base, bindings), said)
+            if typing.is_typeddict(kind):  # which has those of the ones above it among its own
+                above = inspect.get_annotations(plain)
+                own = {name: hint for name, hint in own.items() if above.get(name) is not hint}
     if own:
         hints = typing.get_type_hints(kind, include_extras=True)
-        found.update({name: _bound(hints[name], bindings) for name in own if name in hints})
+        said[kind] = {name: _bound(hints[name], bindings) for name in own if name in hints}
+
+
+def _field_names(kind: Any) -> Iterable[str]:
+    """Name the fields of a class; what else is annotated in it is none."""
+    names: Iterable[str]
+    if issubclass(kind, msgspec.Struct):
+        names = kind.__struct_fields__
+    elif dataclasses.is_dataclass(kind):
+        names = [field.name for field in dataclasses.fields(kind)]
+    elif hasattr(kind, "__attrs_attrs__"):
+        names = [attribute.name for attribute in kind.__attrs_attrs__]
+    else:
+        names = kind.__annotations__ if typing.is_typeddict(kind) else kind._fields
+    return names
 
 
 def _bound(hint: Any, bindings: Mapping[Any, Any]) -> Any:

@@ -101,6 +101,29 @@ def test_what_another_thread_is_opening_can_be_closed(place: Place) -> None:
         assert not os.listdir(folder)
 
 
+def test_several_threads_may_close_at_once_also_while_another_opens(place: Place) -> None:
+    for number in range(60):
+        receiver = TensorReceiver(place.tensors)
+        begin = threading.Barrier(3)
+
+        def close() -> None:
+            begin.wait()  # noqa: B023 - of this round
+            receiver.close()  # noqa: B023
+
+        def enter() -> None:
+            begin.wait()  # noqa: B023
+            with suppress(ClosedError):
+                receiver.__enter__()  # noqa: B023
+
+        if number % 2:
+            receiver.__enter__()
+        ends = [in_thread(close), in_thread(close), in_thread(close if number % 2 else enter)]
+        for end in ends:
+            end.result()
+        receiver.close()
+        assert not os.listdir(os.path.dirname(place.messages.removeprefix("ipc://")))
+
+
 class _Interrupting:
     """A lock after which a signal comes, once."""
 

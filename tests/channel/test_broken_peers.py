@@ -28,6 +28,7 @@ from aiotensor.protocol.exchange import (
     Farewell,
     FromServer,
     ServerHello,
+    Taken,
     read_from_server,
     write,
 )
@@ -195,7 +196,7 @@ async def test_what_a_client_said_that_is_gone_is_not_taken_for_the_next_ones() 
                 _wait_until(lambda: os.path.exists(descriptor))
                 assert not clients.socket._has_messages()  # ZeroMQ takes in what it was told
                 clients.fail(request._asked, "ValueError", "no")  # by which the first is found gone
-                assert server.statistics().clients_lost == 1
+                await until(lambda: server.statistics().clients_lost == 1)
                 take(arrived[-1])  # it was on its way
             assert server.statistics().clients == 0
         assert not [text for text in texts if "broke the protocol" in text]
@@ -213,6 +214,25 @@ async def test_an_answer_that_finds_its_client_gone_is_not_waited_for() -> None:
             assert not server._clients.socket._has_messages()  # ZeroMQ takes in what it was told
             assert not await request.reply(parties.Answer(1))
             assert server.statistics().clients_lost == 1
+
+
+async def test_what_a_client_said_before_it_went_counts_though_its_end_is_found_first() -> None:
+    with place() as here:
+        async with MessageServer(here.messages, Question, max_waiting=1) as server:
+            async with raw(zmq.DEALER, here.messages) as client:
+                await client.send_multipart([HELLO])
+                await client.send_multipart([ask(0, wants_answer=False)])
+                first = await anext(server)
+                await client.recv_multipart()
+                [descriptor] = server._clients._connections
+                # The loop hears of neither: the second message is here, and the client gone.
+                await client.send_multipart([ask(1, wants_answer=False)])
+                _wait_until(server._clients.socket._has_messages)
+            _wait_until(lambda: not os.path.exists(f"/proc/self/fd/{descriptor}"))
+            [one] = server._clients._clients.values()
+            server._clients._post(one, Taken(1, 0))  # which finds that
+            assert first.message.seed == (await anext(server)).message.seed == 1
+            await until(lambda: server.statistics().clients_lost == 1)
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:

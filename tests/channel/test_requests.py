@@ -1,9 +1,11 @@
 """What a client asks is answered: by whoever serves, in any order, with its tensors in their places."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -365,6 +367,31 @@ async def test_messages_that_want_no_answer_outlive_their_client() -> None:
             for seed in range(5):
                 request: Request[Question] = await anext(server)
                 assert request.message.seed == seed
+
+
+async def test_a_message_that_is_being_decoded_when_its_server_closes_is_let_go_of() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(msgspec.Struct):
+        padding: bytes  # so much that it is decoded in a thread
+
+        def __post_init__(self) -> None:
+            begun.set()
+            go_on.wait()
+
+    with place() as here:
+        async with MessageServer(here.messages, Slow) as server:
+            async with MessageClient(here.messages, reply_type=Answer) as client:
+                await client.send({"padding": b"x" * 100_000})
+            await until(lambda: server.statistics().clients_lost == 1)
+            taking = asyncio.create_task(anext(server))
+            await asyncio.to_thread(begun.wait)
+            taking.cancel()
+            await server.aclose()
+            go_on.set()
+            await asyncio.wait([taking])
+            assert taking.cancelled()
+            assert (server.statistics().waiting, len(server._ready), len(server._found)) == (0, 0, 0)
 
 
 async def test_an_object_is_opened_once_and_says_so() -> None:

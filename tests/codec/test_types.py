@@ -14,6 +14,18 @@ from torch.nn import Parameter
 
 from aiotensor.codec import TensorDecoder, TensorEncoder, TensorMeta
 from aiotensor.errors import ProtocolError
+from tests.codec.families import (
+    BelowGeneric,
+    BelowGenericData,
+    BelowGenericDict,
+    BelowPoint,
+    Diamond,
+    DiamondData,
+    Mixed,
+    MixedData,
+    MorePoint,
+    TwoBelowGeneric,
+)
 from tests.codec.messages import Box, address_of, of, sent, tensors_in, through
 from tests.codec.positions import (
     POSITIONS,
@@ -109,6 +121,50 @@ def test_an_annotation_beside_another_is_checked_too() -> None:
 
     with pytest.raises(ProtocolError, match=r"`\$\.other` .* any dtype of shape \(2, any\), found uint8"):
         through(Settings, {"mask": wrong, "other": wrong})
+
+
+BELOW = {
+    "a generic class, without a type": (BelowGeneric, {"x": None}),
+    "one that stands for a type": (TwoBelowGeneric, {"x": None, "z": torch.zeros(3)}),
+    "one with a field of its own": (TwoBelowGeneric, {"z": None, "x": torch.zeros(3)}),
+    "a generic dataclass": (BelowGenericData, {"x": None}),
+    "a named tuple": (BelowPoint, [None]),
+    "a generic dict": (BelowGenericDict, {"v": None}),
+}
+
+
+@pytest.mark.parametrize(("type_", "message"), BELOW.values(), ids=BELOW)
+def test_a_class_below_another_is_checked_by_what_that_says_too(type_: Any, message: Any) -> None:
+    decoder: TensorDecoder[Any] = TensorDecoder(type_)
+
+    def with_one(tensor: torch.Tensor) -> Any:
+        if isinstance(message, list):
+            return [tensor]
+        return {name: tensor if value is None else value for name, value in message.items()}
+
+    decoder.decode(TensorEncoder().encode(with_one(torch.zeros(3))))
+    with pytest.raises(
+        ProtocolError, match=r"expected any dtype of shape \(3,\), found float32 of shape \(4,\)"
+    ):
+        decoder.decode(TensorEncoder().encode(with_one(torch.zeros(4))))
+
+
+@pytest.mark.parametrize("type_", [Diamond, DiamondData])
+def test_of_two_classes_that_say_something_of_a_field_the_one_that_python_finds_first_counts(
+    type_: Any,
+) -> None:
+    decoder: TensorDecoder[Any] = TensorDecoder(type_)
+    assert decoder.decode(TensorEncoder().encode({"x": torch.zeros(4)})).x.shape == (4,)
+    with pytest.raises(ProtocolError, match=r"expected any dtype of shape \(4,\)"):
+        decoder.decode(TensorEncoder().encode({"x": torch.zeros(3)}))
+
+
+@pytest.mark.parametrize(
+    ("type_", "message"), [(Mixed, {"y": 1}), (MixedData, {"y": 1}), (MorePoint, [torch.zeros(3)])]
+)
+def test_what_is_annotated_and_no_field_is_not_looked_for(type_: Any, message: Any) -> None:
+    decoder: TensorDecoder[Any] = TensorDecoder(type_)
+    decoder.decode(TensorEncoder().encode(message))
 
 
 def test_what_belongs_to_a_class_is_no_part_of_its_messages() -> None:
