@@ -12,7 +12,7 @@ from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from tests.channel.parties import Answer, Place, Question, answer
 from tests.pairs import BIG, pattern, until
-from tests.processes.peers import Peer, State
+from tests.processes.peers import Peer, State, fork_and_sleep
 
 __all__ = [
     "Peer",
@@ -20,6 +20,7 @@ __all__ = [
     "ask",
     "ask_many",
     "begin_to_ask",
+    "fork_and_sleep",
     "held",
     "listening",
     "open_client",

@@ -152,7 +152,7 @@ async def test_a_forked_child_of_a_server_does_not_hide_its_death() -> None:
             await server.call(peers.open_server, here, answers=False)
             await client.call(peers.open_client, here)
             await client.call(peers.begin_to_ask, [1], 5)  # whose tensor rides in the message
-            grandchild = await server.call(_fork_and_sleep)
+            grandchild = await server.call(peers.fork_and_sleep)
             try:
                 killed = time.monotonic()
                 server.kill()
@@ -168,7 +168,7 @@ async def test_a_forked_child_of_a_client_does_not_hide_its_death() -> None:
         async with peers.listening(here) as (server, _), peers.process(here) as client:
             await client.call(peers.open_client, here)
             await client.call(peers.begin_to_ask, [1], 5)
-            grandchild = await client.call(_fork_and_sleep)
+            grandchild = await client.call(peers.fork_and_sleep)
             try:
                 killed = time.monotonic()
                 client.kill()
@@ -177,14 +177,6 @@ async def test_a_forked_child_of_a_client_does_not_hide_its_death() -> None:
                 assert server.statistics().waiting == 0
             finally:
                 os.kill(grandchild, signal.SIGKILL)
-
-
-async def _fork_and_sleep(state: peers.State) -> int:
-    child = os.fork()
-    if child == 0:
-        while True:
-            signal.pause()
-    return child
 
 
 async def test_a_client_that_lost_its_descriptors_with_its_server_goes_on_when_there_are_some() -> None:

@@ -1,12 +1,15 @@
 """A slow server makes its clients wait, and a client that does not read makes its answers wait."""
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TypeAlias
 
 import msgspec
 import pytest
 import torch
 import zmq
+import zmq.asyncio
 
 from aiotensor import ClosedError, PeerLostError, RemoteError, TensorHandle, TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
@@ -18,6 +21,8 @@ from tests.channel.rogues import raw
 from tests.pairs import BIG, pattern, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+Server: TypeAlias = MessageServer[Question]
 
 
 async def test_what_nobody_takes_waits_at_the_clients_and_fills_no_memory() -> None:
@@ -236,31 +241,12 @@ async def test_of_servers_that_refused_one_that_died_since_is_not_waited_for() -
             await serving
 
 
-async def test_a_client_that_cuts_itself_off_ends_the_answers_that_wait_for_it() -> None:
+@asynccontextmanager
+async def _answers_that_wait() -> AsyncIterator[
+    tuple[Server, zmq.asyncio.Socket, "list[asyncio.Task[bool]]"]
+]:
+    """A client that reads none of its answers, and who waits for room for them."""
     with place() as here, said():
-        async with (
-            MessageServer(here.messages, Question, high_water_mark=1) as server,
-            raw(zmq.DEALER, here.messages, high_water_mark=1) as client,
-        ):
-            await client.send_multipart([write(ClientHello(VERSION, 1))])
-            body = memoryview(msgspec.msgpack.encode(Question(1)))
-            for number in range(20):
-                await client.send_multipart([write(Ask(number, body))])
-            requests = [await anext(server) for _ in range(20)]
-            large = Answer(1, tensor=pattern(1, BIG))
-            replying = [asyncio.create_task(request.reply(large)) for request in requests]
-            [one] = server._clients._clients.values()
-            await until(lambda: len(one.outbox) > 5)
-            waiting = len(one.outbox)
-            await client.send_multipart([b"noise"])
-            await until(lambda: sum(task.done() for task in replying) >= waiting)
-            assert not any(task.result() for task in replying if task.done())
-            client.close()  # and ZeroMQ lets go of the others
-            await asyncio.gather(*replying)
-
-
-async def test_answers_that_wait_for_room_when_their_server_closes_fail() -> None:
-    with place() as here:
         async with (
             MessageServer(here.messages, Question, high_water_mark=1, linger_s=0.01) as server,
             raw(zmq.DEALER, here.messages, high_water_mark=1) as client,
@@ -274,10 +260,26 @@ async def test_answers_that_wait_for_room_when_their_server_closes_fail() -> Non
             replying = [asyncio.create_task(request.reply(large)) for request in requests]
             [one] = server._clients._clients.values()
             await until(lambda: len(one.outbox) > 5)
-            await server.aclose()
-            ended = await asyncio.gather(*replying, return_exceptions=True)
-            assert {True, "ClosedError"} >= {end if end is True else type(end).__name__ for end in ended}
-            assert sum(isinstance(end, ClosedError) for end in ended) > 5
+            yield server, client, replying
+
+
+async def test_a_client_that_cuts_itself_off_ends_the_answers_that_wait_for_it() -> None:
+    async with _answers_that_wait() as (server, client, replying):
+        [one] = server._clients._clients.values()
+        waiting = len(one.outbox)
+        await client.send_multipart([b"noise"])
+        await until(lambda: sum(task.done() for task in replying) >= waiting)
+        assert not any(task.result() for task in replying if task.done())
+        client.close()  # and ZeroMQ lets go of the others
+        await asyncio.gather(*replying)
+
+
+async def test_answers_that_wait_for_room_when_their_server_closes_fail() -> None:
+    async with _answers_that_wait() as (server, _, replying):
+        await server.aclose()
+        ended = await asyncio.gather(*replying, return_exceptions=True)
+        assert {True, "ClosedError"} >= {end if end is True else type(end).__name__ for end in ended}
+        assert sum(isinstance(end, ClosedError) for end in ended) > 5
 
 
 async def test_a_server_that_closes_gives_back_what_clients_left_that_have_gone() -> None:

@@ -145,7 +145,7 @@ def _report_from_fork(
 
 async def test_a_receivers_forked_child_does_not_keep_its_senders_waiting(pairs: PairMaker) -> None:
     async with pairs.near_sender(max_concurrent_videos=1) as (sender, engine):
-        grandchild = await engine.call(_fork_and_sleep)
+        grandchild = await engine.call(peers.fork_and_sleep)
         await sender.send(pattern(1, 3))
         waiting = asyncio.create_task(sender.send(pattern(2, 3)))
         await until(lambda: sender.statistics().waiting == 1)
@@ -155,11 +155,3 @@ async def test_a_receivers_forked_child_does_not_keep_its_senders_waiting(pairs:
                 await waiting
         finally:
             os.kill(grandchild, signal.SIGKILL)
-
-
-async def _fork_and_sleep(state: peers.State) -> int:
-    child = os.fork()
-    if child == 0:
-        while True:
-            signal.pause()
-    return child

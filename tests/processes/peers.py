@@ -275,5 +275,14 @@ async def close_receiver(state: State) -> None:
     await state.receiver.aclose()
 
 
+async def fork_and_sleep(state: State) -> int:
+    """Fork, and return the pid of the child, which lives until it is killed."""
+    child = os.fork()
+    if child == 0:
+        while True:
+            signal.pause()
+    return child
+
+
 async def drain(state: State) -> None:
     await state.sender.drain()
