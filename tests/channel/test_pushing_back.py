@@ -232,6 +232,7 @@ async def test_of_servers_that_refused_one_that_died_since_is_not_waited_for() -
                 second = MessageClient([here.messages, there.messages], reply_type=Answer)
                 await second.__aenter__()
                 await until(lambda: all(one.is_hopeless for one in second._connections))
+            second._connections[0].refused_at = 0  # it is the one to be asked again
             asking = asyncio.create_task(second.request(Question(2)))
             await until(lambda: not second._connections[0].is_hopeless)  # nobody listens there
             await first.aclose()
