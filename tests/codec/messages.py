@@ -114,16 +114,17 @@ def plain(value: Any) -> object:
     return type(value), value
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor | Array]:
-    """Go through the tensors and arrays of a message, in order."""
-    if isinstance(value, torch.Tensor | np.ndarray):
-        yield value
-    elif isinstance(value, msgspec.Struct) or dataclasses.is_dataclass(value):
-        for name in typing.get_type_hints(type(value)):
-            yield from tensors_in(getattr(value, name))
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
+def tensors_in(message: Any) -> Iterator[torch.Tensor | Array]:
+    """Go through the tensors and arrays of a message, in order; it may be as deep as msgpack takes it."""
+    left = [message]
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor | np.ndarray):
+            yield value
+        elif isinstance(value, msgspec.Struct) or dataclasses.is_dataclass(value):
+            left += reversed([getattr(value, name) for name in typing.get_type_hints(type(value))])
+        elif isinstance(value, dict | list | tuple):
+            left += reversed(list(value.values() if isinstance(value, dict) else value))
 
 
 def address_of(memory: torch.Tensor | Array | memoryview | bytearray | bytes) -> int:
