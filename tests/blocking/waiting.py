@@ -22,7 +22,7 @@ def until(condition: Callable[[], object]) -> None:
     end = time.monotonic() + _PATIENCE_S
     while not condition():
         assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.001)
+        time.sleep(0.001)  # the condition decides, not this: without a pause the other threads would wait
 
 
 def is_opening() -> bool:

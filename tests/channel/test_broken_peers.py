@@ -238,7 +238,7 @@ async def test_what_a_client_said_before_it_went_counts_though_its_end_is_found_
 def _wait_until(condition: Callable[[], bool]) -> None:
     """Wait for a thread of ZeroMQ, and let the loop stand still meanwhile."""
     while not condition():
-        time.sleep(0.0001)
+        time.sleep(0.0001)  # the condition decides, not this: the kernel is to run that thread
 
 
 REFUSED: dict[str, tuple[Parts, str]] = {
