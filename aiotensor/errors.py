@@ -5,7 +5,7 @@
     |-- PeerLostError           the other side died or broke the link
     |-- DiscardedError          the message of this tensor was discarded
     |-- AlreadyTakenError       this handle was received before
-    |-- WouldBlockError         a call that must not wait would have to
+    |-- WouldBlockError         a call would have to wait, or has waited, for longer than it may
     |-- TooLargeError           could never fit
     |-- UnsupportedTensorError  this tensor cannot travel faithfully (also a TypeError)
     |-- ProtocolError           the peer sent what the protocol forbids
@@ -71,7 +71,10 @@ class AlreadyTakenError(AioTensorError):
 
 
 class WouldBlockError(AioTensorError):
-    """A call that must not wait would have to wait.
+    """A call would have to wait, or has waited, for longer than it may.
+
+    A ``_nowait`` call may not wait at all, others for as long as `max_wait_s` says; and none where waiting
+    would never end.
 
     Attributes:
         messages: limit, in use and requested, counted in messages.

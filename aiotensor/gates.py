@@ -1,13 +1,14 @@
 """Waiting: for something to change, and for a budget. The futures around the pure rooms."""
 
 import asyncio
-from collections.abc import Callable, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable
+from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
 from aiotensor.errors import AioTensorError
 from aiotensor.protocol.credits import Budget, Space, Ticket
 
-__all__ = ["Gate", "StuckError", "Waiters"]
+__all__ = ["Gate", "StuckError", "Waiters", "at_most"]
 
 P = TypeVar("P")
 
@@ -39,6 +40,22 @@ class Waiters(list["asyncio.Future[None]"]):
                 future.set_result(None)
 
 
+@asynccontextmanager
+async def at_most(seconds: float | None, make_error: Callable[[], AioTensorError]) -> AsyncIterator[None]:
+    """Limit how long a block may wait, in seconds; None for no limit. What ends it is the error made."""
+    if seconds is None:
+        yield
+        return
+    timeout = asyncio.timeout(seconds)
+    try:
+        async with timeout:
+            yield
+    except TimeoutError:
+        if timeout.expired():
+            raise make_error() from None
+        raise
+
+
 class Gate(Generic[P]):
     """Let callers wait for a budget, in order, and give back what a cancelled one had.
 
@@ -49,6 +66,8 @@ class Gate(Generic[P]):
             somebody in the line goes on or gives up; None if nobody here can ever be stuck.
         long_wait_s: after how many seconds a wait is reported; None for never.
         on_long_wait: called with the amount, once for each wait that lasts so long.
+        max_wait_s: after how many seconds a wait ends with an error; None for never.
+        overdue: makes that error, of the amount.
     """
 
     def __init__(
@@ -59,11 +78,15 @@ class Gate(Generic[P]):
         stuck_elsewhere: Callable[[], int] | None = int,
         long_wait_s: float | None = None,
         on_long_wait: Callable[[int], None] = lambda amount: None,
+        max_wait_s: float | None = None,
+        overdue: Callable[[int], AioTensorError] = lambda amount: AioTensorError("waited for too long"),
     ) -> None:
         self.budget: Budget[P] = Budget(limit, space)
         self._stuck_elsewhere = stuck_elsewhere
         self._long_wait_s = long_wait_s
         self._on_long_wait = on_long_wait
+        self._max_wait_s = max_wait_s
+        self._overdue = overdue
         self._waits: dict[Ticket[P], asyncio.Future[None]] = {}  # the longest first
         self._reported: set[Ticket[P]] = set()
         self._alarm: asyncio.TimerHandle | None = None
@@ -81,7 +104,7 @@ class Gate(Generic[P]):
 
         Raises:
             StuckError: everything in use is held by holders that wait, this one among them.
-            AioTensorError: what `fail` or `fail_waiting` was given makes.
+            AioTensorError: what `fail` or `fail_waiting` was given makes, or `overdue`.
         """
         if self._failure is not None:
             raise self._failure()
@@ -91,8 +114,7 @@ class Gate(Generic[P]):
         if ticket.granted:
             return ticket
         future = self._waits[ticket] = loop.create_future()
-        if self._alarm is None:
-            self._set_alarm()
+        self._watch([ticket])
         if self._stuck_elsewhere is not None:
             self.refuse_if_stuck()
         try:
@@ -161,19 +183,35 @@ class Gate(Generic[P]):
             self._loop = asyncio.get_running_loop()
         return self._loop
 
-    def _set_alarm(self) -> None:
-        """Have the next long wait reported: one timer for all, since most waits are short."""
-        if self._long_wait_s is None or self._failure is not None:
+    def _watch(self, tickets: Iterable[Ticket[P]]) -> None:
+        """Look at waits again when the first of them is to be reported or ended."""
+        times = [
+            ticket.since + limit_s
+            for ticket in tickets
+            for limit_s in (None if ticket in self._reported else self._long_wait_s, self._max_wait_s)
+            if limit_s is not None
+        ]
+        if not times or self._failure is not None:
             return
-        first = next((ticket.since for ticket in self._waits if ticket not in self._reported), None)
-        if first is not None:
-            self._alarm = self._home().call_at(first + self._long_wait_s, self._report, self._long_wait_s)
+        if self._alarm is not None:
+            if self._alarm.when() <= min(times):
+                return  # one timer for all, since most waits are short
+            self._alarm.cancel()
+        self._alarm = self._home().call_at(min(times), self._ring)
 
-    def _report(self, long_wait_s: float) -> None:
+    def _ring(self) -> None:
         self._alarm = None
         now = self._home().time()
         for ticket, future in list(self._waits.items()):
-            if now >= ticket.since + long_wait_s and not (ticket in self._reported or future.done()):
+            if future.done():
+                continue
+            if _is_over(self._long_wait_s, ticket, now) and ticket not in self._reported:
                 self._reported.add(ticket)
                 self._on_long_wait(ticket.amount)
-        self._set_alarm()
+            if _is_over(self._max_wait_s, ticket, now):
+                future.set_exception(self._overdue(ticket.amount))
+        self._watch(ticket for ticket, future in self._waits.items() if not future.done())
+
+
+def _is_over(limit_s: float | None, ticket: Ticket[P], now: float) -> bool:
+    return limit_s is not None and now >= ticket.since + limit_s

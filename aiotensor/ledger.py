@@ -11,12 +11,19 @@ from aiotensor.memory import Memory
 from aiotensor.message import Message
 from aiotensor.types import Holder, Usage
 
-__all__ = ["Ledger", "MemoryUsage"]
+__all__ = ["Ledger", "MemoryUsage", "Patience"]
 
 logger = logging.getLogger("aiotensor.sender")
 
 _NAMED_HOLDERS = 8
 _ALLOCATED = "allocated"
+
+
+class Patience(NamedTuple):
+    """After how many seconds a wait is logged, and after how many it ends; None for never."""
+
+    long_wait_s: float | None
+    max_wait_s: float | None
 
 
 class MemoryUsage(NamedTuple):
@@ -37,6 +44,7 @@ class Ledger:
         messages: those in flight.
         permits: what they hold one each of.
         memory: what some of them hold bytes of.
+        patience: how long somebody may wait.
         receiver_pid: says who would have to take them.
     """
 
@@ -45,11 +53,13 @@ class Ledger:
         messages: Collection[Message],
         permits: Gate[None],
         memory: Memory,
+        patience: Patience,
         receiver_pid: Callable[[], int | None],
     ) -> None:
         self._messages = messages
         self._permits = permits
         self._memory = memory
+        self._patience = patience
         self._receiver_pid = receiver_pid
         self._loop = asyncio.get_running_loop()
 
@@ -79,7 +89,7 @@ class Ledger:
         ]
         return sorted(holders, key=lambda holder: -holder.seconds)
 
-    def log_wait(self, what: str, seconds: float) -> None:
+    def log_wait(self, what: str) -> None:
         """Log that somebody has waited for long, and for whom."""
         holders = self.holders()
         named = "; ".join(
@@ -91,12 +101,16 @@ class Ledger:
         more = f"; and {len(holders) - _NAMED_HOLDERS} more" if len(holders) > _NAMED_HOLDERS else ""
         logger.warning(
             "a send has waited %g s for %s; receiver: %s; held by: %s%s",
-            seconds,
+            self._patience.long_wait_s,
             what,
             receiver,
             named or "nobody",
             more,
         )
+
+    def overdue(self, reason: str, messages: int, nbytes: int) -> WouldBlockError:
+        """Make the error of a wait that lasted for too long; arguments are those of `would_block`."""
+        return self.would_block(f"{reason} for {self._patience.max_wait_s:g} s", messages, nbytes)
 
     def would_block(self, reason: str, messages: int, nbytes: int) -> WouldBlockError:
         """Make the error of a call that would have to wait.

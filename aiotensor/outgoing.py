@@ -20,10 +20,11 @@ from aiotensor.errors import (
     AioTensorError,
     ClosedError,
     DiscardedError,
+    WouldBlockError,
     again,
 )
-from aiotensor.gates import Gate, StuckError, Waiters
-from aiotensor.ledger import Ledger
+from aiotensor.gates import Gate, StuckError, Waiters, at_most
+from aiotensor.ledger import Ledger, Patience
 from aiotensor.links.base import SenderLink
 from aiotensor.memory import Memory
 from aiotensor.message import Message, State
@@ -47,7 +48,7 @@ class Outgoing:
         max_messages: the limit of permits.
         max_bytes: the limit of shared memory.
         keep_warm_s: after how many seconds idle shared memory goes back to the system; None for never.
-        long_wait_s: after how many seconds a wait is logged; None for never.
+        patience: how long somebody may wait.
     """
 
     def __init__(
@@ -57,19 +58,21 @@ class Outgoing:
         max_messages: int,
         max_bytes: int,
         keep_warm_s: float | None,
-        long_wait_s: float | None,
+        patience: Patience,
     ) -> None:
         self.failure: AioTensorError | None = None  # nothing can be sent any more
         self.messages_sent = self.messages_discarded = self.tensors_sent = self.bytes_sent = 0
         self.max_bytes = max_bytes
         self._link = link
-        self._long_wait_s = long_wait_s
+        self._patience = patience
         self._keep_warm_s = keep_warm_s
         self.permits: Gate[None] = Gate(
             max_messages,
             stuck_elsewhere=None,
-            long_wait_s=long_wait_s,
-            on_long_wait=lambda _: self._log_wait("a permit"),
+            long_wait_s=patience.long_wait_s,
+            on_long_wait=lambda _: self.ledger.log_wait("a permit"),
+            max_wait_s=patience.max_wait_s,
+            overdue=lambda _: self.ledger.overdue("no permit was free", 1, 0),
         )
         self._is_closed = False
         self._messages: dict[Message, None] = {}  # in flight, the oldest first
@@ -84,7 +87,7 @@ class Outgoing:
         """Begin to connect; `on_freed` is told of allocated blocks that were freed, from any thread."""
         self.memory = Memory(self.max_bytes, self._gate_over, on_freed, self._keep_warm_s)
         self.ledger = Ledger(
-            self._messages, self.permits, self.memory, lambda: self.conversation.receiver_pid
+            self._messages, self.permits, self.memory, self._patience, lambda: self.conversation.receiver_pid
         )
         try:
             await self.conversation.open()
@@ -115,12 +118,11 @@ class Outgoing:
             self.max_bytes,
             space=arena,
             stuck_elsewhere=self._parked_for_good,
-            long_wait_s=self._long_wait_s,
-            on_long_wait=lambda nbytes: self._log_wait(f"{nbytes} bytes of shared memory"),
+            long_wait_s=self._patience.long_wait_s,
+            on_long_wait=lambda nbytes: self.ledger.log_wait(f"{nbytes} bytes of shared memory"),
+            max_wait_s=self._patience.max_wait_s,
+            overdue=lambda nbytes: self.ledger.overdue("not enough shared memory was free", 0, nbytes),
         )
-
-    def _log_wait(self, what: str) -> None:
-        self.ledger.log_wait(what, self._long_wait_s or 0.0)
 
     # One message
 
@@ -148,11 +150,8 @@ class Outgoing:
     def begin_nowait(self, nbytes: int) -> Message:
         """Give a permit to a new message, or raise `WouldBlockError`."""
         if not self._link.is_ready:
-            reason = (
-                "the receiver is slow to read the link"
-                if self.conversation.is_connected
-                else "no receiver is here"
-            )
+            is_here = self.conversation.is_connected
+            reason = "the receiver is slow to read the link" if is_here else "no receiver is here"
             raise self.ledger.would_block(reason, 1, nbytes)
         permit = self.permits.try_acquire(1)
         if permit is None:
@@ -263,13 +262,18 @@ class Outgoing:
     async def _room(self, message: Message) -> None:
         """Wait until the receiver is there and reads."""
         self._check_open(message)  # lost while it was copied, it must not wait for the next receiver
-        while not self._link.is_ready:
-            message.awaits_room += 1
-            try:
-                await self._link.ready()
-            finally:
-                message.awaits_room -= 1
-            self._check_open(message)
+        async with at_most(self._patience.max_wait_s, self._no_room):
+            while not self._link.is_ready:
+                message.awaits_room += 1
+                try:
+                    await self._link.ready()
+                finally:
+                    message.awaits_room -= 1
+                self._check_open(message)
+
+    def _no_room(self) -> WouldBlockError:
+        is_here = self.conversation.is_connected
+        return self.ledger.overdue("the receiver read nothing" if is_here else "no receiver was here", 1, 0)
 
     def _check_open(self, message: Message) -> None:
         """Refuse to go on with a message that has ended: while it waited, or under a record that went out."""

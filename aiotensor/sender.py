@@ -12,7 +12,7 @@ import torch
 from aiotensor import links, placements
 from aiotensor.errors import DiscardedError, TooLargeError, UsageError
 from aiotensor.home import FreedItems, Home
-from aiotensor.ledger import MemoryUsage
+from aiotensor.ledger import MemoryUsage, Patience
 from aiotensor.message import Message, State
 from aiotensor.outgoing import Outgoing
 from aiotensor.placements import Plan, Sendable
@@ -44,6 +44,9 @@ class TensorSender:
             the next tensor; but not for ever, since others may need it.
         long_wait_seconds: after how long a wait for a permit or for memory is logged, once, with who
             holds what and for how long; None for never.
+        max_wait_s: after how many seconds a wait for a permit, for memory, or for a receiver that is not
+            there or does not read, ends with `WouldBlockError`; each wait for itself. None for never. A
+            server sets it to refuse in time what it cannot take.
 
     Raises:
         TypeError: the endpoint or a limit is of a wrong type.
@@ -58,6 +61,7 @@ class TensorSender:
         *,
         keep_warm_seconds: float | None = 30.0,
         long_wait_seconds: float | None = 10.0,
+        max_wait_s: float | None = None,
     ) -> None:
         self._id = secrets.token_hex(16)
         self._home = Home("TensorSender")
@@ -67,7 +71,7 @@ class TensorSender:
             _positive("max_concurrent_videos", max_concurrent_videos),
             _positive("arena_bytes", arena_bytes),
             _seconds("keep_warm_seconds", keep_warm_seconds),
-            _seconds("long_wait_seconds", long_wait_seconds),
+            Patience(_seconds("long_wait_seconds", long_wait_seconds), _seconds("max_wait_s", max_wait_s)),
         )
 
     @property
@@ -117,6 +121,7 @@ class TensorSender:
         Raises:
             UnsupportedTensorError: the tensor would not arrive as it is; nothing was taken for it.
             TooLargeError: it is larger than `arena_bytes`; nothing was taken for it.
+            WouldBlockError: it waited for longer than `max_wait_s`.
             PeerLostError: the receiver died or closed.
             DiscardedError: the receiver discarded the message before it was sent.
             ClosedError: this sender was closed, perhaps while waiting.
@@ -152,8 +157,8 @@ class TensorSender:
         """Begin a message of several tensors, which share one permit and arrive whole or not at all.
 
         Use as ``async with sender.message() as message:`` and send with ``await message.send(tensor)``.
-        Entering waits for a permit; leaving makes the message whole. An exception in the block, or
-        cancelling it, discards the message.
+        Entering waits for a permit, at most `max_wait_s`; leaving makes the message whole. An exception in
+        the block, or cancelling it, discards the message.
         """
         self._home.check()
         return OpenMessage(self)
@@ -177,6 +182,7 @@ class TensorSender:
             UnsupportedTensorError: a tensor of this dtype cannot travel.
             ValueError: a size is negative.
             TooLargeError: it would be larger than `arena_bytes`.
+            WouldBlockError: it waited for longer than `max_wait_s`.
             PeerLostError: the receiver died or closed.
             ClosedError: this sender was closed, perhaps while waiting.
             OSError: the machine has no shared memory or no descriptors left.
@@ -316,7 +322,7 @@ class OpenMessage:
 
         Raises:
             WouldBlockError: all of `arena_bytes` is held by messages that wait for more of it, so that
-                waiting would never end.
+                waiting would never end; or it waited for longer than `max_wait_s`.
             TooLargeError: the message has as many tensors as a message may have.
             DiscardedError: the message was discarded, by either side, or its block has ended.
         """

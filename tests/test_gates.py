@@ -401,6 +401,40 @@ async def test_no_wait_is_reported_where_none_is_too_long() -> None:
     waiting.cancel()
 
 
+async def test_an_overdue_wait_ends_with_an_error_and_each_later_one_too() -> None:
+    amounts: list[int] = []
+    gate: Gate[None] = Gate(
+        10,
+        long_wait_s=10,
+        max_wait_s=0.02,
+        overdue=lambda amount: PeerLostError(f"{amount} took too long"),
+        on_long_wait=amounts.append,
+    )
+    held = await gate.acquire(10)
+    for amount in (3, 4):
+        with pytest.raises(PeerLostError, match=f"{amount} took too long"):
+            await gate.acquire(amount)
+    assert gate.budget.waiting == 0
+    gate.release(held)
+    await gate.acquire(10)
+    assert amounts == []
+
+
+async def test_a_long_wait_is_reported_in_time_while_an_earlier_one_is_not_overdue_yet() -> None:
+    amounts: list[int] = []
+    gate: Gate[None] = Gate(10, long_wait_s=0.02, max_wait_s=60, on_long_wait=amounts.append)
+    await gate.acquire(10)
+    first = await begin(gate, 1)
+    while amounts != [1]:
+        await asyncio.sleep(0.01)
+    second = await begin(gate, 2)
+    while amounts != [1, 2]:
+        await asyncio.sleep(0.01)
+    for waiting in (first, second):
+        waiting.cancel()
+    await asyncio.wait([first, second])
+
+
 async def test_the_longest_of_the_present_waits_is_known() -> None:
     gate, now = gate_of(10), asyncio.get_running_loop().time
     assert gate.longest_wait_s(now()) == 0

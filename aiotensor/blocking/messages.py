@@ -42,6 +42,7 @@ class MessageClient(BlockingObject[channel.MessageClient[R]], Generic[R]):
         heartbeat_timeout_s: float | None = None,
         secret_key: Key | None = None,
         server_key: Key | None = None,
+        max_wait_s: float | None = None,
         linger_s: float = 1.0,
     ) -> None:
         super().__init__(
@@ -56,6 +57,7 @@ class MessageClient(BlockingObject[channel.MessageClient[R]], Generic[R]):
                 heartbeat_timeout_s=heartbeat_timeout_s,
                 secret_key=secret_key,
                 server_key=server_key,
+                max_wait_s=max_wait_s,
                 linger_s=linger_s,
             )
         )

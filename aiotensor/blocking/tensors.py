@@ -30,6 +30,7 @@ class TensorSender(BlockingObject[aiotensor.TensorSender]):
         *,
         keep_warm_seconds: float | None = 30.0,
         long_wait_seconds: float | None = 10.0,
+        max_wait_s: float | None = None,
     ) -> None:
         super().__init__(
             aiotensor.TensorSender(
@@ -38,6 +39,7 @@ class TensorSender(BlockingObject[aiotensor.TensorSender]):
                 arena_bytes,
                 keep_warm_seconds=keep_warm_seconds,
                 long_wait_seconds=long_wait_seconds,
+                max_wait_s=max_wait_s,
             )
         )
 

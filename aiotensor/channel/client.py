@@ -21,12 +21,13 @@ from aiotensor.errors import (
     DiscardedError,
     PeerLostError,
     ProtocolError,
+    WouldBlockError,
 )
-from aiotensor.gates import Waiters
+from aiotensor.gates import Waiters, at_most
 from aiotensor.home import Home
 from aiotensor.receiver import TensorReceiver
 from aiotensor.sender import OpenMessage, TensorSender
-from aiotensor.types import ClientStatistics
+from aiotensor.types import ClientStatistics, Usage
 
 __all__ = ["MessageClient"]
 
@@ -66,6 +67,9 @@ class MessageClient(Generic[R]):
             less time than the timeout: raise it for large tensors on a slow network.
         secret_key: this client's CURVE key, for servers on other machines; from `zmq.curve_keypair`.
         server_key: the servers' public key.
+        max_wait_s: after how many seconds a wait for a server that is not there, or that takes no more
+            messages, ends with `WouldBlockError`; each for itself. None for never. Waiting for an answer is
+            not bounded by it.
         linger_s: how long `aclose` waits, in seconds, until what was sent has left.
 
     Raises:
@@ -87,6 +91,7 @@ class MessageClient(Generic[R]):
         heartbeat_timeout_s: float | None = None,
         secret_key: Key | None = None,
         server_key: Key | None = None,
+        max_wait_s: float | None = None,
         linger_s: float = 1.0,
     ) -> None:
         self._home = Home("MessageClient")
@@ -112,6 +117,7 @@ class MessageClient(Generic[R]):
             ),
             **keys,
         }
+        self._max_wait_s = None if max_wait_s is None else options.seconds("max_wait_s", max_wait_s)
         self._linger_s = options.seconds("linger_s", linger_s)
         self._receiver = receiver
         self._decoder: TensorDecoder[R] = TensorDecoder(reply_type)
@@ -130,7 +136,15 @@ class MessageClient(Generic[R]):
             raise
         receiver = "" if self._receiver is None else self._receiver.id
         self._connections = [
-            Connection(self._context, address, self._options, receiver, self._drop, self._changes.wake)
+            Connection(
+                self._context,
+                address,
+                self._options,
+                receiver,
+                self._max_wait_s,
+                self._drop,
+                self._changes.wake,
+            )
             for address in self._addresses
         ]
         for connection in self._connections:
@@ -167,7 +181,8 @@ class MessageClient(Generic[R]):
                 done the work.
             AccessDeniedError: the server is another user, or does not know this client's key.
             ProtocolError: the answer is not of the type that it should be, or its tensors cannot be taken.
-            WouldBlockError: all of the sender's memory is held by messages that wait for more of it.
+            WouldBlockError: all of the sender's memory is held by messages that wait for more of it, or
+            something was waited for longer than `max_wait_s`, of this client or of the sender.
             OSError: the machine has no shared memory, no descriptors or no threads left.
             TypeError: something in the message cannot be encoded; `TensorEncoder.encode` says what else is
                 raised for that.
@@ -253,7 +268,8 @@ class MessageClient(Generic[R]):
                 raise ValueError("`inside` is a message of this client's sender, for the same target")
             target = owners[0] if target is None else target
         if target is None and len(self._connections) > 1:
-            target = await self._least_busy()
+            async with at_most(self._max_wait_s, self._overdue):
+                target = await self._least_busy()
         number = 0 if target is None else target
         if not 0 <= number < len(self._connections):
             raise ValueError(f"target {target} is none of the {len(self._connections)} servers, from 0")
@@ -261,6 +277,12 @@ class MessageClient(Generic[R]):
         if not connection.is_ready:
             await connection.ready()
         return connection, self._senders[number]
+
+    def _overdue(self) -> WouldBlockError:
+        return WouldBlockError(
+            f"none of the {len(self._connections)} servers has been there for {self._max_wait_s:g} s",
+            messages=Usage(requested=1),
+        )
 
     async def _least_busy(self) -> int:
         """Wait until a server is there, and return the number of the one with the least to do.

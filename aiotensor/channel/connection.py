@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import NamedTuple
 
@@ -27,9 +28,10 @@ from aiotensor.errors import (
     PeerLostError,
     ProtocolError,
     RemoteError,
+    WouldBlockError,
     again,
 )
-from aiotensor.gates import Waiters
+from aiotensor.gates import Waiters, at_most
 from aiotensor.links.users import check_user
 from aiotensor.protocol.exchange import (
     VERSION,
@@ -45,7 +47,7 @@ from aiotensor.protocol.exchange import (
     write,
 )
 from aiotensor.protocol.window import Window
-from aiotensor.types import TensorHandle
+from aiotensor.types import TensorHandle, Usage
 
 __all__ = ["Answered", "Asked", "Connection"]
 
@@ -79,6 +81,7 @@ class Connection:
         address: of the server.
         options: of its sockets.
         receiver: the id of the receiver that takes the tensors of answers; "" for none.
+        max_wait_s: after how many seconds a wait for the server, or for credit, ends; None for never.
         drop: called with the handles of an answer that nobody waits for.
         changed: called when it became ready, or is not ready any more.
     """
@@ -89,6 +92,7 @@ class Connection:
         address: Address,
         options: Mapping[int, int | bytes],
         receiver: str,
+        max_wait_s: float | None,
         drop: Callable[[Handles], None],
         changed: Callable[[], None],
     ) -> None:
@@ -100,13 +104,14 @@ class Connection:
         self._address = address
         self._options = {**options, **address.options}
         self._receiver = receiver
+        self._max_wait_s = max_wait_s
         self._drop = drop
         self._changed = changed
         self._open: dict[int, asyncio.Future[Answered]] = {}
         self._next_number = 0
         self._pid: int | None = None
         self._waiters = Waiters()
-        self._outbox = Outbox(self._send)
+        self._outbox = Outbox(self._send, patience=self._patience)
         self._notices = Outbox(self._send)  # what needs no credit
         self._failed_handshakes = 0
         self._is_introduced = False
@@ -137,12 +142,25 @@ class Connection:
         Raises:
             PeerLostError: it refused this client. The next one who asks tries again.
             AccessDeniedError: it is another user, or does not know the key.
+            WouldBlockError: none was there for so long as this waits.
             ClosedError: this client was closed.
         """
         self.try_again()
-        while not self.is_ready:
-            self.raise_failure()
-            await self._waiters.wait()
+        async with self._patience():
+            while not self.is_ready:
+                self.raise_failure()
+                await self._waiters.wait()
+
+    def _patience(self) -> AbstractAsyncContextManager[None]:
+        return at_most(self._max_wait_s, self._overdue)
+
+    def _overdue(self) -> WouldBlockError:
+        why = "has taken no message" if self.is_ready else "has not been there"
+        return WouldBlockError(
+            f"the server at {self._address.text} {why} for {self._max_wait_s:g} s ({self.in_flight} messages "
+            "are in flight to it)",
+            messages=Usage(None, self.in_flight, 1),
+        )
 
     @property
     def is_hopeless(self) -> bool:
@@ -170,6 +188,7 @@ class Connection:
 
         Raises:
             PeerLostError: the server went while the tensors were on their way.
+            WouldBlockError: there was no credit for so long as this waits.
         """
         body, *buffers = parts
         nbytes = sum(map(len, parts))

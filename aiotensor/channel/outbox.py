@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import TypeAlias
 
 from aiotensor.protocol.window import Window
@@ -45,10 +45,17 @@ class Outbox:
         send: hands a message over, and says whether there was room; the second argument is whether it is a
             retry.
         window: how much the peer takes, if that is limited.
+        patience: limits how long somebody waits here.
     """
 
-    def __init__(self, send: Callable[[Parts, bool], bool], window: Window | None = None) -> None:
+    def __init__(
+        self,
+        send: Callable[[Parts, bool], bool],
+        window: Window | None = None,
+        patience: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+    ) -> None:
         self.window = window
+        self._patience = patience
         self._hand_over = send
         self._letters: deque[_Letter] = deque()
         self._is_over = False
@@ -73,6 +80,7 @@ class Outbox:
 
         Raises:
             OSError: this process lacks something to send it with.
+            AioTensorError: what `patience` raises.
         """
         if not self._letters and self._send(parts, nbytes, is_retry=False):
             on_sent()
@@ -83,7 +91,8 @@ class Outbox:
         letter = _Letter(parts, nbytes, on_sent, gone)
         self._letters.append(letter)
         try:
-            return await gone
+            async with self._patience():
+                return await gone
         except BaseException:
             with suppress(ValueError):  # it has left, or the peer has gone, in this very turn
                 self._letters.remove(letter)
