@@ -1,5 +1,7 @@
 """Hand torch tensors from one process to another, with asyncio and with backpressure."""
 
+import logging
+
 from aiotensor.errors import (
     AccessDeniedError,
     AioTensorError,
@@ -43,3 +45,6 @@ __all__ = [
     "UsageError",
     "WouldBlockError",
 ]
+
+# Who has not set logging up has not asked for it: without this, Python prints warnings to standard error.
+logging.getLogger("aiotensor").addHandler(logging.NullHandler())

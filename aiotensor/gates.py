@@ -90,6 +90,7 @@ class Gate(Generic[P]):
         self._waits: dict[Ticket[P], asyncio.Future[None]] = {}  # the longest first
         self._reported: set[Ticket[P]] = set()
         self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at = 0.0
         self._failure: Callable[[], AioTensorError] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -194,10 +195,11 @@ class Gate(Generic[P]):
         if not times or self._failure is not None:
             return
         if self._alarm is not None:
-            if self._alarm.when() <= min(times):
+            if self._alarm_at <= min(times):
                 return  # one timer for all, since most waits are short
             self._alarm.cancel()
-        self._alarm = self._home().call_at(min(times), self._ring)
+        self._alarm_at = min(times)
+        self._alarm = self._home().call_at(self._alarm_at, self._ring)
 
     def _ring(self) -> None:
         self._alarm = None

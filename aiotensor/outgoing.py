@@ -101,8 +101,7 @@ class Outgoing:
         self.permits.fail(self.why_not)
         self.memory.gate.fail(self.why_not)
         try:
-            for message in [message for message in self._messages if message.state is State.OPEN]:
-                self.abandon(message)
+            self.abandon_all(State.OPEN)
             # First, and before anything is waited for: whoever goes without it is taken for lost, with all
             # that it had sent.
             await self.conversation.say_goodbye()
@@ -234,6 +233,13 @@ class Outgoing:
         message = self.conversation.find(number)
         if message is not None:
             self.abandon(message)
+
+    def abandon_all(self, *states: State) -> int:
+        """Discard every message in one of these states, and count them."""
+        messages = [message for message in self._messages if message.state in states]
+        for message in messages:
+            self.abandon(message)
+        return len(messages)
 
     async def allocate(self, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Wait for a block that the caller owns, and return a tensor over it."""

@@ -212,6 +212,14 @@ class TensorSender:
             raise ValueError(f"this handle is of sender {handle.sender}, not of this one ({self._id})")
         self._outgoing.abandon_number(handle.message)
 
+    def discard_all(self) -> int:
+        """Take back every message that the receiver has not taken yet, and return how many these are.
+
+        As `discard` does for each.
+        """
+        self._home.check()
+        return self._outgoing.abandon_all(State.OPEN, State.WHOLE)
+
     async def drain(self) -> None:
         """Wait until every message sent before this call was taken or discarded.
 

@@ -105,6 +105,10 @@ class TensorSender(BlockingObject[aiotensor.TensorSender]):
         """Take back the whole message of a handle, because nobody wants it any more."""
         self._now(self._inner.discard, handle)
 
+    def discard_all(self) -> int:
+        """Take back every message that the receiver has not taken yet, and return how many these are."""
+        return self._now(self._inner.discard_all)
+
     def drain(self, *, timeout: float | None = None) -> None:
         """Wait until every message sent before this call was taken or discarded.
 

@@ -1,0 +1,158 @@
+"""A sender, or a client of messages, for the life of a FastAPI or Starlette application.
+
+::
+
+    engine = MessageLifespan(
+        lambda: TensorSender("unix:///run/engine.tensors", max_concurrent_videos=4, max_wait_s=5),
+        lambda sender: MessageClient("ipc:///run/engine.messages", sender=sender, reply_type=Answer),
+    )
+    app = FastAPI(lifespan=engine.lifespan)
+    engine.install(app)
+
+    @app.post("/videos")
+    async def post_video(
+        request: Request,
+        client: Annotated[MessageClient[Answer], Depends(engine.client)],
+        permit: Annotated[OpenMessage, Depends(engine.permit)],
+    ) -> ...:
+        frames = await decode(request)
+        answer = await client.request(Video(frames), inside=permit)
+
+Each worker of a server has a sender of its own, so ``--workers 4`` have four times its permits and memory
+in all. Everything here works for Starlette alone, too, where a handler writes ``await engine.client(request)``.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Generic, TypeVar
+
+from starlette.applications import Starlette
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import Response
+
+from aiotensor.channel import MessageClient
+from aiotensor.errors import AioTensorError, UsageError
+from aiotensor.integrations.hangups import HangUps, watch
+from aiotensor.integrations.problems import ANSWERED_ERRORS, MEDIA_TYPE, problem_of
+from aiotensor.integrations.serving import serving
+from aiotensor.sender import OpenMessage, TensorSender
+
+__all__ = ["MessageLifespan", "TensorLifespan"]
+
+R = TypeVar("R")
+
+
+class TensorLifespan:
+    """Open a sender for the life of an application, and give it to its handlers.
+
+    A request whose handler has asked for the sender is cancelled when its client hangs up, so that what it
+    holds comes back at once. What the sender raises is answered as problem JSON: with 503 and ``Retry-After``
+    for a wait longer than the sender's `max_wait_s` and for a receiver that was lost.
+
+    Args:
+        make_sender: makes the sender; called when the application starts, in each worker.
+        drain_s: how many seconds the receiver has at the end to take what was sent; then the rest is
+            discarded. Keep it below what the server's supervisor allows for a shutdown.
+        retry_after_s: when a client that got a 503 is to try again, in seconds.
+    """
+
+    def __init__(
+        self, make_sender: Callable[[], TensorSender], *, drain_s: float = 5.0, retry_after_s: float = 5.0
+    ) -> None:
+        self._make_sender = make_sender
+        self._drain_s = drain_s
+        self._retry_after_s = retry_after_s
+        self._sender: TensorSender | None = None
+
+    def install(self, app: Starlette) -> None:
+        """Have an application answer errors as problems, and cancel requests whose clients hang up."""
+        app.add_middleware(HangUps)
+        for error in ANSWERED_ERRORS:
+            app.add_exception_handler(error, self.answer_error)
+
+    @asynccontextmanager
+    async def lifespan(self, app: object) -> AsyncIterator[None]:
+        """Open the sender while an application runs.
+
+        Give it to the application as it is, or use it in a lifespan of your own:
+        ``async with engine.lifespan(app): ... yield``.
+        """
+        if self._sender is not None:
+            raise UsageError("this lifespan has begun already: make one for each application")
+        async with serving(self._make_sender, self._drain_s) as self._sender:
+            try:
+                yield
+            finally:
+                self._sender = None
+
+    async def sender(self, connection: HTTPConnection) -> TensorSender:
+        """Return the sender, as a dependency: ``Annotated[TensorSender, Depends(engine.sender)]``."""
+        if self._sender is None:
+            raise UsageError(
+                "the application has not started: give it the lifespan, as FastAPI(lifespan=engine.lifespan)"
+            )
+        watch(connection.scope)
+        return self._sender
+
+    async def permit(self, connection: HTTPConnection) -> AsyncIterator[OpenMessage]:
+        """Take a permit for one request, as a dependency: ``Annotated[OpenMessage, Depends(engine.permit)]``.
+
+        Waits for the permit before the handler begins, and before it reads a body by itself; so what is
+        decoded at once is bounded by the permits, too. The message is whole when the handler returns, and is
+        discarded if it raises.
+        """
+        async with (await self.sender(connection)).message() as message:
+            yield message
+
+    async def answer_error(self, request: Request, error: Exception) -> Response:
+        """Answer an error of this library as problem JSON; `install` has it do so.
+
+        Raises:
+            Exception: it is another error, or a bug of the server.
+        """
+        problem = problem_of(error, self._retry_after_s) if isinstance(error, AioTensorError) else None
+        if problem is None:
+            raise error
+        return Response(problem.body, problem.status, problem.headers, MEDIA_TYPE)
+
+
+class MessageLifespan(TensorLifespan, Generic[R]):
+    """Open a sender, and a client of messages with it, for the life of an application.
+
+    Args:
+        make_sender: makes the sender; called when the application starts, in each worker.
+        make_client: makes the client, with that sender.
+        drain_s: as of `TensorLifespan`.
+        retry_after_s: as of `TensorLifespan`.
+    """
+
+    def __init__(
+        self,
+        make_sender: Callable[[], TensorSender],
+        make_client: Callable[[TensorSender], MessageClient[R]],
+        *,
+        drain_s: float = 5.0,
+        retry_after_s: float = 5.0,
+    ) -> None:
+        super().__init__(make_sender, drain_s=drain_s, retry_after_s=retry_after_s)
+        self._make_client = make_client
+        self._client: MessageClient[R] | None = None
+
+    @asynccontextmanager
+    async def lifespan(self, app: object) -> AsyncIterator[None]:
+        """Open the sender and the client while an application runs, as `TensorLifespan.lifespan`."""
+        async with super().lifespan(app):
+            if self._sender is None:
+                raise AssertionError("the sender of a lifespan that has begun is open")
+            async with self._make_client(self._sender) as self._client:
+                try:
+                    yield
+                finally:
+                    self._client = None
+
+    async def client(self, connection: HTTPConnection) -> MessageClient[R]:
+        """Return the client, as a dependency, ``Annotated[MessageClient[...], Depends(engine.client)]``."""
+        await self.sender(connection)
+        if self._client is None:
+            raise UsageError("the application is stopping")
+        return self._client

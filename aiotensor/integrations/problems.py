@@ -1,0 +1,130 @@
+"""What an HTTP client is told when the way to the engine ends in an error: a problem as RFC 9457 has it.
+
+The bound on what is in flight reaches the client here: as a status that says "later", and when. What the
+errors say themselves (process ids, paths, the engine's own words) is for the log and not for clients.
+"""
+
+import logging
+import math
+from http import HTTPStatus
+from typing import Final
+
+import msgspec
+
+from aiotensor.errors import (
+    AioTensorError,
+    ClosedError,
+    DiscardedError,
+    PeerLostError,
+    ProtocolError,
+    RemoteError,
+    TooLargeError,
+    WouldBlockError,
+)
+
+__all__ = ["ANSWERED_ERRORS", "MEDIA_TYPE", "Problem", "problem_of"]
+
+logger = logging.getLogger("aiotensor.integrations")
+
+MEDIA_TYPE: Final = "application/problem+json"
+
+# What the engine's side of a channel says if a message was lost on its way, or the engine stops.
+_LOSSES = frozenset(error.__name__ for error in (PeerLostError, DiscardedError, ClosedError)) | {
+    "CancelledError"
+}
+
+
+class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why a request was not answered.
+
+    Attributes:
+        status: the HTTP status.
+        title: its phrase.
+        detail: what is the matter, in a sentence.
+        reason: the same for programs: ``busy``, ``engine_lost``, ``engine_failed`` or ``too_large``.
+        retry_after: after how many seconds to try again; None if that would not help.
+    """
+
+    status: int
+    title: str
+    detail: str
+    reason: str
+    retry_after: int | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of the answer, but for its type."""
+        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+
+    @property
+    def body(self) -> bytes:
+        """The answer, as JSON."""
+        return msgspec.json.encode(self)
+
+
+def problem_of(error: AioTensorError, retry_after_s: float) -> Problem | None:
+    """Say what a client is told of an error, and log the error; None for one that is a bug of the server.
+
+    Args:
+        error: what a handler raised.
+        retry_after_s: when a client is to try again, in seconds.
+    """
+    later = max(math.ceil(retry_after_s), 1)
+    match error:
+        case WouldBlockError():
+            problem = _problem(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "the server has as much to do as it can take: try again later",
+                "busy",
+                later,
+            )
+        case PeerLostError() | DiscardedError() | ClosedError():
+            problem = _engine_lost(later)
+        case RemoteError() if error.type_name in _LOSSES:
+            problem = _engine_lost(later)
+        case RemoteError() | ProtocolError():
+            problem = _problem(
+                HTTPStatus.BAD_GATEWAY, "the engine could not answer this request", "engine_failed"
+            )
+        case TooLargeError():
+            problem = _problem(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"this needs {error.requested} and can have {error.limit} at most",
+                "too_large",
+            )
+        case _:
+            return None
+    is_bug = problem.reason == "engine_failed"
+    logger.log(
+        logging.ERROR if is_bug else logging.INFO,
+        "a request is answered with %s, because of %s: %s",
+        problem.status,
+        type(error).__name__,
+        error,
+        extra={"event": "request_refused", "status": problem.status, "error": type(error).__name__},
+    )
+    return problem
+
+
+ANSWERED_ERRORS: Final = (
+    WouldBlockError,
+    PeerLostError,
+    DiscardedError,
+    ClosedError,
+    RemoteError,
+    ProtocolError,
+    TooLargeError,
+)
+
+
+def _engine_lost(later: int) -> Problem:
+    return _problem(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "the engine went away before it answered: try again later",
+        "engine_lost",
+        later,
+    )
+
+
+def _problem(status: HTTPStatus, detail: str, reason: str, later: int | None = None) -> Problem:
+    return Problem(status.value, status.phrase, detail, reason, later)

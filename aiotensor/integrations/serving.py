@@ -1,0 +1,41 @@
+"""What every server does with a sender: opens it for its own life, and lets go of it without haste."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from aiotensor.errors import PeerLostError
+from aiotensor.sender import TensorSender
+
+__all__ = ["serving"]
+
+logger = logging.getLogger("aiotensor.integrations")
+
+
+@asynccontextmanager
+async def serving(make: Callable[[], TensorSender], drain_s: float) -> AsyncIterator[TensorSender]:
+    """Open a sender for as long as a server runs.
+
+    At the end the receiver has some seconds to take what was sent; what it has not taken by then is
+    discarded, since nobody is left who would want it.
+
+    Args:
+        make: makes the sender, in the process and the loop of the server.
+        drain_s: how many seconds the receiver has.
+    """
+    async with make() as sender:
+        try:
+            yield sender
+        finally:
+            try:
+                async with asyncio.timeout(drain_s):
+                    await sender.drain()
+            except (TimeoutError, PeerLostError):
+                discarded = sender.discard_all()
+                logger.warning(
+                    "%s messages were not taken within %g s of the end, and are discarded",
+                    discarded,
+                    drain_s,
+                    extra={"event": "messages_discarded", "messages": discarded},
+                )

@@ -1,0 +1,59 @@
+"""The same server in aiohttp: by itself, ``python -m tests.integrations.aiohttp_app DESCRIPTOR``, or in gunicorn."""
+
+import socket
+import sys
+
+import msgspec
+from aiohttp import web
+
+from aiotensor import TensorSender
+from aiotensor.channel import MessageClient
+from aiotensor.integrations.aiohttp import client_context, problem_middleware, sender_context
+from tests.integrations import totals
+
+SENDER = web.AppKey("sender", TensorSender)
+CLIENT = web.AppKey("client", MessageClient[totals.Total])
+
+routes = web.RouteTableDef()
+
+
+@routes.post("/totals")
+async def post_totals(request: web.Request) -> web.Response:
+    """Add up what is uploaded, with a permit from before the upload is read."""
+    async with request.app[SENDER].message() as permit:
+        message = totals.numbers(await request.read())
+        total = await request.app[CLIENT].request(message, inside=permit)
+    return web.Response(body=msgspec.json.encode(total), content_type="application/json")
+
+
+@routes.post("/left")
+async def post_left(request: web.Request) -> web.Response:
+    """Send what is uploaded, and leave it to whoever takes it."""
+    handle = await request.app[SENDER].send(totals.numbers(await request.read()).values)
+    return web.Response(body=msgspec.json.encode(handle), content_type="application/json")
+
+
+@routes.get("/held")
+async def get_held(request: web.Request) -> web.Response:
+    """Say what this worker has."""
+    held = totals.held(request.app[SENDER], request.app[CLIENT])
+    return web.Response(body=msgspec.json.encode(held), content_type="application/json")
+
+
+def make_app() -> web.Application:
+    """Make the application."""
+    app = web.Application(middlewares=[problem_middleware(retry_after_s=2.0)], client_max_size=1 << 30)
+    app.cleanup_ctx.append(sender_context(SENDER, totals.sender, drain_s=1.0))
+    app.cleanup_ctx.append(client_context(CLIENT, lambda: totals.client(app[SENDER])))
+    app.add_routes(routes)
+    return app
+
+
+async def make_runner() -> web.AppRunner:
+    """Make what a worker of gunicorn runs."""
+    return web.AppRunner(make_app(), handler_cancellation=True)
+
+
+if __name__ == "__main__":
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    web.run_app(make_app(), sock=listener, print=lambda *_: None, handler_cancellation=True)

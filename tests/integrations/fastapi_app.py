@@ -1,0 +1,53 @@
+"""A FastAPI server for the tests: it has its engine add up what is uploaded."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated, TypeAlias
+
+import msgspec
+from fastapi import Depends, FastAPI, Request, Response
+
+from aiotensor import OpenMessage, TensorSender
+from aiotensor.channel import MessageClient
+from aiotensor.integrations.fastapi import MessageLifespan
+from tests.integrations import totals
+
+engine = MessageLifespan(totals.sender, totals.client, drain_s=1.0, retry_after_s=2.0)
+
+Sender: TypeAlias = Annotated[TensorSender, Depends(engine.sender)]
+Client: TypeAlias = Annotated[MessageClient[totals.Total], Depends(engine.client)]
+Permit: TypeAlias = Annotated[OpenMessage, Depends(engine.permit)]
+
+
+@asynccontextmanager
+async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Have something of the application's own around, too."""
+    async with engine.lifespan(app):
+        app.state.is_open = True
+        yield
+        app.state.is_open = False
+
+
+app = FastAPI(lifespan=lifespan)
+engine.install(app)
+
+
+@app.post("/totals")
+async def post_totals(request: Request, client: Client, permit: Permit) -> Response:
+    """Add up what is uploaded, with a permit from before the upload is read."""
+    message = totals.numbers(await request.body())
+    total = await client.request(message, inside=permit)
+    return Response(msgspec.json.encode(total), media_type="application/json")
+
+
+@app.post("/left")
+async def post_left(request: Request, sender: Sender) -> Response:
+    """Send what is uploaded, and leave it to whoever takes it."""
+    handle = await sender.send(totals.numbers(await request.body()).values)
+    return Response(msgspec.json.encode(handle), media_type="application/json")
+
+
+@app.get("/held")
+async def get_held(sender: Sender, client: Client) -> Response:
+    """Say what this worker has."""
+    return Response(msgspec.json.encode(totals.held(sender, client)), media_type="application/json")

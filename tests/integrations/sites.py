@@ -1,0 +1,126 @@
+"""Real HTTP servers in processes of their own, and what tests ask them."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import httpx
+import msgspec
+
+from tests.integrations.totals import Held
+
+__all__ = ["SERVERS", "Site", "http_client", "site", "workers"]
+
+ROOT = Path(__file__).parents[2]
+
+Command: TypeAlias = Callable[[int, int], list[str]]
+
+
+def _uvicorn(descriptor: int, workers: int) -> list[str]:
+    return [
+        *("uvicorn", "tests.integrations.fastapi_app:app", f"--fd={descriptor}", f"--workers={workers}"),
+        *("--log-level=warning", "--timeout-worker-healthcheck=120"),
+    ]
+
+
+def _gunicorn(app: str, worker: str, descriptor: int, workers: int) -> list[str]:
+    return [
+        *("gunicorn", app, f"--worker-class={worker}", f"--workers={workers}", f"--bind=fd://{descriptor}"),
+        *("--log-level=warning", "--timeout=120", "--no-control-socket"),
+    ]
+
+
+SERVERS: Mapping[str, Command] = {
+    "uvicorn": _uvicorn,
+    "gunicorn-uvicorn": lambda descriptor, workers: _gunicorn(
+        "tests.integrations.fastapi_app:app", "uvicorn_worker.UvicornWorker", descriptor, workers
+    ),
+    "aiohttp": lambda descriptor, workers: ["tests.integrations.aiohttp_app", str(descriptor)],
+    "gunicorn-aiohttp": lambda descriptor, workers: _gunicorn(
+        "tests.integrations.aiohttp_app:make_runner", "aiohttp.GunicornWebWorker", descriptor, workers
+    ),
+}
+
+
+@dataclass
+class Site:
+    """A server that runs.
+
+    Attributes:
+        process: the one that was started; its workers are its children.
+        port: where it listens.
+        errors: the file of its standard error.
+    """
+
+    process: asyncio.subprocess.Process
+    port: int
+    errors: Path
+
+    async def stop(self) -> tuple[int, str]:
+        """Ask the server to end, and return its exit status and what it wrote to standard error."""
+        self.process.send_signal(signal.SIGTERM)
+        return await self.process.wait(), self.errors.read_text()
+
+
+@asynccontextmanager
+async def site(
+    kind: str, *, workers: int, tensors: str, messages: str, arena_bytes: int, max_wait_s: float
+) -> AsyncIterator[Site]:
+    """Start a server, and end it with the block."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "TOTALS_TENSORS": tensors,
+        "TOTALS_MESSAGES": messages,
+        "TOTALS_ARENA_BYTES": str(arena_bytes),
+        "TOTALS_MAX_WAIT_S": str(max_wait_s),
+    }
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0), backlog=256) as here:
+        errors = Path(folder, "errors")
+        # Who connects before a worker is there waits: nobody has to ask whether the server is up.
+        command = SERVERS[kind](here.fileno(), workers)
+        with errors.open("wb") as file:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", *command),
+                cwd=ROOT,
+                env=environment,
+                stderr=file,
+                pass_fds=[here.fileno()],
+                start_new_session=True,  # its workers can be ended with it
+            )
+        try:
+            yield Site(process, here.getsockname()[1], errors)
+        finally:
+            sys.stderr.write(errors.read_text())  # shown if the test fails
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+
+def http_client(site: Site) -> httpx.AsyncClient:
+    """Make a client each of whose requests has a connection of its own, so that all workers get some."""
+    return httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{site.port}",
+        timeout=60,
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        trust_env=False,
+    )
+
+
+async def workers(http: httpx.AsyncClient, count: int) -> dict[int, Held]:
+    """Ask until so many workers have said what they have."""
+    found: dict[int, Held] = {}
+    while len(found) < count:
+        answers = await asyncio.gather(*[http.get("/held") for _ in range(4 * count)])
+        for answer in answers:
+            held = msgspec.json.decode(answer.content, type=Held)
+            found[held.pid] = held
+    return found

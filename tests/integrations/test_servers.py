@@ -1,0 +1,268 @@
+"""Real servers under real load, in front of a real engine: nothing is lost, and nothing exceeds its bound."""
+
+import asyncio
+import os
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from aiotensor import TensorHandle
+from tests.integrations import engine
+from tests.integrations.sites import SERVERS, Site, http_client, site, workers
+from tests.integrations.totals import PERMITS, Held, Total, total_of
+from tests.processes.peers import Peer, peers
+
+MiB = 1 << 20
+UPLOAD = bytes(range(256)) * 256  # what comes of it has a MiB
+RETRY_AFTER = "2"
+
+
+@dataclass
+class Scene:
+    """A server and its engines, of which the first is open."""
+
+    site: Site
+    http: httpx.AsyncClient
+    engines: list[Peer]
+    messages: str
+    workers: int
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="aiotensor-") as path:  # those of pytest are too long for a socket
+        yield Path(path)
+
+
+@asynccontextmanager
+async def scene(
+    kind: str,
+    folder: Path,
+    *,
+    engines: int = 1,
+    workers: int = 2,
+    arena_bytes: int = 64 * MiB,
+    max_wait_s: float = 20,
+) -> AsyncIterator[Scene]:
+    tensors, messages = f"unix://{folder}/t", f"ipc://{folder}/m"
+    async with (
+        peers(tensors, engines) as ready,
+        site(
+            kind,
+            workers=workers,
+            tensors=tensors,
+            messages=messages,
+            arena_bytes=arena_bytes,
+            max_wait_s=max_wait_s,
+        ) as server,
+        http_client(server) as http,
+    ):
+        await ready[0].call(engine.open_engine, messages)
+        yield Scene(server, http, ready, messages, 1 if kind == "aiohttp" else workers)
+
+
+def is_answered(response: httpx.Response) -> bool:
+    """Say whether an upload got its total; if not, it was refused as it should be."""
+    if response.status_code == 200:
+        assert msgspec.json.decode(response.content, type=Total).total == total_of(UPLOAD)
+        return True
+    assert response.status_code == 503, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    assert response.headers["retry-after"] == RETRY_AFTER
+    problem = response.json()
+    assert (problem["status"], problem["title"]) == (503, "Service Unavailable")
+    assert problem["reason"] in {"busy", "engine_lost"}
+    return False
+
+
+def shared_bytes(pid: int) -> int:
+    """Count the bytes of shared memory that the system has given to a process."""
+    segments = {}
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):
+            path = f"/proc/{pid}/fd/{name}"
+            if "memfd:aiotensor" in os.readlink(path):
+                status = os.stat(path)
+                segments[status.st_ino] = status.st_blocks * 512
+    return sum(segments.values())
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+async def test_of_200_uploads_at_50_in_flight_none_is_lost_and_memory_keeps_its_bound(
+    kind: str, folder: Path
+) -> None:
+    arena_bytes = 3 * MiB  # less than the permits could fill
+    async with scene(kind, folder, arena_bytes=arena_bytes, max_wait_s=0.5) as on:
+        [one] = on.engines
+        await one.call(engine.slow_down, 0.05)
+        await one.call(engine.serve, 1)
+        pids = list(await workers(on.http, on.workers))
+        turns, peak = asyncio.Semaphore(50), 0
+
+        async def upload() -> bool:
+            async with turns:
+                return is_answered(await on.http.post("/totals", content=UPLOAD))
+
+        async def look() -> None:
+            nonlocal peak
+            while True:
+                peak = max(peak, *map(shared_bytes, pids))
+                await asyncio.sleep(0.01)  # between two looks
+
+        looking = asyncio.create_task(look())
+        answered = Counter(await asyncio.gather(*[upload() for _ in range(200)]))
+        looking.cancel()
+
+        assert answered[True] + answered[False] == 200
+        assert answered[True] >= PERMITS * on.workers
+        assert answered[False], "50 at once are more than a slow engine takes in time"
+        assert 0 < peak <= arena_bytes
+        held = await workers(on.http, on.workers)
+        assert list(held) and set(held) == set(pids)
+        for worker in held.values():
+            assert worker.peak_in_flight <= PERMITS
+            assert worker.peak_bytes_in_use <= arena_bytes
+            assert (worker.in_flight, worker.bytes_in_use, worker.waiting, worker.requests) == (0, 0, 0, 0)
+        received, _ = await one.call(engine.held)
+        assert (received.unclaimed_tensors, received.senders_lost, received.leases) == (0, 0, 0)
+        assert (await on.site.stop()) == (0, "")
+
+
+async def hang_up(port: int, *, sent: bytes, of: int) -> asyncio.StreamWriter:
+    """Begin an upload, and say some of it."""
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST /totals HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % of + sent)
+    await writer.drain()
+    return writer
+
+
+@pytest.mark.parametrize("kind", ["uvicorn", "aiohttp", "gunicorn-aiohttp"])
+async def test_a_client_that_hangs_up_halfway_gives_its_permit_back_at_once(kind: str, folder: Path) -> None:
+    async with scene(kind, folder, workers=1) as on:
+        await on.engines[0].call(engine.serve, 1)
+        writers = [await hang_up(on.site.port, sent=UPLOAD[:1000], of=len(UPLOAD)) for _ in range(PERMITS)]
+        while (await one_worker(on)).in_flight < PERMITS:
+            pass
+        waiting = asyncio.create_task(on.http.post("/totals", content=UPLOAD))
+        while (await one_worker(on)).waiting < 1:
+            pass
+        writers[0].close()
+        assert is_answered(await waiting)
+        for writer in writers[1:]:
+            writer.close()
+        while (await one_worker(on)).in_flight:
+            pass
+        assert (await on.site.stop())[1] == ""
+
+
+@pytest.mark.parametrize("kind", ["uvicorn", "aiohttp", "gunicorn-aiohttp"])
+async def test_a_client_that_hangs_up_while_the_engine_works_cancels_that_work(kind: str, folder: Path) -> None:
+    async with scene(kind, folder, workers=1) as on:
+        [one] = on.engines
+        await one.call(engine.slow_down, 3600.0)
+        await one.call(engine.serve, 4)
+        writers = [await hang_up(on.site.port, sent=UPLOAD, of=len(UPLOAD)) for _ in range(3)]
+        while (await one.call(engine.held))[1].in_hand < 3:
+            pass
+        for writer in writers:
+            writer.close()
+        while (await one.call(engine.held))[1].cancelled < 3:
+            pass
+        while (worker := await one_worker(on)).requests or worker.bytes_in_use:
+            pass
+        assert worker.in_flight == 0
+        await one.call(engine.slow_down, 0.0)
+        assert is_answered(await on.http.post("/totals", content=UPLOAD))
+        assert (await on.site.stop())[1] == ""
+
+
+async def one_worker(on: Scene) -> Held:
+    [worker] = (await workers(on.http, 1)).values()
+    return worker
+
+
+@pytest.mark.parametrize("kind", ["uvicorn", "aiohttp"])
+async def test_a_killed_engine_means_503_and_the_next_one_200_without_a_restart_of_the_server(
+    kind: str, folder: Path
+) -> None:
+    async with scene(kind, folder, engines=2, max_wait_s=0.3) as on:
+        first, second = on.engines
+        await first.call(engine.slow_down, 0.02)
+        await first.call(engine.serve, 2)
+        pids = set(await workers(on.http, on.workers))
+        answered, is_over = [0, 0], asyncio.Event()
+
+        async def load() -> None:
+            while not is_over.is_set():
+                answered[is_answered(await on.http.post("/totals", content=UPLOAD))] += 1
+
+        async def until_more(of: bool) -> None:
+            before = answered[of]
+            while answered[of] < before + 20:
+                await asyncio.sleep(0.01)  # between two looks
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(20):
+                group.create_task(load())
+            await until_more(of=True)
+            first.kill()
+            await first.ended()
+            await until_more(of=False)
+            await second.call(engine.open_engine, on.messages)
+            await second.call(engine.serve, 2)
+            await until_more(of=True)
+            is_over.set()
+        assert is_answered(await on.http.post("/totals", content=UPLOAD))
+        assert set(await workers(on.http, on.workers)) == pids
+        assert (await on.site.stop()) == (0, "")
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+async def test_sigterm_lets_requests_end_and_what_was_sent_be_taken(kind: str, folder: Path) -> None:
+    async with scene(kind, folder) as on:
+        [one] = on.engines
+        await one.call(engine.slow_down, 0.2)
+        left = await on.http.post("/left", content=UPLOAD)
+        handle = msgspec.json.decode(left.content, type=TensorHandle)
+        # As many as a worker has permits for, with what is left.
+        asking = [asyncio.create_task(on.http.post("/totals", content=UPLOAD)) for _ in range(PERMITS - 1)]
+        while (await one.call(engine.held))[1].waiting < PERMITS - 1:
+            pass
+        stopping = asyncio.create_task(on.site.stop())
+        await one.call(engine.serve, PERMITS)
+        assert all([is_answered(await asked) for asked in asking])
+        assert await one.call(engine.take, handle) == total_of(UPLOAD)
+        assert await stopping == (0, "")
+
+
+@pytest.mark.parametrize("kind", ["uvicorn", "aiohttp"])
+async def test_what_nobody_takes_while_a_server_ends_is_discarded(kind: str, folder: Path) -> None:
+    async with scene(kind, folder) as on:
+        [one] = on.engines
+        assert (await on.http.post("/left", content=UPLOAD)).status_code == 200
+        assert (await one.call(engine.held))[0].unclaimed_tensors == 1
+        assert (await on.site.stop()) == (0, "")
+        while (held := (await one.call(engine.held))[0]).unclaimed_tensors:
+            pass
+        assert (held.messages_discarded, held.senders_lost, held.mapped_bytes) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("kind", ["uvicorn", "aiohttp"])
+async def test_what_can_never_be_answered_is_no_503_and_tells_no_secrets(kind: str, folder: Path) -> None:
+    async with scene(kind, folder, arena_bytes=2 * MiB) as on:
+        large = await on.http.post("/totals", content=UPLOAD * 3)
+        assert (large.status_code, large.json()["reason"]) == (413, "too_large")
+        assert "retry-after" not in large.headers
+
+        await on.engines[0].call(engine.fail)
+        failed = await on.http.post("/totals", content=UPLOAD)
+        assert (failed.status_code, failed.json()["reason"]) == (502, "engine_failed")
+        assert failed.headers["content-type"] == "application/problem+json"
+        assert "secret" not in failed.text
