@@ -19,6 +19,8 @@ from tests.integrations.sites import SERVERS, Site, http_client, site, workers
 from tests.integrations.totals import PERMITS, Held, Total, total_of
 from tests.processes.peers import Peer, peers
 
+pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])  # of the tests; the servers have their own
+
 MiB = 1 << 20
 UPLOAD = bytes(range(256)) * 256  # what comes of it has a MiB
 RETRY_AFTER = "2"

@@ -1,0 +1,141 @@
+"""Decode a video while it still arrives, and ask the engine about it batch by batch.
+
+A video of 2 GB never needs 2 GB of memory: there are one batch of frames, in shared memory, and the piece of
+the file that has just come. The decoder asks for the next piece when it has used up the last one, so a slow
+engine makes the client upload more slowly.
+"""
+
+import os
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+
+import anyio.from_thread
+import anyio.to_thread
+import av
+import numpy as np
+import torch
+from messages import Batch, Summary
+
+from aiotensor import TensorSender
+from aiotensor.channel import MessageClient
+
+BATCH_FRAMES = 32
+
+
+class UnreadableVideoError(ValueError):
+    """The file is no video, or is damaged."""
+
+
+class Upload:
+    """A file that is read while it arrives; in a thread of anyio.
+
+    What has come stands in a temporary file, for formats that go back, or whose index is at the end: of such
+    a file the last bytes are waited for first. Have the folder for temporary files on a disk, not in memory.
+
+    Args:
+        pieces: of the file, as they come.
+        size: of the whole file, in bytes; None if nobody knows yet.
+    """
+
+    def __init__(self, pieces: AsyncIterator[bytes], size: int | None) -> None:
+        self._pieces = pieces
+        self._size = size
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as this, and has no name
+        self._here = self._position = 0
+        self._is_whole = False
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes, at most so many; none at the end."""
+        while self._here <= self._position and not self._is_whole:
+            self._wait_for_more()
+        self._file.seek(self._position)
+        part = self._file.read(size)
+        self._position += len(part)
+        return part
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a position, which may not be here yet."""
+        if whence == os.SEEK_END:
+            while self._size is None:
+                self._wait_for_more()
+            offset += self._size
+        elif whence == os.SEEK_CUR:
+            offset += self._position
+        self._position = offset
+        return offset
+
+    def tell(self) -> int:
+        """Say which byte is next."""
+        return self._position
+
+    def _wait_for_more(self) -> None:
+        piece = anyio.from_thread.run(self._next_piece)
+        if piece is None:
+            self._is_whole, self._size = True, self._here
+        else:
+            self._file.seek(self._here)
+            self._file.write(piece)
+            self._here += len(piece)
+
+    async def _next_piece(self) -> bytes | None:
+        return await anext(self._pieces, None)
+
+
+class Decoder:
+    """Decode an upload, a batch at a time. Everything here blocks: call it in a thread."""
+
+    def __init__(self, upload: Upload) -> None:
+        self._upload = upload
+        self._frames: Iterator[av.VideoFrame] = iter(())
+        self._first: av.VideoFrame | None = None
+
+    def open(self) -> tuple[int, int]:
+        """Read as far as the first frame, and return its height and width."""
+        try:
+            # A playlist may name other files and addresses: an upload never makes us open one.
+            video = av.open(self._upload, "r", container_options={"protocol_whitelist": "none"})
+            self._frames = video.decode(video=0)
+            self._first = next(self._frames)
+        except (av.FFmpegError, IndexError, StopIteration) as error:
+            raise UnreadableVideoError(f"this is no video: {error}") from error
+        return self._first.height, self._first.width
+
+    def read(self, batch: np.ndarray) -> int:
+        """Decode into a batch of shape (frames, height, width, 3), and return how many frames there were."""
+        count = 0
+        try:
+            while count < len(batch) and (frame := self._next()) is not None:
+                fitted = frame.reformat(width=batch.shape[2], height=batch.shape[1], format="rgb24")
+                batch[count] = fitted.to_ndarray()
+                count += 1
+        except av.FFmpegError as error:
+            raise UnreadableVideoError(f"the video is damaged: {error}") from error
+        return count
+
+    def _next(self) -> av.VideoFrame | None:
+        first, self._first = self._first, None
+        return first or next(self._frames, None)
+
+
+async def colours(upload: Upload, sender: TensorSender, client: MessageClient[Summary]) -> list[list[float]]:
+    """Ask the engine for the mean colour of each frame of a video.
+
+    Cancelling gives everything back; the engine stops working on it, too.
+
+    Args:
+        upload: the file.
+        sender: to the engine.
+        client: of the engine, with that sender.
+    """
+    decoder = Decoder(upload)
+    size = await anyio.to_thread.run_sync(decoder.open)
+    found: list[list[float]] = []
+    while True:
+        # First a permit, then memory, then the frames: what is decoded is bounded, and not only what is sent.
+        async with sender.message() as permit:
+            frames = await sender.allocate((BATCH_FRAMES, *size, 3), torch.uint8)
+            count = await anyio.to_thread.run_sync(decoder.read, frames.numpy())
+            if not count:
+                return found
+            summary = await client.request(Batch(frames[:count]), inside=permit)
+        found += summary.colours.tolist()

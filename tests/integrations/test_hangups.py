@@ -1,0 +1,319 @@
+"""Requests are cancelled when their clients hang up: those that want it, and as long as they are not answered."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import anyio
+import pytest
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Scope
+
+from aiotensor import UsageError
+from aiotensor.integrations.hangups import HangUps, watch
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Visit:
+    """One request to an application, and what its client does."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._said: asyncio.Queue[Message] = asyncio.Queue()
+        self.readers = 0
+        self.heard: list[Message] = []
+
+    def say(self, body: bytes = b"", *, more: bool = False) -> None:
+        self._said.put_nowait({"type": "http.request", "body": body, "more_body": more})
+
+    def hang_up(self) -> None:
+        self._said.put_nowait({"type": "http.disconnect"})
+
+    async def _receive(self) -> Message:
+        self.readers += 1
+        assert self.readers == 1, "only one may ask the server"
+        try:
+            return await self._said.get()
+        finally:
+            self.readers -= 1
+
+    async def _send(self, message: Message) -> None:
+        self.heard.append(message)
+
+    def begin(self) -> "asyncio.Task[None]":
+        scope: Scope = {
+            **{"type": "http", "method": "POST", "path": "/", "raw_path": b"/", "query_string": b""},
+            **{"headers": [], "http_version": "1.1", "scheme": "http", "root_path": ""},
+        }
+
+        async def run() -> None:
+            await self._app(scope, self._receive, self._send)
+
+        return asyncio.create_task(run())
+
+    @property
+    def status(self) -> int:
+        return int(self.heard[0]["status"])
+
+
+def visit(handler: Handler, *, is_installed: bool = True, other: type[BaseHTTPMiddleware] | None = None) -> Visit:
+    app = Starlette(routes=[Route("/", handler, methods=["POST"])])
+    if is_installed:
+        app.add_middleware(HangUps)
+    if other is not None:
+        app.add_middleware(other)
+    return Visit(app)
+
+
+class Work:
+    """A handler that goes on until it is told to end, and whether it was cancelled."""
+
+    def __init__(self, *, is_watched: bool = True, reads: bool = True) -> None:
+        self.begun, self.end = asyncio.Event(), asyncio.Event()
+        self.was_cancelled = False
+        self._is_watched, self._reads = is_watched, reads
+
+    async def handle(self, request: Request) -> Response:
+        if self._is_watched:
+            watch(request.scope)
+        if self._reads:
+            await request.body()
+        self.begun.set()
+        try:
+            await self.end.wait()
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+        return PlainTextResponse("done")
+
+
+async def test_a_request_whose_client_hangs_up_is_cancelled_without_an_error() -> None:
+    work = Work()
+    visitor = visit(work.handle)
+    running = visitor.begin()
+    visitor.say(b"all")
+    await work.begun.wait()
+    visitor.hang_up()
+    await running
+    assert work.was_cancelled
+    assert visitor.readers == 0
+
+
+async def test_a_request_that_is_watched_after_it_was_read_is_cancelled_too() -> None:
+    begun = asyncio.Event()
+
+    async def handler(request: Request) -> Response:
+        await request.body()
+        watch(request.scope)
+        begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError("it was cancelled")
+
+    visitor = visit(handler)
+    running = visitor.begin()
+    visitor.say()
+    await begun.wait()
+    visitor.hang_up()
+    await running
+
+
+async def test_a_client_that_hangs_up_in_the_middle_of_what_it_says_cancels_too() -> None:
+    async def handler(request: Request) -> Response:
+        watch(request.scope)
+        return PlainTextResponse(str(len(await request.body())))
+
+    visitor = visit(handler)
+    running = visitor.begin()
+    visitor.say(b"half", more=True)
+    visitor.hang_up()
+    await running
+    assert visitor.status == 499
+
+
+async def test_a_request_that_nobody_watches_goes_on() -> None:
+    work = Work(is_watched=False)
+    visitor = visit(work.handle)
+    running = visitor.begin()
+    visitor.say()
+    await work.begun.wait()
+    visitor.hang_up()
+    work.end.set()
+    await running
+    assert visitor.status == 200
+    assert not work.was_cancelled
+
+
+async def test_what_is_done_after_the_answer_is_not_cancelled() -> None:
+    answered, done = asyncio.Event(), asyncio.Event()
+
+    async def later() -> None:
+        answered.set()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        done.set()
+
+    async def handler(request: Request) -> Response:
+        watch(request.scope)
+        await request.body()
+        return PlainTextResponse("done", background=BackgroundTask(later))
+
+    visitor = visit(handler)
+    running = visitor.begin()
+    visitor.say()
+    await answered.wait()
+    visitor.hang_up()
+    await running
+    assert done.is_set()
+
+
+async def test_an_answer_in_parts_ends_with_its_client() -> None:
+    ended = asyncio.Event()
+
+    async def parts() -> AsyncIterator[str]:
+        try:
+            while True:
+                yield "part"
+                await asyncio.sleep(0)
+        finally:
+            ended.set()
+
+    async def handler(request: Request) -> Response:
+        watch(request.scope)
+        await request.body()
+        return StreamingResponse(parts())
+
+    visitor = visit(handler)
+    running = visitor.begin()
+    visitor.say()
+    while len(visitor.heard) < 3:
+        await asyncio.sleep(0)
+    visitor.hang_up()
+    await running
+    await ended.wait()
+
+
+async def test_a_handler_may_ask_by_itself_whether_its_client_is_there() -> None:
+    asked: list[bool] = []
+
+    async def handler(request: Request) -> Response:
+        asked.append(await request.is_disconnected())  # it asks the server, and gives up at once
+        watch(request.scope)
+        await request.body()
+        asked.append(await request.is_disconnected())
+        return PlainTextResponse("done")
+
+    visitor = visit(handler)
+    running = visitor.begin()
+    while not asked:
+        await asyncio.sleep(0)
+    visitor.say()
+    await running
+    assert visitor.status == 200
+    assert asked == [False, False]
+
+
+async def test_another_middleware_gets_an_answer_for_a_client_that_is_gone() -> None:
+    class Other(BaseHTTPMiddleware):
+        async def dispatch(self, request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+            return await call_next(request)
+
+    work = Work()
+    visitor = visit(work.handle, other=Other)
+    running = visitor.begin()
+    visitor.say()
+    await work.begun.wait()
+    visitor.hang_up()
+    await running
+    assert work.was_cancelled
+    assert visitor.status == 499
+
+
+async def test_cancelling_the_server_itself_cancels_as_before_and_leaves_no_task() -> None:
+    work = Work()
+    visitor = visit(work.handle)
+    running = visitor.begin()
+    visitor.say()
+    await work.begun.wait()
+    before = asyncio.all_tasks() - {running}
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert asyncio.all_tasks() <= before
+    assert visitor.readers == 0
+
+
+async def test_an_application_without_the_middleware_says_so_at_once() -> None:
+    async def handler(request: Request) -> Response:
+        watch(request.scope)
+        return PlainTextResponse("done")
+
+    visitor = visit(handler, is_installed=False)
+    visitor.say()
+    with pytest.raises(UsageError, match=r"call install\(app\)"):
+        await visitor.begin()
+
+
+async def test_what_is_no_request_is_passed_on() -> None:
+    seen: list[str] = []
+
+    async def app(scope: Scope, receive: object, send: object) -> None:
+        seen.append(scope["type"])
+        watch(scope)
+
+    await HangUps(app)({"type": "websocket"}, anyio.sleep_forever, _nowhere)  # type: ignore[arg-type]
+    assert seen == ["websocket"]
+
+
+async def _nowhere(message: Message) -> None:
+    raise AssertionError("nothing was to be said")
+
+
+async def test_an_error_of_the_server_while_it_is_asked_is_not_the_requests() -> None:
+    work = Work()
+    fails = asyncio.Event()
+
+    async def receive() -> Message:
+        if not work.begun.is_set():
+            return {"type": "http.request", "body": b"", "more_body": False}
+        await fails.wait()
+        raise ConnectionError("the server is broken")
+
+    app = Starlette(routes=[Route("/", work.handle, methods=["POST"])])
+    scope: Scope = {
+        **{"type": "http", "method": "POST", "path": "/", "raw_path": b"/", "query_string": b"", "headers": []},
+        **{"http_version": "1.1", "scheme": "http", "root_path": ""},
+    }
+    heard: list[Message] = []
+
+    async def send(message: Message) -> None:
+        heard.append(message)
+
+    async def run() -> None:
+        await HangUps(app)(scope, receive, send)
+
+    running = asyncio.create_task(run())
+    await work.begun.wait()
+    fails.set()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await asyncio.shield(running)
+    work.end.set()
+    await running
+    assert heard[0]["status"] == 200
+
+
+async def test_a_connection_of_any_kind_can_be_watched() -> None:
+    async def handler(request: Request) -> Response:
+        watch(HTTPConnection(request.scope).scope)
+        return PlainTextResponse("done")
+
+    visitor = visit(handler)
+    visitor.say()
+    await visitor.begin()
+    assert visitor.status == 200
