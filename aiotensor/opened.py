@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import NamedTuple, Protocol, TypeAlias
 
 from aiotensor.errors import UsageError
@@ -176,8 +177,9 @@ class _Books:
             if not questions:
                 return
             for question in questions:
-                question.opened.look()
-                question.is_answered = True
+                with suppress(UsageError):  # another loop runs here by now
+                    question.opened.look()
+                    question.is_answered = True
             with self.changed:
                 self.changed.notify_all()
 
@@ -277,6 +279,7 @@ def look(timeout_s: float) -> Report:
     for opened, last in said:
         _count(last, counts.setdefault((type(last), opened.endpoint), {}))
     with books.changed:
+        books.sweep()
         still_open = [(opened.endpoint, last) for opened, last in said if opened in books.open]
     loops = {opened.loop for opened in silent if not opened.loop.is_closed()}
     return Report(still_open, counts, len(loops))
