@@ -32,9 +32,9 @@ class OpenMessage:
         return self._sender
 
     async def __aenter__(self) -> Self:
-        if self._message is not None:
-            raise UsageError("this message was begun before: begin another with sender.message()")
         with self._sender._errors:
+            if self._message is not None:
+                raise UsageError("this message was begun before: begin another with sender.message()")
             self._sender._check()
             self._message = await self._sender._outgoing.begin()
         return self

@@ -40,7 +40,7 @@ class ErrorTally:
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
 
-    def add(self, error: BaseException | None) -> None:
+    def add(self, error: BaseException) -> None:
         """Count an error; being cancelled is none. The error itself is not kept."""
         if isinstance(error, Exception):
             name = _name_of(type(error))
@@ -56,7 +56,8 @@ class ErrorTally:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.add(error)
+        if error is not None:
+            self.add(error)
 
 
 def _name_of(kind: type[Exception]) -> str:

@@ -59,7 +59,7 @@ class AioTensorCollector(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """Return all families without their samples; asks nobody."""
-        return list(_families(Report([], {}, 0), 0))
+        return list(_families(Report([], {}, 0), None))
 
     def collect(self) -> Iterable[Metric]:
         """Return what is held and what was done, from any thread."""
@@ -70,7 +70,7 @@ class AioTensorCollector(Collector):
         return list(_families(report, timeouts))
 
 
-def _families(report: Report, timeouts: int) -> Iterator[Metric]:
+def _families(report: Report, timeouts: int | None) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "aiotensor_scrape_timeouts", "Event loops that did not answer a scrape in time.", timeouts
     )
