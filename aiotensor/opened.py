@@ -99,6 +99,7 @@ class Opened:
         self.loop = loop
         self.thread = threading.get_ident()
         self.last: Statistics | None = None
+        self.is_closed = False
         self._owner = weakref.ref(owner)
 
     @property
@@ -166,7 +167,9 @@ class _Books:
         _count(opened.last, counts)
         self.closed[place] = counts
         if len(self.closed) > _MAX_CLOSED_PLACES:
-            del self.closed[next(iter(self.closed))]
+            in_use = {opened.endpoint for opened in self.open}  # whose counts would go back
+            oldest = next((place for place in self.closed if place[1] not in in_use), place)
+            del self.closed[oldest]
 
     def answer(self) -> None:
         """Answer what others ask this thread."""
@@ -254,10 +257,11 @@ def add(owner: Watched, endpoint: str, loop: asyncio.AbstractEventLoop) -> Opene
 
 
 def remove(opened: Opened) -> None:
-    """Let it be found no more, and keep what it has counted; in its thread. May be called again."""
+    """Let it be found no more, and keep what it has counted; in its loop. May be called again."""
     opened.look()
-    with _books.changed:
-        _books.fold(opened)
+    opened.is_closed = True
+    # Who waited hears of the end in the next turn, and what that counts is to be counted too.
+    opened.loop.call_soon(_strike_out, opened)
 
 
 def look(timeout_s: float) -> Report:
@@ -280,9 +284,17 @@ def look(timeout_s: float) -> Report:
         _count(last, counts.setdefault((type(last), opened.endpoint), {}))
     with books.changed:
         books.sweep()
-        still_open = [(opened.endpoint, last) for opened, last in said if opened in books.open]
+        still_open = [
+            (opened.endpoint, last) for opened, last in said if opened in books.open and not opened.is_closed
+        ]
     loops = {opened.loop for opened in silent if not opened.loop.is_closed()}
     return Report(still_open, counts, len(loops))
+
+
+def _strike_out(opened: Opened) -> None:
+    opened.look()
+    with _books.changed:
+        _books.fold(opened)
 
 
 def _count(statistics: Statistics, counts: Counts) -> None:

@@ -11,13 +11,13 @@ import pytest
 
 from aiotensor import SenderStatistics, TensorQueue, TensorReceiver, TensorSender, opened
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.errors import UsageError
+from aiotensor.errors import ClosedError, UsageError
 from aiotensor.home import Home
 from aiotensor.links import name_of
 from aiotensor.opened import COUNTERS, Report, Statistics, Watched
 from aiotensor.types import ClientStatistics, ReceiverStatistics, ServerStatistics
 from tests.channel.parties import Answer, Question, place
-from tests.pairs import endpoint, pair, pattern, settled
+from tests.pairs import endpoint, pair, pattern, settled, until
 from tests.test_home import forks, in_a_fork
 
 PATIENCE_S = 20.0  # more than a loop needs to answer that is not blocked
@@ -40,6 +40,11 @@ def open_told(answers: int, at: str) -> tuple[Told, Home]:
     home.enter()
     home.settle(told, at)
     return told, home
+
+
+def leave(home: Home) -> None:
+    with home.leaving():
+        home.is_closed = True
 
 
 def answers_at(report: Report, at: str) -> float:
@@ -140,6 +145,30 @@ async def test_what_was_counted_while_closing_is_counted(nothing_left_behind: No
         assert counts["messages_discarded", ""] == 1
 
 
+async def test_what_those_counted_who_waited_for_what_was_closed_is_counted(
+    nothing_left_behind: None,
+) -> None:
+    with place() as here:
+        async with TensorSender(here.tensors, 1) as sender:
+            message = sender.message()
+            await message.__aenter__()
+            waiting = [asyncio.create_task(sender.send(pattern(0, 3))) for _ in range(3)]
+            await until(lambda: sender.statistics().waiting == 3)
+        await asyncio.wait(waiting)
+        assert [type(task.exception()) for task in waiting] == [ClosedError] * 3
+        counts = opened.look(0.0).counts[SenderStatistics, here.tensors]
+        assert counts["errors", "ClosedError"] == 3
+        assert (
+            sum(
+                number
+                for (name, bound), number in counts.items()
+                if name == "permit_waits" and bound != "total_s"
+            )
+            == 3
+        )
+        del waiting
+
+
 async def test_what_was_freed_without_being_closed_keeps_what_was_last_seen_of_it() -> None:
     at = f"freed in {asyncio.get_running_loop()}"
     told, _ = open_told(5, at)
@@ -175,7 +204,8 @@ def test_an_object_is_asked_in_its_own_thread_only() -> None:
         report = opened.look(PATIENCE_S)
         assert (answers_at(report, "asked"), report.unanswered) == (1, 0)
         assert threading.get_ident() not in told.looks
-        do(loop, home.leaving().__enter__)
+        do(loop, lambda: leave(home))
+        assert not present(opened.look(PATIENCE_S), "asked")
 
 
 def test_a_loop_that_does_not_answer_is_passed_by_and_what_it_said_last_is_told_again() -> None:
@@ -253,8 +283,7 @@ def test_many_threads_may_look_at_once_while_objects_come_and_go() -> None:
             told, home = open_told(0, "busy")
             told.answers += 1
             await asyncio.sleep(0)
-            with home.leaving():
-                home.is_closed = True
+            leave(home)
 
     watchers = [threading.Thread(target=watch) for _ in range(3)]
     for watcher in watchers:
@@ -271,14 +300,18 @@ def test_many_threads_may_look_at_once_while_objects_come_and_go() -> None:
 
 
 async def test_endpoints_that_were_closed_are_not_remembered_for_ever() -> None:
+    at = f"place in {asyncio.get_running_loop()}"
+    stays, home_of_it = open_told(1, f"{at} 0")
     for number in range(600):
-        _, home = open_told(1, f"place {number}")
-        with home.leaving():
-            home.is_closed = True
+        told, home = open_told(1, f"{at} {number}")
+        leave(home)
+        await asyncio.sleep(0)
     assert len(opened._books.closed) == 256
     report = opened.look(0.0)
-    assert answers_at(report, "place 599") == 1
-    assert (ClientStatistics, "place 0") not in report.counts
+    assert answers_at(report, f"{at} 599") == told.answers
+    assert answers_at(report, f"{at} 0") == 1 + stays.answers  # somebody is still there
+    assert (ClientStatistics, f"{at} 1") not in report.counts
+    leave(home_of_it)
 
 
 @forks
