@@ -17,7 +17,7 @@ from aiotensor.links import name_of
 from aiotensor.opened import COUNTERS, Report, Statistics, Watched
 from aiotensor.types import ClientStatistics, ReceiverStatistics, ServerStatistics
 from tests.channel.parties import Answer, Question, place
-from tests.pairs import endpoint, pair, pattern, settled, until
+from tests.pairs import endpoint, pattern, until
 from tests.test_home import forks, in_a_fork
 
 PATIENCE_S = 20.0  # more than a loop needs to answer that is not blocked
@@ -120,20 +120,21 @@ async def test_what_could_not_be_opened_is_not_found(nothing_left_behind: None) 
             assert present(opened.look(0.0), here.tensors) == [receiver.statistics()]
 
 
-@pytest.mark.usefixtures("link", "nothing_left_behind")
-async def test_what_closed_senders_and_receivers_have_counted_stays_and_adds_up() -> None:
-    def sent() -> float:
-        counts = opened.look(0.0).counts
-        places = [(kind, at) for kind, at in counts if kind is SenderStatistics]
-        return sum(counts[one]["tensors_sent", ""] for one in places)
+async def test_what_closed_senders_and_receivers_have_counted_stays_and_adds_up(
+    nothing_left_behind: None,
+) -> None:
+    with place() as here:
 
-    before = sent()
-    for turn in range(3):
-        async with pair() as (sender, receiver):
-            await receiver.receive(await sender.send(pattern(0, 3)))
-            await settled(sender)
-            assert sent() == before + turn + 1
-        assert sent() == before + turn + 1
+        def counted() -> tuple[float, float]:
+            counts = opened.look(0.0).counts
+            sent = counts[SenderStatistics, here.tensors]["tensors_sent", ""]
+            return sent, counts[ReceiverStatistics, here.tensors]["tensors_taken", ""]
+
+        for turn in range(1, 4):
+            async with TensorReceiver(here.tensors) as receiver, TensorSender(here.tensors) as sender:
+                await receiver.receive(await sender.send(pattern(0, 3)))
+                assert counted() == (turn, turn)
+            assert counted() == (turn, turn)
 
 
 async def test_what_was_counted_while_closing_is_counted(nothing_left_behind: None) -> None:
@@ -301,7 +302,7 @@ def test_many_threads_may_look_at_once_while_objects_come_and_go() -> None:
 
 async def test_endpoints_that_were_closed_are_not_remembered_for_ever() -> None:
     at = f"place in {asyncio.get_running_loop()}"
-    stays, home_of_it = open_told(1, f"{at} 0")
+    told, _ = stays, home_of_it = open_told(1, f"{at} 0")
     for number in range(600):
         told, home = open_told(1, f"{at} {number}")
         leave(home)
