@@ -51,7 +51,7 @@ class AioTensorCollector(Collector):
     """
 
     def __init__(self, *, timeout_s: float = 1.0) -> None:
-        if not timeout_s >= 0:
+        if not 0 <= timeout_s <= threading.TIMEOUT_MAX:
             raise ValueError(f"timeout_s is seconds, at least 0, got {timeout_s}")
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
@@ -178,7 +178,7 @@ class MultiprocessPublisher:
     """
 
     def __init__(self, *, interval_s: float = 5.0, timeout_s: float = 1.0) -> None:
-        if not interval_s > 0:
+        if not 0 < interval_s < inf:
             raise ValueError(f"interval_s must be positive, got {interval_s}")
         if not getattr(values.ValueClass, "_multiprocess", False):
             raise UsageError(

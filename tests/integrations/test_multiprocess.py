@@ -216,7 +216,7 @@ def test_a_process_alone_is_told_that_it_needs_none() -> None:
         MultiprocessPublisher()
 
 
-@pytest.mark.parametrize("interval_s", [0, -1.0, float("nan")])
+@pytest.mark.parametrize("interval_s", [0, -1.0, float("inf"), float("nan")])
 def test_an_interval_that_is_none_is_refused(interval_s: float) -> None:
     with pytest.raises(ValueError, match="interval_s must be positive"):
         MultiprocessPublisher(interval_s=interval_s)

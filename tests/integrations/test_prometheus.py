@@ -330,9 +330,10 @@ def test_registering_twice_is_refused_as_for_other_collectors() -> None:
         registry.register(AioTensorCollector())
 
 
-def test_a_negative_limit_of_time_is_refused() -> None:
-    with pytest.raises(ValueError, match="timeout_s is seconds, at least 0, got -1"):
-        new_registry(timeout_s=-1)
+@pytest.mark.parametrize("timeout_s", [-1, inf, float("nan")])
+def test_a_limit_of_time_that_is_none_is_refused(timeout_s: float) -> None:
+    with pytest.raises(ValueError, match=f"timeout_s is seconds, at least 0, got {timeout_s}"):
+        new_registry(timeout_s=timeout_s)
 
 
 def test_every_number_comes_from_a_field_of_its_own() -> None:
