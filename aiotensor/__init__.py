@@ -19,7 +19,7 @@ from aiotensor.errors import (
 from aiotensor.links.queue import TensorQueue
 from aiotensor.receiver import TensorReceiver
 from aiotensor.sender import OpenMessage, TensorSender
-from aiotensor.types import Delivery, Holder, ReceiverStatistics, SenderStatistics, TensorHandle, Usage
+from aiotensor.types import Delivery, Holder, ReceiverStatistics, SenderStatistics, TensorHandle, Usage, Waits
 
 __all__ = [
     "AccessDeniedError",
@@ -43,6 +43,7 @@ __all__ = [
     "UnsupportedTensorError",
     "Usage",
     "UsageError",
+    "Waits",
     "WouldBlockError",
 ]
 

@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 
 from aiotensor.errors import AioTensorError
 from aiotensor.protocol.credits import Budget, Space, Ticket
+from aiotensor.tally import WaitTally
 
 __all__ = ["Gate", "StuckError", "Waiters", "at_most"]
 
@@ -82,6 +83,7 @@ class Gate(Generic[P]):
         overdue: Callable[[int], AioTensorError] = lambda amount: AioTensorError("waited for too long"),
     ) -> None:
         self.budget: Budget[P] = Budget(limit, space)
+        self.waited = WaitTally()
         self._stuck_elsewhere = stuck_elsewhere
         self._long_wait_s = long_wait_s
         self._on_long_wait = on_long_wait
@@ -127,6 +129,7 @@ class Gate(Generic[P]):
             self.release(ticket)
             raise
         finally:
+            self.waited.add(loop.time() - ticket.since)
             del self._waits[ticket]
             self._reported.discard(ticket)
             # It has the error, whose traceback has this frame, and those of the callers with their tensors.

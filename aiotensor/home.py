@@ -5,9 +5,11 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
+from aiotensor import opened
 from aiotensor.errors import ClosedError, UsageError
 
 __all__ = ["FreedItems", "Home"]
@@ -28,6 +30,7 @@ class Home:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
         self.is_closed = False
+        self._opened: opened.Opened | None = None
 
     @property
     def was_entered(self) -> bool:
@@ -54,6 +57,25 @@ class Home:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         return self._loop
+
+    def settle(self, owner: opened.Watched, endpoint: str) -> None:
+        """Let the object be found by who watches this process, now that it is open.
+
+        Args:
+            owner: the object.
+            endpoint: what it is open at.
+        """
+        if self._loop is not None and not self.is_closed:  # by another task, while it was opened
+            self._opened = opened.add(owner, endpoint, self._loop)
+
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Let the object be found no more, once what closes it is over."""
+        try:
+            yield
+        finally:
+            if self._opened is not None:
+                opened.remove(self._opened)
 
     def check(self) -> None:
         """Refuse use from elsewhere, or of an object that is not open.

@@ -9,7 +9,7 @@ from aiotensor.errors import WouldBlockError
 from aiotensor.gates import Gate
 from aiotensor.memory import Memory
 from aiotensor.message import Message
-from aiotensor.types import Holder, Usage
+from aiotensor.types import Holder, Usage, Waits
 
 __all__ = ["Ledger", "MemoryUsage", "Patience"]
 
@@ -35,6 +35,9 @@ class MemoryUsage(NamedTuple):
     waiting: int
     longest_wait_s: float
     holders: list[Holder]
+    waits: Waits
+    tensors_copied: int
+    bytes_copied: int
 
 
 class Ledger:
@@ -68,7 +71,15 @@ class Ledger:
         budget, now = self._memory.gate.budget, self._loop.time()
         longest = max(self._permits.longest_wait_s(now), self._memory.gate.longest_wait_s(now))
         return MemoryUsage(
-            budget.in_use, budget.peak, self._memory.warm_bytes, budget.waiting, longest, self.holders()
+            budget.in_use,
+            budget.peak,
+            self._memory.warm_bytes,
+            budget.waiting,
+            longest,
+            self.holders(),
+            self._memory.gate.waited.waits(),
+            self._memory.tensors_copied,
+            self._memory.bytes_copied,
         )
 
     def holders(self) -> list[Holder]:

@@ -54,6 +54,7 @@ class Memory:
         self.allocations = Allocations(on_freed)
         self._leases: Leases[Ticket[Place]] = Leases()
         self._worker = Worker("aiotensor-sender")
+        self.tensors_copied = self.bytes_copied = 0
         self._copies: set[_Copy] = set()
         self._keep_warm_s = keep_warm_s
         self._trimming: asyncio.TimerHandle | None = None
@@ -79,6 +80,7 @@ class Memory:
             segment.fill([chunk])
             segment.filled([chunk])
         placements.copy_now(source, block.place)
+        self._count(source)
 
     async def copy(self, source: torch.Tensor, block: Block, holder: Hashable) -> None:
         """Copy a tensor, in the worker if that takes long; the pin is gone if this fails.
@@ -95,8 +97,9 @@ class Memory:
             except BaseException:
                 self.unpin_owner(block.number)
                 raise
-            return
-        await self._run(block, holder, source)
+        else:
+            await self._run(block, holder, source)
+        self._count(source)
 
     async def allocate(self, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Wait for a block, get memory for it, and return a tensor over it, which pins it."""
@@ -184,6 +187,10 @@ class Memory:
         if self._trimming is not None:
             self._trimming.cancel()
             self._trimming = None
+
+    def _count(self, copied: torch.Tensor) -> None:
+        self.tensors_copied += 1
+        self.bytes_copied += copied.nbytes
 
     def _own(self, ticket: Ticket[Place]) -> Block:
         place = ticket.place

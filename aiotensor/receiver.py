@@ -19,6 +19,7 @@ from aiotensor.home import Home
 from aiotensor.incoming import Incoming, Limits
 from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_RECORD_BYTES
 from aiotensor.protocol.mailbox import Key
+from aiotensor.tally import ErrorTally
 from aiotensor.types import Delivery, ReceiverStatistics, TensorHandle, Usage
 from aiotensor.worker import no_thread
 
@@ -72,6 +73,8 @@ class TensorReceiver:
     ) -> None:
         self._id = secrets.token_hex(16)
         self._home = Home("TensorReceiver")
+        self._endpoint = links.name_of(endpoint)
+        self._errors = ErrorTally()
         self._listener = links.listen(endpoint)
         limits = Limits(
             _limit("max_senders", max_senders),
@@ -89,7 +92,7 @@ class TensorReceiver:
         self._waiters: dict[Key, Waiters] = {}
         self._iterators = Waiters()
         self._failure: BaseException | None = None
-        self._tensors_taken = self._bytes_taken = 0
+        self._tensors_taken = self._bytes_taken = self._tensors_copied = self._bytes_copied = 0
 
     @property
     def id(self) -> str:
@@ -104,6 +107,7 @@ class TensorReceiver:
         except BaseException:
             self._home.is_closed = True
             raise
+        self._home.settle(self, self._endpoint)
         return self
 
     async def __aexit__(
@@ -129,32 +133,38 @@ class TensorReceiver:
             ClosedError: this receiver was closed, perhaps while waiting.
             OSError: the copy needs a thread, and the machine has none to give; receive it again.
         """
-        self._home.check()
-        key = _key(handle)
-        self._mailbox.claim(key)
         try:
-            item = await self._hold(key)
-            if not copy:
-                return self._take(key, item)
-            # Whoever keeps an error keeps the frames that it came through. None of them may hold the tensor,
-            # or its block would come back with the error rather than with the tensor.
-            source = [item.tensor]
+            self._home.check()
+            key = _key(handle)
+            self._mailbox.claim(key)
             try:
-                # Cancelled, the thread ends a copy that nobody wants; until then it pins the block.
-                tensor = await anyio.to_thread.run_sync(_copy_only, source)
-            except BaseException as error:
-                has_begun = not source
-                source.clear()
-                del item
-                self._wake(self._mailbox.put_back(key))
-                if isinstance(error, RuntimeError) and not has_begun:
-                    raise no_thread(error) from error
-                raise
-            self._take(key, item)
-            return tensor
-        finally:
-            self._mailbox.unclaim(key)
-            self._wake_iterators()  # it may be theirs now
+                item = await self._hold(key)
+                if not copy:
+                    return self._take(key, item)
+                # Whoever keeps an error keeps the frames that it came through. None of them may hold the
+                # tensor, or its block would come back with the error rather than with the tensor.
+                source = [item.tensor]
+                try:
+                    # Cancelled, the thread ends a copy that nobody wants; until then it pins the block.
+                    tensor = await anyio.to_thread.run_sync(_copy_only, source)
+                except BaseException as error:
+                    has_begun = not source
+                    source.clear()
+                    del item
+                    self._wake(self._mailbox.put_back(key))
+                    if isinstance(error, RuntimeError) and not has_begun:
+                        raise no_thread(error) from error
+                    raise
+                self._tensors_copied += 1
+                self._bytes_copied += tensor.nbytes
+                self._take(key, item)
+                return tensor
+            finally:
+                self._mailbox.unclaim(key)
+                self._wake_iterators()  # it may be theirs now
+        except Exception as error:
+            self._errors.add(error)
+            raise
 
     async def arrived(self, handle: TensorHandle) -> None:
         """Wait until the tensor that a handle names has arrived, and leave it there.
@@ -163,15 +173,16 @@ class TensorReceiver:
         of the tensor has arrived, and keeps it from iterations meanwhile. Cancelling changes nothing.
         Errors are those of `receive`.
         """
-        self._home.check()
-        key = _key(handle)
-        self._mailbox.claim(key)
-        try:
-            await self._hold(key)
-            self._wake(self._mailbox.put_back(key))
-        finally:
-            self._mailbox.unclaim(key)
-            self._wake_iterators()
+        with self._errors:
+            self._home.check()
+            key = _key(handle)
+            self._mailbox.claim(key)
+            try:
+                await self._hold(key)
+                self._wake(self._mailbox.put_back(key))
+            finally:
+                self._mailbox.unclaim(key)
+                self._wake_iterators()
 
     def receive_nowait(self, handle: TensorHandle) -> torch.Tensor:
         """Return the tensor that a handle names if it is here.
@@ -181,16 +192,20 @@ class TensorReceiver:
         Raises:
             WouldBlockError: it has not arrived.
         """
-        self._home.check()
-        key = _key(handle)
-        item = self._find(key)
-        if item is None:
-            self._raise_if_failed()
-            raise WouldBlockError(
-                f"tensor {key.tensor} of message {key.message} of sender {key.sender} has not arrived",
-                messages=Usage(requested=1),
-            )
-        return self._take(key, item)
+        try:
+            self._home.check()
+            key = _key(handle)
+            item = self._find(key)
+            if item is None:
+                self._raise_if_failed()
+                raise WouldBlockError(
+                    f"tensor {key.tensor} of message {key.message} of sender {key.sender} has not arrived",
+                    messages=Usage(requested=1),
+                )
+            return self._take(key, item)
+        except Exception as error:
+            self._errors.add(error)
+            raise
 
     def __aiter__(self) -> Self:
         return self
@@ -252,6 +267,9 @@ class TensorReceiver:
             tensors_taken=self._tensors_taken,
             bytes_taken=self._bytes_taken,
             messages_discarded=self._mailbox.messages_discarded,
+            tensors_copied=self._tensors_copied,
+            bytes_copied=self._bytes_copied,
+            errors=self._errors.counts(),
         )
 
     async def aclose(self) -> None:
@@ -269,10 +287,11 @@ class TensorReceiver:
         self._wake_all()
         # Senders that are told goodbye look for the next receiver, and must not find this one again.
         self._listener.stop()
-        try:
-            await self._incoming.close()
-        finally:
-            await self._listener.close()
+        with self._home.leaving():
+            try:
+                await self._incoming.close()
+            finally:
+                await self._listener.close()
 
     # Taking
 

@@ -10,18 +10,19 @@ from typing import Self
 import torch
 
 from aiotensor import links, placements
-from aiotensor.errors import DiscardedError, TooLargeError, UsageError
+from aiotensor.errors import TooLargeError
 from aiotensor.home import FreedItems, Home
 from aiotensor.ledger import MemoryUsage, Patience
 from aiotensor.message import Message, State
+from aiotensor.open_message import OpenMessage
 from aiotensor.outgoing import Outgoing
 from aiotensor.placements import Plan, Sendable
-from aiotensor.protocol.frames import MAX_TENSORS
+from aiotensor.tally import ErrorTally, WaitTally
 from aiotensor.types import SenderStatistics, TensorHandle
 
 __all__ = ["OpenMessage", "TensorSender"]
 
-_UNUSED = MemoryUsage(0, 0, 0, 0, 0.0, [])
+_UNUSED = MemoryUsage(0, 0, 0, 0, 0.0, [], WaitTally().waits(), 0, 0)
 
 
 class TensorSender:
@@ -65,6 +66,8 @@ class TensorSender:
     ) -> None:
         self._id = secrets.token_hex(16)
         self._home = Home("TensorSender")
+        self._endpoint = links.name_of(endpoint)
+        self._errors = ErrorTally()
         self._outgoing = Outgoing(
             self._id,
             links.connect(endpoint, self._id),
@@ -97,6 +100,7 @@ class TensorSender:
         except BaseException:
             self._home.is_closed = True
             raise
+        self._home.settle(self, self._endpoint)
         return self
 
     async def __aexit__(
@@ -127,12 +131,13 @@ class TensorSender:
             ClosedError: this sender was closed, perhaps while waiting.
             OSError: the machine has no shared memory or no descriptors left.
         """
-        source, plan = self._prepare(tensor)
-        message = await self._outgoing.begin(plan.allocation)
+        message = None
         try:
+            source, plan = self._prepare(tensor)
+            message = await self._outgoing.begin(plan.allocation)
             return await self._outgoing.put(message, source, plan, last=True)
-        except BaseException:
-            self._outgoing.abandon(message)
+        except BaseException as error:
+            self._gave_up(message, error)
             raise
 
     def send_nowait(self, tensor: Sendable) -> TensorHandle:
@@ -145,15 +150,16 @@ class TensorSender:
             WouldBlockError: no permit or not enough bytes are free, others wait for them already, or the
                 receiver is behind in reading the link.
         """
-        source, plan = self._prepare(tensor)
-        message = self._outgoing.begin_nowait(plan.new_bytes)
+        message = None
         try:
+            source, plan = self._prepare(tensor)
+            message = self._outgoing.begin_nowait(plan.new_bytes)
             return self._outgoing.put_nowait(message, source, plan)
-        except BaseException:
-            self._outgoing.abandon(message)
+        except BaseException as error:
+            self._gave_up(message, error)
             raise
 
-    def message(self) -> "OpenMessage":
+    def message(self) -> OpenMessage:
         """Begin a message of several tensors, which share one permit and arrive whole or not at all.
 
         Use as ``async with sender.message() as message:`` and send with ``await message.send(tensor)``.
@@ -187,16 +193,17 @@ class TensorSender:
             ClosedError: this sender was closed, perhaps while waiting.
             OSError: the machine has no shared memory or no descriptors left.
         """
-        self._check()
-        sizes = tuple(map(operator.index, shape))
-        if min(sizes, default=0) < 0:
-            raise ValueError(f"the sizes of a shape are not negative, got {sizes}")
-        placements.check_dtype(dtype)
-        nbytes = math.prod(sizes) * dtype.itemsize
-        self._check_fits(nbytes)
-        if nbytes == 0:
-            return placements.new_tensor(sizes, dtype)
-        return await self._outgoing.allocate(nbytes, dtype, sizes)
+        with self._errors:
+            self._check()
+            sizes = tuple(map(operator.index, shape))
+            if min(sizes, default=0) < 0:
+                raise ValueError(f"the sizes of a shape are not negative, got {sizes}")
+            placements.check_dtype(dtype)
+            nbytes = math.prod(sizes) * dtype.itemsize
+            self._check_fits(nbytes)
+            if nbytes == 0:
+                return placements.new_tensor(sizes, dtype)
+            return await self._outgoing.allocate(nbytes, dtype, sizes)
 
     def discard(self, handle: TensorHandle) -> None:
         """Take back the whole message of a handle, because nobody wants it any more.
@@ -229,8 +236,9 @@ class TensorSender:
             PeerLostError: the receiver died or closed before it took them.
             ClosedError: this sender was closed meanwhile.
         """
-        self._check()
-        await self._outgoing.drain()
+        with self._errors:
+            self._check()
+            await self._outgoing.drain()
 
     def statistics(self) -> SenderStatistics:
         """Return what is in use and what was done; also after closing."""
@@ -254,6 +262,11 @@ class TensorSender:
             tensors_sent=out.tensors_sent,
             bytes_sent=out.bytes_sent,
             receivers_lost=out.receivers_lost,
+            permit_waits=out.permits.waited.waits(),
+            memory_waits=usage.waits,
+            tensors_copied=usage.tensors_copied,
+            bytes_copied=usage.bytes_copied,
+            errors=self._errors.counts(),
         )
 
     async def aclose(self) -> None:
@@ -268,7 +281,8 @@ class TensorSender:
         was_open = self._home.is_open
         self._home.is_closed = True
         if was_open:
-            await self._outgoing.close()
+            with self._home.leaving():
+                await self._outgoing.close()
 
     def _prepare(self, value: Sendable) -> tuple[torch.Tensor, Plan]:
         """Refuse what could never be sent, before anything is taken for it."""
@@ -278,6 +292,12 @@ class TensorSender:
         if plan.new_bytes:
             self._check_fits(plan.new_bytes)
         return source, plan
+
+    def _gave_up(self, message: Message | None, error: BaseException) -> None:
+        """Roll a send back that failed."""
+        if message is not None:
+            self._outgoing.abandon(message)
+        self._errors.add(error)
 
     def _check(self) -> None:
         self._home.check()
@@ -296,99 +316,6 @@ class TensorSender:
                 limit=limit,
                 requested=nbytes,
             )
-
-
-class OpenMessage:
-    """A message that is being sent, made by `TensorSender.message`."""
-
-    def __init__(self, sender: TensorSender) -> None:
-        self._sender = sender
-        self._message: Message | None = None
-        self._sending = 0  # sends that have not returned
-        self._is_finished = False
-
-    @property
-    def sender(self) -> TensorSender:
-        """The sender whose message it is."""
-        return self._sender
-
-    async def __aenter__(self) -> Self:
-        if self._message is not None:
-            raise UsageError("this message was begun before: begin another with sender.message()")
-        self._sender._check()
-        self._message = await self._sender._outgoing.begin()
-        return self
-
-    async def send(self, tensor: Sendable) -> TensorHandle:
-        """Send one tensor of the message, and return its handle.
-
-        The receiver can take it when the message is whole, after the block. An error in `send` takes
-        nothing for this tensor and leaves the message as it was: it may be caught, and the block go on.
-        Cancelling does the same, unless the tensor was announced already: then the message is discarded,
-        and its block ends with `DiscardedError`.
-        Arguments, waiting, cancelling and errors are otherwise those of `TensorSender.send`.
-
-        Raises:
-            WouldBlockError: all of `arena_bytes` is held by messages that wait for more of it, so that
-                waiting would never end; or it waited for longer than `max_wait_s`.
-            TooLargeError: the message has as many tensors as a message may have.
-            DiscardedError: the message was discarded, by either side, or its block has ended.
-        """
-        message = self._message
-        if message is None:
-            raise UsageError("this message is not begun yet: use `async with sender.message() as message`")
-        source, plan = self._sender._prepare(tensor)
-        if message.loss is not None:
-            raise self._sender._outgoing.why_not(message)
-        if message.state is not State.OPEN:
-            raise DiscardedError("this message has ended: begin a new one")
-        if message.count + self._sending >= MAX_TENSORS:
-            raise TooLargeError(
-                f"a message has at most {MAX_TENSORS} tensors: stack small ones, or begin another message",
-                limit=MAX_TENSORS,
-                requested=message.count + self._sending + 1,
-            )
-        self._sending += 1
-        try:
-            return await self._sender._outgoing.put(message, source, plan, last=False)
-        finally:
-            self._sending -= 1
-
-    def finish(self) -> None:
-        """Make the message whole now, and not only at the end of the block.
-
-        Nothing more can be sent in it. If the block then ends with an exception, the message is discarded
-        all the same, unless the receiver has taken it by then. Finishing again does nothing.
-
-        Raises:
-            DiscardedError: the message was discarded, by either side.
-            PeerLostError: the receiver died or closed.
-            ClosedError: the sender was closed.
-            UsageError: a send of this message was not awaited; the message is discarded. Or it is not
-                begun yet.
-        """
-        message, outgoing = self._message, self._sender._outgoing
-        if message is None:
-            raise UsageError("this message is not begun yet: use `async with sender.message() as message`")
-        if self._is_finished:
-            return
-        if message.has_ended:
-            raise outgoing.why_not(message)  # it was not whole, so nobody can have taken it
-        if self._sending:
-            outgoing.abandon(message)
-            raise UsageError("a send of this message was not awaited: await every message.send in its block")
-        self._is_finished = True
-        outgoing.complete(message)
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._message is None:
-            return
-        if kind is not None:
-            self._sender._outgoing.abandon(self._message)
-        else:
-            self.finish()
 
 
 def _seconds(name: str, value: float | None) -> float | None:

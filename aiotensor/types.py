@@ -16,6 +16,7 @@ __all__ = [
     "ServerStatistics",
     "TensorHandle",
     "Usage",
+    "Waits",
 ]
 
 
@@ -80,6 +81,20 @@ class Holder(msgspec.Struct, frozen=True):
     seconds: float
 
 
+class Waits(msgspec.Struct, frozen=True):
+    """How long the waits lasted that have ended: granted, given up and failed ones alike.
+
+    Attributes:
+        bounds_s: seconds, growing; the waits are counted by the first of them that they did not exceed.
+        counts: how many waits there were for each bound, and last those that were longer than all.
+        total_s: seconds that all of them lasted together.
+    """
+
+    bounds_s: tuple[float, ...]
+    counts: tuple[int, ...]
+    total_s: float
+
+
 class SenderStatistics(msgspec.Struct, frozen=True):
     """What one sender holds now, and what it has done since it was opened.
 
@@ -99,6 +114,12 @@ class SenderStatistics(msgspec.Struct, frozen=True):
         tensors_sent: tensors announced to the receiver.
         bytes_sent: bytes of those tensors.
         receivers_lost: how often the receiver died, closed or refused this sender.
+        permit_waits: the waits for a permit that have ended.
+        memory_waits: the waits for bytes of shared memory that have ended.
+        tensors_copied: tensors that sending copied into shared memory.
+        bytes_copied: bytes of those tensors.
+        errors: how often a call raised an error, by the name of its type: those of `aiotensor`,
+            ``"OSError"``, and ``"other"``. Cancelling is none.
     """
 
     max_concurrent_videos: int
@@ -116,6 +137,11 @@ class SenderStatistics(msgspec.Struct, frozen=True):
     tensors_sent: int
     bytes_sent: int
     receivers_lost: int
+    permit_waits: Waits
+    memory_waits: Waits
+    tensors_copied: int
+    bytes_copied: int
+    errors: dict[str, int]
 
 
 class ReceiverStatistics(msgspec.Struct, frozen=True):
@@ -140,6 +166,9 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
         tensors_taken: tensors that were received.
         bytes_taken: bytes of those tensors.
         messages_discarded: messages discarded by either side.
+        tensors_copied: tensors that were received with ``copy=True``.
+        bytes_copied: bytes of those tensors.
+        errors: how often a call raised an error, by the name of its type, as `SenderStatistics` has it.
     """
 
     senders: int
@@ -159,6 +188,9 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
     tensors_taken: int
     bytes_taken: int
     messages_discarded: int
+    tensors_copied: int
+    bytes_copied: int
+    errors: dict[str, int]
 
 
 class ClientStatistics(msgspec.Struct, frozen=True):
@@ -172,6 +204,7 @@ class ClientStatistics(msgspec.Struct, frozen=True):
         failures: requests that ended with an error.
         cancelled: requests that were cancelled here.
         servers_lost: how often a server died, closed or refused this client.
+        errors: how often a call raised an error, by the name of its type, as `SenderStatistics` has it.
     """
 
     servers: int
@@ -181,6 +214,7 @@ class ClientStatistics(msgspec.Struct, frozen=True):
     failures: int
     cancelled: int
     servers_lost: int
+    errors: dict[str, int]
 
 
 class ServerStatistics(msgspec.Struct, frozen=True):

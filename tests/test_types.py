@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiotensor.types import Delivery, Holder, ReceiverStatistics, SenderStatistics, TensorHandle, Usage
+from aiotensor.types import Delivery, Holder, ReceiverStatistics, SenderStatistics, TensorHandle, Usage, Waits
 
 HANDLE = TensorHandle("0123456789abcdef" * 2, 3, 1, "uint8", (120, 720, 1280, 3), "cpu")
 
@@ -49,9 +49,12 @@ def test_a_handle_can_be_a_key() -> None:
 
 
 HOLDER = Holder(3, "open", 100, 0.5)
-SENT = SenderStatistics(8, 1, 2, 0, 0.5, (HOLDER,), *range(9))
-RECEIVED = ReceiverStatistics(*range(17))
-RECORDS = [HANDLE, Usage(1, 2, 3), HOLDER, SENT, RECEIVED]
+WAITS = Waits((0.5, 1.0), (3, 0, 1), 2.75)
+SENT = SenderStatistics(
+    8, 1, 2, 0, 0.5, (HOLDER,), 0, 1, 2, 3, 4, 5, 6, 7, 8, WAITS, WAITS, 1, 100, {"PeerLostError": 2}
+)
+RECEIVED = ReceiverStatistics(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, {"other": 1})
+RECORDS = [HANDLE, Usage(1, 2, 3), HOLDER, WAITS, SENT, RECEIVED]
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)

@@ -27,6 +27,7 @@ from aiotensor.gates import Waiters, at_most
 from aiotensor.home import Home
 from aiotensor.receiver import TensorReceiver
 from aiotensor.sender import OpenMessage, TensorSender
+from aiotensor.tally import ErrorTally
 from aiotensor.types import ClientStatistics, Usage
 
 __all__ = ["MessageClient"]
@@ -95,6 +96,7 @@ class MessageClient(Generic[R]):
         linger_s: float = 1.0,
     ) -> None:
         self._home = Home("MessageClient")
+        self._errors = ErrorTally()
         keys = options.client_keys(secret_key, server_key)
         texts = [address] if isinstance(address, str) else list(address)
         self._addresses = [
@@ -149,6 +151,7 @@ class MessageClient(Generic[R]):
         ]
         for connection in self._connections:
             connection.connect()
+        self._home.settle(self, ",".join(address.text for address in self._addresses))
         return self
 
     async def __aexit__(
@@ -205,6 +208,7 @@ class MessageClient(Generic[R]):
                 # It has the error, whose traceback has this frame, and the callers' with their tensors.
                 del asked
         except BaseException as error:
+            self._errors.add(error)
             self._failures += isinstance(error, Exception)
             self._cancelled += isinstance(error, asyncio.CancelledError)
             raise
@@ -220,12 +224,13 @@ class MessageClient(Generic[R]):
         Arguments, waiting and errors are those of `request`, but for the answer's. Cancelling discards the
         message, unless it has left.
         """
-        connection, sender = await self._choose(target, inside)
-        connection.in_flight += 1
-        try:
-            await self._ask(connection, sender, message, inside, wants_answer=False)
-        finally:
-            connection.in_flight -= 1
+        with self._errors:
+            connection, sender = await self._choose(target, inside)
+            connection.in_flight += 1
+            try:
+                await self._ask(connection, sender, message, inside, wants_answer=False)
+            finally:
+                connection.in_flight -= 1
 
     def statistics(self) -> ClientStatistics:
         """Return what is in flight and what was done; also after closing."""
@@ -238,6 +243,7 @@ class MessageClient(Generic[R]):
             failures=self._failures,
             cancelled=self._cancelled,
             servers_lost=sum(connection.session for connection in self._connections),
+            errors=self._errors.counts(),
         )
 
     async def aclose(self) -> None:
@@ -253,7 +259,8 @@ class MessageClient(Generic[R]):
         for connection in self._connections:
             connection.close(ClosedError("this MessageClient was closed"), self._linger_s)
         self._changes.wake()
-        await end(self._context)
+        with self._home.leaving():
+            await end(self._context)
 
     # One message
 

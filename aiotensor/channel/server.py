@@ -132,6 +132,7 @@ class MessageServer(Generic[M]):
         except BaseException:
             self._home.is_closed = True
             raise
+        self._home.settle(self, self.address)
         return self
 
     async def __aexit__(
@@ -241,7 +242,8 @@ class MessageServer(Generic[M]):
             self._drop(asked)
         self._in_hand.clear()
         self._waiters.wake()
-        await self._endpoint.close(self._linger_s)
+        with self._home.leaving():
+            await self._endpoint.close(self._linger_s)
 
     # What clients do
 

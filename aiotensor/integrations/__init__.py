@@ -1,1 +1,1 @@
-"""Adapters for servers and for those who watch them; each is imported by name, and needs its own extra."""
+"""Adapters for what stands around a server: web frameworks, and what watches it. Each is imported by name."""

@@ -6,7 +6,7 @@ from aiotensor.links.base import Listener, SenderLink
 from aiotensor.links.queue import QueueListener, QueueSenderLink, TensorQueue
 from aiotensor.links.unix import UnixListener, UnixSenderLink, path_of
 
-__all__ = ["Endpoint", "connect", "listen"]
+__all__ = ["Endpoint", "connect", "listen", "name_of"]
 
 Endpoint: TypeAlias = str | TensorQueue
 
@@ -33,6 +33,11 @@ def listen(endpoint: Endpoint) -> Listener:
     if isinstance(endpoint, TensorQueue):
         return QueueListener(endpoint)
     return UnixListener(path_of(_address(endpoint)))
+
+
+def name_of(endpoint: Endpoint) -> str:
+    """Return what an endpoint is called where names are to be few: its address, or ``queue``."""
+    return endpoint if isinstance(endpoint, str) else "queue"
 
 
 def _address(endpoint: object) -> str:

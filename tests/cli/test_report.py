@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from aiotensor import SenderStatistics
+from aiotensor import SenderStatistics, Waits
 from aiotensor.cli.demo.messages import Cut, Fingerprint, VideoAnswer, WorkerReport
 from aiotensor.cli.demo.report import results, summarise, verdict
 from aiotensor.cli.demo.uploads import Outcome, Upload
@@ -29,6 +29,11 @@ def report(pid: int, *, peak_in_flight: int = 2, videos: int = 4) -> WorkerRepor
         tensors_sent=2 * videos,
         bytes_sent=videos * 1000,
         receivers_lost=0,
+        permit_waits=Waits((1.0,), (0, 0), 0.0),
+        memory_waits=Waits((1.0,), (0, 0), 0.0),
+        tensors_copied=0,
+        bytes_copied=0,
+        errors={},
     )
     return WorkerReport(pid, videos, videos - 1, 1_500_000_000, statistics)
 

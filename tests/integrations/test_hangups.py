@@ -62,7 +62,9 @@ class Visit:
         return int(self.heard[0]["status"])
 
 
-def visit(handler: Handler, *, is_installed: bool = True, other: type[BaseHTTPMiddleware] | None = None) -> Visit:
+def visit(
+    handler: Handler, *, is_installed: bool = True, other: type[BaseHTTPMiddleware] | None = None
+) -> Visit:
     app = Starlette(routes=[Route("/", handler, methods=["POST"])])
     if is_installed:
         app.add_middleware(HangUps)
@@ -220,7 +222,9 @@ async def test_a_handler_may_ask_by_itself_whether_its_client_is_there() -> None
 
 async def test_another_middleware_gets_an_answer_for_a_client_that_is_gone() -> None:
     class Other(BaseHTTPMiddleware):
-        async def dispatch(self, request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        async def dispatch(
+            self, request: Request, call_next: Callable[[Request], Awaitable[Response]]
+        ) -> Response:
             return await call_next(request)
 
     work = Work()
@@ -286,7 +290,14 @@ async def test_an_error_of_the_server_while_it_is_asked_is_not_the_requests() ->
 
     app = Starlette(routes=[Route("/", work.handle, methods=["POST"])])
     scope: Scope = {
-        **{"type": "http", "method": "POST", "path": "/", "raw_path": b"/", "query_string": b"", "headers": []},
+        **{
+            "type": "http",
+            "method": "POST",
+            "path": "/",
+            "raw_path": b"/",
+            "query_string": b"",
+            "headers": [],
+        },
         **{"http_version": "1.1", "scheme": "http", "root_path": ""},
     }
     heard: list[Message] = []

@@ -39,7 +39,9 @@ class Scene:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="aiotensor-") as path:  # those of pytest are too long for a socket
+    with tempfile.TemporaryDirectory(
+        prefix="aiotensor-"
+    ) as path:  # those of pytest are too long for a socket
         yield Path(path)
 
 
@@ -165,7 +167,9 @@ async def test_a_client_that_hangs_up_halfway_gives_its_permit_back_at_once(kind
 
 
 @pytest.mark.parametrize("kind", ["uvicorn", "aiohttp", "gunicorn-aiohttp"])
-async def test_a_client_that_hangs_up_while_the_engine_works_cancels_that_work(kind: str, folder: Path) -> None:
+async def test_a_client_that_hangs_up_while_the_engine_works_cancels_that_work(
+    kind: str, folder: Path
+) -> None:
     async with scene(kind, folder, workers=1) as on:
         [one] = on.engines
         await one.call(engine.slow_down, 3600.0)

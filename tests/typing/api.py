@@ -21,6 +21,7 @@ from aiotensor import (
     TensorReceiver,
     TensorSender,
     Usage,
+    Waits,
 )
 
 
@@ -140,6 +141,15 @@ def look_at_numbers(sender: TensorSender, receiver: TensorReceiver) -> tuple[int
     assert_type(sent.longest_wait_s, float)
     assert_type(sent.holders, tuple[Holder, ...])
     assert_type(sent.receivers_lost + sent.warm_bytes, int)
+    assert_type(sent.permit_waits, Waits)
+    assert_type(sent.memory_waits.bounds_s, tuple[float, ...])
+    assert_type(sent.memory_waits.counts, tuple[int, ...])
+    assert_type(sent.memory_waits.total_s, float)
+    assert_type(
+        sent.tensors_copied + sent.bytes_copied + received.tensors_copied + received.bytes_copied, int
+    )
+    assert_type(sent.errors, dict[str, int])
+    assert_type(received.errors, dict[str, int])
     assert_type(received.max_senders, int | None)
     assert_type(received.mapped_bytes + received.promised_messages + received.senders_refused, int)
     sent.in_flight = 0  # type: ignore[misc]

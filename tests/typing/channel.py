@@ -42,6 +42,7 @@ async def ask(address: str, sender: TensorSender, receiver: TensorReceiver, vide
             await client.request(video, inside=permit)
         assert_type(client.statistics(), ClientStatistics)
         assert_type(client.statistics().in_flight, tuple[int, ...])
+        assert_type(client.statistics().errors, dict[str, int])
 
         await client.request(video, 1)  # type: ignore[call-arg]
         await client.request(video, target="first")  # type: ignore[arg-type]

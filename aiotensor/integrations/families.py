@@ -1,0 +1,216 @@
+"""What Prometheus is told: the name of each number, where it comes from, and what it means."""
+
+from typing import NamedTuple, TypeAlias
+
+from aiotensor.opened import Statistics
+from aiotensor.types import ClientStatistics, ReceiverStatistics, SenderStatistics, ServerStatistics
+
+__all__ = ["ERRORS", "LARGEST", "TABLE", "Counter", "Gauge"]
+
+
+class Gauge(NamedTuple):
+    """What is so now; the largest, or else the sum, of what is open at an endpoint."""
+
+    name: str
+    field: str
+    help: str
+    is_largest: bool = False
+
+
+class Counter(NamedTuple):
+    """What only grows."""
+
+    name: str
+    field: str
+    help: str
+
+
+_Rows: TypeAlias = tuple[tuple[type[Statistics], tuple[Gauge, ...], tuple[Counter, ...]], ...]
+
+TABLE: _Rows = (
+    (
+        SenderStatistics,
+        (
+            Gauge("aiotensor_sender_permits_in_use", "in_flight", "Messages in flight, with a permit each."),
+            Gauge("aiotensor_sender_permits_limit", "max_concurrent_videos", "The most messages in flight."),
+            Gauge(
+                "aiotensor_sender_permits_peak",
+                "peak_in_flight",
+                "The most messages that one sender had in flight at once.",
+                is_largest=True,
+            ),
+            Gauge("aiotensor_sender_memory_in_use_bytes", "bytes_in_use", "Shared memory in use."),
+            Gauge("aiotensor_sender_memory_limit_bytes", "arena_bytes", "The most shared memory in use."),
+            Gauge(
+                "aiotensor_sender_memory_peak_bytes",
+                "peak_bytes_in_use",
+                "The most shared memory that one sender had in use at once.",
+                is_largest=True,
+            ),
+            Gauge(
+                "aiotensor_sender_memory_warm_bytes",
+                "warm_bytes",
+                "Shared memory that the system has given, in use or kept for the next tensor.",
+            ),
+            Gauge("aiotensor_sender_waiting_calls", "waiting", "Calls that wait for a permit or for memory."),
+            Gauge(
+                "aiotensor_sender_longest_wait_seconds",
+                "longest_wait_s",
+                "How long the longest of these has waited.",
+                is_largest=True,
+            ),
+        ),
+        (
+            Counter("aiotensor_sender_messages_sent", "messages_sent", "Messages announced in full."),
+            Counter(
+                "aiotensor_sender_messages_discarded",
+                "messages_discarded",
+                "Messages discarded by either side.",
+            ),
+            Counter("aiotensor_sender_tensors_sent", "tensors_sent", "Tensors announced to the receiver."),
+            Counter("aiotensor_sender_sent_bytes", "bytes_sent", "Bytes of these tensors."),
+            Counter(
+                "aiotensor_sender_tensors_copied",
+                "tensors_copied",
+                "Tensors that sending copied into shared memory.",
+            ),
+            Counter("aiotensor_sender_copied_bytes", "bytes_copied", "Bytes of these tensors."),
+            Counter(
+                "aiotensor_sender_receivers_lost",
+                "receivers_lost",
+                "How often the receiver died, closed or refused the sender.",
+            ),
+        ),
+    ),
+    (
+        ReceiverStatistics,
+        (
+            Gauge("aiotensor_receiver_senders", "senders", "Senders that are connected."),
+            Gauge("aiotensor_receiver_senders_limit", "max_senders", "The most senders at once."),
+            Gauge(
+                "aiotensor_receiver_waiting_calls", "waiting", "Calls and iterations that wait for a tensor."
+            ),
+            Gauge(
+                "aiotensor_receiver_unclaimed_tensors",
+                "unclaimed_tensors",
+                "Tensors that are here and that nobody has taken.",
+            ),
+            Gauge("aiotensor_receiver_unclaimed_bytes", "unclaimed_bytes", "Bytes of these tensors."),
+            Gauge(
+                "aiotensor_receiver_mapped_bytes",
+                "mapped_bytes",
+                "Shared memory of senders that is mapped, or may yet be.",
+            ),
+            Gauge("aiotensor_receiver_mapped_limit_bytes", "max_mapped_bytes", "The most of that."),
+            Gauge(
+                "aiotensor_receiver_promised_messages",
+                "promised_messages",
+                "Messages that the senders may have unclaimed here at once.",
+            ),
+            Gauge(
+                "aiotensor_receiver_promised_messages_limit", "max_unclaimed_messages", "The most of these."
+            ),
+            Gauge(
+                "aiotensor_receiver_leases",
+                "leases",
+                "Blocks of shared memory pinned by tensors that were taken and are alive.",
+            ),
+            Gauge("aiotensor_receiver_leased_bytes", "leased_bytes", "Bytes of the tensors that pin them."),
+            Gauge(
+                "aiotensor_receiver_leased_peak_bytes",
+                "peak_leased_bytes",
+                "The most bytes that one receiver had leased at once.",
+                is_largest=True,
+            ),
+        ),
+        (
+            Counter("aiotensor_receiver_tensors_taken", "tensors_taken", "Tensors that were received."),
+            Counter("aiotensor_receiver_taken_bytes", "bytes_taken", "Bytes of these tensors."),
+            Counter(
+                "aiotensor_receiver_tensors_copied", "tensors_copied", "Tensors that were received as copies."
+            ),
+            Counter("aiotensor_receiver_copied_bytes", "bytes_copied", "Bytes of these tensors."),
+            Counter(
+                "aiotensor_receiver_messages_discarded",
+                "messages_discarded",
+                "Messages discarded by either side.",
+            ),
+            Counter(
+                "aiotensor_receiver_senders_lost", "senders_lost", "Senders that died or broke the link."
+            ),
+            Counter(
+                "aiotensor_receiver_senders_refused",
+                "senders_refused",
+                "Senders that were turned away, because of a limit.",
+            ),
+        ),
+    ),
+    (
+        ClientStatistics,
+        (
+            Gauge("aiotensor_client_servers", "servers", "Servers that are connected."),
+            Gauge(
+                "aiotensor_client_in_flight",
+                "in_flight",
+                "Messages that are being sent, or wait for an answer.",
+            ),
+        ),
+        (
+            Counter("aiotensor_client_messages_sent", "messages_sent", "Messages handed to ZeroMQ."),
+            Counter("aiotensor_client_answers", "answers", "Requests that were answered."),
+            Counter("aiotensor_client_failures", "failures", "Requests that ended with an error."),
+            Counter("aiotensor_client_cancelled", "cancelled", "Requests that were cancelled here."),
+            Counter(
+                "aiotensor_client_servers_lost",
+                "servers_lost",
+                "How often a server died, closed or refused the client.",
+            ),
+        ),
+    ),
+    (
+        ServerStatistics,
+        (
+            Gauge("aiotensor_server_clients", "clients", "Clients that are connected."),
+            Gauge("aiotensor_server_clients_limit", "max_clients", "The most clients at once."),
+            Gauge("aiotensor_server_waiting_messages", "waiting", "Messages that nobody has taken."),
+            Gauge(
+                "aiotensor_server_waiting_bytes",
+                "waiting_bytes",
+                "Bytes of these messages, without the tensors that travel by a sender.",
+            ),
+            Gauge(
+                "aiotensor_server_in_hand",
+                "in_hand",
+                "Messages that were taken, and neither answered nor given up.",
+            ),
+        ),
+        (
+            Counter("aiotensor_server_messages_received", "messages_received", "Messages that have arrived."),
+            Counter("aiotensor_server_answers", "answers", "Messages that were answered."),
+            Counter("aiotensor_server_failures", "failures", "Messages that were answered with an error."),
+            Counter(
+                "aiotensor_server_cancelled",
+                "cancelled",
+                "Messages that their clients gave up, or were lost with.",
+            ),
+            Counter(
+                "aiotensor_server_clients_lost",
+                "clients_lost",
+                "Clients that died, closed or broke the protocol.",
+            ),
+            Counter(
+                "aiotensor_server_clients_refused",
+                "clients_refused",
+                "Clients that were turned away, because of a limit.",
+            ),
+        ),
+    ),
+)
+
+ERRORS: tuple[tuple[type[Statistics], str, str], ...] = (
+    (SenderStatistics, "aiotensor_sender_errors", "Calls of senders that raised an error."),
+    (ReceiverStatistics, "aiotensor_receiver_errors", "Calls of receivers that raised an error."),
+    (ClientStatistics, "aiotensor_client_errors", "Calls of clients that raised an error."),
+)
+
+LARGEST = {gauge.name for _, gauges, _ in TABLE for gauge in gauges if gauge.is_largest}

@@ -1,0 +1,118 @@
+"""A message of several tensors, as callers of a sender see it."""
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from aiotensor.errors import DiscardedError, TooLargeError, UsageError
+from aiotensor.message import Message, State
+from aiotensor.placements import Sendable
+from aiotensor.protocol.frames import MAX_TENSORS
+from aiotensor.types import TensorHandle
+
+if TYPE_CHECKING:  # which makes these
+    from aiotensor.sender import TensorSender
+
+__all__ = ["OpenMessage"]
+
+_NOT_BEGUN = "this message is not begun yet: use `async with sender.message() as message`"
+
+
+class OpenMessage:
+    """A message that is being sent, made by `TensorSender.message`."""
+
+    def __init__(self, sender: "TensorSender") -> None:
+        self._sender = sender
+        self._message: Message | None = None
+        self._sending = 0  # sends that have not returned
+        self._is_finished = False
+
+    @property
+    def sender(self) -> "TensorSender":
+        """The sender whose message it is."""
+        return self._sender
+
+    async def __aenter__(self) -> Self:
+        with self._sender._errors:
+            if self._message is not None:
+                raise UsageError("this message was begun before: begin another with sender.message()")
+            self._sender._check()
+            self._message = await self._sender._outgoing.begin()
+        return self
+
+    async def send(self, tensor: Sendable) -> TensorHandle:
+        """Send one tensor of the message, and return its handle.
+
+        The receiver can take it when the message is whole, after the block. An error in `send` takes
+        nothing for this tensor and leaves the message as it was: it may be caught, and the block go on.
+        Cancelling does the same, unless the tensor was announced already: then the message is discarded,
+        and its block ends with `DiscardedError`.
+        Arguments, waiting, cancelling and errors are otherwise those of `TensorSender.send`.
+
+        Raises:
+            WouldBlockError: all of `arena_bytes` is held by messages that wait for more of it, so that
+                waiting would never end; or it waited for longer than `max_wait_s`.
+            TooLargeError: the message has as many tensors as a message may have.
+            DiscardedError: the message was discarded, by either side, or its block has ended.
+        """
+        message = self._message
+        try:
+            if message is None:
+                raise UsageError(_NOT_BEGUN)
+            source, plan = self._sender._prepare(tensor)
+            if message.loss is not None:
+                raise self._sender._outgoing.why_not(message)
+            if message.state is not State.OPEN:
+                raise DiscardedError("this message has ended: begin a new one")
+            if message.count + self._sending >= MAX_TENSORS:
+                raise TooLargeError(
+                    f"a message has at most {MAX_TENSORS} tensors: stack small ones, or begin another one",
+                    limit=MAX_TENSORS,
+                    requested=message.count + self._sending + 1,
+                )
+            self._sending += 1
+            try:
+                return await self._sender._outgoing.put(message, source, plan, last=False)
+            finally:
+                self._sending -= 1
+        except Exception as error:
+            self._sender._errors.add(error)
+            raise
+
+    def finish(self) -> None:
+        """Make the message whole now, and not only at the end of the block.
+
+        Nothing more can be sent in it. If the block then ends with an exception, the message is discarded
+        all the same, unless the receiver has taken it by then. Finishing again does nothing.
+
+        Raises:
+            DiscardedError: the message was discarded, by either side.
+            PeerLostError: the receiver died or closed.
+            ClosedError: the sender was closed.
+            UsageError: a send of this message was not awaited; the message is discarded. Or it is not
+                begun yet.
+        """
+        message, outgoing = self._message, self._sender._outgoing
+        with self._sender._errors:
+            if message is None:
+                raise UsageError(_NOT_BEGUN)
+            if self._is_finished:
+                return
+            if message.has_ended:
+                raise outgoing.why_not(message)  # it was not whole, so nobody can have taken it
+            if self._sending:
+                outgoing.abandon(message)
+                raise UsageError(
+                    "a send of this message was not awaited: await every message.send in its block"
+                )
+            self._is_finished = True
+            outgoing.complete(message)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._message is None:
+            return
+        if kind is not None:
+            self._sender._outgoing.abandon(self._message)
+        else:
+            self.finish()

@@ -1,0 +1,60 @@
+"""What Prometheus would read, and what tests look for in it."""
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+from prometheus_client import CollectorRegistry, generate_latest, parser
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.openmetrics import parser as openmetrics_parser
+from prometheus_client.samples import Sample
+
+from aiotensor.integrations.prometheus import AioTensorCollector
+
+__all__ = ["Numbers", "at", "new_registry", "parse", "scrape", "scrape_all"]
+
+Numbers: TypeAlias = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def new_registry(**options: Any) -> CollectorRegistry:
+    """Make a registry with a collector, as applications have one."""
+    registry = CollectorRegistry()
+    registry.register(AioTensorCollector(**options))
+    return registry
+
+
+def parse(text: str) -> Numbers:
+    """Read what was scraped, in the format of Prometheus."""
+    return _numbers(
+        sample for family in parser.text_string_to_metric_families(text) for sample in family.samples
+    )
+
+
+def scrape(registry: CollectorRegistry) -> Numbers:
+    """Scrape in the format of Prometheus, in this thread."""
+    return parse(generate_latest(registry).decode())
+
+
+def scrape_all(registry: CollectorRegistry) -> tuple[Numbers, Numbers]:
+    """Scrape in both formats, in this thread."""
+    text = openmetrics.generate_latest(registry).decode()  # type: ignore[no-untyped-call]
+    families = openmetrics_parser.text_string_to_metric_families(text)  # type: ignore[no-untyped-call]
+    return scrape(registry), _numbers(sample for family in families for sample in family.samples)
+
+
+def _numbers(samples: Iterable[Sample]) -> Numbers:
+    found: Numbers = {}
+    for sample in samples:
+        key = (sample.name, tuple(sorted(sample.labels.items())))
+        assert key not in found, f"told twice: {key}"
+        found[key] = sample.value
+    return found
+
+
+def at(numbers: Numbers, endpoint: str) -> dict[str, float]:
+    """Return the numbers of one endpoint by their names, with their other labels as ``name{label=value}``."""
+    found = {}
+    for (name, labels), value in numbers.items():
+        if ("endpoint", endpoint) in labels:
+            others = ",".join(f"{label}={text}" for label, text in labels if label != "endpoint")
+            found[f"{name}{{{others}}}" if others else name] = value
+    return found

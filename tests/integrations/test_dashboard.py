@@ -1,0 +1,120 @@
+"""The dashboard and the page on metrics name what is told, and nothing else."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import Metric
+
+from aiotensor import TensorReceiver, TensorSender
+from aiotensor.channel import MessageClient, MessageServer
+from aiotensor.integrations.prometheus import AioTensorCollector
+from tests.channel.parties import Answer, Question, place
+
+ROOT = Path(__file__).parents[2]
+DASHBOARD: dict[str, Any] = json.loads((ROOT / "examples" / "grafana.json").read_text())
+PANELS: list[dict[str, Any]] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
+
+# What Prometheus adds to every series by itself, and what it makes of histograms.
+ADDED = {"job", "instance"}
+
+
+async def told() -> dict[str, Metric]:
+    """Return the families that are told when there is one object of each kind, by their names as told."""
+    with place() as here:
+        async with (
+            TensorReceiver(here.tensors),
+            TensorSender(here.tensors),
+            MessageServer(here.messages, Question),
+            MessageClient(here.messages, reply_type=Answer),
+        ):
+            families = list(AioTensorCollector().collect())
+    return {
+        family.name + ("_total" if family.type == "counter" else ""): family
+        for family in families
+        if family.samples
+    }
+
+
+def labels_of(family: Metric) -> set[str]:
+    return {label for sample in family.samples for label in sample.labels}
+
+
+def names_in(query: str) -> set[str]:
+    return set(re.findall(r"\baiotensor_\w+", query))
+
+
+def test_the_dashboard_has_panels_that_ask_one_source_which_can_be_chosen() -> None:
+    assert DASHBOARD["schemaVersion"] >= 39
+    variables = {one["name"]: one["type"] for one in DASHBOARD["templating"]["list"]}
+    assert variables == {"datasource": "datasource", "job": "query", "endpoint": "query"}
+    everything = [*PANELS, *(target for panel in PANELS for target in panel["targets"])]
+    assert all(one["datasource"] == {"type": "prometheus", "uid": "${datasource}"} for one in everything)
+    numbers = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(numbers) == len(set(numbers))
+    assert len(QUERIES) > len(PANELS) > 12
+
+
+def test_no_two_panels_of_the_dashboard_lie_over_each_other() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        at = panel["gridPos"]
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert not cells & taken, panel["title"]
+        assert at["x"] + at["w"] <= 24
+        taken |= cells
+
+
+async def test_every_name_that_the_dashboard_asks_for_is_told() -> None:
+    families = await told()
+    samples = {sample.name for family in families.values() for sample in family.samples}
+    variables = [one["definition"] for one in DASHBOARD["templating"]["list"] if one["type"] == "query"]
+    for query in [*QUERIES, *variables]:
+        assert names_in(query) - {"aiotensor_"} <= samples, query
+    assert all(names_in(query) for query in QUERIES)
+
+
+async def test_every_label_that_the_dashboard_asks_for_is_one_of_what_it_asks_for() -> None:
+    labels = {
+        sample.name: labels_of(family) | ADDED
+        for family in (await told()).values()
+        for sample in family.samples
+    }
+    for panel in PANELS:
+        for target in panel["targets"]:
+            [name] = names_in(target["expr"])
+            selected = re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", target["expr"])
+            grouped = re.findall(r"\bby \(([^)]*)\)", target["expr"])
+            by = {label.strip() for group in grouped for label in group.split(",")}
+            shown = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+            assert {*selected} | by <= labels[name], target["expr"]
+            assert shown <= by, target["legendFormat"]  # others are gone after the sum
+
+
+async def test_counters_are_shown_as_rates_and_gauges_as_they_are() -> None:
+    families = await told()
+    for query in QUERIES:
+        [name] = names_in(query)
+        family = families.get(name) or families[name.removesuffix("_bucket")]
+        assert bool(re.search(r"\b(rate|increase)\(", query)) == (family.type != "gauge"), query
+        assert ("histogram_quantile(" in query) == (family.type == "histogram"), query
+
+
+async def test_the_page_on_metrics_lists_each_with_its_type_and_labels() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    rows = re.findall(r"^\| `(aiotensor_\w+)` \| (\w+) \| ([^|]*) \| [^|]+ \|$", text, re.MULTILINE)
+    listed = {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
+    assert len(listed) == len(rows)
+    told_now = {name: (family.type, labels_of(family) - {"le"}) for name, family in (await told()).items()}
+    assert listed == told_now
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/metrics.md"])
+async def test_names_in_the_documents_are_names_that_are_told(name: str) -> None:
+    families = await told()
+    samples = {sample.name for family in families.values() for sample in family.samples}
+    for found in names_in((ROOT / name).read_text()):
+        assert found in samples or found in families, found

@@ -1,0 +1,222 @@
+"""Several workers serve one application: their numbers are gathered, also those of one that was killed."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+
+from aiotensor import TensorReceiver, UsageError
+from aiotensor.integrations.prometheus import MultiprocessPublisher
+from tests.conformance.links import LINKS
+from tests.integrations.scraping import at, scrape
+from tests.loops import let_threads_run
+from tests.pairs import pattern
+from tests.processes import peers
+from tests.processes.peers import Peer, State
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+SELDOM_S = 3600.0
+
+
+class Workers(NamedTuple):
+    """Two worker processes with a sender each, and the receiver of both here."""
+
+    workers: list[Peer]
+    receiver: TensorReceiver
+    endpoint: str
+    folder: Path
+
+    def gathered(self) -> dict[str, float]:
+        """Return what the process that is scraped would tell of all workers."""
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry, path=str(self.folder))  # type: ignore[no-untyped-call]
+        return at(scrape(registry), self.endpoint)
+
+    async def until(self, condition: Callable[[dict[str, float]], bool]) -> dict[str, float]:
+        """Wait until the workers have published something."""
+        while not condition(numbers := self.gathered()):
+            let_threads_run()
+            await asyncio.sleep(0)
+        return numbers
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Name the folder in the environment that workers are started with; it is too late for this process."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    return tmp_path
+
+
+@asynccontextmanager
+async def two_workers(folder: Path, *, interval_s: float) -> AsyncIterator[Workers]:
+    with LINKS["unix"].place() as place:
+        assert isinstance(place.endpoint, str)
+        # Spawned: the server of the others has its environment from before.
+        async with (
+            peers.peers(place.endpoint, 2, method="spawn") as workers,
+            TensorReceiver(place.endpoint) as receiver,
+        ):
+            for worker in workers:
+                await worker.call(_begin, interval_s)
+            yield Workers(workers, receiver, place.endpoint, folder)
+
+
+async def _begin(state: State, interval_s: float) -> None:
+    publisher = MultiprocessPublisher(interval_s=interval_s)
+    await publisher.__aenter__()
+    state.others["publisher"] = publisher
+    await peers.open_sender(state, 3)
+
+
+async def _end(state: State) -> None:
+    await state.sender.aclose()
+    await state.others["publisher"].__aexit__(None, None, None)
+
+
+async def _serve_again(state: State, interval_s: float) -> None:
+    await _begin(state, interval_s)
+    await state.sender.send(pattern(0, 3))
+
+
+async def _wait_for_a_permit(state: State) -> None:
+    async with state.sender.message(), state.sender.message(), state.sender.message():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):  # what is waited for never comes
+                await state.sender.send(pattern(0, 3))
+
+
+async def _send(state: State, count: int) -> None:
+    for _ in range(count):
+        await state.sender.send(pattern(0, 3))
+        await state.sender.drain()
+
+
+async def _send_and_take(both: Workers, worker: Peer, count: int) -> None:
+    sending = worker.start(_send, count)
+    for _ in range(count):
+        await anext(both.receiver)
+    await sending
+
+
+async def test_what_two_workers_publish_adds_up_and_stays_when_one_is_killed(folder: Path) -> None:
+    async with two_workers(folder, interval_s=0.02) as both:
+        first, second = both.workers
+        await _send_and_take(both, first, 2)
+        await _send_and_take(both, second, 3)
+        await first.call(_wait_for_a_permit)
+        numbers = await both.until(
+            lambda now: (
+                now.get("aiotensor_sender_tensors_sent_total") == 5
+                and now["aiotensor_sender_wait_seconds_count{for=permit}"] == 1
+                and now["aiotensor_sender_permits_limit"] == 6
+                and now["aiotensor_sender_permits_in_use"] == 0
+            )
+        )
+        assert numbers["aiotensor_sender_sent_bytes_total"] == 5 * 24
+        assert numbers["aiotensor_sender_permits_peak"] == 3  # of the one that had the most
+        assert numbers["aiotensor_sender_wait_seconds_bucket{for=permit,le=0.005}"] == 0
+        assert numbers["aiotensor_sender_wait_seconds_bucket{for=permit,le=+Inf}"] == 1
+        assert numbers["aiotensor_sender_wait_seconds_sum{for=permit}"] >= 0.01
+        assert numbers["aiotensor_sender_errors_total{type=PeerLostError}"] == 0
+
+        second.kill()
+        await second.ended()
+        mark_process_dead(second.pid, str(folder))  # type: ignore[no-untyped-call]
+        numbers = both.gathered()
+        assert numbers["aiotensor_sender_tensors_sent_total"] == 5
+        assert numbers["aiotensor_sender_permits_limit"] == 3
+        await _send_and_take(both, first, 1)
+        await both.until(lambda now: now["aiotensor_sender_tensors_sent_total"] == 6)
+
+
+async def test_a_worker_publishes_when_it_begins_and_for_the_last_time_when_it_ends(folder: Path) -> None:
+    async with two_workers(folder, interval_s=SELDOM_S) as both:
+        for worker in both.workers:
+            await _send_and_take(both, worker, 2)
+        assert "aiotensor_sender_tensors_sent_total" not in both.gathered()  # published before they were open
+        assert os.listdir(folder)
+        for done, worker in enumerate(both.workers, start=1):
+            await worker.call(_end)
+            assert both.gathered()["aiotensor_sender_tensors_sent_total"] == 2 * done
+        # In a process that goes on, it goes on from there.
+        await both.workers[0].call(_serve_again, SELDOM_S)
+        numbers = both.gathered()
+        assert numbers["aiotensor_sender_tensors_sent_total"] == 4
+        await both.workers[0].call(_end)
+        numbers = both.gathered()
+        assert numbers["aiotensor_sender_tensors_sent_total"] == 5
+        assert numbers.get("aiotensor_sender_permits_limit", 0) == 0
+
+
+async def _gauges_of_what_is_closed(state: State) -> None:
+    publisher = state.others["publisher"]
+    await publisher._publish()
+    await state.sender.aclose()
+    await publisher._publish()
+
+
+async def test_gauges_of_what_a_worker_has_closed_are_nothing(folder: Path) -> None:
+    async with two_workers(folder, interval_s=SELDOM_S) as both:
+        await both.workers[0].call(_gauges_of_what_is_closed)
+        numbers = both.gathered()
+        assert numbers["aiotensor_sender_permits_limit"] == 0
+        assert numbers["aiotensor_sender_memory_limit_bytes"] == 0
+        assert numbers["aiotensor_sender_tensors_sent_total"] == 0
+
+
+async def _publish_after_another_process(state: State, earlier: int) -> None:
+    """Publish with the number of a process that has ended, as the kernel may give it again."""
+    from prometheus_client import values
+
+    values.ValueClass = values.MultiProcessValue(lambda: earlier)  # type: ignore[no-untyped-call]
+    await peers.open_sender(state)
+    publisher = MultiprocessPublisher(interval_s=SELDOM_S)
+    await publisher.__aenter__()
+    state.others["publisher"] = publisher
+
+
+async def test_a_process_with_the_number_of_an_earlier_one_adds_to_what_that_has_counted(
+    folder: Path,
+) -> None:
+    async with two_workers(folder, interval_s=SELDOM_S) as both:
+        await _send_and_take(both, both.workers[0], 2)
+        await both.workers[0].call(_end)
+        async with peers.peers(both.endpoint, 1, method="spawn") as [later]:
+            await later.call(_publish_after_another_process, both.workers[0].pid)
+            await _send_and_take(both, later, 3)
+            await later.call(_end)
+        assert both.gathered()["aiotensor_sender_tensors_sent_total"] == 5
+
+
+async def _publish_where_nothing_can_be_written(state: State) -> list[str]:
+    raised = []
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = "/proc/nowhere"
+    try:
+        await MultiprocessPublisher().__aenter__()
+    except OSError as error:
+        raised.append(type(error).__name__)
+    return raised
+
+
+async def test_a_folder_that_is_not_there_is_told_of_when_it_is_opened(folder: Path) -> None:
+    with LINKS["unix"].place() as place:
+        async with peers.peers(place.endpoint, 1, method="spawn") as [worker]:
+            assert await worker.call(_publish_where_nothing_can_be_written) == ["FileNotFoundError"]
+
+
+def test_a_process_alone_is_told_that_it_needs_none() -> None:
+    with pytest.raises(UsageError, match="set PROMETHEUS_MULTIPROC_DIR to a folder before"):
+        MultiprocessPublisher()
+
+
+@pytest.mark.parametrize("interval_s", [0, -1.0, float("inf"), float("nan")])
+def test_an_interval_that_is_none_is_refused(interval_s: float) -> None:
+    with pytest.raises(ValueError, match="interval_s must be positive"):
+        MultiprocessPublisher(interval_s=interval_s)

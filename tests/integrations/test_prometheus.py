@@ -1,0 +1,347 @@
+"""What Prometheus reads is what was sent, received, asked and answered; from wherever it is read."""
+
+import asyncio
+import itertools
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import inf
+
+import pytest
+import torch
+from prometheus_client import start_http_server
+
+from aiotensor import (
+    AlreadyTakenError,
+    RemoteError,
+    TensorHandle,
+    TensorReceiver,
+    TensorSender,
+    TooLargeError,
+    WouldBlockError,
+    blocking,
+    opened,
+)
+from aiotensor.integrations.families import TABLE
+from aiotensor.integrations.prometheus import AioTensorCollector
+from tests.channel import parties
+from tests.conformance.links import LINKS
+from tests.integrations.scraping import Numbers, at, new_registry, parse, scrape, scrape_all
+from tests.pairs import BIG, pattern, settled, until
+from tests.processes import peers, watch
+from tests.processes.peers import State
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+PATIENCE_S = 20.0  # more than a loop needs to answer that is not blocked
+
+
+@contextmanager
+def address() -> Iterator[str]:
+    """Make an address of its own for one test: what is counted there stays."""
+    with LINKS["unix"].place() as place:
+        assert isinstance(place.endpoint, str)
+        yield place.endpoint
+
+
+# Under load, in processes
+
+
+async def _send_under_load(state: State, rounds: int) -> list[TensorHandle]:
+    """Send as many at once as there are permits, and some more."""
+    sizes = [3, BIG, 1000] * rounds
+    return await asyncio.gather(*(state.sender.send(pattern(0, size)) for size in sizes))
+
+
+async def _receive_all(state: State, count: int) -> int:
+    """Receive tensors as they come, every other one of those as a copy; return the bytes of the copies."""
+    copied = 0
+    for index in range(count):
+        delivery = await anext(state.receiver)
+        assert torch.equal(delivery.tensor, pattern(0, delivery.tensor.numel()))
+        if index % 4 == 0:
+            with pytest.raises(AlreadyTakenError):
+                await state.receiver.receive(delivery.handle)
+        copied += delivery.tensor.nbytes
+    return copied
+
+
+async def _fail_to_send(state: State) -> None:
+    with pytest.raises(TooLargeError):
+        await state.sender.allocate((1 << 40,), torch.int64)
+    async with state.sender.message(), state.sender.message():
+        for _ in range(2):
+            with pytest.raises(WouldBlockError):
+                state.sender.send_nowait(pattern(0, 3))
+
+
+async def _scrape_there(state: State) -> Numbers:
+    """Scrape in a peer, off its loop, and check both formats against each other."""
+    registry = new_registry(timeout_s=PATIENCE_S)
+    one, another = await asyncio.to_thread(scrape_all, registry)
+    assert one.keys() == another.keys()
+    return one
+
+
+async def test_what_is_read_in_each_process_under_load_parses_and_agrees_with_what_was_sent() -> None:
+    rounds = 20
+    tensors, nbytes = 3 * rounds, (3 + BIG + 1000) * 8 * rounds
+    with address() as place:
+        async with peers.peers(place, 2) as [api, engine]:
+            await engine.call(peers.open_receiver)
+            await api.call(peers.open_sender, 2, 1 << 30)
+            taking = engine.start(_receive_all, tensors)
+            sending = api.start(_send_under_load, rounds)
+            while not sending.done():
+                for peer in (api, engine):
+                    assert at(await peer.call(_scrape_there), place)
+            await asyncio.gather(taking, sending)
+            await api.call(peers.drain)
+            await api.call(_fail_to_send)
+            sent, received = [at(await peer.call(_scrape_there), place) for peer in (api, engine)]
+    assert sent["aiotensor_sender_tensors_sent_total"] == tensors
+    assert sent["aiotensor_sender_messages_sent_total"] == tensors
+    assert sent["aiotensor_sender_sent_bytes_total"] == nbytes
+    assert sent["aiotensor_sender_tensors_copied_total"] == rounds
+    assert sent["aiotensor_sender_copied_bytes_total"] == rounds * BIG * 8
+    assert sent["aiotensor_sender_permits_in_use"] == 0
+    assert sent["aiotensor_sender_permits_limit"] == sent["aiotensor_sender_permits_peak"] == 2
+    # All but the first two found no permit, and the last of the errors were told at once.
+    assert sent["aiotensor_sender_wait_seconds_count{for=permit}"] == tensors - 2
+    assert sent["aiotensor_sender_wait_seconds_bucket{for=permit,le=+Inf}"] == tensors - 2
+    assert sent["aiotensor_sender_wait_seconds_sum{for=permit}"] > 0
+    assert sent["aiotensor_sender_wait_seconds_count{for=memory}"] == 0
+    assert sent["aiotensor_sender_errors_total{type=TooLargeError}"] == 1
+    assert sent["aiotensor_sender_errors_total{type=WouldBlockError}"] == 2
+    assert sent["aiotensor_sender_errors_total{type=PeerLostError}"] == 0
+    assert received["aiotensor_receiver_tensors_taken_total"] == tensors
+    assert received["aiotensor_receiver_taken_bytes_total"] == nbytes
+    assert received["aiotensor_receiver_senders"] == 1
+    assert received["aiotensor_receiver_unclaimed_tensors"] == 0
+    assert received["aiotensor_receiver_errors_total{type=AlreadyTakenError}"] == tensors / 4
+
+
+async def test_a_receiver_that_dies_shows_at_its_senders() -> None:
+    with address() as place:
+        async with TensorSender(place) as sender, peers.peers(place, 1) as [engine]:
+            await engine.call(peers.open_receiver)
+            await sender.send(pattern(0, 3))
+            waiting = asyncio.create_task(sender.drain())
+            await asyncio.sleep(0)
+            engine.kill()
+            await asyncio.wait([waiting])
+            waiting.exception()
+            numbers = at(scrape(new_registry()), place)
+    assert numbers["aiotensor_sender_receivers_lost_total"] == 1
+    assert numbers["aiotensor_sender_errors_total{type=PeerLostError}"] == 1
+
+
+# From wherever it is read
+
+
+async def test_a_scrape_by_http_from_another_thread_says_what_one_on_the_loop_says() -> None:
+    registry = new_registry(timeout_s=PATIENCE_S)
+    server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
+    try:
+        with address() as place:
+            async with TensorReceiver(place) as receiver, TensorSender(place) as sender:
+                await receiver.receive(await sender.send(pattern(0, BIG)))
+                await settled(sender)
+                here = at(scrape(registry), place)
+                there = at(parse(await asyncio.to_thread(_get, server.server_port)), place)
+                assert here == there
+                assert here["aiotensor_sender_sent_bytes_total"] == BIG * 8
+                assert here["aiotensor_receiver_taken_bytes_total"] == BIG * 8
+    finally:
+        await asyncio.to_thread(server.shutdown)
+        server.server_close()
+        thread.join()
+
+
+def _get(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+        assert response.status == 200
+        text: str = response.read().decode()
+        return text
+
+
+def test_what_threads_have_opened_is_told_like_the_rest() -> None:
+    registry = new_registry(timeout_s=PATIENCE_S)
+    with address() as place:
+        with blocking.TensorReceiver(place) as receiver, blocking.TensorSender(place) as sender:
+            receiver.receive(sender.send(pattern(0, 3)), copy=True)
+            numbers = at(scrape(registry), place)
+            assert numbers["aiotensor_sender_tensors_sent_total"] == 1
+            assert numbers["aiotensor_receiver_tensors_copied_total"] == 1
+            assert numbers["aiotensor_receiver_senders"] == 1
+        numbers = at(scrape(registry), place)  # whose loop has ended
+        assert numbers["aiotensor_sender_tensors_sent_total"] == 1
+        assert "aiotensor_receiver_senders" not in numbers
+    assert scrape(registry)["aiotensor_scrape_timeouts_total", ()] == 0
+
+
+def test_a_blocked_loop_holds_no_scrape_up_for_longer_than_it_may_and_its_counters_stay() -> None:
+    blocked, go_on, done = threading.Event(), threading.Event(), threading.Event()
+
+    async def live(place: str) -> None:
+        async with TensorReceiver(place) as receiver, TensorSender(place) as sender:
+            await receiver.receive(await sender.send(pattern(0, 3)))
+            await settled(sender)
+            counted.append(scrape(quick))  # on the loop itself
+            blocked.set()
+            go_on.wait()
+            await asyncio.to_thread(done.wait)
+
+    quick, patient = new_registry(timeout_s=0.05), new_registry(timeout_s=PATIENCE_S)
+    counted: list[Numbers] = []
+    with address() as place:
+        thread = threading.Thread(target=asyncio.run, args=(live(place),))
+        thread.start()
+        blocked.wait()
+        during = scrape(quick)
+        assert at(during, place) == at(counted[0], place)
+        assert at(during, place)["aiotensor_sender_tensors_sent_total"] == 1
+        assert counted[0]["aiotensor_scrape_timeouts_total", ()] == 0
+        assert during["aiotensor_scrape_timeouts_total", ()] == 1
+        go_on.set()
+        assert scrape(patient)["aiotensor_scrape_timeouts_total", ()] == 0
+        done.set()
+        thread.join()
+
+
+# What stays and what goes
+
+
+async def test_counters_stay_and_gauges_go_when_what_they_are_of_is_closed() -> None:
+    registry = new_registry()
+    seen: list[dict[str, float]] = []
+    with address() as place:
+        for _ in range(3):
+            async with TensorReceiver(place) as receiver, TensorSender(place) as sender:
+                await receiver.receive(await sender.send(pattern(0, BIG)))
+                seen.append(at(scrape(registry), place))
+            seen.append(at(scrape(registry), place))
+        late = at(scrape(new_registry()), place)  # of one that was registered when all was over
+    assert [one["aiotensor_sender_tensors_sent_total"] for one in seen] == [1, 1, 2, 2, 3, 3]
+    assert [one.get("aiotensor_sender_permits_limit") for one in seen] == [8, None] * 3
+    for before, after in itertools.pairwise(seen):
+        for name, value in before.items():
+            if name.partition("{")[0].endswith(("_total", "_count", "_sum", "_bucket")):
+                assert after[name] >= value
+    assert late == seen[-1]
+
+
+async def test_what_is_open_at_one_endpoint_is_added_up_and_of_peaks_the_largest_is_told() -> None:
+    with address() as place:
+        async with (
+            TensorReceiver(place, max_senders=None) as receiver,
+            TensorSender(place, 2, 1 << 20) as one,
+            TensorSender(place, 3, 1 << 21) as another,
+        ):
+            handles = [await one.send(pattern(0, 3))] + [await another.send(pattern(0, 3)) for _ in range(3)]
+            waiting = asyncio.create_task(another.send(pattern(0, 3)))
+            await until(lambda: another.statistics().waiting == 1)
+            await until(lambda: receiver.statistics().unclaimed_tensors == 4)
+            numbers = at(scrape(new_registry()), place)
+            assert numbers["aiotensor_sender_permits_in_use"] == 4
+            assert numbers["aiotensor_sender_permits_limit"] == 5
+            assert numbers["aiotensor_sender_permits_peak"] == 3
+            assert numbers["aiotensor_sender_memory_limit_bytes"] == 3 << 20
+            assert numbers["aiotensor_sender_waiting_calls"] == 1
+            assert 0 < numbers["aiotensor_sender_longest_wait_seconds"] <= another.statistics().longest_wait_s
+            assert numbers["aiotensor_sender_tensors_sent_total"] == 4
+            assert numbers["aiotensor_receiver_senders"] == 2
+            assert numbers["aiotensor_receiver_senders_limit"] == inf
+            assert numbers["aiotensor_receiver_unclaimed_bytes"] == 4 * 24
+            assert numbers["aiotensor_receiver_promised_messages"] == 5
+            for handle in handles:
+                await receiver.receive(handle)
+            await receiver.receive(await waiting)
+
+
+async def test_clients_and_servers_tell_what_was_asked_answered_and_failed() -> None:
+    async with parties.channel() as channel:
+        serving = asyncio.create_task(channel.server.serve(parties.answer))
+        for seed in range(3):
+            await channel.client.request(parties.Question(seed, pattern(seed, 10)))
+        with parties.said(), pytest.raises(RemoteError):
+            await channel.client.request(parties.Question(0, wish="raise"))
+        await parties.settled(channel)
+        numbers = scrape(new_registry())
+        asked = at(numbers, channel.place.messages)
+        await channel.server.aclose()
+        await serving
+    assert asked["aiotensor_client_messages_sent_total"] == 4
+    assert asked["aiotensor_client_answers_total"] == asked["aiotensor_server_answers_total"] == 3
+    assert asked["aiotensor_client_failures_total"] == asked["aiotensor_server_failures_total"] == 1
+    assert asked["aiotensor_client_errors_total{type=RemoteError}"] == 1
+    assert asked["aiotensor_client_servers"] == asked["aiotensor_server_clients"] == 1
+    assert asked["aiotensor_client_in_flight"] == asked["aiotensor_server_in_hand"] == 0
+    assert asked["aiotensor_server_messages_received_total"] == 4
+
+
+# What it costs and how it is named
+
+
+async def test_registering_asks_nobody() -> None:
+    with address() as place:
+        async with TensorReceiver(place), TensorSender(place):
+            registry = new_registry()
+            here = [one for one in opened._books.open if one.endpoint == place]
+            assert [one.last for one in here] == [None, None]
+            scrape(registry)
+            assert None not in [one.last for one in here]
+
+
+async def _register(state: State) -> None:
+    state.others["registry"] = new_registry()
+
+
+async def test_a_process_that_was_scraped_is_idle_until_the_next_time() -> None:
+    with address() as place:
+        async with peers.peers(place, 2) as [engine, api]:
+            await engine.call(peers.open_receiver)
+            await api.call(peers.open_sender)
+            handle: TensorHandle = await api.call(peers.send_pattern, 0, BIG)
+            assert await engine.call(peers.receive_pattern, handle, 0)
+            await api.call(peers.drain)
+            for peer in (engine, api):
+                await peer.call(_register)
+                await peer.call(_scrape_there)
+            await asyncio.sleep(0.2)  # what was freed is said to the other side
+            before = [(watch.seconds(peer.pid), watch.switches(peer.pid)) for peer in (engine, api)]
+            await asyncio.sleep(2)  # nothing is waited for: what is shown is that nothing happens
+            for peer, (seconds, switches) in zip((engine, api), before, strict=True):
+                assert watch.seconds(peer.pid) - seconds <= 0.011
+                assert watch.switches(peer.pid) == switches
+
+
+def test_a_scrape_names_no_object_but_by_its_endpoint() -> None:
+    labels = {label for _, series in scrape(new_registry()) for label, _ in series}
+
+    assert labels <= {"endpoint", "type", "for", "le"}
+
+
+def test_registering_twice_is_refused_as_for_other_collectors() -> None:
+    registry = new_registry()
+
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        registry.register(AioTensorCollector())
+
+
+@pytest.mark.parametrize("timeout_s", [-1, inf, float("nan")])
+def test_a_limit_of_time_that_is_none_is_refused(timeout_s: float) -> None:
+    with pytest.raises(ValueError, match=f"timeout_s is seconds, at least 0, got {timeout_s}"):
+        new_registry(timeout_s=timeout_s)
+
+
+def test_every_number_comes_from_a_field_of_its_own() -> None:
+    names: list[str] = []
+    for kind, gauges, counters in TABLE:
+        fields = [gauge.field for gauge in gauges] + [counter.field for counter in counters]
+        assert len(fields) == len(set(fields))
+        assert set(fields) <= set(kind.__struct_fields__)
+        assert {counter.field for counter in counters} <= set(opened.COUNTERS[kind])
+        names += [gauge.name for gauge in gauges] + [counter.name for counter in counters]
+    assert len(names) == len(set(names))

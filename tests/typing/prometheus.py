@@ -1,0 +1,22 @@
+"""What users of Prometheus write, as a type checker sees it: checked by mypy, never run."""
+
+from typing import assert_type
+
+from prometheus_client import REGISTRY
+
+from aiotensor.integrations.prometheus import AioTensorCollector, MultiprocessPublisher
+
+
+def register() -> None:
+    REGISTRY.register(AioTensorCollector())
+    REGISTRY.register(AioTensorCollector(timeout_s=0.5))
+
+    AioTensorCollector(0.5)  # type: ignore[call-arg]
+    AioTensorCollector(timeout_s=None)  # type: ignore[arg-type]
+
+
+async def publish() -> None:
+    async with MultiprocessPublisher(interval_s=2.5, timeout_s=0.5) as publisher:
+        assert_type(publisher, MultiprocessPublisher)
+
+    MultiprocessPublisher(2.5)  # type: ignore[call-arg]
