@@ -38,7 +38,7 @@ class SenderInspection(msgspec.Struct, frozen=True):
         arena_bytes: the limit on its bytes of shared memory.
         unclaimed_tensors: tensors of it that arrived and that nobody has taken.
         unclaimed_bytes: bytes of those tensors.
-        leases: blocks of its memory that tensors pin which were received and are still alive.
+        leases: blocks of its memory that living tensors pin over there.
         leased_bytes: bytes of these tensors.
         statistics: what its own `statistics()` says, with at most 8 holders; None if it did not answer.
         answered_at: when it answered, by `time.monotonic`; None if it did not.
