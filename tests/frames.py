@@ -1,6 +1,9 @@
 """Frames as a sender makes them, for tests that speak for themselves."""
 
-from aiotensor.protocol.frames import Put
+from aiotensor.protocol.frames import Account, Put
+
+# Of a sender that holds nothing and has done nothing.
+ACCOUNT = Account(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def put(**changes: object) -> Put:

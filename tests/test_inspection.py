@@ -28,13 +28,13 @@ from aiotensor.protocol.frames import (
     MAX_HOLDERS,
     MAX_ROWS,
     VERSION,
-    Account,
     Bye,
     Inquire,
     Report,
     SenderRow,
     Welcome,
 )
+from tests.frames import ACCOUNT
 from tests.fuzz.listening import waiting_at
 from tests.fuzz.speaking import say
 from tests.links.unix_ends import in_child, leave_stale
@@ -45,7 +45,6 @@ from tests.processes import peers
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 HURRY_S = 0.05  # with those who never answer
-ACCOUNT = Account(*[0] * 12)
 
 
 # What is found

@@ -13,7 +13,6 @@ from aiotensor.links import unix
 from aiotensor.protocol.frames import (
     MAX_RECORD_BYTES,
     VERSION,
-    Account,
     Bye,
     Hello,
     Inquire,
@@ -23,6 +22,7 @@ from aiotensor.protocol.frames import (
     Welcome,
     encode,
 )
+from tests.frames import ACCOUNT
 from tests.looking import PATIENCE_S, look_at, observers, observing
 from tests.pairs import BIG, pattern, until
 from tests.processes import peers
@@ -31,7 +31,6 @@ from tests.processes.peers import Peer
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 HURRY_S = 0.05  # with those who never answer
-ACCOUNT = Account(*[0] * 12)
 
 
 # How senders are asked
@@ -110,7 +109,12 @@ async def test_many_looks_at_once_ask_each_sender_once_and_all_are_answered(addr
         assert link is not None
         written: list[bytes] = []
         write = link.write
-        link.write = lambda data: (written.append(data), write(data))[1]  # type: ignore[method-assign]
+
+        def noted(data: bytes) -> None:
+            written.append(data)
+            write(data)
+
+        link.write = noted  # type: ignore[method-assign]
 
         found = await asyncio.gather(*(look_at(address) for _ in range(20)))
 

@@ -38,6 +38,7 @@ from aiotensor.protocol.frames import (
     encode,
 )
 from aiotensor.types import ReceiverStatistics
+from tests.frames import ACCOUNT
 
 Frames = list[ToReceiver] | list[ToSender] | list[ToObserver]
 Decode = Callable[[bytes], Frames]
@@ -243,7 +244,7 @@ def test_a_frame_with_something_behind_it_is_refused(decode: Decode) -> None:
         Detach(0),
         Discard(0),
         End(0, 1),
-        Account(*[0] * 12),
+        ACCOUNT,
         Look(VERSION, 1),
     ],
     ids=lambda frame: type(frame).__name__,
@@ -286,13 +287,12 @@ def test_a_report_of_as_many_senders_as_it_may_have_fits_a_record_whatever_they_
 
 def test_the_longest_account_fits_the_shortest_record_that_every_receiver_takes() -> None:
     holding = Holding(LARGEST, "\N{GRINNING FACE}" * 64, LARGEST, 2.0**63)
-    account = Account(*[LARGEST] * 3, 2.0**63, *[LARGEST] * 8, (holding,) * MAX_HOLDERS, "x" * 64)
+    largest = dict.fromkeys(Account.__struct_fields__, LARGEST)
+    longest = {"longest_wait_s": 2.0**63, "holders": (holding,) * MAX_HOLDERS, "sender": "x" * 64}
+    account = Account(**{**largest, **longest})  # type: ignore[arg-type]
 
     assert len(encode(account)) <= LEAST_FRAME_BYTES
     assert decode_to_receiver(encode(account)) == [account]
-
-
-ACCOUNT: list[object] = ["account", *[0] * 12]
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ ACCOUNT: list[object] = ["account", *[0] * 12]
     ids=lambda value: str(value)[:20],
 )
 def test_an_account_with_one_wrong_field_is_refused(field: int, value: object) -> None:
-    items = [*ACCOUNT, [[None, "allocated", 1, 0.5]], "s"]
+    items: list[object] = ["account", *[0] * 12, [[None, "allocated", 1, 0.5]], "s"]
     decode_to_receiver(record_of(items))  # which is right as it is
 
     items[field] = value

@@ -108,7 +108,7 @@ def _row(sender: SenderInspection, rate: Rate | None) -> list[Text]:
 def _holders(held: list[Held]) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     for justify in ("left", "left", "left", "right", "right"):
-        table.add_column(justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        table.add_column(justify=justify, no_wrap=True)
     for one in held:
         holder = one.holder
         table.add_row(
