@@ -13,6 +13,7 @@ from aiotensor.links import unix
 from aiotensor.protocol.frames import (
     MAX_RECORD_BYTES,
     VERSION,
+    Account,
     Bye,
     Hello,
     Inquire,
@@ -26,95 +27,100 @@ from tests.frames import ACCOUNT
 from tests.looking import PATIENCE_S, look_at, observers, observing
 from tests.pairs import BIG, pattern, until
 from tests.processes import peers
-from tests.processes.peers import Peer
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
-
-HURRY_S = 0.05  # with those who never answer
 
 
 # How senders are asked
 
 
-async def test_a_stopped_sender_is_told_as_silent_and_asked_once_and_is_not_cut_off(address: str) -> None:
-    async with TensorReceiver(address) as receiver, TensorSender(address) as other:
-        async with peers.peers(address, 1) as [child]:
-            name = await child.call(peers.open_sender, 4, 1 << 22)
-            await other.send(pattern(0, 3))
-            await until(lambda: receiver.statistics().senders == 2)
-            await child.stop()
-            try:
-                for _ in range(20):
-                    found = await inspect(address, patience_s=HURRY_S)
-                    told = {sender.sender: sender.statistics for sender in found.senders}
-                    assert told[name] is None
-                    assert told[other.id] is not None
-                assert len(receiver._incoming._observers._asked) == 1
-                late = asyncio.create_task(look_at(address))
-                await until(lambda: observers(receiver) == 1)
-            finally:
-                child.go_on()
-            found = await late  # it waits for the answer to what was asked long before
-            assert all(sender.statistics is not None for sender in found.senders)
-            assert await child.call(_count_inquiries) == 0  # from here on
-            found = await look_at(address)
-            assert all(sender.statistics is not None for sender in found.senders)
-            assert await child.call(_inquiries) == 1
-            assert receiver.statistics().senders == 2
-            assert receiver.statistics().senders_lost == 0
-            await child.call(peers.send_pattern, 0, BIG)
-        await until(lambda: receiver.statistics().senders == 1)
-
-
-async def _count_inquiries(state: peers.State) -> int:
-    """Count from now on how often the sender is asked."""
-    accountant = state.sender._outgoing.conversation._accountant
-    ask, state.others["asked"] = accountant.ask, 0
-
-    def counted() -> None:
-        state.others["asked"] += 1
-        ask()
-
-    accountant.ask = counted  # type: ignore[method-assign]
-    return await _inquiries(state)
-
-
-async def _inquiries(state: peers.State) -> int:
-    return int(state.others["asked"])
-
-
-async def test_a_sender_that_leaves_before_it_answered_is_told_as_silent(address: str) -> None:
-    async with TensorReceiver(address) as receiver:
-        child = Peer(address)
+async def test_a_stopped_sender_is_told_as_silent_and_comes_back_without_being_cut_off(address: str) -> None:
+    async with (
+        TensorReceiver(address) as receiver,
+        TensorSender(address) as other,
+        peers.peers(address, 1) as [child],
+    ):
+        name = await child.call(peers.open_sender, 4, 1 << 22)
+        await until(lambda: receiver.statistics().senders == 2)
+        await child.stop()
         try:
-            await child.call(peers.open_sender)
-            await until(lambda: receiver.statistics().senders == 1)
-            await child.stop()
-            async with observing(address) as observer:
-                [report] = await observer.reports()
-                assert len(report.senders) == 1
-                child.kill()
-                await until(lambda: receiver.statistics().senders == 0)
-                assert not receiver._incoming._observers._asked
-                assert observers(receiver) > 0
+            found = await inspect(address, patience_s=1.0)
+            told = {sender.sender: sender.statistics for sender in found.senders}
+            assert told[name] is None
+            assert told[other.id] is not None
+            late = asyncio.create_task(look_at(address))
+            await until(lambda: observers(receiver) == 1)
         finally:
-            await child.close()
+            child.go_on()
+        for found in (await late, await look_at(address)):
+            assert all(sender.statistics is not None for sender in found.senders)
+        assert receiver.statistics().senders == 2
+        assert receiver.statistics().senders_lost == 0
+        await child.call(peers.send_pattern, 0, BIG)
+        await anext(receiver)
+
+
+async def test_a_stopped_sender_is_asked_once_however_often_somebody_looks(address: str) -> None:
+    async with TensorReceiver(address) as receiver, peers.peers(address, 1) as [child]:
+        name = await child.call(peers.open_sender)
+        await until(lambda: receiver.statistics().senders == 1)
+        await child.stop()
+        try:
+            written = _written_to(receiver, name)
+            async with observing(address) as first, observing(address) as second:
+                for observer in (first, second):
+                    await observer.reports()
+                for _ in range(50):
+                    async with observing(address) as passing:
+                        await passing.reports()
+                await until(lambda: observers(receiver) == 2)
+                assert written == [encode(Inquire())]
+                child.go_on()
+                for observer in (first, second):
+                    [account] = await observer.read() or []
+                    assert isinstance(account, Account)
+                    assert account.sender == name
+        finally:
+            child.go_on()
+        # What those asked for who are gone is answered too, once, and breaks no protocol.
+        assert (await look_at(address)).senders[0].statistics is not None
+        assert written == [encode(Inquire())] * 2
+        assert receiver.statistics().senders == 1
+
+
+def _written_to(receiver: TensorReceiver, sender: str) -> list[bytes]:
+    """Note what a sender is told from now on."""
+    link = receiver._incoming.link_of(sender)
+    assert link is not None
+    written: list[bytes] = []
+    write = link.write
+
+    def noted(data: bytes) -> None:
+        written.append(data)
+        write(data)
+
+    link.write = noted  # type: ignore[method-assign]
+    return written
+
+
+async def test_a_sender_that_dies_before_it_has_answered_owes_nothing_any_more(address: str) -> None:
+    async with TensorReceiver(address) as receiver, peers.peers(address, 1) as [child]:
+        await child.call(peers.open_sender)
+        await until(lambda: receiver.statistics().senders == 1)
+        await child.stop()
+        async with observing(address) as observer:
+            await observer.reports()
+            child.kill()
+            await until(lambda: receiver.statistics().senders == 0)
+            assert not receiver._incoming._observers._asked
+            assert observers(receiver) == 1
         await until(lambda: observers(receiver) == 0)
 
 
-async def test_many_looks_at_once_ask_each_sender_once_and_all_are_answered(address: str) -> None:
+async def test_those_who_look_at_once_are_all_answered(address: str) -> None:
     async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
         await until(lambda: receiver.statistics().senders == 1)
-        link = receiver._incoming.link_of(sender.id)
-        assert link is not None
-        written: list[bytes] = []
-        write = link.write
-
-        def noted(data: bytes) -> None:
-            written.append(data)
-            write(data)
-
-        link.write = noted  # type: ignore[method-assign]
+        written = _written_to(receiver, sender.id)
 
         found = await asyncio.gather(*(look_at(address) for _ in range(20)))
 
@@ -210,7 +216,7 @@ async def test_who_looks_and_does_not_read_harms_nobody_and_is_not_waited_for(
         assert receiver.statistics().senders_lost == 0
 
 
-async def test_a_receiver_that_closes_waits_for_nobody_who_looks_and_ends_the_look(address: str) -> None:
+async def test_a_receiver_that_closes_waits_for_nobody_who_looks(address: str) -> None:
     async with TensorReceiver(address) as receiver, observing(address) as observer:
         [report] = await observer.reports()
         [link] = receiver._incoming._observers._observers

@@ -49,7 +49,7 @@ async def test_json_says_what_receiver_and_senders_say_themselves_and_how_fast_t
         await sender.send(pattern(0, BIG))
         await until(lambda: receiver.statistics().unclaimed_tensors == 1)
 
-        looking = asyncio.create_task(run(address, "--json", "--interval", "0.3"))
+        looking = asyncio.create_task(run(address, "--json", "--interval", "1"))
         await until(lambda: len(receiver._incoming._observers._observers) == 1)  # the first look
         await until(lambda: not receiver._incoming._observers._observers)
         await sender.send(pattern(1, BIG))  # in between
@@ -67,7 +67,7 @@ async def test_json_says_what_receiver_and_senders_say_themselves_and_how_fast_t
         assert one["statistics"]["bytes_in_use"] == sender.statistics().bytes_in_use
         assert [holder["message"] for holder in one["statistics"]["holders"]] == [0, 1]
         seconds = BIG * 8 / one["sent"]["bytes_per_s"]
-        assert seconds >= 0.3
+        assert seconds >= 1
         assert one["sent"]["messages_per_s"] == pytest.approx(1 / seconds)
 
 
@@ -79,7 +79,7 @@ async def test_without_a_terminal_there_is_one_look_in_plain_lines(address: str)
 
         done = await run(address)
         await child.stop()
-        stopped = await run(address, "--patience", "0.05")
+        stopped = await run(address, "--patience", "1")
         child.go_on()
 
         assert done.stderr == stopped.stderr == ""
