@@ -57,21 +57,21 @@ class Accountant:
 
     def ask(self) -> None:
         """Note that the receiver wants an account."""
-        if not self._is_stopped and (self._telling is None or self._telling.done()):
+        if self._is_stopped:
+            return
+        if self._telling is None or self._telling.done() or self._telling.cancelling():
             telling = self._tell_when_there_is_room()
             self._telling = asyncio.get_running_loop().create_task(telling, name="aiotensor-account")
 
     def forget(self) -> None:
         """Note that whoever asked is gone."""
-        telling, self._telling = self._telling, None
-        if telling is not None:
-            telling.cancel()
+        if self._telling is not None:
+            self._telling.cancel()
 
     def stop(self) -> None:
         """Give no account any more."""
         self._is_stopped = True
-        if self._telling is not None:
-            self._telling.cancel()
+        self.forget()
 
     async def settle(self) -> None:
         """Wait until nothing goes on here, after `stop`."""
