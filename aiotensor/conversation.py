@@ -6,13 +6,14 @@ nothing that was given up before. Numbers go on counting when the link comes bac
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 from torch.nn import Parameter
 
 from aiotensor import placements
+from aiotensor.accounts import Accountant
 from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError
 from aiotensor.links.base import SenderLink
 from aiotensor.message import Message, State
@@ -27,14 +28,16 @@ from aiotensor.protocol.frames import (
     Discarded,
     End,
     Hello,
+    Inquire,
     Put,
     Release,
     Taken,
+    ToSender,
     Welcome,
     decode_to_sender,
     encode,
 )
-from aiotensor.types import TensorHandle
+from aiotensor.types import SenderStatistics, TensorHandle
 
 __all__ = ["Conversation", "ConversationEvents"]
 
@@ -84,17 +87,20 @@ class Conversation:
         self._announced: dict[int, Message] = {}
         self._next_number = 0
 
-    async def open(self) -> None:
-        """Begin to connect."""
+    async def open(self, statistics: Callable[[], SenderStatistics]) -> None:
+        """Begin to connect; `statistics` says what is held here, when the receiver asks."""
         self._outbox = Outbox(self._write)
+        self._accountant = Accountant(self.link, self._outbox.add, statistics)
         await self.link.open(self)
 
     async def say_goodbye(self) -> None:
         """Tell the receiver that this is the end; wait until the link has taken it."""
+        self._accountant.stop()
         if self.is_connected:
             self._outbox.add(Bye())
             self._outbox.flush()
             await self.link.flush()
+        await self._accountant.settle()
 
     def close(self) -> None:
         """Close the link."""
@@ -203,7 +209,7 @@ class Conversation:
             error = self._peer_lost(str(error))
         self._lose(error)
 
-    def _handle_frame(self, frame: Welcome | Taken | Discarded | Release | Bye) -> None:
+    def _handle_frame(self, frame: ToSender) -> None:
         match frame:
             case Taken():
                 for number in frame.messages:
@@ -225,6 +231,8 @@ class Conversation:
                     raise ProtocolError(f"it speaks version {frame.version}, this sender speaks {VERSION}")
                 # Not beyond what this side's sockets take, whatever the other one does.
                 self._outbox.max_bytes = min(frame.max_frame_bytes, MAX_RECORD_BYTES)
+            case Inquire():
+                self._accountant.ask()
             case Bye(reason=""):
                 self._drop("it closed", retry=True)
             case Bye():
@@ -260,6 +268,7 @@ class Conversation:
         was_connected, self.is_connected = self.is_connected, False
         self.receiver_pid = self.receiver_id = None
         self._outbox.clear()
+        self._accountant.forget()
         lost = self._events.receiver_lost(error)
         if was_connected:
             self.receivers_lost += 1

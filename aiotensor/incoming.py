@@ -16,29 +16,33 @@ from aiotensor.descriptors import close_all
 from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError
 from aiotensor.links.base import ReceiverLink
 from aiotensor.mappings import Mappings, Segments
+from aiotensor.observers import Observers, reports
 from aiotensor.protocol.frames import (
     VERSION,
+    Account,
     Attach,
     Bye,
     Detach,
     Discard,
     End,
     Hello,
+    Look,
     Put,
+    SenderRow,
     ToReceiver,
     Welcome,
     decode_to_receiver,
     encode,
 )
 from aiotensor.protocol.mailbox import Key, Mailbox
-from aiotensor.types import Delivery, TensorHandle
+from aiotensor.types import Delivery, ReceiverStatistics, TensorHandle
 
 __all__ = ["MAX_STRANGERS", "Incoming", "Limits"]
 
 logger = logging.getLogger("aiotensor.receiver")
 
 
-# Connections that have not said who they are. Of ours each says so at once.
+# Connections that are no senders': they have not said who they are, which each of ours does at once, or look.
 MAX_STRANGERS = 64
 
 
@@ -57,6 +61,7 @@ class _Peer:
     def __init__(self, link: ReceiverLink) -> None:
         self.link = link
         self.sender: str | None = None  # known when it has introduced itself
+        self.pid = 0
         self.max_messages = 0
         self.segments = Segments(link)
 
@@ -69,6 +74,7 @@ class Incoming:
         limits: what all senders together may use.
         wake: called with the keys whose waiters should look again.
         fail: called when nothing more will arrive.
+        statistics: says what is held here, to whoever looks.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class Incoming:
         limits: Limits,
         wake: Callable[[Sequence[Key]], None],
         fail: Callable[[BaseException], None],
+        statistics: Callable[[], ReceiverStatistics],
     ) -> None:
         self._receiver = receiver
         self.limits = limits
@@ -85,6 +92,8 @@ class Incoming:
         self.senders_lost = self.senders_refused = 0
         self._wake = wake
         self._fail = fail
+        self._statistics = statistics
+        self._observers = Observers()
         self._peers: dict[ReceiverLink, _Peer] = {}
         self._senders: dict[str, _Peer] = {}
 
@@ -121,11 +130,12 @@ class Incoming:
 
         Waits until the links have taken what the senders are to be told.
         """
-        peers = list(self._peers.values())
+        # An observer hears of it by the end of its connection: it may not read, and is not waited for.
+        peers = [peer for peer in self._peers.values() if peer.link not in self._observers]
         for peer in peers:
             self.answers.goodbye(peer.link)
         self.answers.flush()
-        for peer in peers:
+        for peer in list(self._peers.values()):
             self._forget(peer)
         self.mailbox.clear()
         try:
@@ -188,9 +198,7 @@ class Incoming:
         """Do what a frame says, and return the keys whose waiters are to be woken."""
         sender = peer.sender
         if sender is None:
-            if not isinstance(frame, Hello):
-                raise ProtocolError("it sent a frame before it introduced itself")
-            return self._admit(peer, frame)
+            return self._hear_stranger(peer, frame)
         match frame:
             case Put():
                 return self._file(peer, sender, frame)
@@ -207,13 +215,55 @@ class Incoming:
                 self._forget(peer)
                 peer.link.close()
                 return keys
-            case Hello():
+            case Account():
+                self._observers.answered(peer.link, sender, frame)
+            case Hello() | Look():
                 raise ProtocolError("it introduced itself twice")
         return ()
 
-    def _admit(self, peer: _Peer, hello: Hello) -> Sequence[Key]:
-        # First: it says what differs.
+    def _hear_stranger(self, peer: _Peer, frame: ToReceiver) -> Sequence[Key]:
+        if peer.link in self._observers:
+            raise ProtocolError("it looks at this receiver, and may not say anything more")
+        match frame:
+            case Hello():
+                return self._admit(peer, frame)
+            case Look():
+                self._show(peer, frame)
+                return ()
+        raise ProtocolError("it sent a frame before it introduced itself")
+
+    def _show(self, peer: _Peer, look: Look) -> None:
+        """Tell somebody what is here, and ask the senders for what they alone know."""
+        logger.debug("process %s looks at this receiver", look.pid)
+        self._observers.add(peer.link)
+        self._welcome(peer)
+        if look.version != VERSION:
+            raise ProtocolError(f"it speaks version {look.version}, this receiver speaks {VERSION}")
+        senders = list(self._senders.items())
+        rows = [self._row_of(sender, peer) for sender, peer in senders]
+        for report in reports(self._statistics(), rows):
+            peer.link.write(encode(report))
+        if peer.link in self._peers:  # or writing to it failed
+            self._observers.ask(peer.link, [peer.link for _, peer in senders])
+
+    def _row_of(self, sender: str, peer: _Peer) -> SenderRow:
+        unclaimed = [item.tensor.nbytes for item in self.mailbox.unclaimed(sender)]
+        return SenderRow(
+            sender,
+            peer.pid,
+            peer.max_messages,
+            peer.segments.arena_bytes,
+            len(unclaimed),
+            sum(unclaimed),
+            peer.segments.leases,
+            peer.segments.leased_bytes,
+        )
+
+    def _welcome(self, peer: _Peer) -> None:
         peer.link.write(encode(Welcome(VERSION, os.getpid(), self.limits.frame_bytes, self._receiver)))
+
+    def _admit(self, peer: _Peer, hello: Hello) -> Sequence[Key]:
+        self._welcome(peer)  # first: it says what differs
         if peer.link not in self._peers:
             return ()  # writing to it failed
         if hello.version != VERSION:
@@ -254,6 +304,7 @@ class Incoming:
                 return ()
         keys = self.mailbox.join(hello.sender, hello.pid, hello.max_concurrent_videos, hello.first_message)
         peer.sender = hello.sender
+        peer.pid = hello.pid
         peer.max_messages = hello.max_concurrent_videos
         peer.segments.arena_bytes = hello.arena_bytes
         self._senders[hello.sender] = peer
@@ -326,6 +377,7 @@ class Incoming:
     def _forget(self, peer: _Peer) -> None:
         self._peers.pop(peer.link, None)
         self.answers.forget(peer.link)
+        self._observers.forget(peer.link)
         if peer.sender is not None:
             self._senders.pop(peer.sender, None)
         self.mappings.let_go(peer.segments)

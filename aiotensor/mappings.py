@@ -37,6 +37,16 @@ class Segments:
         self.attached: dict[int, _Segment] = {}
         self.held: set[_Segment] = set()  # those too that are detached, and that living views keep
 
+    @property
+    def leases(self) -> int:
+        """Count the blocks of this sender that living tensors pin."""
+        return sum(segment.leases for segment in self.held)
+
+    @property
+    def leased_bytes(self) -> int:
+        """Count the bytes of the tensors that pin them."""
+        return sum(segment.leased_bytes for segment in self.held)
+
 
 class _Segment:
     """A segment that a sender attached, and the views of it that live."""
@@ -44,7 +54,7 @@ class _Segment:
     def __init__(self, mapped: MappedSegment, segments: Segments) -> None:
         self.mapped = mapped
         self.segments = segments
-        self.leases = 0
+        self.leases = self.leased_bytes = 0
         self.is_attached = True
 
 
@@ -149,6 +159,7 @@ class Mappings:
         watch = placements.watch(owner, self._storage_ended, number)
         self._leases[number] = _Lease(segment, block, owner.nbytes, watch)
         segment.leases += 1
+        segment.leased_bytes += owner.nbytes
         self.leased_bytes += owner.nbytes
         self.peak_leased_bytes = max(self.peak_leased_bytes, self.leased_bytes)
 
@@ -161,6 +172,7 @@ class Mappings:
             lease = self._leases.pop(number)
             self.leased_bytes -= lease.nbytes
             lease.segment.leases -= 1
+            lease.segment.leased_bytes -= lease.nbytes
             if lease.segment.is_attached:
                 self._released(lease.segment.segments.link, lease.block)
             elif not lease.segment.leases:

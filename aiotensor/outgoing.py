@@ -30,7 +30,7 @@ from aiotensor.memory import Memory
 from aiotensor.message import Message, State
 from aiotensor.placements import Allocation, Arena, Block, Place, Placed, Plan
 from aiotensor.protocol.credits import Ticket
-from aiotensor.types import TensorHandle
+from aiotensor.types import SenderStatistics, TensorHandle
 
 __all__ = ["Outgoing"]
 
@@ -83,14 +83,14 @@ class Outgoing:
         self.memory: Memory  # from `open` on: they belong to a loop
         self.ledger: Ledger
 
-    async def open(self, on_freed: Callable[[int], None]) -> None:
+    async def open(self, on_freed: Callable[[int], None], statistics: Callable[[], SenderStatistics]) -> None:
         """Begin to connect; `on_freed` is told of allocated blocks that were freed, from any thread."""
         self.memory = Memory(self.max_bytes, self._gate_over, on_freed, self._keep_warm_s)
         self.ledger = Ledger(
             self._messages, self.permits, self.memory, self._patience, lambda: self.conversation.receiver_pid
         )
         try:
-            await self.conversation.open()
+            await self.conversation.open(statistics)
         except BaseException:
             self.memory.close()
             raise

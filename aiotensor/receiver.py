@@ -87,7 +87,7 @@ class TensorReceiver:
                 f"max_frame_bytes lies between {LEAST_FRAME_BYTES} and {MAX_RECORD_BYTES}, "
                 f"got {max_frame_bytes}"
             )
-        self._incoming = Incoming(self._id, limits, self._wake, self._failed)
+        self._incoming = Incoming(self._id, limits, self._wake, self._failed, self.statistics)
         self._mailbox = self._incoming.mailbox
         self._waiters: dict[Key, Waiters] = {}
         self._iterators = Waiters()

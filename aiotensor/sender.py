@@ -96,7 +96,7 @@ class TensorSender:
         loop = self._home.enter()
         self._freed: FreedItems[int] = FreedItems(loop, self._blocks_freed)
         try:
-            await self._outgoing.open(self._freed)
+            await self._outgoing.open(self._freed, self.statistics)
         except BaseException:
             self._home.is_closed = True
             raise

@@ -1,6 +1,6 @@
 """The small values that users hold: handles, deliveries and statistics. No behaviour."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -8,6 +8,7 @@ if TYPE_CHECKING:  # these records hold tensors and make none: the pure rooms im
     import torch
 
 __all__ = [
+    "MAX_BOUNDS",
     "ClientStatistics",
     "Delivery",
     "Holder",
@@ -81,6 +82,10 @@ class Holder(msgspec.Struct, frozen=True):
     seconds: float
 
 
+# Of a `Waits`, which comes from another process, too.
+MAX_BOUNDS = 64
+
+
 class Waits(msgspec.Struct, frozen=True):
     """How long the waits lasted that have ended: granted, given up and failed ones alike.
 
@@ -90,8 +95,8 @@ class Waits(msgspec.Struct, frozen=True):
         total_s: seconds that all of them lasted together.
     """
 
-    bounds_s: tuple[float, ...]
-    counts: tuple[int, ...]
+    bounds_s: Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_BOUNDS)]
+    counts: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_BOUNDS + 1)]
     total_s: float
 
 

@@ -20,7 +20,6 @@ from aiotensor.channel import MessageClient
 from aiotensor.integrations.fastapi import MessageLifespan
 from aiotensor.integrations.prometheus import AioTensorCollector
 
-
 engine = MessageLifespan(
     # Each worker may have 4 batches of frames on their way, in 512 MiB; who waits longer than 5 s gets a 503.
     lambda: TensorSender(TENSORS, max_concurrent_videos=4, arena_bytes=512 << 20, max_wait_s=5),

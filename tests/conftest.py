@@ -38,6 +38,14 @@ def link(request: pytest.FixtureRequest) -> Iterator[str]:
     Links.current = before
 
 
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Name a place for a receiver, where nothing is left in the end."""
+    with LINKS["unix"].place() as place:
+        yield str(place.endpoint)
+        assert not place.names()
+
+
 _ENDING_S = 10.0  # more than a thread needs that ends
 
 

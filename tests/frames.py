@@ -1,6 +1,12 @@
 """Frames as a sender makes them, for tests that speak for themselves."""
 
-from aiotensor.protocol.frames import Put
+from aiotensor.protocol.frames import Account, Put
+from aiotensor.tally import WaitTally
+
+NO_WAITS = WaitTally().waits()
+
+# Of a sender that holds nothing and has done nothing.
+ACCOUNT = Account(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, NO_WAITS, NO_WAITS, 0, 0, {})
 
 
 def put(**changes: object) -> Put:

@@ -6,6 +6,7 @@ import click
 
 from aiotensor.cli.demo.command import demo
 from aiotensor.cli.doctor.command import doctor
+from aiotensor.cli.top.command import top
 
 __all__ = ["aiotensor"]
 
@@ -25,3 +26,4 @@ def aiotensor() -> None:
 
 aiotensor.add_command(demo)
 aiotensor.add_command(doctor)
+aiotensor.add_command(top)

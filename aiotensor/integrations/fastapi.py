@@ -19,7 +19,7 @@
         answer = await client.request(Video(frames), inside=permit)
 
 Each worker of a server has a sender of its own, so ``--workers 4`` have four times its permits and memory
-in all. Everything here works for Starlette alone, too, where a handler writes ``await engine.client(request)``.
+in all. All of it works for Starlette alone, too, where a handler writes ``await engine.client(request)``.
 """
 
 from collections.abc import AsyncIterator, Callable

@@ -6,7 +6,7 @@ from aiotensor.links.base import Listener, SenderLink
 from aiotensor.links.queue import QueueListener, QueueSenderLink, TensorQueue
 from aiotensor.links.unix import UnixListener, UnixSenderLink, path_of
 
-__all__ = ["Endpoint", "connect", "listen", "name_of"]
+__all__ = ["Endpoint", "TensorQueue", "connect", "listen", "name_of"]
 
 Endpoint: TypeAlias = str | TensorQueue
 

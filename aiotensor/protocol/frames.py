@@ -18,6 +18,14 @@
       | Bye(reason)      either way         Bye |   what was sent before it still counts
       | <-------------------------------------> |
 
+    observer                       receiver                          sender
+      | Look(version, pid)           |                                 |   the one frame of its connection
+      | ---------------------------> |                                 |
+      |   Welcome, Report(...), last | Inquire()                       |   to each sender that owes no answer
+      | <--------------------------- | ------------------------------> |
+      |     Account(..., its sender) |                    Account(...) |   as each of them answers
+      | <--------------------------- | <------------------------------ |
+
 No frame names a kind of memory or of link: `placement` names who can open a `payload`, and file
 descriptors travel beside a frame, never in it. Frames are msgpack arrays whose first item is the tag;
 unknown trailing items are ignored, so a later version can add fields. A record of a link is an array of
@@ -29,13 +37,18 @@ from typing import Annotated
 import msgspec
 
 from aiotensor.errors import ProtocolError
+from aiotensor.types import ReceiverStatistics, Waits
 
 __all__ = [
     "LEAST_FRAME_BYTES",
     "MAX_DIMENSIONS",
+    "MAX_ERROR_NAMES",
+    "MAX_HOLDERS",
     "MAX_RECORD_BYTES",
+    "MAX_ROWS",
     "MAX_TENSORS",
     "VERSION",
+    "Account",
     "Attach",
     "Bye",
     "Detach",
@@ -43,13 +56,20 @@ __all__ = [
     "Discarded",
     "End",
     "Hello",
+    "Holding",
+    "Inquire",
+    "Look",
     "Number",
     "Put",
     "Release",
+    "Report",
+    "SenderRow",
     "Taken",
+    "ToObserver",
     "ToReceiver",
     "ToSender",
     "Welcome",
+    "decode_to_observer",
     "decode_to_receiver",
     "decode_to_sender",
     "encode",
@@ -70,8 +90,18 @@ LEAST_FRAME_BYTES = 16 * 1024
 # Of one message. What rides in frames counts against no bytes of shared memory, so this bounds it.
 MAX_TENSORS = 1024
 
+# Of a sender's permits and memory, whom its account names; the others hold theirs for less long.
+MAX_HOLDERS = 8
+
+# Of the types of errors in an account.
+MAX_ERROR_NAMES = 32
+
+# Of senders in one report: so many fit a record, whatever they are called. Of more there are more reports.
+MAX_ROWS = 128
+
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=2.0**63)]
 Numbers = Annotated[tuple[Number, ...], msgspec.Meta(max_length=4096)]
 
 
@@ -137,6 +167,49 @@ class Discard(msgspec.Struct, frozen=True, array_like=True, tag="discard"):
     message: Number
 
 
+class Holding(msgspec.Struct, frozen=True, array_like=True):
+    """Who holds a permit or memory of a sender; see `Holder`."""
+
+    message: Number | None
+    state: Name
+    bytes: Number
+    seconds: Seconds
+
+
+class Account(msgspec.Struct, frozen=True, array_like=True, tag="account"):
+    """Answer an `Inquire` with what a sender holds and has done; see `SenderStatistics`.
+
+    The receiver passes it on to those who look at it, with the id of the sender that gave it.
+    """
+
+    in_flight: Number
+    peak_in_flight: Number
+    waiting: Number
+    longest_wait_s: Seconds
+    bytes_in_use: Number
+    peak_bytes_in_use: Number
+    warm_bytes: Number
+    messages_sent: Number
+    messages_discarded: Number
+    tensors_sent: Number
+    bytes_sent: Number
+    receivers_lost: Number
+    permit_waits: Waits
+    memory_waits: Waits
+    tensors_copied: Number
+    bytes_copied: Number
+    errors: Annotated[dict[Name, Number], msgspec.Meta(max_length=MAX_ERROR_NAMES)]
+    holders: Annotated[tuple[Holding, ...], msgspec.Meta(max_length=MAX_HOLDERS)] = ()
+    sender: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+
+class Look(msgspec.Struct, frozen=True, array_like=True, tag="look"):
+    """Ask a receiver what it holds, in place of a `Hello`; nothing else is said on such a connection."""
+
+    version: int
+    pid: Number
+
+
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
     """Close cleanly: nothing follows. A reason says that the other side is not welcome."""
 
@@ -144,7 +217,7 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """Answer a `Hello`, with the longest record that the receiver takes, and the receiver's id."""
+    """Answer a `Hello` or a `Look` with the longest record that the receiver takes, and the receiver's id."""
 
     version: int
     pid: Number
@@ -170,15 +243,42 @@ class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
     blocks: Numbers
 
 
-ToReceiver = Hello | Attach | Detach | Put | End | Discard | Bye
-ToSender = Welcome | Taken | Discarded | Release | Bye
+class Inquire(msgspec.Struct, frozen=True, array_like=True, tag="inquire"):
+    """Ask a sender for its account: somebody looks at the receiver."""
+
+
+class SenderRow(msgspec.Struct, frozen=True, array_like=True):
+    """What a receiver itself knows of one of its senders."""
+
+    sender: Name
+    pid: Number
+    max_concurrent_videos: Number
+    arena_bytes: Number
+    unclaimed_tensors: Number
+    unclaimed_bytes: Number
+    leases: Number
+    leased_bytes: Number
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
+    """Answer a `Look` with what the receiver knows; its senders may take several, up to the `last`."""
+
+    statistics: ReceiverStatistics
+    senders: Annotated[tuple[SenderRow, ...], msgspec.Meta(max_length=MAX_ROWS)]
+    last: bool = True
+
+
+ToReceiver = Hello | Attach | Detach | Put | End | Discard | Account | Look | Bye
+ToSender = Welcome | Taken | Discarded | Release | Inquire | Bye
+ToObserver = Welcome | Report | Account | Bye
 
 _encoder = msgspec.msgpack.Encoder()
 _to_receiver: msgspec.msgpack.Decoder[list[ToReceiver]] = msgspec.msgpack.Decoder(list[ToReceiver])
 _to_sender: msgspec.msgpack.Decoder[list[ToSender]] = msgspec.msgpack.Decoder(list[ToSender])
+_to_observer: msgspec.msgpack.Decoder[list[ToObserver]] = msgspec.msgpack.Decoder(list[ToObserver])
 
 
-def encode(*frames: ToReceiver | ToSender) -> bytes:
+def encode(*frames: ToReceiver | ToSender | ToObserver) -> bytes:
     """Turn frames into one record."""
     return _encoder.encode(frames)
 
@@ -203,5 +303,17 @@ def decode_to_sender(data: bytes | memoryview) -> list[ToSender]:
     """
     try:
         return _to_sender.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"the receiver sent a frame that cannot be read: {error}") from error
+
+
+def decode_to_observer(data: bytes | memoryview) -> list[ToObserver]:
+    """Read a record that a receiver wrote to somebody who looks at it.
+
+    Raises:
+        ProtocolError: the bytes are not such frames, or a number in them is out of bounds.
+    """
+    try:
+        return _to_observer.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"the receiver sent a frame that cannot be read: {error}") from error

@@ -363,10 +363,10 @@ class Mailbox(Generic[T]):
 
     # What is there
 
-    def unclaimed(self) -> Iterable[T]:
-        """Go through the tensors that arrived and that nobody has taken."""
-        for sender in self._senders.values():
-            for message in sender.messages.values():
+    def unclaimed(self, sender: str | None = None) -> Iterable[T]:
+        """Go through the tensors that arrived and that nobody has taken, of one sender or of all."""
+        for record in self._senders.values() if sender is None else [self._senders[sender]]:
+            for message in record.messages.values():
                 yield from message.tensors.values()
 
     def clear(self) -> None:

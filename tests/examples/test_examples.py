@@ -196,7 +196,7 @@ async def test_a_video_is_decoded_while_it_arrives_and_never_needs_its_size_in_m
         [worker] = [
             sender.pid
             for sender in (await inspect(tensors, patience_s=5)).senders
-            if sender.account is not None and sender.account.tensors_sent
+            if sender.statistics is not None and sender.statistics.tensors_sent
         ]
         before = watch.status(worker, "VmHWM")
         halfway.set()

@@ -8,7 +8,15 @@ from typing import Any
 from aiotensor.codec import TensorDecoder, TensorEncoder
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.exchange import FromClient, FromServer, read_from_client, read_from_server, write
-from aiotensor.protocol.frames import ToReceiver, ToSender, decode_to_receiver, decode_to_sender, encode
+from aiotensor.protocol.frames import (
+    ToObserver,
+    ToReceiver,
+    ToSender,
+    decode_to_observer,
+    decode_to_receiver,
+    decode_to_sender,
+    encode,
+)
 from tests.fuzz.notes import Note
 
 __all__ = ["decode_both_ways", "decode_headers", "decode_message"]
@@ -26,11 +34,11 @@ _anything: TensorDecoder[Any] = TensorDecoder(_any)
 
 
 def decode_both_ways(record: bytes) -> None:
-    """See that both decoders read frames or refuse, and that what was read is written alike."""
-    for decode in (decode_to_receiver, decode_to_sender):
+    """See that each decoder reads frames or refuse, and that what was read is written alike."""
+    for decode in (decode_to_receiver, decode_to_sender, decode_to_observer):
         frames = _in_bounds(decode, record, len(record))
         if frames is not None:
-            assert all(isinstance(frame, ToReceiver | ToSender) for frame in frames)
+            assert all(isinstance(frame, ToReceiver | ToSender | ToObserver) for frame in frames)
             assert decode(encode(*frames)) == frames
 
 

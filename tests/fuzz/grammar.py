@@ -4,7 +4,7 @@ import math
 import struct
 
 from aiotensor.placements.dtypes import DTYPES
-from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_RECORD_BYTES, VERSION
+from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_HOLDERS, MAX_RECORD_BYTES, VERSION
 from tests.fuzz.choosers import WILDNESS, Chooser, happens, one_of
 from tests.fuzz.headers import TO_CLIENT, TO_SERVER, to_client, to_server
 from tests.fuzz.steps import RIGHT, STAND_IN, Conversation, Step
@@ -54,7 +54,7 @@ class Talk:
 
     def _right_frame(self) -> Frame:
         chooser = self._chooser
-        match chooser.number(0, 11):
+        match chooser.number(0, 13):
             case 0 | 1:
                 return self._put(self._begin(), last=True)
             case 2:
@@ -81,8 +81,19 @@ class Talk:
                 return self.hello()
             case 10 | 11:
                 return self.attach()
+            case 12 if happens(chooser, 4):
+                return self.account()
+            case 13 if happens(chooser, 4):
+                return ["look", VERSION, 1]
             case _:
                 return self._put(self._begin(), last=True)
+
+    def account(self) -> Frame:
+        """Tell of what is held; nobody asked, unless somebody looks."""
+        chooser = self._chooser
+        numbers = [chooser.number(0, 9) for _ in range(12)]
+        holders = [[0, "being sent", 0, 0.5]] * one_of(chooser, (0, 1, MAX_HOLDERS, MAX_HOLDERS + 1))
+        return ["account", *numbers, holders, one_of(chooser, ("", STAND_IN))]
 
     def _begin(self) -> int:
         self._next_message += 1
@@ -155,6 +166,11 @@ def _to_receiver(chooser: Chooser) -> list[Step]:
         frames += [talk.attach() for _ in range(chooser.number(0, 1))]
         steps.append(_step(chooser, talk, one_in, frames))
     for _ in range(chooser.number(1, 12)):
+        if happens(chooser, 16):  # at what those who share the receiver hold
+            look: Frame = ["look", VERSION, 1]
+            frames = [broken_frame(chooser, look) if happens(chooser, one_in) else look]
+            steps.append(_step(chooser, talk, one_in, frames, connects=True))
+            continue
         connects = happens(chooser, 20)
         frames = [talk.hello()] if connects else []
         frames += [talk.frame() for _ in range(chooser.number(1, 4))]
@@ -193,7 +209,11 @@ def _to_sender(chooser: Chooser) -> list[Step]:
 
 
 def _answer(chooser: Chooser, one_in: int) -> Frame:
-    tag = one_of(chooser, ("taken", "discarded", "taken", "discarded", "release", "welcome", "bye"))
+    tag = one_of(
+        chooser, ("taken", "discarded", "taken", "discarded", "release", "welcome", "bye", "inquire")
+    )
+    if tag == "inquire":
+        return ["inquire"]
     if tag == "bye":
         return ["bye", one_of(chooser, ("", "no room"))]
     if tag == "welcome":

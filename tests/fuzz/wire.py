@@ -18,6 +18,7 @@ BOUNDARIES = (
 TAGS = (
     *("hello", "attach", "detach", "put", "end", "discard", "bye"),
     *("welcome", "taken", "discarded", "release", "", "nonsense"),
+    *("look", "account", "inquire", "report"),
     *("client", "ask", "cancel", "server", "answer", "failure", "farewell", "in", "by", "at"),
 )
 
@@ -64,7 +65,16 @@ ENDLESS = tuple(
     )
 )
 
-TINY = [["discard", 0], ["detach", 0], ["bye"], ["end", 0, 0], ["taken", []], ["release", []], []]
+TINY = [
+    ["discard", 0],
+    ["detach", 0],
+    ["bye"],
+    ["end", 0, 0],
+    ["taken", []],
+    ["release", []],
+    ["inquire"],
+    [],
+]
 
 
 def boundary(chooser: Chooser) -> int:

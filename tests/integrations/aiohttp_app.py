@@ -1,4 +1,4 @@
-"""The same server in aiohttp: by itself, ``python -m tests.integrations.aiohttp_app DESCRIPTOR``, or in gunicorn."""
+"""The same server in aiohttp: as a program that is given a listening socket's number, or in gunicorn."""
 
 import socket
 import sys

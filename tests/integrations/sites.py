@@ -64,10 +64,14 @@ class Site:
     port: int
     errors: Path
 
+    def said(self) -> str:
+        """Return what it wrote to standard error."""
+        return self.errors.read_text()
+
     async def stop(self) -> tuple[int, str]:
         """Ask the server to end, and return its exit status and what it wrote to standard error."""
         self.process.send_signal(signal.SIGTERM)
-        return await self.process.wait(), self.errors.read_text()
+        return await self.process.wait(), self.said()
 
 
 @asynccontextmanager
@@ -87,7 +91,8 @@ async def site(
         errors = Path(folder, "errors")
         # Who connects before a worker is there waits: nobody has to ask whether the server is up.
         command = SERVERS[kind](here.fileno(), workers)
-        with errors.open("wb") as file:
+        file = os.open(errors, os.O_WRONLY | os.O_CREAT)
+        try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", *command),
                 cwd=ROOT,
@@ -96,10 +101,13 @@ async def site(
                 pass_fds=[here.fileno()],
                 start_new_session=True,  # its workers can be ended with it
             )
-        try:
-            yield Site(process, here.getsockname()[1], errors)
         finally:
-            sys.stderr.write(errors.read_text())  # shown if the test fails
+            os.close(file)
+        try:
+            running = Site(process, here.getsockname()[1], errors)
+            yield running
+        finally:
+            sys.stderr.write(running.said())  # shown if the test fails
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()

@@ -1,4 +1,4 @@
-"""Requests are cancelled when their clients hang up: those that want it, and as long as they are not answered."""
+"""Requests are cancelled when their clients hang up: those that want it, until they are answered."""
 
 import asyncio
 import contextlib
@@ -48,8 +48,15 @@ class Visit:
 
     def begin(self) -> "asyncio.Task[None]":
         scope: Scope = {
-            **{"type": "http", "method": "POST", "path": "/", "raw_path": b"/", "query_string": b""},
-            **{"headers": [], "http_version": "1.1", "scheme": "http", "root_path": ""},
+            "type": "http",
+            "method": "POST",
+            "path": "/",
+            "raw_path": b"/",
+            "query_string": b"",
+            "headers": [],
+            "http_version": "1.1",
+            "scheme": "http",
+            "root_path": "",
         }
 
         async def run() -> None:
@@ -290,15 +297,15 @@ async def test_an_error_of_the_server_while_it_is_asked_is_not_the_requests() ->
 
     app = Starlette(routes=[Route("/", work.handle, methods=["POST"])])
     scope: Scope = {
-        **{
-            "type": "http",
-            "method": "POST",
-            "path": "/",
-            "raw_path": b"/",
-            "query_string": b"",
-            "headers": [],
-        },
-        **{"http_version": "1.1", "scheme": "http", "root_path": ""},
+        "type": "http",
+        "method": "POST",
+        "path": "/",
+        "raw_path": b"/",
+        "query_string": b"",
+        "headers": [],
+        "http_version": "1.1",
+        "scheme": "http",
+        "root_path": "",
     }
     heard: list[Message] = []
 

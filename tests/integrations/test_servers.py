@@ -129,7 +129,7 @@ async def test_of_200_uploads_at_50_in_flight_none_is_lost_and_memory_keeps_its_
         assert answered[False], "50 at once are more than a slow engine takes in time"
         assert 0 < peak <= arena_bytes
         held = await workers(on.http, on.workers)
-        assert list(held) and set(held) == set(pids)
+        assert set(held) == set(pids)
         for worker in held.values():
             assert worker.peak_in_flight <= PERMITS
             assert worker.peak_bytes_in_use <= arena_bytes

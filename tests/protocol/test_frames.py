@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -8,8 +9,12 @@ from hypothesis import strategies as st
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.frames import (
     LEAST_FRAME_BYTES,
+    MAX_ERROR_NAMES,
+    MAX_HOLDERS,
     MAX_RECORD_BYTES,
+    MAX_ROWS,
     VERSION,
+    Account,
     Attach,
     Bye,
     Detach,
@@ -17,18 +22,28 @@ from aiotensor.protocol.frames import (
     Discarded,
     End,
     Hello,
+    Holding,
+    Inquire,
+    Look,
     Put,
     Release,
+    Report,
+    SenderRow,
     Taken,
+    ToObserver,
     ToReceiver,
     ToSender,
     Welcome,
+    decode_to_observer,
     decode_to_receiver,
     decode_to_sender,
     encode,
 )
+from aiotensor.tally import ERROR_NAMES
+from aiotensor.types import MAX_BOUNDS, ReceiverStatistics, Waits
+from tests.frames import ACCOUNT
 
-Frames = list[ToReceiver] | list[ToSender]
+Frames = list[ToReceiver] | list[ToSender] | list[ToObserver]
 Decode = Callable[[bytes], Frames]
 
 LARGEST = 2**63 - 1
@@ -51,6 +66,16 @@ puts = st.builds(
     requires_grad=st.booleans(),
     is_parameter=st.booleans(),
 )
+seconds = st.floats(0, 2.0**63)
+holdings = st.builds(Holding, st.none() | numbers, names, numbers, seconds)
+accounts = st.builds(
+    Account,
+    *[numbers] * 3,
+    seconds,
+    *[numbers] * 8,
+    st.lists(holdings, max_size=MAX_HOLDERS).map(tuple),
+    st.text(max_size=64),
+)
 frames_to_receiver = st.one_of(
     st.builds(Hello, versions, numbers, names, st.integers(1, LARGEST), numbers, numbers),
     st.builds(Attach, numbers, names, numbers),
@@ -58,6 +83,8 @@ frames_to_receiver = st.one_of(
     puts,
     st.builds(End, numbers, numbers),
     st.builds(Discard, numbers),
+    accounts,
+    st.builds(Look, versions, numbers),
     st.builds(Bye, reasons),
 )
 many_numbers = st.lists(numbers, max_size=20).map(tuple)
@@ -66,17 +93,34 @@ frames_to_sender = st.one_of(
     st.builds(Taken, many_numbers),
     st.builds(Discarded, many_numbers),
     st.builds(Release, many_numbers),
+    st.just(Inquire()),
+    st.builds(Bye, reasons),
+)
+rows = st.builds(SenderRow, names, *[numbers] * 7)
+whole = st.integers(-(2**63), 2**64 - 1)
+statistics = st.builds(
+    ReceiverStatistics,
+    **{
+        field: whole | st.none() if field.startswith("max_") else whole
+        for field in ReceiverStatistics.__struct_fields__
+    },
+)
+frames_to_observer = st.one_of(
+    st.builds(Welcome, versions, numbers, st.integers(LEAST_FRAME_BYTES, LARGEST), st.text(max_size=64)),
+    st.builds(Report, statistics, st.lists(rows, max_size=4).map(tuple), st.booleans()),
+    accounts,
     st.builds(Bye, reasons),
 )
 batches_to_receiver = st.lists(frames_to_receiver, max_size=4)
 batches_to_sender = st.lists(frames_to_sender, max_size=4)
-batches: st.SearchStrategy[Frames] = st.one_of(batches_to_receiver, batches_to_sender)
+batches_to_observer = st.lists(frames_to_observer, max_size=4)
+batches: st.SearchStrategy[Frames] = st.one_of(batches_to_receiver, batches_to_sender, batches_to_observer)
 
 HELLO = ["hello", VERSION, 1, "s", 1, 1]
 
 PUT = ["put", 0, 0, "uint8", [2, 3], "cpu", "inline", b"123456"]
 
-both_ways = pytest.mark.parametrize("decode", [decode_to_receiver, decode_to_sender])
+all_ways = pytest.mark.parametrize("decode", [decode_to_receiver, decode_to_sender, decode_to_observer])
 
 
 def read_or_refuse(decode: Decode, data: bytes) -> None:
@@ -85,7 +129,7 @@ def read_or_refuse(decode: Decode, data: bytes) -> None:
         frames = decode(data)
     except ProtocolError:
         return
-    assert all(isinstance(frame, ToReceiver | ToSender) for frame in frames)
+    assert all(isinstance(frame, ToReceiver | ToSender | ToObserver) for frame in frames)
     assert decode(encode(*frames)) == frames
 
 
@@ -101,12 +145,18 @@ def test_what_a_sender_writes_the_receiver_reads_in_that_order(frames: list[ToRe
 
 
 @settings(deadline=None)
+@given(frames=batches_to_observer)
+def test_what_the_receiver_writes_whoever_looks_reads_in_that_order(frames: list[ToObserver]) -> None:
+    assert decode_to_observer(encode(*frames)) == frames
+
+
+@settings(deadline=None)
 @given(frames=batches_to_sender)
 def test_what_the_receiver_writes_a_sender_reads_in_that_order(frames: list[ToSender]) -> None:
     assert decode_to_sender(encode(*frames)) == frames
 
 
-@both_ways
+@all_ways
 def test_a_record_may_hold_no_frame(decode: Decode) -> None:
     assert decode(encode()) == []
 
@@ -141,7 +191,7 @@ def test_a_frame_of_4096_numbers_fits_and_a_record_is_long_enough_for_it() -> No
     assert len(encode(frame)) <= MAX_RECORD_BYTES
 
 
-@both_ways
+@all_ways
 @settings(deadline=None)
 @given(data=st.binary(max_size=100))
 @example(b"")
@@ -156,7 +206,7 @@ def test_any_bytes_are_frames_or_refused(decode: Decode, data: bytes) -> None:
     read_or_refuse(decode, data)
 
 
-@both_ways
+@all_ways
 @settings(deadline=None)
 @given(frames=batches, data=st.data())
 def test_any_part_of_a_record_is_frames_or_refused(
@@ -166,7 +216,7 @@ def test_any_part_of_a_record_is_frames_or_refused(
     read_or_refuse(decode, encoded[: data.draw(st.integers(0, len(encoded) - 1))])
 
 
-@both_ways
+@all_ways
 @settings(deadline=None)
 @given(frames=batches, data=st.data())
 def test_a_record_with_one_byte_changed_is_frames_or_refused(
@@ -177,13 +227,13 @@ def test_a_record_with_one_byte_changed_is_frames_or_refused(
     read_or_refuse(decode, bytes(encoded))
 
 
-@both_ways
+@all_ways
 @pytest.mark.parametrize("depth", [10, 1_000, 60_000])
 def test_a_frame_of_lists_in_lists_is_a_frame_or_refused_at_any_depth(decode: Decode, depth: int) -> None:
     read_or_refuse(decode, b"\x91\x93" + msgspec.msgpack.encode("bye") + b"\xa0" + b"\x91" * depth + b"\xc0")
 
 
-@both_ways
+@all_ways
 def test_a_frame_with_something_behind_it_is_refused(decode: Decode) -> None:
     with pytest.raises(ProtocolError):
         decode(encode(Bye()) + encode(Bye()))
@@ -191,7 +241,15 @@ def test_a_frame_with_something_behind_it_is_refused(decode: Decode) -> None:
 
 @pytest.mark.parametrize(
     "frame",
-    [Hello(VERSION, 1, "s", 1, 1), Attach(0, "arena", 1), Detach(0), Discard(0), End(0, 1)],
+    [
+        Hello(VERSION, 1, "s", 1, 1),
+        Attach(0, "arena", 1),
+        Detach(0),
+        Discard(0),
+        End(0, 1),
+        ACCOUNT,
+        Look(VERSION, 1),
+    ],
     ids=lambda frame: type(frame).__name__,
 )
 def test_a_sender_refuses_what_only_senders_say(frame: ToReceiver) -> None:
@@ -201,12 +259,105 @@ def test_a_sender_refuses_what_only_senders_say(frame: ToReceiver) -> None:
 
 @pytest.mark.parametrize(
     "frame",
-    [Welcome(VERSION, 1), Taken((0,)), Discarded((0,)), Release((0,))],
+    [Welcome(VERSION, 1), Taken((0,)), Discarded((0,)), Release((0,)), Inquire()],
     ids=lambda frame: type(frame).__name__,
 )
 def test_a_receiver_refuses_what_only_receivers_say(frame: ToSender) -> None:
     with pytest.raises(ProtocolError, match="sender sent a frame that cannot be read"):
         decode_to_receiver(encode(frame))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [Taken((0,)), Discarded((0,)), Release((0,)), Inquire(), Discard(0), Look(VERSION, 1)],
+    ids=lambda frame: type(frame).__name__,
+)
+def test_whoever_looks_refuses_what_senders_and_receivers_say_to_each_other(
+    frame: ToSender | ToReceiver,
+) -> None:
+    with pytest.raises(ProtocolError, match="receiver sent a frame that cannot be read"):
+        decode_to_observer(encode(frame))
+
+
+def test_a_report_of_as_many_senders_as_it_may_have_fits_a_record_whatever_they_are_called() -> None:
+    largest: dict[str, Any] = dict.fromkeys(ReceiverStatistics.__struct_fields__, 2**64 - 1)
+    largest["errors"] = dict.fromkeys(ERROR_NAMES, 2**64 - 1)
+    row = SenderRow("\N{GRINNING FACE}" * 64, *[LARGEST] * 7)
+    report = Report(ReceiverStatistics(**largest), (row,) * MAX_ROWS)
+
+    assert len(encode(report)) <= MAX_RECORD_BYTES
+    assert decode_to_observer(encode(report)) == [report]
+
+
+def test_the_longest_account_fits_the_shortest_record_that_every_receiver_takes() -> None:
+    holding = Holding(LARGEST, "\N{GRINNING FACE}" * 64, LARGEST, 2.0**63)
+    largest = dict.fromkeys(Account.__struct_fields__, LARGEST)
+    waits = Waits((2.0**63,) * MAX_BOUNDS, (LARGEST,) * (MAX_BOUNDS + 1), 2.0**63)
+    names = [f"{number:02}" + "\N{GRINNING FACE}" * 62 for number in range(MAX_ERROR_NAMES)]
+    longest: dict[str, Any] = {
+        "longest_wait_s": 2.0**63,
+        "permit_waits": waits,
+        "memory_waits": waits,
+        "errors": dict.fromkeys(names, LARGEST),
+        "holders": (holding,) * MAX_HOLDERS,
+        "sender": "x" * 64,
+    }
+    account = Account(**{**largest, **longest})
+
+    assert len(encode(account)) <= LEAST_FRAME_BYTES
+    assert decode_to_receiver(encode(account)) == [account]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((field, -1) for field in range(1, 13)),
+        *((field, 2**63) for field in (1, 12)),
+        (4, float("nan")),
+        (4, float("inf")),
+        (4, None),
+        (13, [[0, "open", 0, 0.0]] * (MAX_HOLDERS + 1)),
+        (13, [[-1, "open", 0, 0.0]]),
+        (13, [[0, "", 0, 0.0]]),
+        (13, [[0, "x" * 65, 0, 0.0]]),
+        (13, [[0, "open", -1, 0.0]]),
+        (13, [[0, "open", 0, -0.5]]),
+        (13, [[0, "open", 0]]),
+        (13, None),
+        (14, "x" * 65),
+        (14, None),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_an_account_with_one_wrong_field_is_refused(field: int, value: object) -> None:
+    items: list[object] = ["account", *[0] * 12, [[None, "allocated", 1, 0.5]], "s"]
+    decode_to_receiver(record_of(items))  # which is right as it is
+
+    items[field] = value
+    with pytest.raises(ProtocolError):
+        decode_to_receiver(record_of(items))
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        ["report", {}, []],
+        ["report", None, []],
+        [
+            "report",
+            dict.fromkeys(ReceiverStatistics.__struct_fields__, 0),
+            [["s", *[0] * 7]] * (MAX_ROWS + 1),
+        ],
+        ["report", dict.fromkeys(ReceiverStatistics.__struct_fields__, 0), [["", *[0] * 7]]],
+        ["report", dict.fromkeys(ReceiverStatistics.__struct_fields__, 0), [["s", -1, *[0] * 6]]],
+        ["report", dict.fromkeys(ReceiverStatistics.__struct_fields__, "0"), []],
+        ["report", dict.fromkeys(ReceiverStatistics.__struct_fields__, 0), [], None],
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_report_with_something_wrong_in_it_is_refused(items: object) -> None:
+    with pytest.raises(ProtocolError):
+        decode_to_observer(record_of(items))
 
 
 @pytest.mark.parametrize(
@@ -244,6 +395,10 @@ def test_a_receiver_refuses_what_only_receivers_say(frame: ToSender) -> None:
         ["discard", True],
         ["discard"],
         ["discarded", [0]],
+        ["look", VERSION],
+        ["look", VERSION, -1],
+        ["look", "1", 1],
+        ["account"],
         ["bye", "x" * 1025],
         ["bye", 0],
         ["bye", None],
@@ -259,7 +414,7 @@ def test_a_number_out_of_bounds_or_a_wrong_type_is_refused(items: object) -> Non
         decode_to_receiver(record_of(items))
 
 
-@both_ways
+@all_ways
 @pytest.mark.parametrize("record", [["bye", ""], {}, {"type": "bye"}, "bye", None, 0], ids=repr)
 def test_a_record_that_is_no_list_of_frames_is_refused(decode: Decode, record: object) -> None:
     with pytest.raises(ProtocolError):
@@ -364,6 +519,16 @@ def test_fields_that_a_later_sender_added_are_ignored(unknown: list[object], fra
     items = [*msgspec.msgpack.decode(encode(frame))[0], *unknown]
 
     assert decode_to_receiver(record_of(items, ["bye"])) == [frame, Bye()]
+
+
+@settings(deadline=None)
+@given(unknown=st.lists(unknown_items, min_size=1, max_size=3), frame=frames_to_observer)
+def test_fields_that_a_later_receiver_tells_those_who_look_are_ignored(
+    unknown: list[object], frame: ToObserver
+) -> None:
+    items = [*msgspec.msgpack.decode(encode(frame))[0], *unknown]
+
+    assert decode_to_observer(record_of(items, ["bye"])) == [frame, Bye()]
 
 
 @settings(deadline=None)

@@ -1,0 +1,74 @@
+"""Those who look at a receiver, and the accounts of senders that they wait for.
+
+An observer has a connection of its own, on which it says nothing but that it looks. It is told at once what
+the receiver knows. What a sender holds is known to that sender alone, which is asked. Until it has answered
+it is not asked again, and whoever looks meanwhile waits for the same answer: what a stopped sender has to
+read does not grow. Nothing here waits, since an observer knows best for how long it wants to.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from aiotensor.errors import ProtocolError
+from aiotensor.links.base import ReceiverLink
+from aiotensor.protocol.frames import MAX_ROWS, Account, Inquire, Report, SenderRow, encode
+from aiotensor.types import ReceiverStatistics
+
+__all__ = ["Observers", "reports"]
+
+_INQUIRE = encode(Inquire())
+
+
+def reports(statistics: ReceiverStatistics, senders: Sequence[SenderRow]) -> Iterator[Report]:
+    """Tell of a receiver and its senders, in as many parts as records need."""
+    for start in range(0, max(1, len(senders)), MAX_ROWS):
+        end = start + MAX_ROWS
+        yield Report(statistics, tuple(senders[start:end]), last=end >= len(senders))
+
+
+class Observers:
+    """Who looks at a receiver, and which senders owe an account to whom."""
+
+    def __init__(self) -> None:
+        self._observers: set[ReceiverLink] = set()
+        self._asked: dict[ReceiverLink, set[ReceiverLink]] = {}  # senders, and the observers of each
+
+    def __contains__(self, link: ReceiverLink) -> bool:
+        return link in self._observers
+
+    def add(self, observer: ReceiverLink) -> None:
+        """Note that a connection is that of an observer."""
+        self._observers.add(observer)
+
+    def ask(self, observer: ReceiverLink, senders: Iterable[ReceiverLink]) -> None:
+        """Have the account of each sender handed to an observer, as soon as there is one."""
+        for sender in senders:
+            asked = self._asked.get(sender)
+            if asked is not None:
+                asked.add(observer)
+                continue
+            self._asked[sender] = {observer}
+            sender.write(_INQUIRE)  # if that fails, it is forgotten right here
+
+    def answered(self, link: ReceiverLink, sender: str, account: Account) -> None:
+        """Hand the account of a sender to those who look.
+
+        Raises:
+            ProtocolError: it was not asked for one.
+        """
+        observers = self._asked.pop(link, None)
+        if observers is None:
+            raise ProtocolError("it gave an account that nobody asked for")
+        if observers:
+            record = encode(msgspec.structs.replace(account, sender=sender))
+            for observer in list(observers):
+                observer.write(record)
+
+    def forget(self, link: ReceiverLink) -> None:
+        """Note that somebody is gone, a sender or an observer."""
+        self._asked.pop(link, None)
+        if link in self._observers:
+            self._observers.discard(link)
+            for observers in self._asked.values():
+                observers.discard(link)

@@ -1,0 +1,329 @@
+"""The command as a user runs it, at receivers that run, and what it writes of a look."""
+
+import asyncio
+import io
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from aiotensor import TensorReceiver, TensorSender
+from aiotensor.cli.command import aiotensor as command
+from aiotensor.cli.top.rates import Rate, rates
+from aiotensor.cli.top.report import as_json, as_lines
+from aiotensor.cli.top.view import as_screen, nobody
+from aiotensor.cli.top.words import brief, short
+from aiotensor.inspection import Inspection, SenderInspection
+from aiotensor.types import Holder, ReceiverStatistics, SenderStatistics
+from tests.cli import commands
+from tests.frames import NO_WAITS
+from tests.pairs import BIG, pattern, until
+from tests.processes import peers
+
+ADDRESS = "unix:///run/user/1000/engine.sock"
+
+
+async def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run the command in a process of its own, while the loop goes on."""
+    command_line = commands.aiotensor("top", *arguments)
+    return await asyncio.to_thread(
+        subprocess.run, command_line, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+    )
+
+
+# A receiver that runs
+
+
+async def test_json_says_what_receiver_and_senders_say_themselves_and_how_fast_they_send(
+    address: str,
+) -> None:
+    async with TensorReceiver(address) as receiver, TensorSender(address, 2, 4 << 20) as sender:
+        await sender.send(pattern(0, BIG))
+        await until(lambda: receiver.statistics().unclaimed_tensors == 1)
+
+        looking = asyncio.create_task(run(address, "--json", "--interval", "1"))
+        await until(lambda: len(receiver._incoming._observers._observers) == 1)  # the first look
+        await until(lambda: not receiver._incoming._observers._observers)
+        await sender.send(pattern(1, BIG))  # in between
+        done = await looking
+
+        assert done.stderr == ""
+        assert done.returncode == 0
+        found = json.loads(done.stdout)
+        assert (found["address"], found["receiver"], found["pid"]) == (address, receiver.id, os.getpid())
+        own = receiver.statistics()
+        assert found["statistics"] == {name: getattr(own, name) for name in own.__struct_fields__}
+        [one] = found["senders"]
+        assert (one["sender"], one["pid"]) == (sender.id, os.getpid())
+        assert one["unclaimed_tensors"] == 2
+        assert one["statistics"]["bytes_in_use"] == sender.statistics().bytes_in_use
+        assert [holder["message"] for holder in one["statistics"]["holders"]] == [0, 1]
+        seconds = BIG * 8 / one["sent"]["bytes_per_s"]
+        assert seconds >= 1
+        assert one["sent"]["messages_per_s"] == pytest.approx(1 / seconds)
+
+
+async def test_without_a_terminal_there_is_one_look_in_plain_lines(address: str) -> None:
+    async with TensorReceiver(address) as receiver, peers.peers(address, 1) as [child]:
+        name = await child.call(peers.open_sender, 4, 4 << 20)
+        await child.call(peers.send_pattern, 0, BIG)
+        await until(lambda: receiver.statistics().unclaimed_tensors == 1)
+
+        done = await run(address)
+        await child.stop()
+        stopped = await run(address, "--patience", "1")
+        child.go_on()
+
+        assert done.stderr == stopped.stderr == ""
+        assert done.returncode == stopped.returncode == 0
+        first, second, third = done.stdout.splitlines()
+        assert first.startswith(
+            f"receiver pid {os.getpid()} at {address}: 1 of 64 senders, 4.0 MiB of 64.0 GiB"
+        )
+        assert second.startswith(f"sender pid {child.pid} ({name[:6]}): 1 of 4 permits, 781.2 KiB of 4.0 MiB")
+        assert "nobody waits, 1 message (781.2 KiB) sent, 1 tensor (781.2 KiB) unclaimed" in second
+        assert third.startswith(f"pid {child.pid} message 0, waiting to be taken, 781.2 KiB, ")
+        assert "\x1b" not in done.stdout
+        _, silent = stopped.stdout.splitlines()
+        assert silent.startswith(f"sender pid {child.pid} ({name[:6]}): does not answer, 1 tensor")
+
+
+class Screen:
+    """The command on a terminal, and what it has written there."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", leader: int) -> None:
+        self.process = process
+        self.written = b""
+        self._leader = leader
+
+    async def until(self, *words: str) -> None:
+        """Wait until all these words were written since the last time."""
+        since = len(self.written)
+        while not all(word.encode() in self.written[since:] for word in words):
+            await asyncio.to_thread(self._read)
+
+    async def ended(self) -> int:
+        """Read to the end, and return the exit status."""
+        while await asyncio.to_thread(self._read):
+            pass
+        return await asyncio.to_thread(self.process.wait)
+
+    def _read(self) -> bool:
+        try:
+            read = os.read(self._leader, 1 << 16)
+        except OSError:  # what Linux says once the other end is closed
+            return False
+        self.written += read
+        return bool(read)
+
+
+@contextmanager
+def terminal(*command_line: str) -> Iterator[Screen]:
+    """Run a command on a terminal of 80 columns."""
+    leader, follower = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "80", "LINES": "24", "TERM": "xterm"}
+    process = subprocess.Popen(
+        command_line, stdin=follower, stdout=follower, stderr=subprocess.PIPE, env=environment
+    )
+    os.close(follower)
+    try:
+        with process:
+            yield Screen(process, leader)
+            assert process.stderr is not None
+            assert process.stderr.read() == b""
+    finally:
+        process.kill()
+        os.close(leader)
+
+
+async def test_on_a_terminal_it_shows_each_receiver_as_it_comes_and_ends_on_ctrl_c(address: str) -> None:
+    with terminal(*commands.aiotensor("top", address, "--interval", "0.05")) as screen:
+        await screen.until(f"nobody listens at {address}", "looking for the next one")
+        async with TensorSender(address) as sender:
+            for number in range(2):
+                async with TensorReceiver(address) as receiver:
+                    await until(lambda receiver=receiver: receiver.statistics().senders == 1)  # type: ignore[misc]
+                    await sender.send(pattern(number, BIG))
+                    await screen.until(f"pid {os.getpid()}", sender.id[:6], f"message {number}", "781K")
+                    await anext(receiver)
+                    await sender.drain()
+                await screen.until("nobody listens")
+        screen.process.send_signal(signal.SIGINT)
+        assert await screen.ended() == 0
+        assert b"Aborted" not in screen.written
+
+
+async def test_on_a_terminal_without_rich_there_is_one_look_in_plain_lines(address: str) -> None:
+    code = "import sys; sys.modules['rich'] = None; from aiotensor.cli import main; main()"
+    async with TensorReceiver(address):
+        with terminal(sys.executable, "-W", "error", "-c", code, "top", address) as screen:
+            assert await screen.ended() == 0
+    assert screen.written.decode().startswith(f"receiver pid {os.getpid()} at {address}: 0 of 64 senders")
+    assert b"\x1b" not in screen.written
+
+
+async def test_a_receiver_of_nobody_is_one_sentence_and_status_1(address: str) -> None:
+    for arguments in ((), ("--json",)):
+        done = await run(address, *arguments)
+        assert done.returncode == 1
+        assert done.stdout == ""
+        assert done.stderr == f"Error: nobody listens at {address}: start the receiver, or look elsewhere\n"
+
+
+@pytest.mark.parametrize("address", ["engine.sock", "unix://engine.sock", "unix:///run/", "tcp://host:1", ""])
+def test_an_address_of_another_form_is_refused(address: str) -> None:
+    result = CliRunner().invoke(command, ["top", address])
+
+    assert result.exit_code == 2
+    assert "unix:///PATH" in result.output
+
+
+@pytest.mark.parametrize("option", ["--interval", "--patience"])
+def test_a_time_that_is_none_is_refused_by_name(option: str) -> None:
+    result = CliRunner().invoke(command, ["top", ADDRESS, option, "0"])
+
+    assert result.exit_code == 2
+    assert option in result.output
+
+
+# What is written
+
+
+HOLDERS = (
+    Holder(7, "waiting to be taken", 42 << 20, 63.12),
+    Holder(None, "allocated", 1 << 20, 13.12),
+    Holder(8, "taken, its tensors still in use", 42 << 20, 3.12),
+)
+RECEIVER = ReceiverStatistics(
+    *(3, 64, 1, 2, 0, 1100, 3 << 30, 3 << 30, 64 << 30, 13, 1024, 7, 300 << 20, 1, 1, 1, 1, 0, 0, {})
+)
+
+
+def _of_sender(
+    sender: str, waiting: int, longest_wait_s: float, holders: tuple[Holder, ...], sent: int, at: float
+) -> SenderInspection:
+    statistics = SenderStatistics(
+        *(8, 8 if waiting else 2, 8, waiting, longest_wait_s, holders),
+        *(1 << 30, 700 << 20, 700 << 20, 700 << 20, sent, 0, sent, sent << 20, 0),
+        *(NO_WAITS, NO_WAITS, 0, 0, {}),
+    )
+    return SenderInspection(sender * 32, 4194303, 8, 1 << 30, 999, 999 << 20, 3, 100 << 20, statistics, at)
+
+
+def _look(sent: int, at: float) -> Inspection:
+    silent = SenderInspection("c" * 32, 218, 8, 1 << 30, 0, 0, 0, 0, None, None)
+    senders = (
+        _of_sender("a", 12, 123.4, HOLDERS, sent, at),
+        _of_sender("b", 0, 0.0, (Holder(9, "being sent", 0, 5.0),), 0, at),
+        silent,
+    )
+    return Inspection("d" * 32, 4194301, RECEIVER, senders)
+
+
+def _drawn(now: Inspection, *, width: int, height: int = 40, before: Inspection | None = None) -> list[str]:
+    console = Console(width=width, height=height, record=True, file=io.StringIO())
+    console.print(as_screen(ADDRESS, now, rates(before, now), height))
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_look_fits_a_terminal_of_80_columns(width: int) -> None:
+    lines = _drawn(_look(1500, 12.0), before=_look(500, 2.0), width=width)
+
+    assert lines[0] == f"receiver pid 4194301  {ADDRESS}"
+    assert lines[1] == "senders 3/64   lost 1   refused 2"
+    assert lines[2] == "mapped 3.0G/64.0G   unclaimed 1100 (3.0G)   leases 7 (300M)"
+    assert [" ".join(line.split()) for line in lines[4:8]] == [
+        "pid sender permits memory sent/s msgs/s wait longest unclaimed",
+        "4194303 aaaaaa 8/8 700M/1.0G 100M 100 12 123 s 999 (999M)",
+        "4194303 bbbbbb 2/8 700M/1.0G 0B 0.0 0 - 999 (999M)",
+        "218 cccccc ?/8 ?/1.0G silent - - - 0",
+    ]
+    assert lines[9] == "held for longest"
+    assert [re.split(r"  +", line) for line in lines[10:]] == [
+        ["pid 4194303", "message 7", "waiting to be taken", "42.0M", "63.1 s"],
+        ["pid 4194303", "no message yet", "allocated", "1.0M", "13.1 s"],
+        ["pid 4194303", "message 9", "being sent", "0B", "5.0 s"],
+        ["pid 4194303", "message 8", "taken, its tensors still in use", "42.0M", "3.1 s"],
+    ]
+    assert "…" not in "".join(lines)
+
+
+def test_holders_for_whom_there_is_no_room_are_counted() -> None:
+    lines = _drawn(_look(0, 0.0), width=80, height=14)
+
+    assert len(lines) <= 14
+    assert lines[-1] == "and 1 more"
+
+
+def test_a_receiver_without_senders_or_limits_says_so() -> None:
+    statistics = ReceiverStatistics(0, None, 0, 0, 0, 0, 0, 0, None, 0, None, 0, 0, 0, 0, 0, 0, 0, 0, {})
+    now = Inspection("d" * 32, 7, statistics, ())
+
+    assert _drawn(now, width=80)[1:] == [
+        "senders 0   lost 0   refused 0",
+        "mapped 0B   unclaimed 0   leases 0",
+        "",
+        "no sender is connected",
+    ]
+    assert as_lines(ADDRESS, now).startswith(
+        f"receiver pid 7 at {ADDRESS}: 0 senders, 0 bytes mapped, 0 tensors"
+    )
+
+
+def test_the_rate_of_who_did_not_answer_twice_is_unknown() -> None:
+    before, now = _look(500, 2.0), _look(1500, 12.0)
+
+    assert rates(before, now) == {"a" * 32: Rate(100 << 20, 100.0), "b" * 32: Rate(0.0, 0.0)}
+    assert rates(None, now) == {}
+    assert rates(now, now) == {}  # no time has passed
+    sent = {one["sender"][0]: one["sent"] for one in json.loads(as_json(ADDRESS, before, now))["senders"]}
+    assert sent == {
+        "a": {"bytes_per_s": 100 << 20, "messages_per_s": 100.0},
+        "b": {"bytes_per_s": 0.0, "messages_per_s": 0.0},
+        "c": None,
+    }
+
+
+def test_what_a_peer_says_about_itself_tells_the_terminal_nothing() -> None:
+    holder = Holder(1, "\x1b]0;title\x07", 1, 1.0)
+    sender = _of_sender("\x1b", 0, 0.0, (holder,), 0, 1.0)
+    now = Inspection("d", 7, RECEIVER, (sender,))
+
+    for written in ("\n".join(_drawn(now, width=80)), as_lines(ADDRESS, now)):
+        assert "??????" in written
+        assert "?]0;title?" in written
+        assert "\x1b" not in written
+    assert "\x1b" not in json.dumps(as_json(ADDRESS, None, now))
+
+
+def test_what_is_not_there_is_said_with_what_is_done() -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(nobody("nobody listens at [red]"))
+    assert console.export_text() == "nobody listens at [red]\nlooking for the next one ...\n"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "written"),
+    [(0, "0B"), (1023, "1023B"), (1536, "1.5K"), (0.4, "0B"), (99.9 * (1 << 20), "99.9M"), (1 << 29, "512M")],
+)
+def test_bytes_are_written_in_few_letters(nbytes: float, written: str) -> None:
+    assert short(nbytes) == written
+
+
+@pytest.mark.parametrize(
+    ("amount", "written"), [(0.0, "0.0"), (99.94, "99.9"), (99.96, "100"), (1234.5, "1234")]
+)
+def test_numbers_are_written_with_a_digit_behind_the_point_if_they_are_small(
+    amount: float, written: str
+) -> None:
+    assert brief(amount) == written

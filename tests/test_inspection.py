@@ -1,0 +1,285 @@
+"""Looking at a receiver: what is found, and what cannot be looked at."""
+
+# ruff: noqa: ASYNC240 - the paths of tests are quick
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from aiotensor import (
+    AccessDeniedError,
+    PeerLostError,
+    ProtocolError,
+    SenderStatistics,
+    TensorQueue,
+    TensorReceiver,
+    TensorSender,
+    UsageError,
+)
+from aiotensor.inspection import inspect
+from aiotensor.protocol.frames import (
+    MAX_HOLDERS,
+    MAX_ROWS,
+    VERSION,
+    Bye,
+    Inquire,
+    Report,
+    SenderRow,
+    Welcome,
+)
+from tests.frames import ACCOUNT
+from tests.fuzz.listening import waiting_at
+from tests.fuzz.speaking import say
+from tests.links.unix_ends import in_child, leave_stale
+from tests.looking import look_at, looking_at_rogue, observing
+from tests.pairs import BIG, endpoint, pattern, until
+from tests.processes import peers
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+HURRY_S = 0.05  # with those who never answer
+
+
+# What is found
+
+
+async def test_what_is_found_is_what_receiver_and_senders_say_themselves(address: str) -> None:
+    async with (
+        TensorReceiver(address) as receiver,
+        TensorSender(address, 3, 8 << 20) as first,
+        TensorSender(address, 2, 4 << 20) as second,
+    ):
+        taken = await receiver.receive(await first.send(pattern(0, BIG)))
+        await second.send(pattern(1, 3))
+        await second.send(pattern(2, BIG))
+        waiting = asyncio.create_task(second.send(pattern(3, 3)))
+        await until(lambda: second.statistics().longest_wait_s > 0)
+        await until(lambda: receiver.statistics().unclaimed_tensors == 2)
+
+        found = await look_at(address)
+
+        assert found.receiver == receiver.id
+        assert found.pid == os.getpid()
+        assert found.statistics == receiver.statistics()
+        by_sender = {sender.sender: sender for sender in found.senders}
+        assert list(by_sender) == [first.id, second.id]
+        for sender in (first, second):
+            seen = by_sender[sender.id]
+            assert seen.pid == os.getpid()
+            assert seen.answered_at is not None
+            assert _without_times(seen.statistics) == _without_times(sender.statistics())
+        one, two = found.senders
+        assert (one.max_concurrent_videos, one.arena_bytes) == (3, 8 << 20)
+        assert (one.unclaimed_tensors, one.leases, one.leased_bytes) == (0, 1, BIG * 8)
+        assert (two.unclaimed_tensors, two.unclaimed_bytes) == (2, 3 * 8 + BIG * 8)
+        assert (two.leases, two.leased_bytes) == (1, BIG * 8)
+        assert two.statistics is not None
+        assert two.statistics.longest_wait_s > 0
+        assert [holder.message for holder in two.statistics.holders] == [0, 1]
+
+        del taken
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await until(lambda: first.statistics().bytes_in_use == 0)
+        assert (await look_at(address)).senders[0].leased_bytes == 0
+
+
+def _without_times(statistics: SenderStatistics | None) -> dict[str, Any]:
+    """Leave out what goes on while one looks."""
+    assert statistics is not None
+    found = {name: getattr(statistics, name) for name in statistics.__struct_fields__}
+    del found["longest_wait_s"]
+    found["holders"] = [(holder.message, holder.state, holder.bytes) for holder in statistics.holders]
+    return found
+
+
+async def test_a_receiver_without_senders_is_found(address: str) -> None:
+    async with TensorReceiver(address, max_senders=None, max_mapped_bytes=None) as receiver:
+        found = await look_at(address)
+
+        assert found.senders == ()
+        assert found.statistics == receiver.statistics()
+        assert found.statistics.max_senders is None
+
+
+async def test_a_sender_names_those_that_have_held_something_for_longest_and_no_more(address: str) -> None:
+    async with TensorReceiver(address) as receiver, TensorSender(address, 3 * MAX_HOLDERS) as sender:
+        for seed in range(2 * MAX_HOLDERS):
+            await sender.send(pattern(seed, 3))
+        await until(lambda: receiver.statistics().unclaimed_tensors == 2 * MAX_HOLDERS)
+
+        [seen] = (await look_at(address)).senders
+
+        assert seen.statistics is not None
+        assert [holder.message for holder in seen.statistics.holders] == list(range(MAX_HOLDERS))
+        assert {holder.state for holder in seen.statistics.holders} == {"waiting to be taken"}
+
+
+async def _own_statistics(state: peers.State) -> SenderStatistics:
+    return state.sender.statistics()
+
+
+async def test_senders_in_other_processes_are_asked_and_answer(address: str) -> None:
+    async with TensorReceiver(address) as receiver, peers.peers(address, 2) as children:
+        names = [await child.call(peers.open_sender, 4, 1 << 22) for child in children]
+        for child in children:
+            await child.call(peers.send_pattern, 0, BIG)
+        await until(lambda: receiver.statistics().unclaimed_tensors == 2)
+
+        found = await look_at(address)
+
+        assert {sender.sender: sender.pid for sender in found.senders} == {
+            name: child.pid for name, child in zip(names, children, strict=True)
+        }
+        for sender in found.senders:
+            [child] = [child for child in children if child.pid == sender.pid]
+            own = await child.call(_own_statistics)
+            assert _without_times(sender.statistics) == _without_times(own)
+            assert own.bytes_in_use == BIG * 8
+
+
+async def test_so_many_senders_that_one_record_has_no_room_for_them_are_told_in_several(address: str) -> None:
+    count = MAX_ROWS + 72
+    async with TensorReceiver(address, max_senders=count) as receiver, contextlib.AsyncExitStack() as stack:
+        senders = [
+            await stack.enter_async_context(TensorSender(address, 1, arena_bytes=1)) for _ in range(count)
+        ]
+        await until(lambda: receiver.statistics().senders == count)
+        async with observing(address) as observer:
+            reports = await observer.reports()
+            assert [len(report.senders) for report in reports] == [MAX_ROWS, 72]
+            assert [report.last for report in reports] == [False, True]
+
+        found = await look_at(address)
+
+        assert {sender.sender for sender in found.senders} == {sender.id for sender in senders}
+        assert all(sender.statistics is not None for sender in found.senders)
+
+
+# What a receiver may not say
+
+
+async def _report() -> Report:
+    """Make the report of a receiver that has one sender."""
+    with endpoint("unix") as place:
+        async with TensorReceiver(place) as receiver:
+            return Report(receiver.statistics(), (SenderRow("s", 1, 1, 1, 0, 0, 0, 0),))
+
+
+@pytest.mark.parametrize("name", ["nonsense", "a frame for senders", "unnamed", "twice", "unknown", "early"])
+async def test_a_receiver_that_answers_with_nonsense_is_an_error_of_the_protocol(
+    name: str, address: str
+) -> None:
+    report, welcome = await _report(), Welcome(VERSION, 7)
+    said: dict[str, Sequence[Any]] = {
+        "a frame for senders": [welcome, Inquire()],
+        "unnamed": [report],
+        "twice": [welcome, report, report],
+        "unknown": [welcome, report, ACCOUNT],
+        "early": [welcome, msgspec.structs.replace(report, last=False), ACCOUNT],
+    }
+    async with looking_at_rogue(address) as (looking, rogue):
+        if name == "nonsense":
+            assert await say(rogue.sock, b"\xff\x00")
+        else:
+            await rogue.say(*said[name])
+        with pytest.raises(ProtocolError):
+            await looking
+
+
+async def test_a_receiver_of_another_version_is_named_with_what_to_do(address: str) -> None:
+    async with looking_at_rogue(address) as (looking, rogue):
+        await rogue.say(Welcome(VERSION + 1, 7))
+        with pytest.raises(ProtocolError, match=rf"pid 7.* speaks version {VERSION + 1}.*use the same"):
+            await looking
+
+
+@pytest.mark.parametrize("reason", ["", "no room"])
+async def test_a_goodbye_ends_a_look(reason: str, address: str) -> None:
+    async with looking_at_rogue(address) as (looking, rogue):
+        await rogue.say(Welcome(VERSION, 7), Bye(reason))
+        with pytest.raises(PeerLostError, match=reason or "it closed") as caught:
+            await looking
+        assert caught.value.pid == 7
+
+
+# What cannot be looked at
+
+
+async def test_where_nobody_listens_that_is_said_at_once(address: str) -> None:
+    with pytest.raises(PeerLostError, match=f"nobody listens at {address}: start"):
+        await look_at(address)
+    path = Path(address.removeprefix("unix://"))
+    leave_stale(path)
+    with pytest.raises(PeerLostError, match=f"nobody listens at {address}: start"):
+        await look_at(address)
+    path.unlink()
+
+
+async def test_a_receiver_that_does_not_answer_is_not_waited_for_without_end(address: str) -> None:
+    with waiting_at(address), pytest.raises(PeerLostError, match=r"has not answered for 0\.05 s"):
+        await inspect(address, patience_s=HURRY_S)
+
+
+async def test_a_look_that_is_cancelled_leaves_nothing(address: str) -> None:
+    with waiting_at(address):
+        looking = asyncio.create_task(look_at(address))
+        await asyncio.sleep(0)
+        looking.cancel()
+        await asyncio.wait([looking])
+        assert looking.cancelled()
+
+
+async def test_a_queue_cannot_be_looked_at() -> None:
+    queue = TensorQueue()
+    with contextlib.closing(queue), pytest.raises(TypeError, match=r"no address.*statistics\(\)"):
+        await inspect(queue, patience_s=1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", ["engine.sock", "tcp://host:1", "unix://relative"])
+async def test_an_address_of_another_form_is_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match="no link serves the address"):
+        await inspect(wrong, patience_s=1.0)
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan")])
+async def test_a_patience_that_is_none_is_refused(wrong: float, address: str) -> None:
+    with pytest.raises(ValueError, match="patience_s must be positive"):
+        await inspect(address, patience_s=wrong)
+
+
+async def test_what_is_no_receiver_is_said_to_be_none(address: str) -> None:
+    path = address.removeprefix("unix://")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        other.bind(path)
+        other.listen()
+        with pytest.raises(UsageError, match="nothing can be sent to"):
+            await look_at(address)
+    os.unlink(path)
+
+
+def _look_as_nobody(address: str) -> str:
+    os.setuid(65534)
+    try:
+        asyncio.run(look_at(address))
+    except AccessDeniedError as error:
+        return str(error)
+    return "it was let in"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+async def test_another_user_may_not_look(address: str) -> None:
+    path = Path(address.removeprefix("unix://"))
+    path.parent.chmod(0o755)
+    async with TensorReceiver(address) as receiver:
+        assert "may not connect" in await in_child(_look_as_nobody, address)
+        path.chmod(0o666)
+        assert "runs as user 0, this process as user" in await in_child(_look_as_nobody, address)
+        assert not receiver._incoming._peers
