@@ -1,19 +1,34 @@
 """The documents say what is so."""
 
+import asyncio
 import os
 import re
+import shlex
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import av
+import httpx
+import numpy as np
+import pytest
+
+from aiotensor.cli.demo.clips import sample_clips
+
 ROOT = Path(__file__).parent.parent
+
+
+def _blocks(kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
 def _run_program(which: int, folder: Path) -> str:
     """Run a program of the README as pasted, and return what it printed."""
-    programs = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    programs = _blocks("python")
     program = folder / "program.py"
     # At a place of its own: another run of these tests may be at the one that the README names.
     place = tempfile.mkdtemp(prefix="aiotensor-")
@@ -29,13 +44,62 @@ def _run_program(which: int, folder: Path) -> str:
     return done.stdout
 
 
-def test_the_first_program_of_the_readme_runs_as_pasted(tmp_path: Path) -> None:
-    printed = _run_program(0, tmp_path)
+async def _answer(url: str, video: bytes) -> httpx.Response:
+    """Upload until a server is there."""
+    transport = httpx.AsyncHTTPTransport(retries=100)
+    async with httpx.AsyncClient(transport=transport, timeout=60, trust_env=False) as http:
+        return await http.post(url, content=video)
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio"])  # of the test; the programs have their own
+async def test_who_types_what_the_readme_says_gets_an_upload_answered_by_an_engine(tmp_path: Path) -> None:
+    engine, server = _blocks("python")[:2]
+    start_engine, start_server, upload, _ = _blocks("console")[2].splitlines()
+    place = tempfile.mkdtemp(prefix="aiotensor-")
+    (tmp_path / "engine.py").write_text(engine.replace("/tmp/engine", f"{place}/engine"))
+    (tmp_path / "server.py").write_text(server)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    clip = sample_clips()[0]
+    started = []
+    try:
+        for command, more in ((start_engine, []), (start_server, [f"--port={port}", "--log-level=warning"])):
+            _, name, *arguments = shlex.split(command.removesuffix("&"))
+            program = [sys.executable] if name == "python" else [sys.executable, "-m", name]
+            started.append(
+                await asyncio.create_subprocess_exec(
+                    *program, *arguments, *more, cwd=tmp_path, stderr=asyncio.subprocess.PIPE
+                )
+            )
+        url = shlex.split(upload)[-1]
+        assert url.startswith("http://127.0.0.1:8000/")
+        answer = await _answer(url.replace("8000", str(port)), clip.read_bytes())
+        assert answer.status_code == 200, answer.text
+        with av.open(str(clip)) as video:
+            colours = [frame.to_ndarray(format="rgb24")[::8, ::8] for frame in video.decode(video=0)]
+        assert answer.json()["frames"] == len(colours)
+        assert answer.json()["colour"] == pytest.approx(np.mean(colours, axis=(0, 1, 2)).tolist(), abs=0.01)
+        for process, number, status in zip(started[::-1], ("SIGTERM", "SIGINT"), (0, -2), strict=True):
+            process.send_signal(signal.Signals[number])
+            _, errors = await process.communicate()
+            assert process.returncode in {status, 0, 1}
+            assert number == "SIGINT" or errors == b""
+    finally:
+        for process in started:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        shutil.rmtree(place)
+
+
+def test_the_program_with_a_handle_of_the_readme_runs_as_pasted(tmp_path: Path) -> None:
+    printed = _run_program(2, tmp_path)
     assert printed.startswith("the engine has (120, 360, 640, 3) brightness 127.")
 
 
 def test_a_request_with_a_video_in_it_takes_less_than_40_lines_and_runs_as_pasted(tmp_path: Path) -> None:
-    printed = _run_program(1, tmp_path)
+    printed = _run_program(3, tmp_path)
     assert re.match(r"the embedding of the video is tensor\(\[127\.\d+, 127\.\d+, 127\.\d+\]\)\n$", printed)
     assert len((tmp_path / "program.py").read_text().splitlines()) < 40
 

@@ -85,14 +85,23 @@ class TensorLifespan:
             finally:
                 self._sender = None
 
-    async def sender(self, connection: HTTPConnection) -> TensorSender:
-        """Return the sender, as a dependency: ``Annotated[TensorSender, Depends(engine.sender)]``."""
+    @property
+    def opened_sender(self) -> TensorSender:
+        """The sender, for what is no request.
+
+        Raises:
+            UsageError: the application has not started, or has ended.
+        """
         if self._sender is None:
             raise UsageError(
-                "the application has not started: give it the lifespan, as FastAPI(lifespan=engine.lifespan)"
+                "the application does not run: give it the lifespan, as FastAPI(lifespan=engine.lifespan)"
             )
-        watch(connection.scope)
         return self._sender
+
+    async def sender(self, connection: HTTPConnection) -> TensorSender:
+        """Return the sender, as a dependency: ``Annotated[TensorSender, Depends(engine.sender)]``."""
+        watch(connection.scope)
+        return self.opened_sender
 
     async def permit(self, connection: HTTPConnection) -> AsyncIterator[OpenMessage]:
         """Take a permit for one request, as a dependency: ``Annotated[OpenMessage, Depends(engine.permit)]``.
@@ -141,18 +150,26 @@ class MessageLifespan(TensorLifespan, Generic[R]):
     @asynccontextmanager
     async def lifespan(self, app: object) -> AsyncIterator[None]:
         """Open the sender and the client while an application runs, as `TensorLifespan.lifespan`."""
-        async with super().lifespan(app):
-            if self._sender is None:
-                raise AssertionError("the sender of a lifespan that has begun is open")
-            async with self._make_client(self._sender) as self._client:
-                try:
-                    yield
-                finally:
-                    self._client = None
+        async with super().lifespan(app), self._make_client(self.opened_sender) as self._client:
+            try:
+                yield
+            finally:
+                self._client = None
+
+    @property
+    def opened_client(self) -> MessageClient[R]:
+        """The client, for what is no request.
+
+        Raises:
+            UsageError: the application has not started, or has ended.
+        """
+        if self._client is None:
+            raise UsageError(
+                "the application does not run: give it the lifespan, as FastAPI(lifespan=engine.lifespan)"
+            )
+        return self._client
 
     async def client(self, connection: HTTPConnection) -> MessageClient[R]:
-        """Return the client, as a dependency, ``Annotated[MessageClient[...], Depends(engine.client)]``."""
-        await self.sender(connection)
-        if self._client is None:
-            raise UsageError("the application is stopping")
-        return self._client
+        """Return the client, as a dependency: ``Annotated[MessageClient[...], Depends(engine.client)]``."""
+        watch(connection.scope)
+        return self.opened_client

@@ -68,11 +68,23 @@ puts = st.builds(
 )
 seconds = st.floats(0, 2.0**63)
 holdings = st.builds(Holding, st.none() | numbers, names, numbers, seconds)
+# What a receiver says that holds nothing and has done nothing.
+NOTHING: dict[str, object] = {**dict.fromkeys(ReceiverStatistics.__struct_fields__, 0), "errors": {}}
+
+waits = st.builds(
+    Waits,
+    st.lists(seconds, max_size=5).map(tuple),
+    st.lists(st.integers(0, 2**64 - 1), max_size=6).map(tuple),
+    seconds,
+)
 accounts = st.builds(
     Account,
     *[numbers] * 3,
     seconds,
     *[numbers] * 8,
+    *[waits] * 2,
+    *[numbers] * 2,
+    st.dictionaries(names, numbers, max_size=4),
     st.lists(holdings, max_size=MAX_HOLDERS).map(tuple),
     st.text(max_size=64),
 )
@@ -101,8 +113,11 @@ whole = st.integers(-(2**63), 2**64 - 1)
 statistics = st.builds(
     ReceiverStatistics,
     **{
-        field: whole | st.none() if field.startswith("max_") else whole
-        for field in ReceiverStatistics.__struct_fields__
+        **{
+            field: whole | st.none() if field.startswith("max_") else whole
+            for field in ReceiverStatistics.__struct_fields__
+        },
+        "errors": st.dictionaries(st.text(max_size=9), whole, max_size=4),
     },
 )
 frames_to_observer = st.one_of(
@@ -292,12 +307,12 @@ def test_a_report_of_as_many_senders_as_it_may_have_fits_a_record_whatever_they_
 def test_the_longest_account_fits_the_shortest_record_that_every_receiver_takes() -> None:
     holding = Holding(LARGEST, "\N{GRINNING FACE}" * 64, LARGEST, 2.0**63)
     largest = dict.fromkeys(Account.__struct_fields__, LARGEST)
-    waits = Waits((2.0**63,) * MAX_BOUNDS, (LARGEST,) * (MAX_BOUNDS + 1), 2.0**63)
+    longest_waits = Waits((2.0**63,) * MAX_BOUNDS, (LARGEST,) * (MAX_BOUNDS + 1), 2.0**63)
     names = [f"{number:02}" + "\N{GRINNING FACE}" * 62 for number in range(MAX_ERROR_NAMES)]
     longest: dict[str, Any] = {
         "longest_wait_s": 2.0**63,
-        "permit_waits": waits,
-        "memory_waits": waits,
+        "permit_waits": longest_waits,
+        "memory_waits": longest_waits,
         "errors": dict.fromkeys(names, LARGEST),
         "holders": (holding,) * MAX_HOLDERS,
         "sender": "x" * 64,
@@ -311,26 +326,37 @@ def test_the_longest_account_fits_the_shortest_record_that_every_receiver_takes(
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *((field, -1) for field in range(1, 13)),
-        *((field, 2**63) for field in (1, 12)),
+        *((field, -1) for field in (*range(1, 13), 15, 16)),
+        *((field, 2**63) for field in (1, 12, 15)),
         (4, float("nan")),
         (4, float("inf")),
         (4, None),
-        (13, [[0, "open", 0, 0.0]] * (MAX_HOLDERS + 1)),
-        (13, [[-1, "open", 0, 0.0]]),
-        (13, [[0, "", 0, 0.0]]),
-        (13, [[0, "x" * 65, 0, 0.0]]),
-        (13, [[0, "open", -1, 0.0]]),
-        (13, [[0, "open", 0, -0.5]]),
-        (13, [[0, "open", 0]]),
         (13, None),
-        (14, "x" * 65),
-        (14, None),
+        (14, {"bounds_s": [1.0] * (MAX_BOUNDS + 1), "counts": [], "total_s": 0.0}),
+        (14, {"bounds_s": [], "counts": [0] * (MAX_BOUNDS + 2), "total_s": 0.0}),
+        (14, {"bounds_s": [], "counts": []}),
+        (17, {"": 1}),
+        (17, {"x" * 65: 1}),
+        (17, {"OSError": -1}),
+        (17, {f"E{number}": 1 for number in range(MAX_ERROR_NAMES + 1)}),
+        (17, None),
+        (18, [[0, "open", 0, 0.0]] * (MAX_HOLDERS + 1)),
+        (18, [[-1, "open", 0, 0.0]]),
+        (18, [[0, "", 0, 0.0]]),
+        (18, [[0, "x" * 65, 0, 0.0]]),
+        (18, [[0, "open", -1, 0.0]]),
+        (18, [[0, "open", 0, -0.5]]),
+        (18, [[0, "open", 0]]),
+        (18, None),
+        (19, "x" * 65),
+        (19, None),
     ],
     ids=lambda value: str(value)[:20],
 )
 def test_an_account_with_one_wrong_field_is_refused(field: int, value: object) -> None:
-    items: list[object] = ["account", *[0] * 12, [[None, "allocated", 1, 0.5]], "s"]
+    waited = {"bounds_s": [0.5], "counts": [1, 2], "total_s": 3.0}
+    items: list[object] = ["account", *[0] * 12, waited, waited, 0, 0, {"OSError": 1}]
+    items += [[[None, "allocated", 1, 0.5]], "s"]
     decode_to_receiver(record_of(items))  # which is right as it is
 
     items[field] = value
@@ -343,15 +369,11 @@ def test_an_account_with_one_wrong_field_is_refused(field: int, value: object) -
     [
         ["report", {}, []],
         ["report", None, []],
-        [
-            "report",
-            dict.fromkeys(ReceiverStatistics.__struct_fields__, 0),
-            [["s", *[0] * 7]] * (MAX_ROWS + 1),
-        ],
-        ["report", dict.fromkeys(ReceiverStatistics.__struct_fields__, 0), [["", *[0] * 7]]],
-        ["report", dict.fromkeys(ReceiverStatistics.__struct_fields__, 0), [["s", -1, *[0] * 6]]],
-        ["report", dict.fromkeys(ReceiverStatistics.__struct_fields__, "0"), []],
-        ["report", dict.fromkeys(ReceiverStatistics.__struct_fields__, 0), [], None],
+        ["report", NOTHING, [["s", *[0] * 7]] * (MAX_ROWS + 1)],
+        ["report", NOTHING, [["", *[0] * 7]]],
+        ["report", NOTHING, [["s", -1, *[0] * 6]]],
+        ["report", dict.fromkeys(NOTHING, "0"), []],
+        ["report", NOTHING, [], None],
     ],
     ids=lambda value: str(value)[:40],
 )

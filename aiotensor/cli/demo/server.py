@@ -11,31 +11,29 @@ the demo's own child: `run_server`.
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from http import HTTPStatus
 from multiprocessing.connection import Connection
-from typing import TypeVar
 
-import anyio
 import msgspec
 import torch
 import uvicorn
 import uvloop
-from fastapi import FastAPI, HTTPException, Request, Response, UploadFile
+from fastapi import Depends, FastAPI, HTTPException, Request, Response, UploadFile
 
 from aiotensor import TensorQueue, TensorSender
 from aiotensor.channel import MessageClient
+from aiotensor.cli.demo.decode import EmptyVideoError, VideoError, VideoTooLargeError
 from aiotensor.cli.demo.messages import VideoAnalysis, WorkerStarted
 from aiotensor.cli.demo.processes import Command, parent_gone, report_ready
 from aiotensor.cli.demo.settings import Settings
-from aiotensor.cli.demo.videos import Refusal, Videos
+from aiotensor.cli.demo.videos import Videos
 from aiotensor.cli.demo.workers import WorkerLink
+from aiotensor.integrations.fastapi import MessageLifespan
 
 __all__ = ["create_app", "make_app", "run_server", "server_command"]
-
-T = TypeVar("T")
 
 # A worker that imports torch on a busy machine answers uvicorn late. It is not hung, as uvicorn would think.
 HEALTH_CHECK = 120  # seconds
@@ -77,35 +75,39 @@ def make_app(endpoint: TensorQueue | str, settings: Settings) -> FastAPI:
         settings: everything else.
     """
 
+    def make_sender() -> TensorSender:
+        return TensorSender(
+            endpoint,
+            max_concurrent_videos=settings.max_concurrent_videos,
+            arena_bytes=settings.arena_bytes,
+        )
+
+    def make_client(sender: TensorSender) -> MessageClient[VideoAnalysis]:
+        return MessageClient(settings.engine_address, sender=sender, reply_type=VideoAnalysis)
+
+    engine = MessageLifespan(make_sender, make_client)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with WorkerLink(settings) as link:
-            async with (
-                TensorSender(
-                    endpoint,
-                    max_concurrent_videos=settings.max_concurrent_videos,
-                    arena_bytes=settings.arena_bytes,
-                ) as sender,
-                MessageClient(settings.engine_address, sender=sender, reply_type=VideoAnalysis) as engine,
-            ):
-                videos = app.state.videos = Videos(sender, engine)
+            async with engine.lifespan(app):
+                videos = app.state.videos = Videos(engine.opened_sender, engine.opened_client)
                 link.send(WorkerStarted(os.getpid()))
                 yield
             link.send(videos.report())
 
     app = FastAPI(title="aiotensor demo", lifespan=lifespan)
+    engine.install(app)
+    app.add_exception_handler(VideoError, _refuse)
 
-    @app.post("/videos")
+    # What the sender and the engine raise is answered by `engine`, and who hangs up is waited for no more.
+    @app.post("/videos", dependencies=[Depends(engine.sender)])
     async def post_video(request: Request, file: UploadFile | None = None) -> Response:
         """Find the scene cuts of one video file, sent as the form field `file`."""
         if file is None:
             raise HTTPException(HTTPStatus.BAD_REQUEST, "no video: send one as the form field `file`")
         videos: Videos = request.app.state.videos
-        answer = partial(videos.answer, file.filename or "upload", file.file)
-        outcome = await _while_connected(request, answer)
-        if isinstance(outcome, Refusal):
-            raise HTTPException(outcome.status, outcome.reason)
-        return _json(outcome)
+        return _json(await videos.answer(file.filename or "upload", file.file))
 
     @app.get("/statistics")
     async def get_statistics(request: Request) -> Response:
@@ -116,24 +118,20 @@ def make_app(endpoint: TensorQueue | str, settings: Settings) -> FastAPI:
     return app
 
 
-async def _while_connected(request: Request, work: Callable[[], Awaitable[T]]) -> T | None:
-    """Do the work, but cancel it when the client goes away; then the result is None."""
-    result = None
-
-    async def wait_until_gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        group.cancel_scope.cancel()
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(wait_until_gone)
-        result = await work()
-        group.cancel_scope.cancel()
-    return result
+async def _refuse(request: Request, error: Exception) -> Response:
+    """Answer for a file that is at fault itself."""
+    match error:
+        case EmptyVideoError():
+            status = HTTPStatus.BAD_REQUEST
+        case VideoTooLargeError():
+            status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+        case _:
+            status = HTTPStatus.UNPROCESSABLE_ENTITY
+    return _json({"detail": str(error)}, status)
 
 
-def _json(content: object) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")
+def _json(content: object, status: HTTPStatus = HTTPStatus.OK) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
 class _Server(uvicorn.Server):

@@ -2,9 +2,7 @@
 
 import os
 import time
-from dataclasses import dataclass
 from functools import partial
-from http import HTTPStatus
 from typing import BinaryIO, NamedTuple
 
 import anyio.from_thread
@@ -12,26 +10,12 @@ import anyio.to_thread
 import numpy as np
 import torch
 
-from aiotensor import (
-    AioTensorError,
-    ClosedError,
-    DiscardedError,
-    PeerLostError,
-    ProtocolError,
-    RemoteError,
-    SenderStatistics,
-    TensorSender,
-    TooLargeError,
-    WouldBlockError,
-)
+from aiotensor import SenderStatistics, TensorSender
 from aiotensor.channel import MessageClient
 from aiotensor.cli.demo.decode import (
     TIME_BYTES,
     DecodedVideo,
-    EmptyVideoError,
-    VideoError,
     VideoSize,
-    VideoTooLargeError,
     decode,
     measure,
 )
@@ -44,18 +28,7 @@ from aiotensor.cli.demo.messages import (
     WorkerReport,
 )
 
-__all__ = ["Refusal", "Videos"]
-
-# What the engine's side of a channel answers if a video was lost on its way, or the engine stops.
-LOSSES = {"PeerLostError", "DiscardedError", "ClosedError", "CancelledError"}
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why an upload gets no answer, and with which HTTP status."""
-
-    status: HTTPStatus
-    reason: str
+__all__ = ["Videos"]
 
 
 class _Decoded(NamedTuple):
@@ -102,7 +75,7 @@ class Videos:
             sender=self._sender.statistics(),
         )
 
-    async def answer(self, name: str, file: BinaryIO) -> VideoAnswer | Refusal:
+    async def answer(self, name: str, file: BinaryIO) -> VideoAnswer:
         """Find the scene cuts of one upload.
 
         Waits for a permit, then for the engine. Cancelling gives both back.
@@ -110,21 +83,11 @@ class Videos:
         Args:
             name: the file's name, for the answer.
             file: its bytes.
-        """
-        try:
-            return await self._ask(name, file)
-        except EmptyVideoError as error:
-            return Refusal(HTTPStatus.BAD_REQUEST, str(error))
-        except (VideoTooLargeError, TooLargeError) as error:
-            return Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error))
-        except VideoError as error:
-            return Refusal(HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
-        except (RemoteError, ProtocolError, PeerLostError, DiscardedError, ClosedError) as error:
-            return _refuse_for_engine(error)
-        except WouldBlockError as error:
-            return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, f"too many videos at once: {error}")
 
-    async def _ask(self, name: str, file: BinaryIO) -> VideoAnswer:
+        Raises:
+            VideoError: the file is no video, or is too large.
+            AioTensorError: the engine did not answer.
+        """
         # The permit is taken before decoding, so that `max_concurrent_videos` bounds the decoded videos
         # in memory, and not only those on their way. It is free again when the engine has the tensors.
         async with self._sender.message() as message:
@@ -194,13 +157,3 @@ class Videos:
 def _fingerprints(video: DecodedVideo) -> tuple[Fingerprint, Fingerprint]:
     checkpoint = anyio.from_thread.check_cancelled
     return fingerprint(video.times, checkpoint), fingerprint(video.frames, checkpoint)
-
-
-def _refuse_for_engine(error: AioTensorError) -> Refusal:
-    if isinstance(error, RemoteError):
-        is_loss = error.type_name in LOSSES
-    else:
-        is_loss = not isinstance(error, ProtocolError)
-    if is_loss:
-        return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, f"the engine cannot be reached: {error}")
-    return Refusal(HTTPStatus.BAD_GATEWAY, f"the engine failed: {error}")
