@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -37,7 +38,11 @@ class Workers(NamedTuple):
         """Return what the process that is scraped would tell of all workers."""
         registry = CollectorRegistry()
         MultiProcessCollector(registry, path=str(self.folder))  # type: ignore[no-untyped-call]
-        return at(scrape(registry), self.endpoint)
+        while True:
+            try:
+                return at(scrape(registry), self.endpoint)
+            except struct.error:  # prometheus_client cannot read a file that it has just created
+                continue
 
     async def until(self, condition: Callable[[dict[str, float]], bool]) -> dict[str, float]:
         """Wait until the workers have published something."""
