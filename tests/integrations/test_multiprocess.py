@@ -128,7 +128,7 @@ async def test_what_two_workers_publish_adds_up_and_stays_when_one_is_killed(fol
         assert numbers["aiotensor_sender_permits_peak"] == 3  # of the one that had the most
         assert numbers["aiotensor_sender_wait_seconds_bucket{for=permit,le=0.005}"] == 0
         assert numbers["aiotensor_sender_wait_seconds_bucket{for=permit,le=+Inf}"] == 1
-        assert numbers["aiotensor_sender_wait_seconds_sum{for=permit}"] >= 0.01
+        assert numbers["aiotensor_sender_wait_seconds_sum{for=permit}"] > 0.005  # uvloop counts milliseconds
         assert numbers["aiotensor_sender_errors_total{type=PeerLostError}"] == 0
 
         second.kill()
