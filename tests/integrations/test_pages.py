@@ -114,7 +114,8 @@ async def test_workers_of_gunicorn_are_added_up_and_one_that_is_killed_leaves_no
 
             async def limit() -> float | None:
                 response = await client.get("/metrics")
-                assert response.status_code == 200
+                if response.status_code == 500:
+                    return None  # prometheus_client cannot read a file that a worker has just created
                 return at(parse(response.text), place.endpoint).get("aiotensor_sender_permits_limit")  # type: ignore[arg-type]
 
             await until(lambda: receiver.statistics().senders == 2)
