@@ -1,0 +1,102 @@
+"""The contexts and the middleware of aiohttp, apart from real servers."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from aiohttp import web
+
+from aiotensor import TensorReceiver, TensorSender, UnsupportedTensorError, WouldBlockError
+from aiotensor.integrations.aiohttp import problem_middleware, sender_context
+from tests.pairs import endpoint, pattern, until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+SENDER = web.AppKey("sender", TensorSender)
+
+
+@asynccontextmanager
+async def serving(app: web.Application, *, handler_cancellation: bool = True) -> AsyncIterator[int]:
+    runner = web.AppRunner(app, handler_cancellation=handler_cancellation, shutdown_timeout=1)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+def http(port: int) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False)
+
+
+async def test_an_application_has_the_sender_for_its_life_and_what_nobody_took_is_discarded() -> None:
+    with endpoint() as place:
+        app = web.Application(middlewares=[problem_middleware()])
+        app.cleanup_ctx.append(sender_context(SENDER, lambda: TensorSender(place), drain_s=0.01))
+
+        async def handler(request: web.Request) -> web.Response:
+            await request.app[SENDER].send(pattern(1, 5))
+            return web.Response()
+
+        app.router.add_get("/", handler)
+        async with TensorReceiver(place) as receiver:
+            async with serving(app) as port, http(port) as client:
+                assert (await client.get("/")).status_code == 200
+                await until(lambda: receiver.statistics().unclaimed_tensors == 1)
+            await until(lambda: receiver.statistics().unclaimed_tensors == 0)
+            assert receiver.statistics().messages_discarded == 1
+
+
+async def test_errors_are_answered_as_problems_and_bugs_are_the_servers() -> None:
+    async def busy(request: web.Request) -> web.Response:
+        raise WouldBlockError("a secret")
+
+    async def bug(request: web.Request) -> web.Response:
+        raise UnsupportedTensorError("a secret")
+
+    app = web.Application(middlewares=[problem_middleware(retry_after_s=7)])
+    app.router.add_get("/busy", busy)
+    app.router.add_get("/bug", bug)
+    async with serving(app) as port, http(port) as client:
+        answer = await client.get("/busy")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert answer.json()["reason"] == "busy"
+        answer = await client.get("/bug")
+        assert (answer.status_code, answer.headers["content-type"]) == (500, "text/plain; charset=utf-8")
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_a_handler_that_goes_on_without_its_client_is_warned_of_once(
+    is_cancelled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, ended = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def handler(request: web.Request) -> web.Response:
+        begun.set()
+        try:
+            while "stay" in request.query and request.transport is not None:
+                await asyncio.sleep(0)
+        finally:
+            ended.release()
+        return web.Response()
+
+    app = web.Application(middlewares=[problem_middleware()])
+    app.router.add_get("/", handler)
+    async with serving(app, handler_cancellation=is_cancelled) as port:
+        for _ in range(2):
+            begun.clear()
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /?stay=1 HTTP/1.1\r\nHost: here\r\n\r\n")
+            await begun.wait()
+            writer.close()
+            await ended.acquire()
+        async with http(port) as client:
+            assert (await client.get("/")).status_code == 200
+    warned = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warned) == (0 if is_cancelled else 1)

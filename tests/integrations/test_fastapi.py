@@ -1,0 +1,154 @@
+"""The lifespan: it opens and closes, composes with another, and says what is missing."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated, TypeAlias
+
+import httpx
+import pytest
+from fastapi import Depends, FastAPI, WebSocket
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Message, Scope
+
+from aiotensor import OpenMessage, TensorReceiver, TensorSender, UsageError
+from aiotensor.channel import MessageClient
+from aiotensor.integrations.fastapi import MessageLifespan, TensorLifespan
+from tests.channel.parties import Answer, channel
+from tests.pairs import endpoint, pattern, until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+def http(app: Starlette) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")
+
+
+async def test_a_handler_of_starlette_alone_has_the_sender_of_its_application() -> None:
+    with endpoint() as place:
+        engine = TensorLifespan(lambda: TensorSender(place))
+
+        async def handler(request: Request) -> Response:
+            handle = await (await engine.sender(request)).send(pattern(1, 5))
+            return PlainTextResponse(handle.sender)
+
+        app = Starlette(routes=[Route("/", handler)], lifespan=engine.lifespan)
+        engine.install(app)
+        async with TensorReceiver(place) as receiver, app.router.lifespan_context(app), http(app) as client:
+            asked = await client.get("/")
+            assert asked.text == engine.opened_sender.id
+            delivery = await anext(receiver)
+            assert delivery.handle.sender == asked.text
+        with pytest.raises(UsageError, match="the application does not run"):
+            _ = engine.opened_sender
+
+
+async def test_a_permit_is_taken_before_the_handler_and_given_back_by_its_error() -> None:
+    with endpoint() as place:
+        engine = TensorLifespan(lambda: TensorSender(place, 1, max_wait_s=0.02))
+        Permit: TypeAlias = Annotated[OpenMessage, Depends(engine.permit)]
+        app = FastAPI(lifespan=engine.lifespan)
+        engine.install(app)
+        go = asyncio.Event()
+
+        @app.get("/wait")
+        async def wait(permit: Permit) -> None:
+            await permit.send(pattern(1, 5))
+            await go.wait()
+            raise ValueError("the handler fails")
+
+        async with TensorReceiver(place) as receiver, app.router.lifespan_context(app), http(app) as client:
+            waiting = asyncio.create_task(client.get("/wait"))
+            await until(lambda: engine.opened_sender.statistics().tensors_sent == 1)
+            refused = await client.get("/wait")
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+            go.set()
+            with pytest.raises(ValueError, match="the handler fails"):
+                await waiting
+            await until(lambda: engine.opened_sender.statistics().in_flight == 0)
+            await until(lambda: receiver.statistics().messages_discarded == 1)
+
+
+async def test_a_lifespan_of_messages_goes_inside_another_and_closes_before_it() -> None:
+    async with channel() as ends:
+        engine: MessageLifespan[Answer] = MessageLifespan(
+            lambda: TensorSender(ends.place.tensors),
+            lambda sender: MessageClient(ends.place.messages, sender=sender, reply_type=Answer),
+        )
+        seen: list[object] = []
+
+        @asynccontextmanager
+        async def lifespan(app: Starlette) -> AsyncIterator[dict[str, object]]:
+            async with engine.lifespan(app):
+                seen.append(engine.opened_client)
+                yield {"own": 7}
+            with pytest.raises(UsageError, match="the application does not run"):
+                seen.append(engine.opened_client)
+
+        app = Starlette(lifespan=lifespan)
+        async with app.router.lifespan_context(app) as state:
+            assert state == {"own": 7}
+            await until(lambda: engine.opened_client.statistics().servers == 1)
+        assert isinstance(seen[0], MessageClient)
+        await until(lambda: ends.server.statistics().clients == 1)
+
+
+async def test_a_lifespan_that_has_begun_says_so_and_one_that_ended_begins_anew() -> None:
+    with endpoint() as place:
+        engine = TensorLifespan(lambda: TensorSender(place))
+        for _ in range(2):
+            async with engine.lifespan(None):
+                with pytest.raises(UsageError, match="has begun already"):
+                    async with engine.lifespan(None):
+                        raise AssertionError("it has begun")
+
+
+async def test_a_request_before_the_lifespan_is_told_what_is_missing() -> None:
+    engine = TensorLifespan(lambda: TensorSender("unix:///tmp/nobody"))
+    app = FastAPI()
+    engine.install(app)
+
+    @app.get("/")
+    async def handler(sender: Annotated[TensorSender, Depends(engine.sender)]) -> None:
+        raise AssertionError("there is no sender")
+
+    async with http(app) as client:
+        with pytest.raises(UsageError, match="give it the lifespan"):
+            await client.get("/")
+
+
+async def test_a_web_socket_has_the_sender_too() -> None:
+    with endpoint() as place:
+        engine = TensorLifespan(lambda: TensorSender(place))
+        app = FastAPI(lifespan=engine.lifespan)
+        engine.install(app)
+
+        @app.websocket("/")
+        async def handler(socket: WebSocket, sender: Annotated[TensorSender, Depends(engine.sender)]) -> None:
+            await socket.accept()
+            await socket.send_text(sender.id)
+
+        heard: list[Message] = []
+
+        async def receive() -> Message:
+            return {"type": "websocket.connect"}
+
+        async def send(message: Message) -> None:
+            heard.append(message)
+
+        scope: Scope = {
+            "type": "websocket",
+            "path": "/",
+            "raw_path": b"/",
+            "query_string": b"",
+            "headers": [],
+            "scheme": "ws",
+            "root_path": "",
+            "subprotocols": [],
+        }
+        async with app.router.lifespan_context(app):
+            await app(scope, receive, send)
+            assert heard[1] == {"type": "websocket.send", "text": engine.opened_sender.id}

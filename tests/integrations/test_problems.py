@@ -1,0 +1,63 @@
+"""What a client is told of each error, and what of it stays in the log."""
+
+import logging
+
+import msgspec
+import pytest
+
+from aiotensor import errors
+from aiotensor.errors import AioTensorError
+from aiotensor.integrations.problems import ANSWERED_ERRORS, problem_of
+
+WORDS = "pid 77 at /run/secret"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (errors.WouldBlockError(WORDS), 503, "busy"),
+        (errors.PeerLostError(WORDS, pid=77), 503, "engine_lost"),
+        (errors.DiscardedError(WORDS), 503, "engine_lost"),
+        (errors.ClosedError(WORDS), 503, "engine_lost"),
+        (errors.RemoteError(WORDS, type_name="PeerLostError"), 503, "engine_lost"),
+        (errors.RemoteError(WORDS, type_name="DiscardedError"), 503, "engine_lost"),
+        (errors.RemoteError(WORDS, type_name="ClosedError"), 503, "engine_lost"),
+        (errors.RemoteError(WORDS, type_name="CancelledError"), 503, "engine_lost"),
+        (errors.RemoteError(WORDS, type_name="ValueError"), 502, "engine_failed"),
+        (errors.ProtocolError(WORDS), 502, "engine_failed"),
+        (errors.TooLargeError(WORDS, limit=5, requested=7), 413, "too_large"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)
+def test_each_error_has_its_answer_and_its_words_go_to_the_log_alone(
+    error: AioTensorError, status: int, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "aiotensor.integrations")
+    problem = problem_of(error, 2.2)
+    assert problem is not None
+    assert isinstance(error, ANSWERED_ERRORS)
+
+    told = msgspec.json.decode(problem.body)
+    assert (problem.status, told["status"], told["reason"]) == (status, status, reason)
+    assert "secret" not in problem.body.decode()
+    assert problem.headers == ({"Retry-After": "3"} if status == 503 else {})
+    assert told.get("retry_after") == (3 if status == 503 else None)
+    [record] = caplog.records
+    assert WORDS in record.getMessage()
+    assert (record.levelno >= logging.ERROR) == (reason == "engine_failed")
+
+
+@pytest.mark.parametrize("seconds", [0, 0.001, 1])
+def test_who_is_to_come_again_is_not_told_to_do_so_at_once(seconds: float) -> None:
+    problem = problem_of(errors.WouldBlockError("busy"), seconds)
+    assert problem is not None
+    assert problem.retry_after == 1
+
+
+def test_errors_of_the_servers_own_code_have_no_answer() -> None:
+    answered = set(ANSWERED_ERRORS)
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        if kind not in answered:
+            assert problem_of(kind("a bug"), 1) is None, name
+    assert len(answered) == len(ANSWERED_ERRORS)
