@@ -1,18 +1,23 @@
 """The same server in aiohttp: as a program that is given a listening socket's number, or in gunicorn."""
 
+import asyncio
 import socket
 import sys
 
 import msgspec
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 
 from aiotensor import TensorSender
 from aiotensor.channel import MessageClient
 from aiotensor.integrations.aiohttp import client_context, problem_middleware, sender_context
+from aiotensor.integrations.prometheus import AioTensorCollector
 from tests.integrations import totals
 
 SENDER = web.AppKey("sender", TensorSender)
 CLIENT = web.AppKey("client", MessageClient[totals.Total])
+
+REGISTRY.register(AioTensorCollector())
 
 routes = web.RouteTableDef()
 
@@ -31,6 +36,13 @@ async def post_left(request: web.Request) -> web.Response:
     """Send what is uploaded, and leave it to whoever takes it."""
     handle = await request.app[SENDER].send(totals.numbers(await request.read()).values)
     return web.Response(body=msgspec.json.encode(handle), content_type="application/json")
+
+
+@routes.get("/metrics")
+async def get_metrics(request: web.Request) -> web.Response:
+    """Say what Prometheus asks for."""
+    page = await asyncio.to_thread(generate_latest)
+    return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 @routes.get("/held")

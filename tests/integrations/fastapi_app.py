@@ -1,15 +1,18 @@
 """A FastAPI server for the tests: it has its engine add up what is uploaded."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated, TypeAlias
 
 import msgspec
 from fastapi import Depends, FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 
 from aiotensor import OpenMessage, TensorSender
 from aiotensor.channel import MessageClient
 from aiotensor.integrations.fastapi import MessageLifespan
+from aiotensor.integrations.prometheus import AioTensorCollector
 from tests.integrations import totals
 
 engine = MessageLifespan(totals.sender, totals.client, drain_s=1.0, retry_after_s=2.0)
@@ -30,6 +33,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 app = FastAPI(lifespan=lifespan)
 engine.install(app)
+REGISTRY.register(AioTensorCollector())
 
 
 @app.post("/totals")
@@ -45,6 +49,12 @@ async def post_left(request: Request, sender: Sender) -> Response:
     """Send what is uploaded, and leave it to whoever takes it."""
     handle = await sender.send(totals.numbers(await request.body()).values)
     return Response(msgspec.json.encode(handle), media_type="application/json")
+
+
+@app.get("/metrics")
+async def get_metrics() -> Response:
+    """Say what Prometheus asks for."""
+    return Response(await asyncio.to_thread(generate_latest), media_type=CONTENT_TYPE_LATEST)
 
 
 @app.get("/held")

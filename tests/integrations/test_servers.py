@@ -2,88 +2,20 @@
 
 import asyncio
 import os
-import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
-import httpx
 import msgspec
 import pytest
 
 from aiotensor import TensorHandle
 from tests.integrations import engine
-from tests.integrations.sites import SERVERS, Site, http_client, site, workers
-from tests.integrations.totals import PERMITS, Held, Total, total_of
-from tests.processes.peers import Peer, peers
+from tests.integrations.scenes import UPLOAD, MiB, Scene, is_answered, scene
+from tests.integrations.sites import SERVERS, workers
+from tests.integrations.totals import PERMITS, Held, total_of
 
 pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])  # of the tests; the servers have their own
-
-MiB = 1 << 20
-UPLOAD = bytes(range(256)) * 256  # what comes of it has a MiB
-RETRY_AFTER = "2"
-
-
-@dataclass
-class Scene:
-    """A server and its engines, of which the first is open."""
-
-    site: Site
-    http: httpx.AsyncClient
-    engines: list[Peer]
-    messages: str
-    workers: int
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(
-        prefix="aiotensor-"
-    ) as path:  # those of pytest are too long for a socket
-        yield Path(path)
-
-
-@asynccontextmanager
-async def scene(
-    kind: str,
-    folder: Path,
-    *,
-    engines: int = 1,
-    workers: int = 2,
-    arena_bytes: int = 64 * MiB,
-    max_wait_s: float = 20,
-) -> AsyncIterator[Scene]:
-    tensors, messages = f"unix://{folder}/t", f"ipc://{folder}/m"
-    async with (
-        peers(tensors, engines) as ready,
-        site(
-            kind,
-            workers=workers,
-            tensors=tensors,
-            messages=messages,
-            arena_bytes=arena_bytes,
-            max_wait_s=max_wait_s,
-        ) as server,
-        http_client(server) as http,
-    ):
-        await ready[0].call(engine.open_engine, messages)
-        yield Scene(server, http, ready, messages, 1 if kind == "aiohttp" else workers)
-
-
-def is_answered(response: httpx.Response) -> bool:
-    """Say whether an upload got its total; if not, it was refused as it should be."""
-    if response.status_code == 200:
-        assert msgspec.json.decode(response.content, type=Total).total == total_of(UPLOAD)
-        return True
-    assert response.status_code == 503, response.text
-    assert response.headers["content-type"] == "application/problem+json"
-    assert response.headers["retry-after"] == RETRY_AFTER
-    problem = response.json()
-    assert (problem["status"], problem["title"]) == (503, "Service Unavailable")
-    assert problem["reason"] in {"busy", "engine_lost"}
-    return False
 
 
 def shared_bytes(pid: int) -> int:

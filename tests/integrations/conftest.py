@@ -1,0 +1,14 @@
+"""What the tests of servers share."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    # Those of pytest are too long for a socket.
+    with tempfile.TemporaryDirectory(prefix="aiotensor-") as path:
+        yield Path(path)
