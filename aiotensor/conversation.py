@@ -16,6 +16,7 @@ from aiotensor import placements
 from aiotensor.accounts import Accountant
 from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError
 from aiotensor.links.base import SenderLink
+from aiotensor.logs import logger_of
 from aiotensor.message import Message, State
 from aiotensor.outbox import Outbox
 from aiotensor.placements import Block, Placed
@@ -41,7 +42,7 @@ from aiotensor.types import SenderStatistics, TensorHandle
 
 __all__ = ["Conversation", "ConversationEvents"]
 
-logger = logging.getLogger("aiotensor.sender")
+logger = logger_of("sender")
 
 
 class ConversationEvents(Protocol):
@@ -199,7 +200,17 @@ class Conversation:
                 if self.is_connected:
                     self._handle_frame(frame)
         except ProtocolError as error:
-            logger.error("the receiver (pid %s) broke the protocol: %s", self.receiver_pid, str(error))
+            logger.error(
+                "the receiver (pid %s) broke the protocol: %s",
+                self.receiver_pid,
+                error,
+                extra={
+                    "event": "protocol_broken",
+                    "sender_id": self._sender,
+                    "peer_pid": self.receiver_pid,
+                    "reason": str(error),
+                },
+            )
             # A new one, without the traceback: that of what was raised keeps the record.
             self._drop(f"it broke the protocol: {error}", ProtocolError(*error.args), retry=False)
 
@@ -266,11 +277,22 @@ class Conversation:
 
     def _lose(self, error: AioTensorError) -> None:
         was_connected, self.is_connected = self.is_connected, False
-        self.receiver_pid = self.receiver_id = None
+        pid, self.receiver_pid, self.receiver_id = self.receiver_pid, None, None
         self._outbox.clear()
         self._accountant.forget()
         lost = self._events.receiver_lost(error)
         if was_connected:
             self.receivers_lost += 1
-            level = logging.WARNING if lost else logging.INFO
-            logger.log(level, "%s; %s messages in flight are lost", error, lost)
+            logger.log(
+                logging.WARNING if lost else logging.INFO,
+                "%s; %s messages in flight are lost",
+                error,
+                lost,
+                extra={
+                    "event": "receiver_lost",
+                    "sender_id": self._sender,
+                    "peer_pid": pid,
+                    "reason": str(error),
+                    "messages_lost": lost,
+                },
+            )

@@ -5,7 +5,6 @@ the receiver's limits from the introduction on, so that no later frame can excee
 """
 
 import asyncio
-import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from aiotensor.answers import Answers
 from aiotensor.descriptors import close_all
 from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError
 from aiotensor.links.base import ReceiverLink
+from aiotensor.logs import logger_of
 from aiotensor.mappings import Mappings, Segments
 from aiotensor.observers import Observers, reports
 from aiotensor.protocol.frames import (
@@ -39,7 +39,7 @@ from aiotensor.types import Delivery, ReceiverStatistics, TensorHandle
 
 __all__ = ["MAX_STRANGERS", "Incoming", "Limits"]
 
-logger = logging.getLogger("aiotensor.receiver")
+logger = logger_of("receiver")
 
 
 # Connections that are no senders': they have not said who they are, which each of ours does at once, or look.
@@ -60,8 +60,8 @@ class _Peer:
 
     def __init__(self, link: ReceiverLink) -> None:
         self.link = link
-        self.sender: str | None = None  # known when it has introduced itself
-        self.pid = 0
+        self.sender: str | None = None  # known when it was admitted
+        self.pid = 0  # known when it has introduced itself
         self.max_messages = 0
         self.segments = Segments(link)
 
@@ -171,7 +171,17 @@ class Incoming:
                 if link not in self._peers:
                     break  # it left, or was refused
         except ProtocolError as error:
-            logger.error("sender %s broke the protocol, its link is closed: %s", peer.sender, str(error))
+            logger.error(
+                "sender %s broke the protocol, its link is closed: %s",
+                peer.sender,
+                error,
+                extra={
+                    "event": "protocol_broken",
+                    "sender_id": peer.sender,
+                    "peer_pid": peer.pid or None,
+                    "reason": str(error),
+                },
+            )
             # A new one: the traceback of what was raised would keep the record, and memory that is mapped,
             # for as long as the loss is remembered.
             self._lose(peer, ProtocolError(*error.args))
@@ -234,7 +244,11 @@ class Incoming:
 
     def _show(self, peer: _Peer, look: Look) -> None:
         """Tell somebody what is here, and ask the senders for what they alone know."""
-        logger.debug("process %s looks at this receiver", look.pid)
+        logger.debug(
+            "process %s looks at this receiver",
+            look.pid,
+            extra={"event": "receiver_inspected", "peer_pid": look.pid},
+        )
         self._observers.add(peer.link)
         self._welcome(peer)
         if look.version != VERSION:
@@ -263,6 +277,7 @@ class Incoming:
         peer.link.write(encode(Welcome(VERSION, os.getpid(), self.limits.frame_bytes, self._receiver)))
 
     def _admit(self, peer: _Peer, hello: Hello) -> Sequence[Key]:
+        peer.pid = hello.pid
         self._welcome(peer)  # first: it says what differs
         if peer.link not in self._peers:
             return ()  # writing to it failed
@@ -304,7 +319,6 @@ class Incoming:
                 return ()
         keys = self.mailbox.join(hello.sender, hello.pid, hello.max_concurrent_videos, hello.first_message)
         peer.sender = hello.sender
-        peer.pid = hello.pid
         peer.max_messages = hello.max_concurrent_videos
         peer.segments.arena_bytes = hello.arena_bytes
         self._senders[hello.sender] = peer
@@ -312,7 +326,7 @@ class Incoming:
 
     def _turn_away(self, peer: _Peer, hello: Hello, reason: str) -> None:
         """Refuse a sender that has said who it is."""
-        self._refuse(peer, reason)
+        self._refuse(peer, reason, hello.sender)
         self._wake_in_vain(hello, PeerLostError(reason))
 
     def _wake_in_vain(self, hello: Hello, error: AioTensorError) -> None:
@@ -361,9 +375,16 @@ class Incoming:
 
     # Ends
 
-    def _refuse(self, peer: _Peer, reason: str) -> None:
+    def _refuse(self, peer: _Peer, reason: str, newcomer: str | None = None) -> None:
         self.senders_refused += 1
-        logger.warning("a sender is refused: %s", reason)
+        sender, pid = peer.sender or newcomer, peer.pid or None
+        logger.warning(
+            "sender %s (pid %s) is refused: %s",
+            sender,
+            pid,
+            reason,
+            extra={"event": "sender_refused", "sender_id": sender, "peer_pid": pid, "reason": reason},
+        )
         peer.link.write(encode(Bye(reason)))
         self._lose(peer, PeerLostError(reason), was_refused=True)
         peer.link.close()

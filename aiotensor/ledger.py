@@ -1,19 +1,19 @@
 """Who holds a sender's permits and memory: for statistics, for the log, and for errors."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from aiotensor.errors import WouldBlockError
 from aiotensor.gates import Gate
+from aiotensor.logs import logger_of
 from aiotensor.memory import Memory
 from aiotensor.message import Message
 from aiotensor.types import Holder, Usage, Waits
 
 __all__ = ["Ledger", "MemoryUsage", "Patience"]
 
-logger = logging.getLogger("aiotensor.sender")
+logger = logger_of("sender")
 
 _NAMED_HOLDERS = 8
 _ALLOCATED = "allocated"
@@ -103,20 +103,27 @@ class Ledger:
     def log_wait(self, what: str) -> None:
         """Log that somebody has waited for long, and for whom."""
         holders = self.holders()
-        named = "; ".join(
+        held_by = "; ".join(
             f"{_name(holder)} ({holder.state}, {holder.bytes} bytes, {holder.seconds:.1f} s)"
             for holder in holders[:_NAMED_HOLDERS]
         )
+        if len(holders) > _NAMED_HOLDERS:
+            held_by += f"; and {len(holders) - _NAMED_HOLDERS} more"
         pid = self._receiver_pid()
-        receiver = f"pid {pid}" if pid is not None else "none has answered"
-        more = f"; and {len(holders) - _NAMED_HOLDERS} more" if len(holders) > _NAMED_HOLDERS else ""
         logger.warning(
-            "a send has waited %g s for %s; receiver: %s; held by: %s%s",
+            "a send has waited %g s for %s; receiver: %s; held by: %s",
             self._patience.long_wait_s,
             what,
-            receiver,
-            named or "nobody",
-            more,
+            "none has answered" if pid is None else f"pid {pid}",
+            held_by or "nobody",
+            extra={
+                "event": "long_wait",
+                "waited_s": self._patience.long_wait_s,
+                "waited_for": what,
+                "peer_pid": pid,
+                "holders": len(holders),
+                "held_by": held_by,
+            },
         )
 
     def overdue(self, reason: str, messages: int, nbytes: int) -> WouldBlockError:

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import logging
 import operator
 import secrets
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from aiotensor.errors import ClosedError, PeerLostError, WouldBlockError
 from aiotensor.gates import Waiters
 from aiotensor.home import Home
 from aiotensor.incoming import Incoming, Limits
+from aiotensor.logs import logger_of
 from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_RECORD_BYTES
 from aiotensor.protocol.mailbox import Key
 from aiotensor.tally import ErrorTally
@@ -25,7 +25,7 @@ from aiotensor.worker import no_thread
 
 __all__ = ["TensorReceiver"]
 
-logger = logging.getLogger("aiotensor.receiver")
+logger = logger_of("receiver")
 
 # anyio imports its backend when it is first asked for a thread: longer than an event loop can wait.
 # Should it be called otherwise one day, the first call takes longer again, and that is all.
@@ -347,7 +347,11 @@ class TensorReceiver:
         self._iterators.wake()
 
     def _failed(self, error: BaseException) -> None:
-        logger.critical("reading from the senders failed, nothing more will arrive", exc_info=error)
+        logger.critical(
+            "reading from the senders failed, nothing more will arrive",
+            exc_info=error,
+            extra={"event": "reading_failed", "error": type(error).__name__, "reason": str(error)},
+        )
         self._failure = error
         self._wake_all()
 

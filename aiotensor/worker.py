@@ -3,15 +3,16 @@
 import asyncio
 import contextlib
 import errno
-import logging
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from typing import Generic, TypeVar
 
+from aiotensor.logs import logger_of
+
 __all__ = ["Worker", "no_thread"]
 
-logger = logging.getLogger("aiotensor")
+logger = logger_of("worker")
 
 R = TypeVar("R")
 
@@ -82,7 +83,12 @@ class Worker:
         try:
             future = self.submit(work)
         except OSError as error:
-            logger.warning("%s on the event loop: %s", what, error)
+            logger.warning(
+                "%s on the event loop: %s",
+                what,
+                error,
+                extra={"event": "work_on_loop", "work": what, "reason": str(error)},
+            )
             work()
         else:
             future.add_done_callback(partial(_log_failure, what))
@@ -138,4 +144,14 @@ def no_thread(error: RuntimeError) -> OSError:
 
 def _log_failure(what: str, future: "asyncio.Future[object]") -> None:
     if not future.cancelled() and (error := future.exception()) is not None:
-        logger.error("%s failed", what, exc_info=error)
+        logger.error(
+            "%s failed",
+            what,
+            exc_info=error,
+            extra={
+                "event": "work_failed",
+                "work": what,
+                "error": type(error).__name__,
+                "reason": str(error),
+            },
+        )

@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Sequence
 
 from aiotensor.channel.outbox import Outbox
+from aiotensor.errors import AioTensorError, ProtocolError
+from aiotensor.logs import logger_of
 from aiotensor.protocol.exchange import ClientHello
 from aiotensor.protocol.window import Tally
 from aiotensor.sender import TensorSender
@@ -21,7 +23,7 @@ from aiotensor.types import TensorHandle
 
 __all__ = ["Asked", "Client", "State"]
 
-logger = logging.getLogger("aiotensor.channel")
+logger = logger_of("channel")
 
 # How often a sender that a client's receiver refused asks it again, while answers to it go another way.
 _AT_MOST_EVERY_S = 1.0
@@ -128,4 +130,29 @@ class Client:
             logger.warning(
                 "tensors for process %s travel in the answers: no sender is connected to its receiver",
                 self.pid,
+                extra={"event": "detour_taken", "peer_pid": self.pid},
             )
+
+    def note_refusal(self, error: Exception, text: str) -> None:
+        """Log that a message of it cannot be taken.
+
+        Args:
+            error: why.
+            text: of the error.
+        """
+        is_foreseen = isinstance(error, AioTensorError | ValueError)
+        # That its tensors were discarded, or lost with their sender, is nobody's fault here.
+        is_fault = isinstance(error, ProtocolError) or not is_foreseen
+        logger.log(
+            logging.ERROR if is_fault else logging.INFO,
+            "a message of process %s is refused: %s",
+            self.pid,
+            text,
+            exc_info=None if is_foreseen else error,
+            extra={
+                "event": "message_refused",
+                "peer_pid": self.pid,
+                "error": type(error).__name__,
+                "reason": text,
+            },
+        )

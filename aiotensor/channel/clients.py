@@ -17,6 +17,7 @@ from aiotensor.channel.asked import Asked, Client, State
 from aiotensor.channel.outbox import Outbox, flush_all
 from aiotensor.channel.sockets import MAX_PARTS, LoopSocket, PeerGoneError
 from aiotensor.errors import ProtocolError
+from aiotensor.logs import logger_of
 from aiotensor.protocol.exchange import (
     VERSION,
     Answer,
@@ -37,7 +38,7 @@ from aiotensor.types import TensorHandle
 
 __all__ = ["MAX_UNREAD", "Clients", "ClientsEvents", "Limits"]
 
-logger = logging.getLogger("aiotensor.channel")
+logger = logger_of("channel")
 
 Handles = tuple[TensorHandle, ...]
 
@@ -203,7 +204,12 @@ class Clients:
                     raise ProtocolError("it introduced itself twice")
         except ProtocolError as error:
             pid = None if client is None else client.pid
-            logger.error("a client (pid %s) broke the protocol: %s", pid, str(error))
+            logger.error(
+                "a client (pid %s) broke the protocol: %s",
+                pid,
+                error,
+                extra={"event": "protocol_broken", "peer_pid": pid, "reason": str(error)},
+            )
             self._turn_away(identity, f"it broke the protocol: {error}")
             if client is not None:
                 self._lose(client)
@@ -213,7 +219,12 @@ class Clients:
         self._connections[descriptor] = set()
         most = self.limits.clients
         if most is not None and len(self._connections) > most + _NEWCOMERS:
-            logger.warning("a connection is cut off: %s others are there", len(self._connections) - 1)
+            others = len(self._connections) - 1
+            logger.warning(
+                "a connection is cut off: %s others are there",
+                others,
+                extra={"event": "connection_cut_off", "connections": others},
+            )
             self.socket.cut(descriptor)
 
     def handshaken(self) -> None:
@@ -222,7 +233,10 @@ class Clients:
     def refused(self, *, is_final: bool) -> None:
         """Note that somebody does not have the keys, or went before that was seen."""
         if is_final:
-            logger.warning("a client that does not have the keys was refused")
+            logger.warning(
+                "a client that does not have the keys was refused",
+                extra={"event": "client_refused", "peer_pid": None, "reason": "it does not have the keys"},
+            )
 
     def disconnected(self, descriptor: int) -> None:
         """Note that a client is gone."""
@@ -263,7 +277,12 @@ class Clients:
             reason = f"the server has max_clients={limits.clients} clients already"
             if self._leftovers:
                 reason += f", with {len(self._leftovers)} that left messages to be taken"
-            logger.warning("a client (pid %s) is refused: %s", hello.pid, reason)
+            logger.warning(
+                "a client (pid %s) is refused: %s",
+                hello.pid,
+                reason,
+                extra={"event": "client_refused", "peer_pid": hello.pid, "reason": reason},
+            )
             self.refused_clients += 1
             self._turn_away(identity, reason)
             return
@@ -318,6 +337,7 @@ class Clients:
             "a client (pid %s) is gone; %s messages need no answer any more",
             client.pid,
             wanted,
+            extra={"event": "client_lost", "peer_pid": client.pid, "messages_lost": wanted},
         )
         self._give_up_all(client)
         if client.tally.waiting:
@@ -354,7 +374,11 @@ class Clients:
         """Send a header now, or when there is room; who leaves too many unread is lost."""
         client.outbox.post([write(header)])
         if len(client.outbox) > MAX_UNREAD and client.identity in self._clients:
-            logger.error("a client (pid %s) is cut off: it reads no answers", client.pid)
+            logger.error(
+                "a client (pid %s) is cut off: it reads no answers",
+                client.pid,
+                extra={"event": "client_cut_off", "peer_pid": client.pid, "reason": "it reads no answers"},
+            )
             client.outbox.clear()
             self._turn_away(client.identity, "it reads no answers")
             self._lose(client)

@@ -33,6 +33,7 @@ from aiotensor.errors import (
 )
 from aiotensor.gates import Waiters, at_most
 from aiotensor.links.users import check_user
+from aiotensor.logs import logger_of
 from aiotensor.protocol.exchange import (
     VERSION,
     Answer,
@@ -51,7 +52,7 @@ from aiotensor.types import TensorHandle, Usage
 
 __all__ = ["Answered", "Asked", "Connection"]
 
-logger = logging.getLogger("aiotensor.channel")
+logger = logger_of("channel")
 
 _LAST_MESSAGES = 1024  # of a server that is gone, which are read before it counts as lost
 _HANDSHAKES = 3  # that fail without a reason before it counts: one may be that of a server just killed
@@ -303,7 +304,12 @@ class Connection:
                 case Farewell(reason):
                     self._lose(f"it refused this client: {reason}", retry=False)
         except ProtocolError as error:
-            logger.error("the server (pid %s) broke the protocol: %s", self._pid, str(error))
+            logger.error(
+                "the server (pid %s) broke the protocol: %s",
+                self._pid,
+                error,
+                extra={"event": "protocol_broken", "peer_pid": self._pid, "reason": str(error)},
+            )
             self._lose(f"it broke the protocol: {error}", ProtocolError(*error.args), retry=False)
 
     def _welcome(self, hello: ServerHello) -> None:
@@ -345,14 +351,30 @@ class Connection:
         lost = len(self._open)
         self.session += self.is_ready
         self._end(error)
-        logger.log(logging.WARNING if lost else logging.INFO, "%s; %s messages get no answer", error, lost)
+        logger.log(
+            logging.WARNING if lost else logging.INFO,
+            "%s; %s messages get no answer",
+            error,
+            lost,
+            extra={
+                "event": "server_lost",
+                "address": self._address.text,
+                "peer_pid": error.pid,
+                "reason": reason,
+                "messages_lost": lost,
+            },
+        )
         self.refused_at = asyncio.get_running_loop().time()
         if retry:
             self.connect()
         self._changed()
 
     def _refuse(self, error: AccessDeniedError) -> None:
-        logger.error("%s", error)
+        logger.error(
+            "%s",
+            error,
+            extra={"event": "server_refused", "address": self._address.text, "reason": str(error)},
+        )
         self.refused_at = asyncio.get_running_loop().time()
         self._end(error)
         self._changed()

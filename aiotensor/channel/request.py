@@ -1,7 +1,6 @@
 """A message that a server has taken, for whoever answers it."""
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Generic, NamedTuple, Self, TypeVar
@@ -10,11 +9,12 @@ import anyio
 
 from aiotensor.channel.asked import Asked
 from aiotensor.errors import ClosedError, UsageError
+from aiotensor.logs import logger_of
 from aiotensor.placements import QUICK_BYTES
 
 __all__ = ["Answerer", "Request", "text_of"]
 
-logger = logging.getLogger("aiotensor.channel")
+logger = logger_of("channel")
 
 M = TypeVar("M")
 
@@ -149,7 +149,17 @@ class Request(Generic[M]):
             self._is_answered = True
             self._fail(UsageError("the server's handler gave no answer") if error is None else error)
         if isinstance(error, Exception) and not isinstance(error, ClosedError):
-            logger.error("answering a request of process %s failed", self.client_pid, exc_info=error)
+            logger.error(
+                "answering a request of process %s failed",
+                self.client_pid,
+                exc_info=error,
+                extra={
+                    "event": "request_failed",
+                    "peer_pid": self.client_pid,
+                    "error": type(error).__name__,
+                    "reason": text_of(error),
+                },
+            )
 
     def _cancel(self) -> None:
         """Cancel its block: nobody wants an answer any more."""

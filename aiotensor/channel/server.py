@@ -1,7 +1,6 @@
 """The answering side."""
 
 import asyncio
-import logging
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -20,7 +19,7 @@ from aiotensor.channel.options import Key
 from aiotensor.channel.parcels import Loans, pack, unpack
 from aiotensor.channel.request import Answerer, Request, text_of
 from aiotensor.codec import TensorDecoder
-from aiotensor.errors import AioTensorError, ClosedError, ProtocolError, UsageError
+from aiotensor.errors import ClosedError, ProtocolError, UsageError
 from aiotensor.gates import Waiters
 from aiotensor.home import FreedItems, Home
 from aiotensor.receiver import TensorReceiver
@@ -28,8 +27,6 @@ from aiotensor.sender import TensorSender
 from aiotensor.types import ServerStatistics
 
 __all__ = ["MessageServer"]
-
-logger = logging.getLogger("aiotensor.channel")
 
 M = TypeVar("M")
 
@@ -334,11 +331,7 @@ class MessageServer(Generic[M]):
         """Tell a client that its message cannot be taken."""
         if asked.state is State.WAITING:
             text = text_of(error)
-            is_foreseen = isinstance(error, AioTensorError | ValueError)
-            # That its tensors were discarded, or lost with their sender, is nobody's fault here.
-            level = logging.ERROR if isinstance(error, ProtocolError) or not is_foreseen else logging.INFO
-            pid, trace = asked.client.pid, None if is_foreseen else error
-            logger.log(level, "a message of process %s is refused: %s", pid, text, exc_info=trace)
+            asked.client.note_refusal(error, text)
             self._failures += 1
             self._clients.fail(asked, type(error).__name__, text)
             self._stop_waiting(asked)

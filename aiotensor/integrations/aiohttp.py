@@ -22,7 +22,6 @@ hangs up, and all that it holds comes back at once; under gunicorn, whose worker
 coroutine function that returns ``web.AppRunner(app, handler_cancellation=True)``.
 """
 
-import logging
 from collections.abc import AsyncIterator, Callable
 from typing import TypeAlias, TypeVar
 
@@ -33,11 +32,12 @@ from aiotensor.channel import MessageClient
 from aiotensor.errors import AioTensorError
 from aiotensor.integrations.problems import MEDIA_TYPE, problem_of
 from aiotensor.integrations.serving import serving
+from aiotensor.logs import logger_of
 from aiotensor.sender import TensorSender
 
 __all__ = ["client_context", "problem_middleware", "sender_context"]
 
-logger = logging.getLogger("aiotensor.integrations")
+logger = logger_of("integrations")
 
 R = TypeVar("R")
 

@@ -5,17 +5,17 @@ part of the request. So this asks, once the request is here in full, for those r
 """
 
 import asyncio
-import logging
 
 import anyio
 from anyio.lowlevel import checkpoint
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aiotensor.errors import UsageError
+from aiotensor.logs import logger_of
 
 __all__ = ["HangUps", "watch"]
 
-logger = logging.getLogger("aiotensor.integrations")
+logger = logger_of("integrations")
 
 _KEY = "aiotensor.request"
 _CLIENT_CLOSED_REQUEST = 499  # as proxies log it; there is no such status on the wire
@@ -62,7 +62,7 @@ class HangUps:
                 "a client hung up, and its request was cancelled: %s %s",
                 scope["method"],
                 scope["path"],
-                extra={"event": "request_cancelled", "path": scope["path"]},
+                extra={"event": "request_cancelled", "method": scope["method"], "path": scope["path"]},
             )
 
 

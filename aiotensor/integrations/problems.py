@@ -21,10 +21,11 @@ from aiotensor.errors import (
     TooLargeError,
     WouldBlockError,
 )
+from aiotensor.logs import logger_of
 
 __all__ = ["ANSWERED_ERRORS", "MEDIA_TYPE", "Problem", "problem_of"]
 
-logger = logging.getLogger("aiotensor.integrations")
+logger = logger_of("integrations")
 
 MEDIA_TYPE: Final = "application/problem+json"
 
@@ -101,7 +102,12 @@ def problem_of(error: AioTensorError, retry_after_s: float) -> Problem | None:
         problem.status,
         type(error).__name__,
         error,
-        extra={"event": "request_refused", "status": problem.status, "error": type(error).__name__},
+        extra={
+            "event": "request_refused",
+            "status": problem.status,
+            "error": type(error).__name__,
+            "reason": str(error),
+        },
     )
     return problem
 

@@ -8,7 +8,6 @@ many objects come and go.
 """
 
 import asyncio
-import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator
@@ -24,6 +23,7 @@ from prometheus_client.registry import Collector
 from aiotensor import opened
 from aiotensor.errors import UsageError
 from aiotensor.integrations.families import ERRORS, LARGEST, TABLE
+from aiotensor.logs import logger_of
 from aiotensor.opened import Counts, Report, Statistics
 from aiotensor.tally import ERROR_NAMES
 from aiotensor.types import SenderStatistics
@@ -31,7 +31,7 @@ from aiotensor.worker import no_thread
 
 __all__ = ["AioTensorCollector", "MultiprocessPublisher"]
 
-logger = logging.getLogger("aiotensor.integrations")
+logger = logger_of("integrations")
 
 
 class AioTensorCollector(Collector):
@@ -218,7 +218,11 @@ class MultiprocessPublisher:
             try:
                 await self._publish()
             except OSError as error:
-                logger.error("publishing for prometheus_client failed, and is tried again: %s", error)
+                logger.error(
+                    "publishing for prometheus_client failed, and is tried again: %s",
+                    error,
+                    extra={"event": "publishing_failed", "reason": str(error)},
+                )
 
     async def _publish(self) -> None:
         # Files grow now and then, and other loops may take their time to answer.

@@ -1,16 +1,16 @@
 """What every server does with a sender: opens it for its own life, and lets go of it without haste."""
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from aiotensor.errors import PeerLostError
+from aiotensor.logs import logger_of
 from aiotensor.sender import TensorSender
 
 __all__ = ["serving"]
 
-logger = logging.getLogger("aiotensor.integrations")
+logger = logger_of("integrations")
 
 
 @asynccontextmanager
@@ -37,5 +37,5 @@ async def serving(make: Callable[[], TensorSender], drain_s: float) -> AsyncIter
                     "%s messages were not taken within %g s of the end, and are discarded",
                     discarded,
                     drain_s,
-                    extra={"event": "messages_discarded", "messages": discarded},
+                    extra={"event": "messages_discarded", "messages_lost": discarded, "waited_s": drain_s},
                 )

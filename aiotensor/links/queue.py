@@ -12,7 +12,6 @@ end, so the two sides need no name to find each other, and each hears at once wh
 
 import asyncio
 import fcntl
-import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -27,12 +26,14 @@ from aiotensor.links.records import (
     RecordReader,
     RecordSocket,
     close_after_fork,
+    pipe_of,
     record_pair,
 )
+from aiotensor.logs import logger_of
 
 __all__ = ["QueueListener", "QueueSenderLink", "TensorQueue"]
 
-logger = logging.getLogger("aiotensor.links")
+logger = logger_of("links")
 
 # A record: its kind, who sent it, then the frames.
 _HELLO = b"H"
@@ -45,6 +46,8 @@ _Connection: TypeAlias = "connection.Connection[Any, Any]"
 # A dead sender is reported when the queue was empty once, or after so many more records: the queue's
 # buffer (208 KiB by default) holds fewer, so its last words have been read by then.
 _LAST_WORDS = 1024
+
+_NO_PIPE = "it sent no pipe to answer it by"
 
 
 class TensorQueue:
@@ -237,7 +240,11 @@ class _QueueReceiverLink:
         try:
             self._pipe.write(data)
         except OSError as error:
-            logger.error("a sender is cut off, writing to it failed: %s", error)
+            logger.error(
+                "a sender is cut off, writing to it failed: %s",
+                error,
+                extra={"event": "sender_cut_off", "reason": str(error)},
+            )
             self._pipe.close()
             self._closed(f"writing failed: {error}")
 
@@ -369,8 +376,15 @@ class QueueListener:
         sender = address.decode("ascii", "replace")
         if kind == _HELLO and sender not in self._links:
             has_arrived = bool(descriptors)
-            pipe = _pipe_of(descriptors.pop(0)) if has_arrived else None
-            if pipe is not None or not has_arrived:
+            pipe = pipe_of(descriptors.pop(0)) if has_arrived else None
+            if has_arrived and pipe is None:
+                logger.error(
+                    "sender %s broke the protocol, it is not listened to: %s",
+                    sender,
+                    _NO_PIPE,
+                    extra={"event": "protocol_broken", "sender_id": sender, "reason": _NO_PIPE},
+                )
+            else:
                 opened = self._links[sender] = _QueueReceiverLink(self, sender, pipe)
                 if self._events is not None:
                     self._events.link_opened(opened)
@@ -402,18 +416,3 @@ class QueueListener:
     def _forget(self, link: _QueueReceiverLink) -> None:
         self._links.pop(link.sender, None)
         self._gone_links.pop(link, None)
-
-
-def _pipe_of(descriptor: int) -> socket.socket | None:
-    """Return the way back to a sender; None, and closed, if it sent something else in its place."""
-    try:
-        sock = socket.socket(fileno=descriptor)
-    except OSError:
-        os.close(descriptor)
-    else:
-        if (sock.family, sock.type) == (socket.AF_UNIX, socket.SOCK_SEQPACKET):
-            sock.setblocking(False)
-            return sock
-        sock.close()
-    logger.error("a sender broke the protocol, it is not listened to: it sent no pipe to answer it by")
-    return None

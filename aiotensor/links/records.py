@@ -28,6 +28,7 @@ __all__ = [
     "RecordReader",
     "RecordSocket",
     "close_after_fork",
+    "pipe_of",
     "record_pair",
 ]
 
@@ -48,6 +49,20 @@ def record_pair() -> tuple[socket.socket, socket.socket]:
     ours.setblocking(False)
     theirs.setblocking(False)
     return ours, theirs
+
+
+def pipe_of(descriptor: int) -> socket.socket | None:
+    """Return the end of a pair that a peer handed over; None, and closed, if it is something else."""
+    try:
+        sock = socket.socket(fileno=descriptor)
+    except OSError:
+        os.close(descriptor)
+    else:
+        if (sock.family, sock.type) == (socket.AF_UNIX, socket.SOCK_SEQPACKET):
+            sock.setblocking(False)
+            return sock
+        sock.close()
+    return None
 
 
 class SupportsClose(Protocol):

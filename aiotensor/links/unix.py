@@ -5,7 +5,6 @@ other dies. The receiver may start later than its senders, and may be restarted:
 """
 
 import asyncio
-import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -21,10 +20,11 @@ from aiotensor.links.base import MAX_UNREAD_BYTES, ReceiverEvents, SenderEvents
 from aiotensor.links.records import RecordSocket, close_after_fork
 from aiotensor.links.socket_file import SocketFile
 from aiotensor.links.users import check_user
+from aiotensor.logs import logger_of
 
 __all__ = ["UnixListener", "UnixSenderLink", "path_of"]
 
-logger = logging.getLogger("aiotensor.links")
+logger = logger_of("links")
 
 _MAX_PATH_BYTES = 107  # of a socket's address on Linux
 _ACCEPTS_A_TURN = 16  # who connects without end must not keep the loop from everybody else
@@ -198,7 +198,11 @@ class UnixSenderLink:
         except OSError as error:
             # There may be some again later, and whoever waits for a receiver waits for that too.
             if not self._is_starved:
-                logger.error("a receiver cannot be looked for: %s", error)
+                logger.error(
+                    "a receiver cannot be looked for: %s",
+                    error,
+                    extra={"event": "looking_failed", "address": self._path, "reason": str(error)},
+                )
             self._is_starved = True
             self._look_later()
 
@@ -240,7 +244,11 @@ class _UnixReceiverLink:
         try:
             self._sock.write(data)
         except OSError as error:
-            logger.error("a sender is cut off, writing to it failed: %s", error)
+            logger.error(
+                "a sender is cut off, writing to it failed: %s",
+                error,
+                extra={"event": "sender_cut_off", "reason": str(error)},
+            )
             self._sock.close()
             self._lost(f"writing failed: {error}")
 
@@ -329,7 +337,11 @@ class UnixListener:
                 continue
             except OSError as error:
                 if self._pause is None:
-                    logger.error("a sender cannot be accepted: %s", error)
+                    logger.error(
+                        "a sender cannot be accepted: %s",
+                        error,
+                        extra={"event": "accepting_failed", "address": self._path, "reason": str(error)},
+                    )
                     self._loop.remove_reader(self._sock.fileno())
                     self._pause = self._loop.call_later(_ACCEPT_PAUSE_S, self._resume)
                 return
@@ -337,7 +349,11 @@ class UnixListener:
             try:
                 check_user(sock)
             except AccessDeniedError as error:
-                logger.error("a sender was refused: %s", error)
+                logger.error(
+                    "a sender was refused: %s",
+                    error,
+                    extra={"event": "sender_refused", "address": self._path, "reason": str(error)},
+                )
                 sock.close()
                 continue
             link = _UnixReceiverLink(self, sock, self._events, self._max_record_bytes)

@@ -6,7 +6,6 @@ parent is killed, so no child outlives it. A `Command` is another program, and i
 """
 
 import asyncio
-import logging
 import multiprocessing
 import os
 import signal
@@ -20,6 +19,8 @@ from typing import Any, Protocol
 
 import anyio
 
+from aiotensor.logs import logger_of
+
 __all__ = [
     "Child",
     "Command",
@@ -31,7 +32,7 @@ __all__ = [
     "threads_per_process",
 ]
 
-logger = logging.getLogger(__name__)
+logger = logger_of("cli")
 
 GRACE = 10.0  # seconds in which a child that was told to stop must have ended; then it is killed
 
@@ -252,7 +253,12 @@ def _status(end: int) -> int:
 
 
 def _warn_of_kill(name: str) -> None:
-    logger.warning("the %s process did not stop within %g s and is killed", name, GRACE)
+    logger.warning(
+        "the %s process did not stop within %g s and is killed",
+        name,
+        GRACE,
+        extra={"event": "process_killed", "child": name, "waited_s": GRACE},
+    )
 
 
 async def _readable(descriptor: int) -> None:

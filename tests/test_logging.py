@@ -1,0 +1,599 @@
+"""What is logged: one line for one event, with its facts as fields, and all are listed; nothing is printed."""
+
+import ast
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+import zmq
+from starlette.types import Message, Receive, Scope, Send
+
+from aiotensor import PeerLostError, RemoteError, TensorReceiver, TensorSender
+from aiotensor.channel import MessageClient, MessageServer
+from aiotensor.integrations.hangups import HangUps, watch
+from aiotensor.integrations.problems import problem_of
+from aiotensor.logs import MAX_TEXT, logger_of, one_line
+from aiotensor.protocol import exchange
+from aiotensor.protocol.frames import VERSION, Bye, Hello, Welcome, encode
+from tests.channel.parties import Question, channel, place
+from tests.channel.rogues import hear, raw
+from tests.pairs import BIG, pattern, until
+from tests.processes.peers import Peer, close_receiver, open_receiver, peers
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "aiotensor"
+PAGE = ROOT / "docs" / "logging.md"
+LEVELS = ("debug", "info", "warning", "error", "critical", "exception", "log")
+OF_EVERY_RECORD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
+
+# What a peer would say that wants an event in the log which never was, or to command a terminal.
+FORGED = "so it is\n2026-01-01 CRITICAL aiotensor: forged\r\x1b[2J\x85\u2028\u202e"
+
+
+class Row(NamedTuple):
+    """An event: as a call in the package logs it, or as the page lists it."""
+
+    event: str
+    logger: str
+    levels: frozenset[str]
+    fields: frozenset[str]
+
+
+# The calls in the package
+
+
+def _modules() -> dict[str, ast.Module]:
+    """Read the package."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in paths}
+
+
+def _calls(tree: ast.AST) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def _name_of(call: ast.Call) -> str:
+    return ast.unparse(call.func)
+
+
+def _logs(call: ast.Call) -> bool:
+    """Say whether a call logs, by whatever is called like a logger."""
+    whose, _, name = _name_of(call).rpartition(".")
+    return name in LEVELS and whose.rpartition(".")[2].strip("_").startswith("log")
+
+
+def _logger_in(tree: ast.Module) -> str:
+    """Find the name of a module's logger."""
+    rooms = [call.args[0] for call in _calls(tree) if _name_of(call) == "logger_of"]
+    assert len(rooms) == 1
+    return f"aiotensor.{_text(rooms[0])}"
+
+
+def _text(node: ast.expr | None) -> str:
+    assert isinstance(node, ast.Constant), "it is a literal"
+    assert isinstance(node.value, str)
+    return node.value
+
+
+def _row_of(call: ast.Call, logger: str) -> Row:
+    """Read off a call what it logs."""
+    extra = next(keyword.value for keyword in call.keywords if keyword.arg == "extra")
+    assert isinstance(extra, ast.Dict), "extra is a literal"
+    fields = dict(zip(map(_text, extra.keys), extra.values, strict=True))
+    event = _text(fields.pop("event"))
+    assert re.fullmatch("[a-z]+(_[a-z]+)+", event)
+    level = _name_of(call).rpartition(".")[2]
+    if level == "log":
+        levels = re.findall(r"logging\.([A-Z]+)", ast.unparse(call.args[0]))
+    else:
+        levels = [level.upper()]
+    return Row(event, logger, frozenset(levels), frozenset(fields))
+
+
+def _logged() -> set[Row]:
+    rows = set()
+    for name, tree in _modules().items():
+        for call in filter(_logs, _calls(tree)):
+            assert _name_of(call).startswith("logger."), name
+            rows.add(_row_of(call, _logger_in(tree)))
+    return rows
+
+
+# The table of the page
+
+
+def _listed() -> list[Row]:
+    """Read the table of events."""
+    rows = []
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("| `"):
+            event, logger, levels, when, fields = (cell.strip() for cell in line.strip("|").split("|"))
+            assert when
+            names = frozenset(re.findall("`(.+?)`", fields))
+            rows.append(Row(event.strip("`"), logger.strip("`"), frozenset(levels.split(" or ")), names))
+    return rows
+
+
+def test_every_event_is_in_the_table_as_it_is_logged_and_no_other_is() -> None:
+    logged, listed = _logged(), _listed()
+    assert len(logged) > 20
+    assert not logged - set(listed), "events that the page does not list so"
+    assert not set(listed) - logged, "rows of the page that nothing logs so"
+    keys = [(row.event, row.logger) for row in listed]
+    assert len(set(keys)) == len(keys), "an event of one logger has the same fields wherever it is logged"
+
+
+def test_no_field_takes_the_place_of_one_that_every_record_has() -> None:
+    assert not {field for row in _logged() for field in row.fields} & OF_EVERY_RECORD
+
+
+def test_every_logger_is_made_in_one_place_which_sees_to_it_that_its_records_fit_a_line() -> None:
+    modules = _modules()
+    makers = {name for name, tree in modules.items() if "logging.getLogger" in map(_name_of, _calls(tree))}
+    assert makers == {"__init__.py", "logs.py"}  # the first has the handler that does nothing
+
+
+def test_nothing_but_the_commands_prints() -> None:
+    forbidden = {"print", "warnings.warn", "sys.stdout.write", "sys.stderr.write", "traceback.print_exc"}
+    printing = {
+        name: _name_of(call)
+        for name, tree in _modules().items()
+        for call in _calls(tree)
+        if not name.startswith("cli/") and _name_of(call) in forbidden
+    }
+    assert not printing
+
+
+# Events that happen
+
+
+class Event(NamedTuple):
+    """What a handler got. Who keeps a record keeps its error, whose traceback has tensors."""
+
+    event: str
+    level: str
+    logger: str
+    message: str
+    fields: dict[str, object]
+
+
+@contextmanager
+def heard() -> Iterator[list[Event]]:
+    """Collect what is logged, and see that all of it is plain, one line each, and as the page says."""
+    events: list[Event] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            parts = record.args if isinstance(record.args, tuple) else ()
+            assert all(isinstance(part, int | float | str | None) for part in parts)
+            fields = {name: value for name, value in vars(record).items() if name not in OF_EVERY_RECORD}
+            event = str(fields.pop("event"))
+            events.append(Event(event, record.levelname, record.name, record.getMessage(), fields))
+
+    logger = logging.getLogger("aiotensor")
+    listener, level = Listener(), logger.level
+    logger.addHandler(listener)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    try:
+        yield events
+    finally:
+        logger.propagate = True
+        logger.setLevel(level)
+        logger.removeHandler(listener)
+    listed = {(row.event, row.logger): row for row in _listed()}
+    for event in events:
+        row = listed[event.event, event.logger]
+        assert event.level in row.levels
+        assert set(event.fields) == row.fields
+        assert event.message.isprintable()
+        for value in event.fields.values():
+            assert isinstance(value, int | float | str | None)
+            assert not isinstance(value, str) or (value.isprintable() and len(value) <= MAX_TEXT)
+
+
+def _one(events: list[Event], name: str) -> Event:
+    (event,) = (event for event in events if event.event == name)
+    return event
+
+
+@pytest.mark.parametrize("end", ["closes", "is killed"])
+async def test_a_receiver_that_ends_is_logged_with_its_pid_and_what_is_lost(end: str, address: str) -> None:
+    with heard() as events:
+        async with peers(address, 1) as (engine,):
+            await engine.call(open_receiver)
+            async with TensorSender(address) as sender:
+                await sender.send(pattern(0, BIG))
+                await until(lambda: sender.receiver_id is not None)
+                await _end(engine, end)
+                await until(lambda: any(event.event == "receiver_lost" for event in events))
+                pid, sent_by = engine.pid, sender.id
+        if end == "is killed":
+            os.unlink(address.removeprefix("unix://"))
+    lost = _one(events, "receiver_lost")
+    assert (lost.logger, lost.level) == ("aiotensor.sender", "WARNING")
+    assert str(lost.fields.pop("reason")) in lost.message
+    assert lost.fields == {"sender_id": sent_by, "peer_pid": pid, "messages_lost": 1}
+
+
+async def _end(engine: Peer, end: str) -> None:
+    if end == "closes":
+        await engine.call(close_receiver)
+    else:
+        engine.kill()
+
+
+async def test_a_sender_beyond_the_limit_is_logged_on_both_sides(address: str) -> None:
+    with heard() as events:
+        async with (
+            TensorReceiver(address, max_senders=1) as receiver,
+            TensorSender(address) as first,
+        ):
+            await first.send(pattern(0, 3))
+            await until(lambda: receiver.statistics().senders == 1)
+            async with TensorSender(address) as second:
+                await until(lambda: second.statistics().receivers_lost == 1)
+                refused = _one(events, "sender_refused")
+                assert (refused.logger, refused.level) == ("aiotensor.receiver", "WARNING")
+                assert "max_senders=1" in str(refused.fields["reason"])
+                assert (refused.fields["sender_id"], refused.fields["peer_pid"]) == (second.id, os.getpid())
+                lost = _one(events, "receiver_lost")
+                assert lost.level == "INFO"  # nothing was under way
+                assert "max_senders=1" in str(lost.fields["reason"])
+
+
+@pytest.mark.parametrize("wanted", ["a permit", f"{BIG * 8} bytes of shared memory"])
+async def test_a_long_wait_is_logged_with_who_holds_what(wanted: str, address: str) -> None:
+    permits = 1 if wanted == "a permit" else 2
+    with heard() as events:
+        async with (
+            TensorReceiver(address) as receiver,
+            TensorSender(address, permits, BIG * 8, long_wait_seconds=0.01) as sender,
+        ):
+            held = await sender.send(pattern(0, BIG))
+            await until(lambda: sender.receiver_id is not None)
+            waiting = asyncio.create_task(sender.send(pattern(1, BIG)))
+            await until(lambda: bool(events))
+            await receiver.receive(held)
+            await receiver.receive(await waiting)
+    wait = _one(events, "long_wait")
+    assert wait.level == "WARNING"
+    held_by = wait.fields.pop("held_by")
+    assert re.match(rf"message 0 \(waiting to be taken, {BIG * 8} bytes, \d+\.\d s\)", str(held_by))
+    # Who waits for memory has a permit.
+    facts = {"waited_s": 0.01, "waited_for": wanted, "peer_pid": os.getpid(), "holders": permits}
+    assert wait.fields == facts
+
+
+@contextmanager
+def _rogue_sender(address: str, sender: str) -> Iterator[socket.socket]:
+    """A bare socket at a receiver, which has introduced itself."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.setblocking(False)
+        sock.connect(address.removeprefix("unix://"))
+        sock.send(encode(Hello(VERSION, 4711, sender, 2, 1 << 20)))
+        yield sock
+
+
+async def test_a_sender_cannot_forge_a_line_by_its_name_or_by_what_it_says(address: str) -> None:
+    name = f"me\n{'x' * 20}\x1b[31m"
+    with heard() as events:
+        async with TensorReceiver(address, max_senders=1) as receiver:
+            with _rogue_sender(address, name) as rogue:
+                await until(lambda: receiver.statistics().senders == 1)
+                with _rogue_sender(address, f"{name} too"):
+                    await until(lambda: receiver.statistics().senders_refused == 1)
+                rogue.send(msgspec.msgpack.encode([[FORGED]]))
+                await until(lambda: receiver.statistics().senders_lost == 1)
+    refused, broken = _one(events, "sender_refused"), _one(events, "protocol_broken")
+    escaped = f"me\\n{'x' * 20}\\x1b[31m"
+    assert (refused.fields["sender_id"], refused.fields["peer_pid"]) == (f"{escaped} too", 4711)
+    assert (broken.fields["sender_id"], broken.fields["peer_pid"]) == (escaped, 4711)
+    assert f"sender {escaped} broke the protocol" in broken.message
+    assert "so it is\\n2026-01-01 CRITICAL" in str(broken.fields["reason"])
+    assert (broken.logger, broken.level) == ("aiotensor.receiver", "ERROR")
+
+
+@pytest.mark.parametrize("says", ["goodbye", "nonsense"])
+async def test_a_receiver_cannot_forge_a_line_by_its_reasons(says: str) -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="aiotensor-") as folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+        heard() as events,
+    ):
+        listener.bind(f"{folder}/s")
+        listener.listen()
+        async with TensorSender(f"unix://{folder}/s") as sender:
+            accepted, _ = listener.accept()
+            with accepted:
+                accepted.send(encode(Welcome(VERSION, 4711)))
+                accepted.send(
+                    encode(Bye(FORGED)) if says == "goodbye" else msgspec.msgpack.encode([[FORGED]])
+                )
+                await until(lambda: sender.statistics().receivers_lost == 1)
+    lost = _one(events, "receiver_lost")
+    assert lost.fields["peer_pid"] == 4711
+    assert "so it is\\n2026-01-01 CRITICAL aiotensor: forged\\r\\x1b[2J\\x85\\u2028\\u202e" in lost.message
+    names = {event.event for event in events}
+    assert names == {"receiver_lost", *({"protocol_broken"} if says == "nonsense" else ())}
+
+
+# The channel
+
+
+class Wish(Enum):
+    """What can be asked for, which is told to who asks for anything else."""
+
+    SOME = "some"
+
+
+async def test_a_request_whose_handler_raises_is_logged_in_one_line() -> None:
+    async def fail(question: Question) -> None:
+        raise ValueError(f"no answer to {question.seed}: {question.wish}")
+
+    with heard() as events:
+        async with channel() as ends:
+            serving = asyncio.create_task(ends.server.serve(fail))
+            with pytest.raises(RemoteError, match="no answer to 5"):
+                await ends.client.request(Question(5, wish=FORGED))
+            await ends.server.aclose()
+            await serving
+    failed = _one(events, "request_failed")
+    assert (failed.logger, failed.level) == ("aiotensor.channel", "ERROR")
+    assert str(failed.fields.pop("reason")).startswith("no answer to 5: so it is\\n2026")
+    assert failed.fields == {"peer_pid": os.getpid(), "error": "ValueError"}
+
+
+async def test_a_server_that_goes_is_logged_with_what_gets_no_answer() -> None:
+    with heard() as events:
+        async with channel() as ends:
+            asking = asyncio.create_task(ends.client.request(Question(1)))
+            request = await anext(ends.server)
+            await ends.server.aclose()
+            with pytest.raises(PeerLostError):
+                await asking
+            del request
+            address = ends.place.messages
+    lost = _one(events, "server_lost")
+    assert (lost.logger, lost.level) == ("aiotensor.channel", "WARNING")
+    assert lost.fields == {
+        "address": address,
+        "peer_pid": os.getpid(),
+        "reason": "it closed",
+        "messages_lost": 1,
+    }
+
+
+async def test_a_client_that_goes_is_logged_with_what_needs_no_answer() -> None:
+    hello = exchange.write(exchange.ClientHello(exchange.VERSION, 4711))
+    ask = exchange.write(exchange.Ask(0, memoryview(msgspec.msgpack.encode(Question(1)))))
+    with heard() as events, place() as here:
+        async with MessageServer(here.messages, Question) as server:
+            async with raw(zmq.DEALER, here.messages) as client:
+                await client.send_multipart([hello])
+                await client.send_multipart([ask])
+                request = await anext(server)
+            await until(lambda: bool(events))
+            assert not request.is_wanted
+            del request
+    lost = _one(events, "client_lost")
+    assert (lost.logger, lost.level) == ("aiotensor.channel", "WARNING")
+    assert lost.fields == {"peer_pid": 4711, "messages_lost": 1}
+
+
+async def test_a_client_cannot_forge_a_line_by_what_it_says() -> None:
+    hello = exchange.write(exchange.ClientHello(exchange.VERSION, 4711))
+    ask = exchange.write(exchange.Ask(0, memoryview(msgspec.msgpack.encode({"wish": FORGED}))))
+    kind = msgspec.defstruct("Kind", [("wish", Wish)])
+    with heard() as events, place() as here:
+        async with MessageServer(here.messages, kind) as server:
+            taking = asyncio.create_task(anext(server))
+            async with raw(zmq.DEALER, here.messages) as rogue:
+                await rogue.send_multipart([hello])
+                await rogue.send_multipart([ask])
+                await until(lambda: bool(events))  # of this one, and then of the next
+                await rogue.send_multipart([msgspec.msgpack.encode([FORGED])])
+                await until(lambda: any(event.event == "client_lost" for event in events))
+            taking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await taking
+    refused, broken = _one(events, "message_refused"), _one(events, "protocol_broken")
+    for event in (refused, broken):
+        assert event.fields["peer_pid"] == 4711
+        assert "so it is\\n2026-01-01 CRITICAL" in str(event.fields["reason"])
+    assert (refused.fields["error"], refused.level) == ("ProtocolError", "ERROR")
+
+
+async def test_a_server_cannot_forge_a_line_by_its_farewell() -> None:
+    with heard() as events, place() as here:
+        async with (
+            raw(zmq.ROUTER, here.messages, binds=True) as rogue,
+            MessageClient(here.messages, reply_type=Question),
+        ):
+            identity, _ = await hear(rogue)
+            farewell = exchange.write(exchange.Farewell(FORGED))
+            await rogue.send_multipart([identity, farewell])
+            await until(lambda: bool(events))
+    lost = _one(events, "server_lost")
+    assert str(lost.fields["reason"]).startswith("it refused this client: so it is\\n2026-01-01 CRITICAL")
+
+
+# Requests over HTTP
+
+
+async def test_a_client_of_http_cannot_forge_a_line_by_its_path() -> None:
+    begun = asyncio.Event()
+
+    async def handle(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        watch(scope)
+        begun.set()
+        await asyncio.get_running_loop().create_future()
+
+    said = iter(("http.request", "http.disconnect"))
+
+    async def hear() -> Message:
+        kind = next(said)
+        if kind == "http.disconnect":
+            await begun.wait()
+        return {"type": kind}
+
+    async def send(message: Message) -> None:
+        pass
+
+    scope: Scope = {"type": "http", "method": "POST", "path": f"/{FORGED}"}  # as a server reads /%0A
+    with heard() as events:
+        await HangUps(handle)(scope, hear, send)
+    cancelled = _one(events, "request_cancelled")
+    assert str(cancelled.fields["path"]).startswith("/so it is\\n2026-01-01 CRITICAL")
+    assert cancelled.fields["method"] == "POST"
+
+
+def test_an_engine_cannot_forge_a_line_by_the_text_of_its_error() -> None:
+    with heard() as events:
+        assert problem_of(RemoteError(FORGED, type_name="ValueError"), 1.0) is not None
+    refused = _one(events, "request_refused")
+    assert (refused.fields["status"], refused.fields["error"], refused.level) == (502, "RemoteError", "ERROR")
+    assert "so it is\\n2026-01-01 CRITICAL" in refused.message
+
+
+# Texts
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("plain text, äöü 漢字", "plain text, äöü 漢字"),
+        ("two\nlines", "two\\nlines"),
+        ("\x1b[2J", "\\x1b[2J"),
+        ("\x85\u2028\u2029\u202e", "\\x85\\u2028\\u2029\\u202e"),
+        ("\udcff", "\\udcff"),
+        ("", ""),
+    ],
+)
+def test_what_is_not_printable_is_escaped(text: str, line: str) -> None:
+    assert one_line(text) == line
+
+
+def test_a_long_text_is_cut() -> None:
+    assert one_line("x" * MAX_TEXT) == "x" * MAX_TEXT
+    cut = one_line("x" * (MAX_TEXT + 1))
+    assert len(cut) == MAX_TEXT
+    assert cut.endswith("x...")
+
+
+def test_a_record_keeps_no_error_that_was_named_in_it() -> None:
+    records: list[logging.LogRecord] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    logger, listener = logger_of("receiver"), Listener()
+    logger.addHandler(listener)
+    try:
+        logger.error("it broke: %s, %g s, %s", ValueError("why"), 0.5, None, extra={"event": "x", "n": 1})
+    finally:
+        logger.removeHandler(listener)
+    assert records[0].args == ("why", 0.5, None)
+    assert vars(records[0])["n"] == 1
+    assert records[0].getMessage() == "it broke: why, 0.5 s, None"
+
+
+# Programs
+
+# A receiver is lost with a message under way, and a send waits for long. Who looks on by a filter sets no
+# logging up.
+PROGRAM = """
+import asyncio, logging, sys, tempfile
+import torch
+import aiotensor
+
+events = set()
+
+def look_on(record):
+    events.add(record.event)
+    return True
+
+async def main(address):
+    async with aiotensor.TensorReceiver(address) as receiver:
+        sender = aiotensor.TensorSender(address, max_concurrent_videos=1, long_wait_seconds=0.01)
+        async with sender:
+            await sender.send(torch.arange(3))
+            while sender.receiver_id is None:
+                await asyncio.sleep(0)
+            waiting = asyncio.create_task(sender.send(torch.arange(4)))
+            while "long_wait" not in events:
+                await asyncio.sleep(0)
+            await receiver.aclose()
+            await asyncio.wait([waiting])
+            waiting.exception()
+            while "receiver_lost" not in events:
+                await asyncio.sleep(0)
+
+logging.getLogger("aiotensor.sender").addFilter(look_on)
+with tempfile.TemporaryDirectory(prefix="aiotensor-") as folder:
+    asyncio.run(main(f"unix://{folder}/s"))
+sys.exit(0 if events == {"long_wait", "receiver_lost"} else 3)
+"""
+
+
+def _run(program: str) -> "subprocess.CompletedProcess[str]":
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+    command = [sys.executable, "-W", "error", "-c", program]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=60
+    )
+
+
+def test_a_program_that_has_not_set_logging_up_prints_nothing() -> None:
+    done = _run(PROGRAM)
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+
+
+def test_the_json_of_the_page_is_one_object_for_one_event() -> None:
+    (snippet,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    done = _run(snippet + PROGRAM)
+    assert (done.stdout, done.returncode) == ("", 0), done.stderr
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [line["event"] for line in lines] == ["long_wait", "receiver_lost"]
+    for line in lines:
+        row = next(row for row in _listed() if row.event == line["event"])
+        assert {"time", "level", "logger", "message", "event"} | row.fields == set(line)
+    assert (lines[1]["messages_lost"], lines[1]["level"], lines[1]["logger"]) == (
+        1,
+        "WARNING",
+        "aiotensor.sender",
+    )
+
+
+def test_the_json_of_the_page_keeps_a_traceback_in_its_line() -> None:
+    (snippet,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    logs = """
+from aiotensor.logs import logger_of
+try:
+    raise ValueError("two\\nlines")
+except ValueError as error:
+    logger_of("worker").error("it failed: %s", error, exc_info=error, extra={"event": "work_failed"})
+"""
+    done = _run(snippet + logs)
+    (line,) = [json.loads(line) for line in done.stderr.splitlines()]
+    assert line["message"] == "it failed: two\\nlines"
+    assert line["traceback"].startswith("Traceback")
+    assert line["traceback"].endswith("ValueError: two\nlines")
