@@ -415,8 +415,3 @@ class Outgoing:
         if self._is_closed:
             return ClosedError("this TensorSender was closed")
         return DiscardedError("this message was discarded: begin a new one")
-
-    @property
-    def receivers_lost(self) -> int:
-        """Count the receivers that were lost."""
-        return self.conversation.receivers_lost

@@ -40,10 +40,10 @@ class TensorSender:
             receiver nor discarded. Further sends wait their turn.
         arena_bytes: the most bytes of shared memory that this sender has in use at once, taken by the
             receiver or not; a block is in use until no tensor over it is left.
-        keep_warm_seconds: after how long shared memory that nobody uses goes back to the system; None to
+        keep_warm_s: after how long shared memory that nobody uses goes back to the system; None to
             keep it. Fresh memory costs several times what a copy into warm memory does, so it is kept for
             the next tensor; but not for ever, since others may need it.
-        long_wait_seconds: after how long a wait for a permit or for memory is logged, once, with who
+        long_wait_s: after how long a wait for a permit or for memory is logged, once, with who
             holds what and for how long; None for never.
         max_wait_s: after how many seconds a wait for a permit, for memory, or for a receiver that is not
             there or does not read, ends with `WouldBlockError`; each wait for itself. None for never. A
@@ -60,8 +60,8 @@ class TensorSender:
         max_concurrent_videos: int = 8,
         arena_bytes: int = 1 << 30,
         *,
-        keep_warm_seconds: float | None = 30.0,
-        long_wait_seconds: float | None = 10.0,
+        keep_warm_s: float | None = 30.0,
+        long_wait_s: float | None = 10.0,
         max_wait_s: float | None = None,
     ) -> None:
         self._id = secrets.token_hex(16)
@@ -73,8 +73,8 @@ class TensorSender:
             links.connect(endpoint, self._id),
             _positive("max_concurrent_videos", max_concurrent_videos),
             _positive("arena_bytes", arena_bytes),
-            _seconds("keep_warm_seconds", keep_warm_seconds),
-            Patience(_seconds("long_wait_seconds", long_wait_seconds), _seconds("max_wait_s", max_wait_s)),
+            _seconds("keep_warm_s", keep_warm_s),
+            Patience(_seconds("long_wait_s", long_wait_s), _seconds("max_wait_s", max_wait_s)),
         )
 
     @property
@@ -261,7 +261,7 @@ class TensorSender:
             messages_discarded=out.messages_discarded,
             tensors_sent=out.tensors_sent,
             bytes_sent=out.bytes_sent,
-            receivers_lost=out.receivers_lost,
+            receivers_lost=out.conversation.receivers_lost,
             permit_waits=out.permits.waited.waits(),
             memory_waits=usage.waits,
             tensors_copied=usage.tensors_copied,

@@ -50,7 +50,7 @@ async def test_a_long_wait_for_memory_that_is_allocated_says_so(caplog: pytest.L
     with endpoint() as place:
         async with (
             TensorReceiver(place) as receiver,
-            TensorSender(place, arena_bytes=BIG * 8, long_wait_seconds=0.01) as sender,
+            TensorSender(place, arena_bytes=BIG * 8, long_wait_s=0.01) as sender,
         ):
             tensor = await sender.allocate((BIG,), torch.int64)
             waiting = asyncio.create_task(sender.send(pattern(1, BIG)))

@@ -1,4 +1,4 @@
-"""What is logged: one line for one event, with its facts as fields, and all are listed; nothing is printed."""
+"""What is logged: one line for one event, with its facts as fields; all are listed, and nothing is printed."""
 
 import ast
 import asyncio
@@ -264,7 +264,7 @@ async def test_a_long_wait_is_logged_with_who_holds_what(wanted: str, address: s
     with heard() as events:
         async with (
             TensorReceiver(address) as receiver,
-            TensorSender(address, permits, BIG * 8, long_wait_seconds=0.01) as sender,
+            TensorSender(address, permits, BIG * 8, long_wait_s=0.01) as sender,
         ):
             held = await sender.send(pattern(0, BIG))
             await until(lambda: sender.receiver_id is not None)
@@ -533,7 +533,7 @@ def look_on(record):
 
 async def main(address):
     async with aiotensor.TensorReceiver(address) as receiver:
-        sender = aiotensor.TensorSender(address, max_concurrent_videos=1, long_wait_seconds=0.01)
+        sender = aiotensor.TensorSender(address, max_concurrent_videos=1, long_wait_s=0.01)
         async with sender:
             await sender.send(torch.arange(3))
             while sender.receiver_id is None:

@@ -281,7 +281,7 @@ async def test_bad_arguments_say_what_to_do() -> None:
             TensorSender(address)
     with pytest.raises(ValueError, match="107 bytes"):
         TensorSender("unix:///" + "a" * 107)
-    for seconds in ({"keep_warm_seconds": 0}, {"long_wait_seconds": -1}):
+    for seconds in ({"keep_warm_s": 0}, {"long_wait_s": -1}):
         with pytest.raises(ValueError, match="positive, or None"):
             TensorSender(queue, **seconds)
     async with pair(arena_bytes=100) as (sender, _):
@@ -477,7 +477,7 @@ async def test_a_long_wait_says_once_who_holds_what_and_since_when(
     with endpoint() as place:
         async with (
             TensorReceiver(place) as receiver,
-            TensorSender(place, permits, BIG * 8, long_wait_seconds=0.01) as sender,
+            TensorSender(place, permits, BIG * 8, long_wait_s=0.01) as sender,
         ):
             held = await sender.send(pattern(0, BIG))
             waiting = asyncio.create_task(sender.send(pattern(1, BIG)))

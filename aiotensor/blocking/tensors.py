@@ -28,8 +28,8 @@ class TensorSender(BlockingObject[aiotensor.TensorSender]):
         max_concurrent_videos: int = 8,
         arena_bytes: int = 1 << 30,
         *,
-        keep_warm_seconds: float | None = 30.0,
-        long_wait_seconds: float | None = 10.0,
+        keep_warm_s: float | None = 30.0,
+        long_wait_s: float | None = 10.0,
         max_wait_s: float | None = None,
     ) -> None:
         super().__init__(
@@ -37,8 +37,8 @@ class TensorSender(BlockingObject[aiotensor.TensorSender]):
                 endpoint,
                 max_concurrent_videos,
                 arena_bytes,
-                keep_warm_seconds=keep_warm_seconds,
-                long_wait_seconds=long_wait_seconds,
+                keep_warm_s=keep_warm_s,
+                long_wait_s=long_wait_s,
                 max_wait_s=max_wait_s,
             )
         )

@@ -47,7 +47,7 @@ async def open_sender(state: State, plan: SenderPlan) -> str:
                     await stack.enter_async_context(receiver)
                 if plan.slot in ASKS_BY_SENDER:
                     sender = TensorSender(
-                        state.endpoint, plan.permits, ARENA_BYTES, keep_warm_seconds=plan.keep_warm_s
+                        state.endpoint, plan.permits, ARENA_BYTES, keep_warm_s=plan.keep_warm_s
                     )
                     await stack.enter_async_context(sender)
                 client = MessageClient(

@@ -57,13 +57,13 @@ class PairMaker:
         max_concurrent_videos: int = 8,
         arena_bytes: int = 1 << 30,
         *,
-        long_wait_seconds: float | None = 10.0,
+        long_wait_s: float | None = 10.0,
     ) -> AsyncIterator[NearSender]:
         """Open a sender here and its receiver in another process."""
         async with (
             peers.peers(self.endpoint, 1) as [engine],
             TensorSender(
-                self.endpoint, max_concurrent_videos, arena_bytes, long_wait_seconds=long_wait_seconds
+                self.endpoint, max_concurrent_videos, arena_bytes, long_wait_s=long_wait_s
             ) as sender,
         ):
             await engine.call(peers.open_receiver)

@@ -201,7 +201,7 @@ async def test_a_message_discarded_before_it_arrives_is_dropped_when_it_does(pai
 async def test_a_long_wait_says_once_which_process_holds_what_and_since_when(
     pairs: PairMaker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with pairs.near_sender(max_concurrent_videos=1, long_wait_seconds=0.01) as (sender, engine):
+    async with pairs.near_sender(max_concurrent_videos=1, long_wait_s=0.01) as (sender, engine):
         held = await sender.send(pattern(0, BIG))
         waiting = asyncio.create_task(sender.send(pattern(1, 3)))
         await until(lambda: "has waited" in caplog.text)

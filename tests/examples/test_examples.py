@@ -190,9 +190,11 @@ async def test_a_video_is_decoded_while_it_arrives_and_never_needs_its_size_in_m
             await halfway.wait()
             yield body[len(body) // 2 :]
 
-        uploading = asyncio.create_task(http.post(url, content=parts()))
+        size = {"Content-Length": str(len(body))}
+        uploading = asyncio.create_task(http.post(url, content=parts(), headers=size))
         while (await inspect(tensors, patience_s=5)).statistics.tensors_taken < 1:
             assert not uploading.done()
+            await asyncio.sleep(0.05)  # between two looks
         [worker] = [
             sender.pid
             for sender in (await inspect(tensors, patience_s=5)).senders

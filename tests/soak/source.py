@@ -186,7 +186,7 @@ async def run(state: State, folder: Path, seed: int, seconds: float) -> None:
     """Send for so many seconds through one sender, and beside it through guests that come and go."""
     prepare(1)
     sender = TensorSender(
-        state.endpoint, PERMITS, _ARENA_BYTES, keep_warm_seconds=_KEEP_WARM_S, long_wait_seconds=_LONG_WAIT_S
+        state.endpoint, PERMITS, _ARENA_BYTES, keep_warm_s=_KEEP_WARM_S, long_wait_s=_LONG_WAIT_S
     )
     state.senders.append(await sender.__aenter__())
     _, notes = await asyncio.open_unix_connection(folder / "notes")
@@ -206,9 +206,7 @@ async def _invite(
     """Open one sender after the other in this process."""
     loop = asyncio.get_running_loop()
     while loop.time() < until:
-        async with TensorSender(
-            state.endpoint, 2, _GUEST_ARENA_BYTES, long_wait_seconds=_LONG_WAIT_S
-        ) as sender:
+        async with TensorSender(state.endpoint, 2, _GUEST_ARENA_BYTES, long_wait_s=_LONG_WAIT_S) as sender:
             guest = Source(sender, notes, store, random, _GUEST_ARENA_BYTES // 4)
             for _ in range(_GUEST_SENDS):
                 await guest.step()
@@ -218,7 +216,7 @@ async def _invite(
 
 async def visit(state: State, folder: Path, seed: int, seconds: float) -> None:
     """Send for so many seconds from a process that ends afterwards."""
-    sender = TensorSender(state.endpoint, PERMITS, _ARENA_BYTES // 2, long_wait_seconds=_LONG_WAIT_S)
+    sender = TensorSender(state.endpoint, PERMITS, _ARENA_BYTES // 2, long_wait_s=_LONG_WAIT_S)
     await sender.__aenter__()
     _, notes = await asyncio.open_unix_connection(folder / "notes")
     source = Source(sender, notes, Store(folder / "store"), Random(seed), LARGEST // 2)

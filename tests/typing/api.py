@@ -59,7 +59,7 @@ async def meet_at_an_address(address: str) -> None:
             max_unclaimed_messages=None,
             max_frame_bytes=1 << 15,
         ) as receiver,
-        TensorSender(address, keep_warm_seconds=None, long_wait_seconds=2.5) as sender,
+        TensorSender(address, keep_warm_s=None, long_wait_s=2.5) as sender,
     ):
         assert_type(receiver, TensorReceiver)
         assert_type(sender, TensorSender)
@@ -67,7 +67,7 @@ async def meet_at_an_address(address: str) -> None:
     TensorSender("unix:///run/user/1000/engine.sock", 8, 1 << 30)
 
     TensorSender(address, 8, 1 << 30, 30.0)  # type: ignore[call-arg]
-    TensorSender(address, keep_warm_seconds="30")  # type: ignore[arg-type]
+    TensorSender(address, keep_warm_s="30")  # type: ignore[arg-type]
     TensorReceiver(address, 4)  # type: ignore[call-arg]
     TensorReceiver(address, max_frame_bytes=None)  # type: ignore[arg-type]
     TensorReceiver(b"unix:///run/user/1000/engine.sock")  # type: ignore[arg-type]
