@@ -1,4 +1,4 @@
-"""What is logged: one line for one event, with its facts as fields; all are listed, and nothing is printed."""
+"""What is logged: one line for one event, with its facts as fields; all are listed, nothing is printed."""
 
 import ast
 import asyncio

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -12,7 +12,7 @@ import zmq
 from aiotensor.channel import options
 from aiotensor.channel.connection import Answered, Asked, Connection, Handles
 from aiotensor.channel.options import Key
-from aiotensor.channel.parcels import Loans, pack, unpack
+from aiotensor.channel.parcels import Disposal, Loans, pack, unpack
 from aiotensor.channel.sockets import begin, end
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import (
@@ -130,7 +130,7 @@ class MessageClient(Generic[R]):
 
     async def __aenter__(self) -> Self:
         self._home.enter()
-        self._loans = Loans()
+        self._loans, self._disposal = Loans(), Disposal()
         try:
             self._context = begin()
         except OSError:
@@ -259,7 +259,7 @@ class MessageClient(Generic[R]):
         for connection in self._connections:
             connection.close(ClosedError("this MessageClient was closed"), self._linger_s)
         self._changes.wake()
-        with self._home.leaving():
+        with self._home.leaving(), closing(self._disposal):
             await end(self._context)
 
     # One message
@@ -379,6 +379,7 @@ class MessageClient(Generic[R]):
             except (AlreadyTakenError, DiscardedError, ValueError) as error:
                 raise ProtocolError(f"the server named tensors that cannot be taken: {error}") from error
         answer: R = await unpack(self._decoder, answered.parts, found)
+        self._disposal.let_go(answered.parts)
         return answer
 
     def _drop(self, handles: Handles) -> None:

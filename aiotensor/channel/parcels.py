@@ -15,8 +15,9 @@ from aiotensor.errors import ProtocolError
 from aiotensor.home import FreedItems
 from aiotensor.sender import OpenMessage, TensorSender
 from aiotensor.types import TensorHandle
+from aiotensor.worker import Worker
 
-__all__ = ["Loans", "Parcel", "pack", "unpack"]
+__all__ = ["Disposal", "Loans", "Parcel", "pack", "unpack"]
 
 # Of the tensors that ride in the body of a message which has a sender for the others.
 _MAX_INLINE_BYTES = 8 * placements.MAX_INLINE_BYTES
@@ -25,6 +26,7 @@ _MAX_INLINE_BYTES = 8 * placements.MAX_INLINE_BYTES
 # body to be decoded, which may all be of tiny tensors.
 _QUICK_TENSORS = 256
 _QUICK_BODY_BYTES = 16 * 1024
+_QUICK_FREED_BYTES = 8 << 20
 
 
 class _TakesLongError(Exception):
@@ -131,6 +133,28 @@ async def unpack(decoder: TensorDecoder[Any], parts: Sequence[memoryview], found
             "or is in a field that the type here does not have"
         )
     return message
+
+
+class Disposal:
+    """Let go of the parts of messages; belongs to the running loop.
+
+    Those that no tensor lies in are freed with that, and the kernel needs a millisecond to take 20 MB back.
+    Many bytes are left to a thread, which starts with the first of them.
+    """
+
+    def __init__(self) -> None:
+        self._worker = Worker("aiotensor-channel")
+        self._is_closed = False
+
+    def let_go(self, parts: list[memoryview]) -> None:
+        """Let go of the parts of a message, whose list is empty soon."""
+        if sum(map(len, parts)) > _QUICK_FREED_BYTES and not self._is_closed:
+            self._worker.begin("freeing a message", parts.clear)
+
+    def close(self) -> None:
+        """End the thread, when it has done what there is to do."""
+        self._is_closed = True
+        self._worker.close()
 
 
 class _Loan:

@@ -4,7 +4,7 @@ import asyncio
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -16,7 +16,7 @@ from aiotensor.channel.asked import Asked, State
 from aiotensor.channel.clients import Clients, ClientsEvents, Limits
 from aiotensor.channel.endpoint import Endpoint
 from aiotensor.channel.options import Key
-from aiotensor.channel.parcels import Loans, pack, unpack
+from aiotensor.channel.parcels import Disposal, Loans, pack, unpack
 from aiotensor.channel.request import Answerer, Request, text_of
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import ClosedError, ProtocolError, UsageError
@@ -122,7 +122,7 @@ class MessageServer(Generic[M]):
 
     async def __aenter__(self) -> Self:
         loop = self._home.enter()
-        self._loans = Loans()
+        self._loans, self._disposal = Loans(), Disposal()
         self._dropped: FreedItems[Asked] = FreedItems(loop, self._requests_dropped)
         try:
             self._clients.socket = await self._endpoint.open(self._clients)
@@ -239,7 +239,7 @@ class MessageServer(Generic[M]):
             self._drop(asked)
         self._in_hand.clear()
         self._waiters.wake()
-        with self._home.leaving():
+        with self._home.leaving(), closing(self._disposal):
             await self._endpoint.close(self._linger_s)
 
     # What clients do
@@ -357,6 +357,7 @@ class MessageServer(Generic[M]):
     def _count_out(self, asked: Asked) -> None:
         self._waiting -= 1
         self._waiting_bytes -= asked.nbytes
+        self._disposal.let_go(asked.parts)
         self._clients.take(asked)
 
     # Answering
