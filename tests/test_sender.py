@@ -57,6 +57,24 @@ async def test_a_discarded_message_lets_the_next_one_through(by: str) -> None:
         await settled(sender)
 
 
+async def test_discarding_all_takes_back_what_is_sent_and_what_is_being_sent_but_not_what_was_taken() -> None:
+    async with pair(max_concurrent_videos=4) as (sender, receiver):
+        taken = await receiver.receive(await sender.send(pattern(1, BIG)))
+        waiting = await sender.send(pattern(2, BIG))
+        with pytest.raises(DiscardedError):
+            async with sender.message() as message:
+                await message.send(pattern(3, BIG))
+                assert sender.discard_all() == 2
+                await message.send(pattern(4, BIG))
+        assert sender.statistics().in_flight == sender.discard_all() == 0
+        await until(lambda: receiver.statistics().messages_discarded == 2)
+        with pytest.raises(DiscardedError):
+            await receiver.receive(waiting)
+        assert torch.equal(taken, pattern(1, BIG))
+        assert torch.equal(await receiver.receive(await sender.send(pattern(5, 5))), pattern(5, 5))
+        assert sender.statistics().messages_discarded == 2
+
+
 async def test_bytes_of_shared_memory_are_waited_for_and_come_back_when_the_tensor_is_freed() -> None:
     async with pair(arena_bytes=BIG * 8) as (sender, receiver):
         tensor = await receiver.receive(await sender.send(pattern(1, BIG)))

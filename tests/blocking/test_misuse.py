@@ -46,6 +46,7 @@ def _uses(thing: Object) -> Uses:
                 "message": sender.message,
                 "allocate": lambda: sender.allocate((3,), torch.int64),
                 "discard": lambda: sender.discard(_HANDLE),
+                "discard_all": sender.discard_all,
                 "drain": sender.drain,
             }
         case TensorReceiver() as receiver:

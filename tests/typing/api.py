@@ -84,6 +84,7 @@ async def send_without_a_copy(sender: TensorSender) -> None:
     assert_type(frames, torch.Tensor)
     handle = await sender.send(frames)
     sender.discard(handle)
+    assert_type(sender.discard_all(), int)
     await sender.drain()
 
     await sender.allocate([2, 3], dtype=torch.float32)
