@@ -16,13 +16,7 @@ import torch
 
 from aiotensor import placements
 from aiotensor.conversation import Conversation
-from aiotensor.errors import (
-    AioTensorError,
-    ClosedError,
-    DiscardedError,
-    WouldBlockError,
-    again,
-)
+from aiotensor.errors import AioTensorError, ClosedError, DiscardedError, WouldBlockError, again
 from aiotensor.gates import Gate, StuckError, Waiters, at_most
 from aiotensor.ledger import Ledger, Patience
 from aiotensor.links.base import SenderLink
@@ -268,14 +262,18 @@ class Outgoing:
     async def _room(self, message: Message) -> None:
         """Wait until the receiver is there and reads."""
         self._check_open(message)  # lost while it was copied, it must not wait for the next receiver
-        async with at_most(self._patience.max_wait_s, self._no_room):
-            while not self._link.is_ready:
-                message.awaits_room += 1
-                try:
+        message.awaits_room += 1
+        try:
+            async with at_most(self._patience.max_wait_s, self._no_room):
+                while not self._link.is_ready:
                     await self._link.ready()
-                finally:
-                    message.awaits_room -= 1
-                self._check_open(message)
+                    self._check_open(message)
+        except WouldBlockError:
+            if not self._link.is_ready:  # it may have become so in this very turn
+                raise
+            self._check_open(message)
+        finally:
+            message.awaits_room -= 1
 
     def _no_room(self) -> WouldBlockError:
         is_here = self.conversation.is_connected

@@ -3,29 +3,25 @@
 python examples/engine.py
 """
 
-import torch
 from messages import MESSAGES, TENSORS, Batch, Summary
 
 from aiotensor import blocking
 
 
-def model(frames: torch.Tensor) -> torch.Tensor:
+def model(batch: Batch) -> Summary:
     """Find the mean colour of each frame: a model of yours would do more."""
-    return frames.flatten(1, 2).float().mean(dim=1)
+    frames = batch.frames  # in shared memory, not copied
+    return Summary(frames.flatten(1, 2).float().mean(dim=1))
 
 
 def main() -> None:
-    """Answer requests until Ctrl-C."""
+    """Answer requests until Ctrl-C. What the model raises goes to whoever asked, and the engine goes on."""
     with (
         blocking.TensorReceiver(TENSORS) as receiver,
         blocking.MessageServer(MESSAGES, Batch, receiver=receiver) as server,
     ):
         print("the engine is ready", flush=True)
-        for request in server:
-            try:
-                request.reply(Summary(model(request.message.frames)))  # read in shared memory, not copied
-            except ValueError as error:  # whatever your model raises for a video that it cannot take
-                request.fail(error)
+        server.serve(model)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ engine makes the client upload more slowly.
 import os
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 
 import anyio.from_thread
 import anyio.to_thread
@@ -38,14 +39,15 @@ class Upload:
     """
 
     def __init__(self, pieces: AsyncIterator[bytes], size: int | None) -> None:
+        self.failure: BaseException | None = None  # the client hung up, or another error while it arrived
         self._pieces = pieces
         self._size = size
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as this, and has no name
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it has no name, and `close` ends it
         self._here = self._position = 0
         self._is_whole = False
 
     def read(self, size: int) -> bytes:
-        """Return the next bytes, at most so many; none at the end."""
+        """Return the next bytes, at most so many; none at the end, or after a failure."""
         while self._here <= self._position and not self._is_whole:
             self._wait_for_more()
         self._file.seek(self._position)
@@ -68,8 +70,15 @@ class Upload:
         """Say which byte is next."""
         return self._position
 
+    def close(self) -> None:
+        """Let go of what has come."""
+        self._file.close()
+
     def _wait_for_more(self) -> None:
-        piece = anyio.from_thread.run(self._next_piece)
+        try:
+            piece = anyio.from_thread.run(self._next_piece)
+        except BaseException as error:  # noqa: BLE001 - the decoder cannot pass it on: its caller raises it
+            self.failure, piece = error, None
         if piece is None:
             self._is_whole, self._size = True, self._here
         else:
@@ -86,35 +95,49 @@ class Decoder:
 
     def __init__(self, upload: Upload) -> None:
         self._upload = upload
+        self._video: av.container.InputContainer | None = None
         self._frames: Iterator[av.VideoFrame] = iter(())
         self._first: av.VideoFrame | None = None
 
     def open(self) -> tuple[int, int]:
         """Read as far as the first frame, and return its height and width."""
-        try:
+        with self._errors("this is no video"):
             # A playlist may name other files and addresses: an upload never makes us open one.
-            video = av.open(self._upload, "r", container_options={"protocol_whitelist": "none"})
-            self._frames = video.decode(video=0)
+            self._video = av.open(self._upload, "r", container_options={"protocol_whitelist": "none"})
+            self._frames = self._video.decode(video=0)
             self._first = next(self._frames)
-        except (av.FFmpegError, IndexError, StopIteration) as error:
-            raise UnreadableVideoError(f"this is no video: {error}") from error
         return self._first.height, self._first.width
 
     def read(self, batch: np.ndarray) -> int:
         """Decode into a batch of shape (frames, height, width, 3), and return how many frames there were."""
         count = 0
-        try:
+        with self._errors("the video is damaged"):
             while count < len(batch) and (frame := self._next()) is not None:
                 fitted = frame.reformat(width=batch.shape[2], height=batch.shape[1], format="rgb24")
                 batch[count] = fitted.to_ndarray()
                 count += 1
-        except av.FFmpegError as error:
-            raise UnreadableVideoError(f"the video is damaged: {error}") from error
         return count
+
+    def close(self) -> None:
+        """Let go of the decoder, and of the upload."""
+        self._frames, self._first = iter(()), None
+        if self._video is not None:
+            self._video.close()
+        self._upload.close()
 
     def _next(self) -> av.VideoFrame | None:
         first, self._first = self._first, None
         return first or next(self._frames, None)
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (av.FFmpegError, IndexError, StopIteration) as error:
+            if self._upload.failure is None:
+                raise UnreadableVideoError(f"{what}: {error}") from error
+        if self._upload.failure is not None:
+            raise self._upload.failure
 
 
 async def colours(upload: Upload, sender: TensorSender, client: MessageClient[Summary]) -> list[list[float]]:
@@ -123,19 +146,35 @@ async def colours(upload: Upload, sender: TensorSender, client: MessageClient[Su
     Cancelling gives everything back; the engine stops working on it, too.
 
     Args:
-        upload: the file.
+        upload: the file; it is closed in the end.
         sender: to the engine.
         client: of the engine, with that sender.
     """
     decoder = Decoder(upload)
-    size = await anyio.to_thread.run_sync(decoder.open)
     found: list[list[float]] = []
-    while True:
-        # First a permit, then memory, then the frames: what is decoded is bounded, and not only what is sent.
-        async with sender.message() as permit:
-            frames = await sender.allocate((BATCH_FRAMES, *size, 3), torch.uint8)
-            count = await anyio.to_thread.run_sync(decoder.read, frames.numpy())
-            if not count:
-                return found
-            summary = await client.request(Batch(frames[:count]), inside=permit)
-        found += summary.colours.tolist()
+    try:
+        size = await anyio.to_thread.run_sync(decoder.open)
+        while more := await _next_colours(decoder, size, sender, client):
+            found += more
+    finally:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(decoder.close)
+    return found
+
+
+async def _next_colours(
+    decoder: Decoder, size: tuple[int, int], sender: TensorSender, client: MessageClient[Summary]
+) -> list[list[float]]:
+    """Ask for those of the next batch; there are none at the end of the video.
+
+    A function of its own, so that the memory of a batch is free before somebody waits for the next one:
+    videos that hold one and wait for another would wait for each other.
+    """
+    # First a permit, then memory, then the frames: what is decoded is bounded, and not only what is sent.
+    async with sender.message() as permit:
+        frames = await sender.allocate((BATCH_FRAMES, *size, 3), torch.uint8)
+        count = await anyio.to_thread.run_sync(decoder.read, frames.numpy())
+        if not count:
+            return []
+        summary = await client.request(Batch(frames[:count]), inside=permit)
+    return summary.colours.tolist()

@@ -147,10 +147,14 @@ class Connection:
             ClosedError: this client was closed.
         """
         self.try_again()
-        async with self._patience():
-            while not self.is_ready:
-                self.raise_failure()
-                await self._waiters.wait()
+        try:
+            async with self._patience():
+                while not self.is_ready:
+                    self.raise_failure()
+                    await self._waiters.wait()
+        except WouldBlockError:
+            if not self.is_ready:  # it may have come in this very turn
+                raise
 
     def _patience(self) -> AbstractAsyncContextManager[None]:
         return at_most(self._max_wait_s, self._overdue)
@@ -158,8 +162,7 @@ class Connection:
     def _overdue(self) -> WouldBlockError:
         why = "has taken no message" if self.is_ready else "has not been there"
         return WouldBlockError(
-            f"the server at {self._address.text} {why} for {self._max_wait_s:g} s ({self.in_flight} messages "
-            "are in flight to it)",
+            f"the server at {self._address.text} {why} for {self._max_wait_s:g} s",
             messages=Usage(None, self.in_flight, 1),
         )
 

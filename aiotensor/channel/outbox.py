@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import TypeAlias
 
+from aiotensor.errors import WouldBlockError
 from aiotensor.protocol.window import Window
 
 __all__ = ["Outbox", "Parts", "flush_all"]
@@ -93,9 +94,11 @@ class Outbox:
         try:
             async with self._patience():
                 return await gone
-        except BaseException:
+        except BaseException as error:
             with suppress(ValueError):  # it has left, or the peer has gone, in this very turn
                 self._letters.remove(letter)
+            if isinstance(error, WouldBlockError) and gone.done() and not gone.cancelled():
+                return gone.result()  # the wait ended when it was overdue, but it did end
             raise
 
     def flush(self, *, is_retry: bool) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import anyio.to_thread
@@ -11,7 +12,7 @@ import zmq
 
 from aiotensor import placements
 from aiotensor.codec import TensorDecoder, TensorEncoder
-from aiotensor.errors import ProtocolError
+from aiotensor.errors import ClosedError, ProtocolError
 from aiotensor.home import FreedItems
 from aiotensor.sender import OpenMessage, TensorSender
 from aiotensor.types import TensorHandle
@@ -77,15 +78,27 @@ class Parcel:
         """
         try:
             if inside is not None:
-                handles = tuple([await inside.send(tensor) for tensor in self.tensors])
-                inside.finish()
-                return handles
+                return await self._send_inside(inside)
             if len(self.tensors) == 1:
                 return (await sender.send(self.tensors[0]),)
             async with sender.message() as message:
                 return tuple([await message.send(tensor) for tensor in self.tensors])
         finally:
             self.tensors.clear()
+
+    async def _send_inside(self, message: OpenMessage) -> tuple[TensorHandle, ...]:
+        handles: list[TensorHandle] = []
+        try:
+            for tensor in self.tensors:
+                handles.append(await message.send(tensor))
+        except BaseException:
+            # What was sent of it would be in the way of another try, and nobody would ever take it.
+            if handles:
+                with suppress(ClosedError):
+                    message.sender.discard(handles[0])
+            raise
+        message.finish()
+        return tuple(handles)
 
 
 async def pack(message: object, *, has_sender: bool) -> Parcel:

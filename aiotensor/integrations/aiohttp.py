@@ -96,7 +96,7 @@ def problem_middleware(*, retry_after_s: float = 5.0) -> Middleware:
             response = await handler(request)
         except AioTensorError as error:
             problem = problem_of(error, retry_after_s)
-            if problem is None:
+            if problem is None or request.writer.output_size:  # another answer is on its way already
                 raise
             response = web.Response(
                 body=problem.body, status=problem.status, headers=problem.headers, content_type=MEDIA_TYPE

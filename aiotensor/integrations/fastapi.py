@@ -13,7 +13,7 @@
     async def post_video(
         request: Request,
         client: Annotated[MessageClient[Answer], Depends(engine.client)],
-        permit: Annotated[OpenMessage, Depends(engine.permit)],
+        permit: Annotated[OpenMessage, Depends(engine.permit, scope="function")],
     ) -> ...:
         frames = await decode(request)
         answer = await client.request(Video(frames), inside=permit)
@@ -104,11 +104,12 @@ class TensorLifespan:
         return self.opened_sender
 
     async def permit(self, connection: HTTPConnection) -> AsyncIterator[OpenMessage]:
-        """Take a permit for one request, as a dependency: ``Annotated[OpenMessage, Depends(engine.permit)]``.
+        """Take a permit for one request, as a dependency: ``Depends(engine.permit, scope="function")``.
 
         Waits for the permit before the handler begins, and before it reads a body by itself; so what is
         decoded at once is bounded by the permits, too. The message is whole when the handler returns, and is
-        discarded if it raises.
+        discarded if it raises. (Without that scope FastAPI ends it only after the response was sent, when
+        nobody can be told of an error any more.)
         """
         async with (await self.sender(connection)).message() as message:
             yield message

@@ -1,10 +1,11 @@
 """Cancel a request when its client hangs up: an ASGI middleware.
 
 ASGI servers leave a handler alone when its client goes away; they only say so to whoever asks for the next
-part of the request. So this asks, once the request is here in full, for those requests that want it.
+part of the request. So this asks, for those requests that want it.
 """
 
 import asyncio
+from contextlib import suppress
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -67,48 +68,63 @@ class HangUps:
 
 
 class _Request:
-    """One request: what the server says of it goes through here, since only one may ask the server."""
+    """One request: what the server says of it goes through here, since only one may ask the server.
+
+    For a request that is watched, the server is asked ahead of the application: for one piece of the body,
+    which is kept until the application wants it, and after the last piece for the end of the client.
+    """
 
     def __init__(self, cancel_scope: anyio.CancelScope, receive: Receive, send: Send) -> None:
         self._cancel_scope = cancel_scope
         self._receive = receive
         self._send = send
-        self._is_watched = self._is_here = self._is_begun = self._is_answered = False
+        self._is_watched = self._is_begun = self._is_answered = False
         self._readers = 0  # calls of the application that ask the server
         self._watcher: asyncio.Task[Message] | None = None
+        self._kept: Message | None = None  # a piece of the body that was asked for ahead
+        self._end: Message | None = None  # what the server said when the client was gone
 
     def watch(self) -> None:
         """Cancel the request when its client hangs up."""
         self._is_watched = True
-        self._begin()
+        if self._end is not None:
+            self._gone(self._end)
+        self._ask_ahead()
 
     async def receive(self) -> Message:
         """Pass on what the server says."""
-        if self._watcher is not None:
-            return await asyncio.shield(self._watcher)
-        self._readers += 1
-        try:
-            message = await self._receive()
-        finally:
-            self._readers -= 1
-            self._begin()
-        if message["type"] == "http.disconnect":
-            self._gone()
-            await checkpoint()  # cancelled here, the application takes it for no error of its own
-        elif not message.get("more_body", False):
-            self._is_here = True
-            self._begin()
+        while self._kept is None and self._end is None:
+            watcher = self._watcher
+            if watcher is not None:
+                await asyncio.shield(watcher)
+                self._asked(watcher)  # its callback may not have had its turn
+                continue
+            self._readers += 1
+            try:
+                message = await self._receive()
+            finally:
+                self._readers -= 1
+            self._heard(message)
+            break
+        if self._kept is None:
+            # Cancelled here, the application takes it for no error of its own.
+            if self._cancel_scope.cancel_called:
+                await checkpoint()
+            return self._end or {"type": "http.disconnect"}
+        message, self._kept = self._kept, None
+        self._ask_ahead()
         return message
 
     async def send(self, message: Message) -> None:
         """Pass on what the application says."""
-        self._is_begun = True
         await self._send(message)
+        self._is_begun = True
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self._is_answered = True  # the client may go now, and what is still to be done be done
 
     async def end(self) -> None:
         """Watch no more."""
+        self._is_watched = False
         watcher = self._watcher
         if watcher is not None:
             watcher.cancel()
@@ -117,24 +133,39 @@ class _Request:
 
     async def end_response(self) -> None:
         """Say that there is no response: nobody reads it, but other middleware expects to see one."""
-        if not self._is_begun:
-            await self._send({"type": "http.response.start", "status": _CLIENT_CLOSED_REQUEST, "headers": []})
-        if not self._is_answered:
-            await self._send({"type": "http.response.body", "body": b""})
+        with suppress(OSError):  # some servers say so that nobody does
+            if not self._is_begun:
+                start = {"type": "http.response.start", "status": _CLIENT_CLOSED_REQUEST, "headers": []}
+                await self._send(start)
+            if not self._is_answered:
+                await self._send({"type": "http.response.body", "body": b""})
 
-    def _begin(self) -> None:
-        """Ask the server, if nobody else does and it has nothing to say but that the client is gone."""
-        if self._is_watched and self._is_here and self._watcher is None and not self._readers:
+    def _ask_ahead(self) -> None:
+        """Ask the server, if nobody else does, and there is no piece that waits to be taken."""
+        if not self._is_watched or self._end is not None or self._watcher is not None or self._readers:
+            return
+        if self._kept is None or not self._kept.get("more_body", False):
             self._watcher = asyncio.get_running_loop().create_task(self._ask())
-            self._watcher.add_done_callback(self._heard)
+            self._watcher.add_done_callback(self._asked)
 
     async def _ask(self) -> Message:
         return await self._receive()
 
-    def _heard(self, watcher: "asyncio.Task[Message]") -> None:
+    def _asked(self, watcher: "asyncio.Task[Message]") -> None:
+        if self._watcher is not watcher:
+            return
+        self._watcher = None
         if not watcher.cancelled() and watcher.exception() is None:
-            self._gone()
+            self._heard(watcher.result())
 
-    def _gone(self) -> None:
+    def _heard(self, message: Message) -> None:
+        if message["type"] == "http.disconnect":
+            self._gone(message)
+        else:
+            self._kept = message
+            self._ask_ahead()
+
+    def _gone(self, message: Message) -> None:
+        self._end = message
         if self._is_watched and not self._is_answered:
             self._cancel_scope.cancel()

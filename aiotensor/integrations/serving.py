@@ -2,9 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
-from aiotensor.errors import PeerLostError
+from aiotensor.errors import ClosedError, PeerLostError
 from aiotensor.logs import logger_of
 from aiotensor.sender import TensorSender
 
@@ -29,9 +29,12 @@ async def serving(make: Callable[[], TensorSender], drain_s: float) -> AsyncIter
             yield sender
         finally:
             try:
-                async with asyncio.timeout(drain_s):
-                    await sender.drain()
-            except (TimeoutError, PeerLostError):
+                # A receiver that is lost has taken everything with it, and one that closes the sender by
+                # itself has nothing to drain.
+                with suppress(PeerLostError, ClosedError):
+                    async with asyncio.timeout(drain_s):
+                        await sender.drain()
+            except TimeoutError:
                 discarded = sender.discard_all()
                 logger.warning(
                     "%s messages were not taken within %g s of the end, and are discarded",

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from aiotensor import WouldBlockError
+from aiotensor import DiscardedError, WouldBlockError
 from aiotensor.channel import MessageClient, MessageServer
 from tests.channel.parties import Answer, Question, answer, channel, place, settled
-from tests.pairs import until
+from tests.pairs import BIG, pattern, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -52,6 +52,19 @@ async def test_a_wait_for_room_at_the_server_ends_and_sends_nothing_later() -> N
         await settled(ends)
         await ends.server.aclose()
         await serving
+
+
+async def test_a_try_that_sent_only_some_tensors_inside_a_message_leaves_none_behind() -> None:
+    async with channel(arena_bytes=BIG * 8 * 3 // 2) as ends:
+        parts = {"x": [pattern(1, BIG), pattern(2, BIG)]}
+        with pytest.raises(DiscardedError):
+            async with ends.sender.message() as permit:
+                with pytest.raises(WouldBlockError):
+                    await ends.client.request(Question(1, more=parts), inside=permit)
+                await ends.client.request(Question(1, more={"x": [pattern(3, BIG)]}), inside=permit)
+        await until(lambda: ends.sender.statistics().bytes_in_use == 0)
+        assert ends.sender.statistics().in_flight == 0
+        await until(lambda: ends.receiver.statistics().unclaimed_tensors == 0)
 
 
 async def test_a_message_that_cannot_wait_is_no_failure_of_the_others() -> None:

@@ -1,6 +1,7 @@
 """What waits for room leaves in order, once, and whoever waits for it hears what became of it."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -8,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aiotensor import WouldBlockError
 from aiotensor.channel.outbox import Outbox, Parts, flush_all
+from aiotensor.gates import at_most
 from aiotensor.protocol.window import Window
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -193,3 +196,26 @@ async def test_a_message_that_cannot_be_sent_fails_alone(is_cancelled: bool) -> 
     first, second = await asyncio.gather(*putting, return_exceptions=True)
     assert isinstance(first, asyncio.CancelledError if is_cancelled else OSError)
     assert second is True
+
+
+async def test_a_message_that_leaves_in_the_turn_in_which_its_wait_is_overdue_has_left() -> None:
+    has_room = False
+    outbox = Outbox(
+        lambda parts, is_retry: has_room, patience=lambda: at_most(0.02, lambda: WouldBlockError("too long"))
+    )
+    putting = asyncio.create_task(outbox.put([b"x"]))
+    while not outbox:
+        await asyncio.sleep(0)
+    threading.Event().wait(0.05)  # the loop is held up until the wait is overdue
+    has_room = True
+    outbox.flush(is_retry=True)
+    assert await putting
+
+
+async def test_a_message_whose_wait_is_overdue_never_leaves() -> None:
+    outbox = Outbox(
+        lambda parts, is_retry: False, patience=lambda: at_most(0.01, lambda: WouldBlockError("too long"))
+    )
+    with pytest.raises(WouldBlockError, match="too long"):
+        await outbox.put([b"x"])
+    assert not outbox

@@ -139,10 +139,20 @@ async def test_a_server_answers_uploads_of_any_kind_of_video_and_refuses_what_is
         refused = await http.post(path, content=b"no video" * 1000)
         assert refused.status_code == 422
         assert "no video" in refused.text
+        body = clips[1].read_bytes()
+        for _ in range(3):  # clients that hang up halfway
+            _, writer = await asyncio.open_connection("127.0.0.1", http.base_url.port)
+            head = f"POST {path} HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n"
+            writer.write(head.encode() + body[: len(body) // 2])
+            await writer.drain()
+            writer.close()
+        again = await http.post(path, content=clips[1].read_bytes())
+        assert again.status_code == 200
         status, errors = await program.end(signal.SIGTERM)
         assert status == 0
         assert "Traceback" not in errors
         assert "ERROR" not in errors
+        assert "ignored" not in errors
 
 
 async def test_the_batch_client_prints_a_line_for_each_file_and_fails_if_one_failed(folder: Path) -> None:

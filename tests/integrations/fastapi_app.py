@@ -19,7 +19,7 @@ engine = MessageLifespan(totals.sender, totals.client, drain_s=1.0, retry_after_
 
 Sender: TypeAlias = Annotated[TensorSender, Depends(engine.sender)]
 Client: TypeAlias = Annotated[MessageClient[totals.Total], Depends(engine.client)]
-Permit: TypeAlias = Annotated[OpenMessage, Depends(engine.permit)]
+Permit: TypeAlias = Annotated[OpenMessage, Depends(engine.permit, scope="function")]
 
 
 @asynccontextmanager

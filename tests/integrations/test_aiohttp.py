@@ -71,6 +71,26 @@ async def test_errors_are_answered_as_problems_and_bugs_are_the_servers() -> Non
         assert (answer.status_code, answer.headers["content-type"]) == (500, "text/plain; charset=utf-8")
 
 
+async def test_an_error_after_the_answer_has_begun_ends_it_and_is_no_second_one() -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"part")
+        raise WouldBlockError("too late")
+
+    app = web.Application(middlewares=[problem_middleware()])
+    app.router.add_get("/", handler)
+    async with serving(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+        said = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+    assert said.count(b"HTTP/1.1") == 1
+    assert b"part" in said
+    assert b"503" not in said
+
+
 @pytest.mark.parametrize("is_cancelled", [True, False])
 async def test_a_handler_that_goes_on_without_its_client_is_warned_of_once(
     is_cancelled: bool, caplog: pytest.LogCaptureFixture

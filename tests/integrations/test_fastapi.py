@@ -49,7 +49,7 @@ async def test_a_handler_of_starlette_alone_has_the_sender_of_its_application() 
 async def test_a_permit_is_taken_before_the_handler_and_given_back_by_its_error() -> None:
     with endpoint() as place:
         engine = TensorLifespan(lambda: TensorSender(place, 1, max_wait_s=0.02))
-        Permit: TypeAlias = Annotated[OpenMessage, Depends(engine.permit)]
+        Permit: TypeAlias = Annotated[OpenMessage, Depends(engine.permit, scope="function")]
         app = FastAPI(lifespan=engine.lifespan)
         engine.install(app)
         go = asyncio.Event()

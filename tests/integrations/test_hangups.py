@@ -35,6 +35,10 @@ class Visit:
     def hang_up(self) -> None:
         self._said.put_nowait({"type": "http.disconnect"})
 
+    @property
+    def unsaid(self) -> int:
+        return self._said.qsize()
+
     async def _receive(self) -> Message:
         self.readers += 1
         assert self.readers == 1, "only one may ask the server"
@@ -205,6 +209,65 @@ async def test_an_answer_in_parts_ends_with_its_client() -> None:
     visitor.hang_up()
     await running
     await ended.wait()
+
+
+async def test_a_request_that_is_never_read_is_cancelled_too() -> None:
+    work = Work(reads=False)
+    visitor = visit(work.handle)
+    running = visitor.begin()
+    visitor.say()
+    await work.begun.wait()
+    visitor.hang_up()
+    await running
+    assert work.was_cancelled
+    assert visitor.readers == 0
+
+
+async def test_one_piece_at_most_is_asked_for_ahead_and_what_was_said_comes_whole_and_in_order() -> None:
+    bodies: list[bytes] = []
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def handler(request: Request) -> Response:
+        watch(request.scope)
+        begun.set()
+        await go.wait()
+        async for piece in request.stream():
+            bodies.append(piece)
+            await asyncio.sleep(0)
+        return PlainTextResponse("done")
+
+    visitor = visit(handler)
+    running = visitor.begin()
+    for number in range(5):
+        visitor.say(b"%d" % number, more=True)
+    visitor.say(b"last")
+    await begun.wait()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert visitor.unsaid == 5
+    go.set()
+    await running
+    assert b"".join(bodies) == b"01234last"
+
+
+async def test_a_handler_that_nobody_watches_is_told_by_starlette_that_its_client_is_gone() -> None:
+    asked: list[bool] = []
+
+    async def handler(request: Request) -> Response:
+        await request.body()
+        while not await request.is_disconnected():
+            asked.append(False)
+            await asyncio.sleep(0)
+        return PlainTextResponse("done")
+
+    visitor = visit(handler)
+    running = visitor.begin()
+    visitor.say()
+    while not asked:
+        await asyncio.sleep(0)
+    visitor.hang_up()
+    await running
+    assert visitor.status == 200
 
 
 async def test_a_handler_may_ask_by_itself_whether_its_client_is_there() -> None:
