@@ -171,6 +171,7 @@ class Event(NamedTuple):
     logger: str
     message: str
     fields: dict[str, object]
+    parts: tuple[object, ...]  # of the message
 
 
 @contextmanager
@@ -181,10 +182,9 @@ def heard() -> Iterator[list[Event]]:
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             parts = record.args if isinstance(record.args, tuple) else ()
-            assert all(isinstance(part, int | float | str | None) for part in parts)
             fields = {name: value for name, value in vars(record).items() if name not in OF_EVERY_RECORD}
             event = str(fields.pop("event"))
-            events.append(Event(event, record.levelname, record.name, record.getMessage(), fields))
+            events.append(Event(event, record.levelname, record.name, record.getMessage(), fields, parts))
 
     logger = logging.getLogger("aiotensor")
     listener, level = Listener(), logger.level
@@ -203,7 +203,7 @@ def heard() -> Iterator[list[Event]]:
         assert event.level in row.levels
         assert set(event.fields) == row.fields
         assert event.message.isprintable()
-        for value in event.fields.values():
+        for value in (*event.fields.values(), *event.parts):
             assert isinstance(value, int | float | str | None)
             assert not isinstance(value, str) or (value.isprintable() and len(value) <= MAX_TEXT)
 
