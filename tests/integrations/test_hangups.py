@@ -1,7 +1,6 @@
 """Requests are cancelled when their clients hang up: those that want it, until they are answered."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import anyio
@@ -25,12 +24,15 @@ class Visit:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._said: asyncio.Queue[Message] = asyncio.Queue()
+        self._said: asyncio.Queue[Message | Exception] = asyncio.Queue()
         self.readers = 0
         self.heard: list[Message] = []
 
     def say(self, body: bytes = b"", *, more: bool = False) -> None:
         self._said.put_nowait({"type": "http.request", "body": body, "more_body": more})
+
+    def fail(self, error: Exception) -> None:
+        self._said.put_nowait(error)
 
     def hang_up(self) -> None:
         self._said.put_nowait({"type": "http.disconnect"})
@@ -43,9 +45,12 @@ class Visit:
         self.readers += 1
         assert self.readers == 1, "only one may ask the server"
         try:
-            return await self._said.get()
+            said = await self._said.get()
         finally:
             self.readers -= 1
+        if isinstance(said, Exception):
+            raise said
+        return said
 
     async def _send(self, message: Message) -> None:
         self.heard.append(message)
@@ -350,43 +355,17 @@ async def _nowhere(message: Message) -> None:
 
 async def test_an_error_of_the_server_while_it_is_asked_is_not_the_requests() -> None:
     work = Work()
-    fails = asyncio.Event()
-
-    async def receive() -> Message:
-        if not work.begun.is_set():
-            return {"type": "http.request", "body": b"", "more_body": False}
-        await fails.wait()
-        raise ConnectionError("the server is broken")
-
-    app = Starlette(routes=[Route("/", work.handle, methods=["POST"])])
-    scope: Scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/",
-        "raw_path": b"/",
-        "query_string": b"",
-        "headers": [],
-        "http_version": "1.1",
-        "scheme": "http",
-        "root_path": "",
-    }
-    heard: list[Message] = []
-
-    async def send(message: Message) -> None:
-        heard.append(message)
-
-    async def run() -> None:
-        await HangUps(app)(scope, receive, send)
-
-    running = asyncio.create_task(run())
+    visitor = visit(work.handle)
+    running = visitor.begin()
+    visitor.say()
     await work.begun.wait()
-    fails.set()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(0.01):
-            await asyncio.shield(running)
+    visitor.fail(ConnectionError("the server is broken"))
+    while visitor.readers:
+        await asyncio.sleep(0)
     work.end.set()
     await running
-    assert heard[0]["status"] == 200
+    assert visitor.status == 200
+    assert not work.was_cancelled
 
 
 async def test_a_connection_of_any_kind_can_be_watched() -> None:
