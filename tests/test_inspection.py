@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,38 @@ async def test_so_many_senders_that_one_record_has_no_room_for_them_are_told_in_
 
         assert {sender.sender for sender in found.senders} == {sender.id for sender in senders}
         assert all(sender.statistics is not None for sender in found.senders)
+
+
+def _steps(what: Callable[[], object]) -> int:
+    """Count the calls that a call makes, and the turns of what it goes through."""
+    steps = 0
+
+    def count(*_: object) -> None:
+        nonlocal steps
+        steps += 1
+
+    sys.setprofile(count)
+    try:
+        what()
+    finally:
+        sys.setprofile(None)
+    return steps
+
+
+async def test_to_tell_of_many_tensors_that_nobody_took_is_no_more_work_than_of_one(address: str) -> None:
+    async with TensorReceiver(address) as receiver, TensorSender(address, 500) as sender:
+        found: list[tuple[int, int]] = []
+        for count in (1, 500):
+            while sender.statistics().in_flight < count:
+                await sender.send(pattern(0, 3))
+            await until(lambda count=count: receiver.statistics().unclaimed_tensors == count)  # type: ignore[misc]
+            [(name, peer)] = receiver._incoming._senders.items()
+            row = receiver._incoming._row_of(name, peer)
+            assert (row.unclaimed_tensors, row.unclaimed_bytes) == (count, count * 24)
+            assert receiver.statistics().unclaimed_bytes == count * 24
+            look = partial(receiver._incoming._row_of, name, peer)
+            found.append((_steps(receiver.statistics), _steps(look)))
+        assert found[0] == found[1]
 
 
 # What a receiver may not say
