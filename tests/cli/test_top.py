@@ -306,6 +306,13 @@ def test_what_a_peer_says_about_itself_tells_the_terminal_nothing() -> None:
     assert "\x1b" not in json.dumps(as_json(ADDRESS, None, now))
 
 
+def test_what_is_no_number_is_never_written_as_json() -> None:
+    sender = _of_sender("a", 0, float("nan"), (), 0, 1.0)
+
+    with pytest.raises(ValueError, match="JSON"):
+        as_json(ADDRESS, None, Inspection("d", 7, RECEIVER, (sender,)))
+
+
 def test_what_is_not_there_is_said_with_what_is_done() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(nobody("nobody listens at [red]"))
