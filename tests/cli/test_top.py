@@ -333,6 +333,30 @@ def test_holders_for_whom_there_is_no_room_are_counted() -> None:
     assert lines[-1] == "and 1 more"
 
 
+@pytest.mark.parametrize("holds", [True, False])
+@pytest.mark.parametrize("height", [14, 15, 24])
+def test_senders_for_whom_there_is_no_room_are_counted(holds: bool, height: int) -> None:
+    holders = HOLDERS if holds else ()
+    senders = tuple(_of_sender("a", 0, 0.0, holders, 0, 0.0) for _ in range(40))
+    lines = _drawn(Inspection("d" * 32, 7, RECEIVER, senders), width=80, height=height)
+
+    shown = sum("aaaaaa" in line for line in lines)
+    assert shown > 0
+    assert len(lines) == height
+    assert lines[5 + shown] == f"and {40 - shown} more"
+    if holds:
+        assert lines[7 + shown] == "held for longest"
+        assert lines[-1] == f"and {120 - (height - 9 - shown)} more"
+
+
+@pytest.mark.parametrize(("height", "shown"), [(12, 3), (11, 1)])
+def test_senders_are_left_out_only_where_there_is_no_room(height: int, shown: int) -> None:
+    lines = _drawn(_look(0, 0.0), width=80, height=height)
+
+    assert len(lines) == height
+    assert sum(name * 6 in "".join(lines) for name in "abc") == shown
+
+
 def test_a_receiver_without_senders_or_limits_says_so() -> None:
     statistics = ReceiverStatistics(0, None, 0, 0, 0, 0, 0, 0, None, 0, None, 0, 0, 0, 0, 0, 0, 0, 0, {})
     now = Inspection("d" * 32, 7, statistics, ())
