@@ -261,14 +261,14 @@ class Incoming:
             self._observers.ask(peer.link, [peer.link for _, peer in senders])
 
     def _row_of(self, sender: str, peer: _Peer) -> SenderRow:
-        unclaimed = [item.tensor.nbytes for item in self.mailbox.unclaimed(sender)]
+        unclaimed = self.mailbox.unclaimed_of(sender)
         return SenderRow(
             sender,
             peer.pid,
             peer.max_messages,
             peer.segments.arena_bytes,
-            len(unclaimed),
-            sum(unclaimed),
+            unclaimed.tensors,
+            unclaimed.nbytes,
             peer.segments.leases,
             peer.segments.leased_bytes,
         )
@@ -366,7 +366,8 @@ class Incoming:
                 tensor, requires_grad=put.requires_grad, is_parameter=put.is_parameter
             )
         handle = TensorHandle(sender, put.message, put.tensor, put.dtype, put.shape, put.device)
-        keys = mailbox.put(Key(sender, put.message, put.tensor), Delivery(handle, tensor), last=put.last)
+        key = Key(sender, put.message, put.tensor)
+        keys = mailbox.put(key, Delivery(handle, tensor), tensor.nbytes, last=put.last)
         if opened.owner is not None and opened.segment is not None:
             if put.block is None:
                 raise ProtocolError("it placed a tensor in a block without a number")

@@ -105,12 +105,14 @@ async def inspect(address: str, *, patience_s: float) -> Inspection:
     observer = _Observer(link)
     try:
         await link.open(observer)
-        if not observer.is_connected:
-            raise PeerLostError(f"nobody listens at {address}: start the receiver, or look elsewhere")
+        if not (observer.is_connected or link.is_kept_waiting):
+            raise _nobody(address)
         try:
             async with asyncio.timeout(patience_s):
                 await observer.reported()
         except TimeoutError:
+            if not (observer.is_connected or link.is_kept_waiting):
+                raise _nobody(address) from None  # it is gone since
             raise PeerLostError(
                 f"the receiver at {address} has not answered for {patience_s:g} s: its process is stopped, "
                 "or its event loop is busy; look again, or with more patience",
@@ -122,6 +124,10 @@ async def inspect(address: str, *, patience_s: float) -> Inspection:
         return observer.inspection()
     finally:
         link.close()
+
+
+def _nobody(address: str) -> PeerLostError:
+    return PeerLostError(f"nobody listens at {address}: start the receiver, or look elsewhere")
 
 
 class _Observer:

@@ -246,7 +246,7 @@ class TensorReceiver:
     def statistics(self) -> ReceiverStatistics:
         """Return what is held and what was done; also after closing."""
         self._home.check_place()
-        unclaimed = [item.tensor.nbytes for item in self._mailbox.unclaimed()]
+        unclaimed = self._mailbox.unclaimed
         incoming = self._incoming
         limits = incoming.limits
         return ReceiverStatistics(
@@ -255,8 +255,8 @@ class TensorReceiver:
             senders_lost=incoming.senders_lost,
             senders_refused=incoming.senders_refused,
             waiting=sum(map(len, self._waiters.values())) + len(self._iterators),
-            unclaimed_tensors=len(unclaimed),
-            unclaimed_bytes=sum(unclaimed),
+            unclaimed_tensors=unclaimed.tensors,
+            unclaimed_bytes=unclaimed.nbytes,
             mapped_bytes=incoming.mapped_bytes,
             max_mapped_bytes=limits.mapped_bytes,
             promised_messages=incoming.promised_messages,

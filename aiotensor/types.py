@@ -1,5 +1,6 @@
 """The small values that users hold: handles, deliveries and statistics. No behaviour."""
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -12,7 +13,9 @@ __all__ = [
     "ClientStatistics",
     "Delivery",
     "Holder",
+    "Number",
     "ReceiverStatistics",
+    "Seconds",
     "SenderStatistics",
     "ServerStatistics",
     "TensorHandle",
@@ -82,6 +85,11 @@ class Holder(msgspec.Struct, frozen=True):
     seconds: float
 
 
+# What another process may say of a number, and of a time.
+Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Limit = Annotated[int, msgspec.Meta(ge=0)]  # as large as its user likes
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=2.0**63)]
+
 # Of a `Waits`, which comes from another process, too.
 MAX_BOUNDS = 64
 
@@ -93,11 +101,23 @@ class Waits(msgspec.Struct, frozen=True):
         bounds_s: seconds, growing; the waits are counted by the first of them that they did not exceed.
         counts: how many waits there were for each bound, and last those that were longer than all.
         total_s: seconds that all of them lasted together.
+
+    Raises:
+        ValueError: the bounds do not grow, or there is not one count more than there are bounds.
     """
 
-    bounds_s: Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_BOUNDS)]
-    counts: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_BOUNDS + 1)]
-    total_s: float
+    bounds_s: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=MAX_BOUNDS)]
+    counts: Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_BOUNDS + 1)]
+    total_s: Seconds
+
+    def __post_init__(self) -> None:
+        if len(self.counts) != len(self.bounds_s) + 1:
+            raise ValueError(
+                f"waits are counted for each bound and beyond the last: {len(self.bounds_s)} bounds have one "
+                f"count more, got {len(self.counts)}"
+            )
+        if any(bound >= following for bound, following in pairwise(self.bounds_s)):
+            raise ValueError(f"the bounds of waits grow, got {self.bounds_s}")
 
 
 class SenderStatistics(msgspec.Struct, frozen=True):
@@ -176,26 +196,26 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
         errors: how often a call raised an error, by the name of its type, as `SenderStatistics` has it.
     """
 
-    senders: int
-    max_senders: int | None
-    senders_lost: int
-    senders_refused: int
-    waiting: int
-    unclaimed_tensors: int
-    unclaimed_bytes: int
-    mapped_bytes: int
-    max_mapped_bytes: int | None
-    promised_messages: int
-    max_unclaimed_messages: int | None
-    leases: int
-    leased_bytes: int
-    peak_leased_bytes: int
-    tensors_taken: int
-    bytes_taken: int
-    messages_discarded: int
-    tensors_copied: int
-    bytes_copied: int
-    errors: dict[str, int]
+    senders: Number
+    max_senders: _Limit | None
+    senders_lost: Number
+    senders_refused: Number
+    waiting: Number
+    unclaimed_tensors: Number
+    unclaimed_bytes: Number
+    mapped_bytes: Number
+    max_mapped_bytes: _Limit | None
+    promised_messages: Number
+    max_unclaimed_messages: _Limit | None
+    leases: Number
+    leased_bytes: Number
+    peak_leased_bytes: Number
+    tensors_taken: Number
+    bytes_taken: Number
+    messages_discarded: Number
+    tensors_copied: Number
+    bytes_copied: Number
+    errors: dict[str, Number]
 
 
 class ClientStatistics(msgspec.Struct, frozen=True):

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ from tests.frames import ACCOUNT
 from tests.fuzz.listening import waiting_at
 from tests.fuzz.speaking import say
 from tests.links.unix_ends import in_child, leave_stale
-from tests.looking import look_at, looking_at_rogue, observing
+from tests.looking import RogueReceiver, look_at, looking_at_rogue, observing
 from tests.pairs import BIG, endpoint, pattern, until
 from tests.processes import peers
 
@@ -163,6 +165,38 @@ async def test_so_many_senders_that_one_record_has_no_room_for_them_are_told_in_
         assert all(sender.statistics is not None for sender in found.senders)
 
 
+def _steps(what: Callable[[], object]) -> int:
+    """Count the calls that a call makes, and the turns of what it goes through."""
+    steps = 0
+
+    def count(*_: object) -> None:
+        nonlocal steps
+        steps += 1
+
+    sys.setprofile(count)
+    try:
+        what()
+    finally:
+        sys.setprofile(None)
+    return steps
+
+
+async def test_to_tell_of_many_tensors_that_nobody_took_is_no_more_work_than_of_one(address: str) -> None:
+    async with TensorReceiver(address) as receiver, TensorSender(address, 500) as sender:
+        found: list[tuple[int, int]] = []
+        for count in (1, 500):
+            while sender.statistics().in_flight < count:
+                await sender.send(pattern(0, 3))
+            await until(lambda count=count: receiver.statistics().unclaimed_tensors == count)  # type: ignore[misc]
+            [(name, peer)] = receiver._incoming._senders.items()
+            row = receiver._incoming._row_of(name, peer)
+            assert (row.unclaimed_tensors, row.unclaimed_bytes) == (count, count * 24)
+            assert receiver.statistics().unclaimed_bytes == count * 24
+            look = partial(receiver._incoming._row_of, name, peer)
+            found.append((_steps(receiver.statistics), _steps(look)))
+        assert found[0] == found[1]
+
+
 # What a receiver may not say
 
 
@@ -226,6 +260,56 @@ async def test_where_nobody_listens_that_is_said_at_once(address: str) -> None:
 async def test_a_receiver_that_does_not_answer_is_not_waited_for_without_end(address: str) -> None:
     with waiting_at(address), pytest.raises(PeerLostError, match=r"has not answered for 0\.05 s"):
         await inspect(address, patience_s=HURRY_S)
+
+
+@contextlib.contextmanager
+def _crowd(listener: socket.socket) -> Iterator[int]:
+    """Connect as many as can wait to be accepted, and say how many these are."""
+    listener.listen(1)
+    count = 0
+    with contextlib.ExitStack() as stack:
+        while True:
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            sock.setblocking(False)
+            try:
+                sock.connect(listener.getsockname())
+            except BlockingIOError:
+                break
+            count += 1
+        yield count
+
+
+async def test_a_receiver_that_accepts_nobody_just_now_is_not_said_to_be_absent(address: str) -> None:
+    with (
+        waiting_at(address) as listener,
+        _crowd(listener),
+        pytest.raises(PeerLostError, match=r"has not answered for 0\.05 s: its process is stopped"),
+    ):
+        await inspect(address, patience_s=HURRY_S)
+
+
+async def test_a_receiver_that_accepts_late_is_looked_at_all_the_same(address: str) -> None:
+    with waiting_at(address) as listener, _crowd(listener) as count:
+        looking = asyncio.create_task(look_at(address))
+        await asyncio.sleep(0)  # the look has tried
+        loop = asyncio.get_running_loop()
+        for _ in range(count):
+            (await loop.sock_accept(listener))[0].close()
+        sock, _ = await loop.sock_accept(listener)
+        with sock:
+            sock.setblocking(False)
+            report = msgspec.structs.replace(await _report(), senders=())
+            await RogueReceiver(sock).say(Welcome(VERSION, 7), report)
+            assert (await looking).pid == 7
+
+
+async def test_a_receiver_that_dies_before_it_accepts_is_said_to_be_absent(address: str) -> None:
+    with waiting_at(address) as listener, _crowd(listener):
+        looking = asyncio.create_task(inspect(address, patience_s=1.0))
+        await asyncio.sleep(0)
+        listener.close()
+        with pytest.raises(PeerLostError, match=f"nobody listens at {address}: start"):
+            await looking
 
 
 async def test_a_look_that_is_cancelled_leaves_nothing(address: str) -> None:

@@ -53,6 +53,10 @@ class SenderLink(Protocol):
         """
 
     @property
+    def is_kept_waiting(self) -> bool:
+        """Say whether a receiver is there, and did not take the connection when the link last tried."""
+
+    @property
     def is_ready(self) -> bool:
         """Say whether the receiver is connected, and the kernel has everything that was written."""
 

@@ -145,6 +145,7 @@ class QueueSenderLink:
         self._events: SenderEvents | None = None
 
     comes_back = False  # whoever drains the queue next knows nothing of this sender's pipe
+    is_kept_waiting = False  # nobody has to accept it
 
     async def open(self, events: SenderEvents) -> None:
         """Put the introduction, and the far end of the pipe, on the queue."""

@@ -80,6 +80,7 @@ class UnixSenderLink:
         self._events: SenderEvents | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._delay = _FIRST_RETRY_S
+        self.is_kept_waiting = False
         self._is_starved = False  # this process has no descriptors or no memory, and that was logged
         self._waiters = Waiters()
 
@@ -161,8 +162,9 @@ class UnixSenderLink:
         try:
             sock.connect(self._path)
             check_user(sock)
-        except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
-            sock.close()  # it is not there, it is gone, or too many others connect right now
+        except (FileNotFoundError, ConnectionRefusedError, BlockingIOError) as error:
+            sock.close()  # it is not there, it is gone, or as many as can wait to be accepted do
+            self.is_kept_waiting = isinstance(error, BlockingIOError)
             self._is_starved = False
             self._look_later()
             return
@@ -184,7 +186,7 @@ class UnixSenderLink:
         except OSError:
             self.drop(retry=False)  # to one who was not introduced nobody would listen
             raise
-        self._is_starved = False
+        self.is_kept_waiting = self._is_starved = False
         self._waiters.wake()
 
     def _look(self) -> None:

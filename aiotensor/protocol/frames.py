@@ -37,7 +37,7 @@ from typing import Annotated
 import msgspec
 
 from aiotensor.errors import ProtocolError
-from aiotensor.types import ReceiverStatistics, Waits
+from aiotensor.types import Number, ReceiverStatistics, Seconds, Waits
 
 __all__ = [
     "LEAST_FRAME_BYTES",
@@ -99,9 +99,7 @@ MAX_ERROR_NAMES = 32
 # Of senders in one report: so many fit a record, whatever they are called. Of more there are more reports.
 MAX_ROWS = 128
 
-Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=2.0**63)]
 Numbers = Annotated[tuple[Number, ...], msgspec.Meta(max_length=4096)]
 
 

@@ -20,7 +20,7 @@ handle; `next_unclaimed`, which serves those who take whatever comes, passes it 
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from aiotensor.errors import (
@@ -32,68 +32,18 @@ from aiotensor.errors import (
 )
 from aiotensor.protocol.claims import Claims, Key
 from aiotensor.protocol.frames import MAX_TENSORS
-from aiotensor.protocol.numbers import NumberSet
+from aiotensor.protocol.remembered import Message, SenderRecord
+from aiotensor.protocol.unclaimed import Unclaimed
 
 __all__ = ["Key", "Mailbox"]
 
 T = TypeVar("T")
 
-# How many discarded messages of a sender, how many ranges of its ended ones over all its connections, and how
-# many departed senders are remembered. An older message gets a less exact error (taken, discarded or lost),
-# and a handle of an older sender waits like one of a sender that has not come yet.
-_REMEMBERED_DISCARDS = 1024
+# How many ranges of a sender's ended messages over all its connections, and how many departed senders are
+# remembered. An older message gets a less exact error (taken, discarded or lost), and a handle of an older
+# sender waits like one of a sender that has not come yet.
 _REMEMBERED_RANGES = 1024
 _REMEMBERED_SENDERS = 4096
-
-
-class _Message(Generic[T]):
-    """The tensors of one message that has not ended."""
-
-    __slots__ = ("count", "held", "keys", "tensors")
-
-    def __init__(self) -> None:
-        self.keys: list[Key] = []  # of all tensors that arrived
-        self.tensors: dict[int, T] = {}  # those that nobody has taken
-        self.count: int | None = None  # known when the message is whole
-        self.held: set[int] = set()
-
-
-class _Sender(Generic[T]):
-    """One sender and its messages."""
-
-    __slots__ = (
-        "discarded",
-        "ended",
-        "first",
-        "joined",
-        "last_loss",
-        "left",
-        "limit",
-        "loss",
-        "messages",
-        "next",
-        "pid",
-    )
-
-    def __init__(self) -> None:
-        self.joined = False
-        self.left = False
-        self.loss: AioTensorError | None = None  # while it is gone
-        self.last_loss: AioTensorError | None = None
-        self.pid: int | None = None
-        self.limit = 0
-        self.first = 0  # messages below it belonged to a connection that was lost
-        self.next = 0
-        self.messages: dict[int, _Message[T]] = {}
-        self.ended = NumberSet()
-        self.discarded: OrderedDict[int, None] = OrderedDict()
-
-    def end(self, number: int, *, discarded: bool) -> None:
-        self.ended.add(number)
-        if discarded:
-            self.discarded[number] = None
-            if len(self.discarded) > _REMEMBERED_DISCARDS:
-                self.discarded.popitem(last=False)
 
 
 class Mailbox(Generic[T]):
@@ -104,12 +54,13 @@ class Mailbox(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._senders: dict[str, _Sender[T]] = {}
+        self._senders: dict[str, SenderRecord[T]] = {}
         self.messages_discarded = 0
         self._departed: OrderedDict[str, None] = OrderedDict()
         self._strangers: OrderedDict[str, None] = OrderedDict()  # known only by the discard of a handle
         self._arrivals: OrderedDict[Key, None] = OrderedDict()  # whole, neither taken nor held
         self._claims = Claims()
+        self.unclaimed = Unclaimed()  # of all senders
 
     @property
     def messages_left(self) -> int:
@@ -130,7 +81,7 @@ class Mailbox(Generic[T]):
         Raises:
             ProtocolError: a sender of this name is here, or left, or counts its messages anew.
         """
-        record = self._senders.setdefault(sender, _Sender())
+        record = self._record(sender)
         if (record.joined and record.loss is None) or first < record.next:
             raise ProtocolError(f"sender {sender} introduced itself twice")
         self._strangers.pop(sender, None)
@@ -176,21 +127,23 @@ class Mailbox(Generic[T]):
             )
         return True
 
-    def put(self, key: Key, item: T, *, last: bool = False) -> Sequence[Key]:
-        """File a tensor of a message that `expects` it; after the last one, do what `end` does.
+    def put(self, key: Key, item: T, nbytes: int, *, last: bool = False) -> Sequence[Key]:
+        """File a tensor of so many bytes, of a message that `expects` it; after the last, do what `end` does.
 
         Raises:
             ProtocolError: the message has it already, or not the one before it.
         """
-        messages = self._senders[key.sender].messages
-        message = messages.get(key.message) or _Message()
+        record = self._senders[key.sender]
+        message = record.messages.get(key.message) or Message()
         if key.tensor != len(message.tensors) or key.tensor >= MAX_TENSORS:
             raise ProtocolError(
                 f"sender {key.sender} sent tensor {key.tensor} of message {key.message} out of turn"
             )
         message.tensors[key.tensor] = item
         message.keys.append(key)
-        messages[key.message] = message
+        message.sizes.append(nbytes)
+        record.messages[key.message] = message
+        record.unclaimed.add(1, nbytes)
         return self._make_whole(key.sender, key.message, message) if last else []
 
     def end(self, sender: str, number: int, count: int) -> Sequence[Key]:
@@ -213,14 +166,13 @@ class Mailbox(Generic[T]):
         record.left = True
         for number in [number for number, message in record.messages.items() if message.count is None]:
             self.messages_discarded += 1
-            del record.messages[number]
-            record.end(number, discarded=True)
+            record.drop(number)
         self._remember(self._departed, sender)
         return self._claims.of_sender(sender)
 
     def lose(self, sender: str, error: AioTensorError, pid: int | None = None) -> Sequence[Key]:
         """Note that a sender died, broke the link or was not admitted: nothing of it can be taken now."""
-        record = self._senders.setdefault(sender, _Sender())
+        record = self._record(sender)
         if record.left:
             return []
         self._strangers.pop(sender, None)
@@ -255,7 +207,7 @@ class Mailbox(Generic[T]):
         Returns:
             whether something of the message had arrived, and the keys whose waiters are to be woken.
         """
-        record = self._senders.setdefault(sender, _Sender())
+        record = self._record(sender)
         if not record.joined:
             self._remember(self._strangers, sender)
         if (
@@ -308,7 +260,7 @@ class Mailbox(Generic[T]):
         self._arrivals.pop(key, None)
         return message.tensors[key.tensor]
 
-    def _why_never(self, key: Key, record: _Sender[T]) -> AioTensorError | None:
+    def _why_never(self, key: Key, record: SenderRecord[T]) -> AioTensorError | None:
         """Make the error that says why a tensor cannot be held, or None if it may still arrive."""
         name = f"tensor {key.tensor} of message {key.message} of sender {key.sender}"
         if key.message in record.ended:
@@ -335,6 +287,7 @@ class Mailbox(Generic[T]):
         if record is None or message is None:
             return False  # discarded or lost while it was held: the taker has it all the same
         del message.tensors[key.tensor]
+        record.unclaimed.add(-1, -message.sizes[key.tensor])
         if message.tensors:
             return False
         del record.messages[key.message]
@@ -363,19 +316,18 @@ class Mailbox(Generic[T]):
 
     # What is there
 
-    def unclaimed(self, sender: str | None = None) -> Iterable[T]:
-        """Go through the tensors that arrived and that nobody has taken, of one sender or of all."""
-        for record in self._senders.values() if sender is None else [self._senders[sender]]:
-            for message in record.messages.values():
-                yield from message.tensors.values()
+    def unclaimed_of(self, sender: str) -> Unclaimed:
+        """Return the counts of the tensors of one sender that arrived and that nobody has taken."""
+        return self._senders[sender].unclaimed
 
     def clear(self) -> None:
         """Drop every tensor; claims stay, for their owners to take back."""
         for record in self._senders.values():
             record.messages.clear()
+            record.unclaimed.add(-record.unclaimed.tensors, -record.unclaimed.nbytes)
         self._arrivals.clear()
 
-    def _make_whole(self, sender: str, number: int, message: _Message[T]) -> Sequence[Key]:
+    def _make_whole(self, sender: str, number: int, message: Message[T]) -> Sequence[Key]:
         count = message.count = len(message.tensors)
         for key in message.keys:
             self._arrivals[key] = None
@@ -384,18 +336,23 @@ class Mailbox(Generic[T]):
             return message.keys + [key for key in claimed if not 0 <= key.tensor < count]
         return message.keys
 
-    def _joined(self, sender: str) -> _Sender[T]:
+    def _record(self, sender: str) -> SenderRecord[T]:
+        record = self._senders.get(sender)
+        if record is None:
+            record = self._senders[sender] = SenderRecord(Unclaimed(self.unclaimed))
+        return record
+
+    def _joined(self, sender: str) -> SenderRecord[T]:
         record = self._senders.get(sender)
         if record is None or not record.joined or record.left or record.loss is not None:
             raise ProtocolError(f"sender {sender} sent a frame before it introduced itself or after it left")
         return record
 
-    def _drop(self, sender: str, record: _Sender[T], number: int) -> None:
-        message = record.messages.pop(number, None)
+    def _drop(self, sender: str, record: SenderRecord[T], number: int) -> None:
+        message = record.drop(number)
         if message is not None:
             for tensor in message.tensors:
                 self._arrivals.pop(Key(sender, number, tensor), None)
-        record.end(number, discarded=True)
 
     def _remember(self, senders: OrderedDict[str, None], sender: str) -> None:
         """Remember a sender that is not here, and forget the oldest of its kind beyond a limit."""
@@ -407,7 +364,7 @@ class Mailbox(Generic[T]):
                 del senders[oldest], self._senders[oldest]
 
 
-def _lost(sender: str, record: _Sender[T]) -> PeerLostError:
+def _lost(sender: str, record: SenderRecord[T]) -> PeerLostError:
     error = PeerLostError(
         f"the connection to sender {sender} (pid {record.pid}) was lost before its tensors were taken: "
         f"{record.last_loss or 'it was to another receiver'}",

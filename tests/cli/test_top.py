@@ -23,9 +23,12 @@ from aiotensor.cli.top.report import as_json, as_lines
 from aiotensor.cli.top.view import as_screen, nobody
 from aiotensor.cli.top.words import brief, short
 from aiotensor.inspection import Inspection, SenderInspection
+from aiotensor.protocol.frames import VERSION, Bye, Welcome
 from aiotensor.types import Holder, ReceiverStatistics, SenderStatistics
 from tests.cli import commands
 from tests.frames import NO_WAITS
+from tests.fuzz.listening import waiting_at
+from tests.looking import RogueReceiver
 from tests.pairs import BIG, pattern, until
 from tests.processes import peers
 
@@ -38,6 +41,17 @@ async def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return await asyncio.to_thread(
         subprocess.run, command_line, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
     )
+
+
+@contextmanager
+def begun(*arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """Begin the command in a process of its own, which ends with the block at the latest."""
+    command_line = commands.aiotensor("top", *arguments)
+    with subprocess.Popen(command_line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 # A receiver that runs
@@ -179,6 +193,59 @@ async def test_a_receiver_of_nobody_is_one_sentence_and_status_1(address: str) -
         assert done.stderr == f"Error: nobody listens at {address}: start the receiver, or look elsewhere\n"
 
 
+async def test_what_a_rogue_says_as_it_refuses_tells_the_terminal_nothing(address: str) -> None:
+    with waiting_at(address) as listener:
+        running = asyncio.create_task(run(address, "--patience", "60"))
+        sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+        with sock:
+            sock.setblocking(False)
+            rogue = RogueReceiver(sock)
+            await rogue.say(Welcome(VERSION, 7), Bye("\x1b[31mred\x1b]0;title\x07\nError: all is well"))
+            done = await running
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == (
+        "Error: the receiver (pid 7) is gone: it refused to be looked at: "
+        "?[31mred?]0;title??Error: all is well\n"
+    )
+
+
+async def test_a_process_without_descriptors_says_so_in_one_sentence(address: str) -> None:
+    code = """
+import os, resource
+from aiotensor.cli import main
+from aiotensor.cli.top import rates, report
+import aiotensor.cli.command
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+taken = []
+try:
+    while True:
+        taken.append(os.dup(0))
+except OSError:
+    for _ in range(3):  # what an event loop needs
+        os.close(taken.pop())
+main()
+"""
+    command_line = [sys.executable, "-W", "error", "-c", code, "top", address]
+    done = await asyncio.to_thread(subprocess.run, command_line, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == "Error: this process cannot look: Too many open files\n"
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json",)])
+async def test_ctrl_c_before_anything_is_written_is_status_130(
+    arguments: tuple[str, ...], address: str
+) -> None:
+    with waiting_at(address) as listener, begun(address, "--patience", "60", *arguments) as process:
+        sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+        with sock:
+            process.send_signal(signal.SIGINT)
+            written = await asyncio.to_thread(process.communicate)
+    assert (process.returncode, written) == (130, (b"", b""))
+
+
 @pytest.mark.parametrize("address", ["engine.sock", "unix://engine.sock", "unix:///run/", "tcp://host:1", ""])
 def test_an_address_of_another_form_is_refused(address: str) -> None:
     result = CliRunner().invoke(command, ["top", address])
@@ -188,8 +255,9 @@ def test_an_address_of_another_form_is_refused(address: str) -> None:
 
 
 @pytest.mark.parametrize("option", ["--interval", "--patience"])
-def test_a_time_that_is_none_is_refused_by_name(option: str) -> None:
-    result = CliRunner().invoke(command, ["top", ADDRESS, option, "0"])
+@pytest.mark.parametrize("time", ["0", "-1", "nan", "inf", "soon"])
+def test_a_time_that_is_none_is_refused_by_name(option: str, time: str) -> None:
+    result = CliRunner().invoke(command, ["top", ADDRESS, option, time])
 
     assert result.exit_code == 2
     assert option in result.output
@@ -265,6 +333,30 @@ def test_holders_for_whom_there_is_no_room_are_counted() -> None:
     assert lines[-1] == "and 1 more"
 
 
+@pytest.mark.parametrize("holds", [True, False])
+@pytest.mark.parametrize("height", [14, 15, 24])
+def test_senders_for_whom_there_is_no_room_are_counted(holds: bool, height: int) -> None:
+    holders = HOLDERS if holds else ()
+    senders = tuple(_of_sender("a", 0, 0.0, holders, 0, 0.0) for _ in range(40))
+    lines = _drawn(Inspection("d" * 32, 7, RECEIVER, senders), width=80, height=height)
+
+    shown = sum("aaaaaa" in line for line in lines)
+    assert shown > 0
+    assert len(lines) == height
+    assert lines[5 + shown] == f"and {40 - shown} more"
+    if holds:
+        assert lines[7 + shown] == "held for longest"
+        assert lines[-1] == f"and {120 - (height - 9 - shown)} more"
+
+
+@pytest.mark.parametrize(("height", "shown"), [(12, 3), (11, 1)])
+def test_senders_are_left_out_only_where_there_is_no_room(height: int, shown: int) -> None:
+    lines = _drawn(_look(0, 0.0), width=80, height=height)
+
+    assert len(lines) == height
+    assert sum(name * 6 in "".join(lines) for name in "abc") == shown
+
+
 def test_a_receiver_without_senders_or_limits_says_so() -> None:
     statistics = ReceiverStatistics(0, None, 0, 0, 0, 0, 0, 0, None, 0, None, 0, 0, 0, 0, 0, 0, 0, 0, {})
     now = Inspection("d" * 32, 7, statistics, ())
@@ -304,6 +396,13 @@ def test_what_a_peer_says_about_itself_tells_the_terminal_nothing() -> None:
         assert "?]0;title?" in written
         assert "\x1b" not in written
     assert "\x1b" not in json.dumps(as_json(ADDRESS, None, now))
+
+
+def test_what_is_no_number_is_never_written_as_json() -> None:
+    sender = _of_sender("a", 0, float("nan"), (), 0, 1.0)
+
+    with pytest.raises(ValueError, match="JSON"):
+        as_json(ADDRESS, None, Inspection("d", 7, RECEIVER, (sender,)))
 
 
 def test_what_is_not_there_is_said_with_what_is_done() -> None:

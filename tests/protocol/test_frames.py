@@ -71,11 +71,13 @@ holdings = st.builds(Holding, st.none() | numbers, names, numbers, seconds)
 # What a receiver says that holds nothing and has done nothing.
 NOTHING: dict[str, object] = {**dict.fromkeys(ReceiverStatistics.__struct_fields__, 0), "errors": {}}
 
-waits = st.builds(
-    Waits,
-    st.lists(seconds, max_size=5).map(tuple),
-    st.lists(st.integers(0, 2**64 - 1), max_size=6).map(tuple),
-    seconds,
+waits = st.lists(seconds, max_size=5, unique=True).flatmap(
+    lambda bounds: st.builds(
+        Waits,
+        st.just(tuple(sorted(bounds))),
+        st.tuples(*[numbers] * (len(bounds) + 1)),
+        seconds,
+    )
 )
 accounts = st.builds(
     Account,
@@ -109,15 +111,15 @@ frames_to_sender = st.one_of(
     st.builds(Bye, reasons),
 )
 rows = st.builds(SenderRow, names, *[numbers] * 7)
-whole = st.integers(-(2**63), 2**64 - 1)
+limits = st.none() | st.integers(0, 2**64 - 1)
 statistics = st.builds(
     ReceiverStatistics,
     **{
         **{
-            field: whole | st.none() if field.startswith("max_") else whole
+            field: limits if field.startswith("max_") else numbers
             for field in ReceiverStatistics.__struct_fields__
         },
-        "errors": st.dictionaries(st.text(max_size=9), whole, max_size=4),
+        "errors": st.dictionaries(st.text(max_size=9), numbers, max_size=4),
     },
 )
 frames_to_observer = st.one_of(
@@ -295,8 +297,8 @@ def test_whoever_looks_refuses_what_senders_and_receivers_say_to_each_other(
 
 
 def test_a_report_of_as_many_senders_as_it_may_have_fits_a_record_whatever_they_are_called() -> None:
-    largest: dict[str, Any] = dict.fromkeys(ReceiverStatistics.__struct_fields__, 2**64 - 1)
-    largest["errors"] = dict.fromkeys(ERROR_NAMES, 2**64 - 1)
+    largest: dict[str, Any] = dict.fromkeys(ReceiverStatistics.__struct_fields__, LARGEST)
+    largest["errors"] = dict.fromkeys(ERROR_NAMES, LARGEST)
     row = SenderRow("\N{GRINNING FACE}" * 64, *[LARGEST] * 7)
     report = Report(ReceiverStatistics(**largest), (row,) * MAX_ROWS)
 
@@ -307,7 +309,8 @@ def test_a_report_of_as_many_senders_as_it_may_have_fits_a_record_whatever_they_
 def test_the_longest_account_fits_the_shortest_record_that_every_receiver_takes() -> None:
     holding = Holding(LARGEST, "\N{GRINNING FACE}" * 64, LARGEST, 2.0**63)
     largest = dict.fromkeys(Account.__struct_fields__, LARGEST)
-    longest_waits = Waits((2.0**63,) * MAX_BOUNDS, (LARGEST,) * (MAX_BOUNDS + 1), 2.0**63)
+    bounds = tuple(2.0**63 - 2048 * (MAX_BOUNDS - number) for number in range(MAX_BOUNDS))
+    longest_waits = Waits(bounds, (LARGEST,) * (MAX_BOUNDS + 1), 2.0**63)
     names = [f"{number:02}" + "\N{GRINNING FACE}" * 62 for number in range(MAX_ERROR_NAMES)]
     longest: dict[str, Any] = {
         "longest_wait_s": 2.0**63,
@@ -323,6 +326,14 @@ def test_the_longest_account_fits_the_shortest_record_that_every_receiver_takes(
     assert decode_to_receiver(encode(account)) == [account]
 
 
+WRONG_SECONDS = (float("nan"), float("inf"), -0.5, 2.0**64, None)
+
+
+def _waited(**changes: object) -> dict[str, object]:
+    """Tell of three waits, or of something that differs from that in what is given."""
+    return {"bounds_s": [0.5], "counts": [1, 2], "total_s": 3.0, **changes}
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -332,9 +343,12 @@ def test_the_longest_account_fits_the_shortest_record_that_every_receiver_takes(
         (4, float("inf")),
         (4, None),
         (13, None),
-        (14, {"bounds_s": [1.0] * (MAX_BOUNDS + 1), "counts": [], "total_s": 0.0}),
-        (14, {"bounds_s": [], "counts": [0] * (MAX_BOUNDS + 2), "total_s": 0.0}),
-        (14, {"bounds_s": [], "counts": []}),
+        (14, _waited(bounds_s=[float(n) for n in range(MAX_BOUNDS + 1)], counts=[0] * (MAX_BOUNDS + 2))),
+        (14, {"bounds_s": [], "counts": [0]}),
+        *((13, _waited(counts=counts)) for counts in ([], [1], [1, 2, 3], [1, -2], [1, 2**63], [1, None])),
+        *((14, _waited(bounds_s=[wrong])) for wrong in WRONG_SECONDS),
+        *((14, _waited(total_s=wrong)) for wrong in WRONG_SECONDS),
+        *((14, _waited(bounds_s=bounds, counts=[0] * 3)) for bounds in ([1.0, 0.5], [1.0, 1.0])),
         (17, {"": 1}),
         (17, {"x" * 65: 1}),
         (17, {"OSError": -1}),
@@ -354,8 +368,7 @@ def test_the_longest_account_fits_the_shortest_record_that_every_receiver_takes(
     ids=lambda value: str(value)[:20],
 )
 def test_an_account_with_one_wrong_field_is_refused(field: int, value: object) -> None:
-    waited = {"bounds_s": [0.5], "counts": [1, 2], "total_s": 3.0}
-    items: list[object] = ["account", *[0] * 12, waited, waited, 0, 0, {"OSError": 1}]
+    items: list[object] = ["account", *[0] * 12, _waited(), _waited(), 0, 0, {"OSError": 1}]
     items += [[[None, "allocated", 1, 0.5]], "s"]
     decode_to_receiver(record_of(items))  # which is right as it is
 
@@ -374,6 +387,12 @@ def test_an_account_with_one_wrong_field_is_refused(field: int, value: object) -
         ["report", NOTHING, [["s", -1, *[0] * 6]]],
         ["report", dict.fromkeys(NOTHING, "0"), []],
         ["report", NOTHING, [], None],
+        *(["report", {**NOTHING, field: -1}, []] for field in NOTHING),
+        *(
+            ["report", {**NOTHING, field: 2**63}, []]
+            for field in ("senders", "unclaimed_bytes", "bytes_taken")
+        ),
+        ["report", {**NOTHING, "errors": {"OSError": -1}}, []],
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -4,6 +4,7 @@ import pytest
 
 from aiotensor.errors import AlreadyTakenError, DiscardedError, PeerLostError, ProtocolError
 from aiotensor.protocol import mailbox as mailbox_module
+from aiotensor.protocol import remembered
 from aiotensor.protocol.mailbox import Key, Mailbox
 
 
@@ -16,7 +17,7 @@ def joined(limit: int = 8) -> Mailbox[str]:
 def put(mailbox: Mailbox[str], number: int, tensor: int, item: str = "x", sender: str = "s") -> None:
     """File a tensor as the receiver does: after asking whether it is expected."""
     assert mailbox.expects(sender, number)
-    mailbox.put(Key(sender, number, tensor), item)
+    mailbox.put(Key(sender, number, tensor), item, len(item))
 
 
 def send(mailbox: Mailbox[str], number: int, count: int = 1) -> None:
@@ -89,7 +90,7 @@ def test_who_waits_for_what_a_closed_sender_did_not_complete_is_told() -> None:
         mailbox.hold(Key("s", 1, 0))
     with pytest.raises(DiscardedError, match=r"never sent: its sender \(pid 42\) closed"):
         mailbox.hold(Key("s", 2, 0))
-    assert list(mailbox.unclaimed()) == ["tensor 0"]
+    assert (mailbox.unclaimed.tensors, mailbox.unclaimed.nbytes) == (1, len("tensor 0"))
 
 
 def test_a_sender_that_closed_cannot_be_lost_any_more() -> None:
@@ -228,7 +229,7 @@ def test_a_cleared_mailbox_holds_no_tensor_and_lets_takers_end_what_they_began()
     mailbox.hold(other)
     mailbox.clear()
 
-    assert list(mailbox.unclaimed()) == []
+    assert (mailbox.unclaimed.tensors, mailbox.unclaimed.nbytes) == (0, 0)
     assert mailbox.next_unclaimed() is None
     assert not mailbox.finish(held)
     assert mailbox.put_back(other) == []
@@ -239,7 +240,7 @@ def test_a_cleared_mailbox_holds_no_tensor_and_lets_takers_end_what_they_began()
 def test_old_discards_are_forgotten_but_never_taken_for_something_to_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mailbox_module, "_REMEMBERED_DISCARDS", 2)
+    monkeypatch.setattr(remembered, "_REMEMBERED_DISCARDS", 2)
     mailbox = joined()
     for number in range(3):
         mailbox.discard("s", number)
@@ -369,7 +370,7 @@ def test_a_lost_sender_comes_back_and_goes_on_where_it_was() -> None:
     mailbox.join("s", 43, 1, 2)
     send(mailbox, 2)
 
-    assert list(mailbox.unclaimed()) == ["tensor 0"]
+    assert mailbox.unclaimed_of("s").tensors == 1
     assert mailbox.next_unclaimed() == Key("s", 2, 0)
     assert mailbox.hold(Key("s", 2, 0)) == "tensor 0"
     assert mailbox.finish(Key("s", 2, 0))

@@ -26,6 +26,11 @@ def item_of(key: Key) -> str:
     return f"{key.sender}/{key.message}/{key.tensor}"
 
 
+def size_of(key: Key) -> int:
+    """Give each tensor of a sender a size that no others add up to."""
+    return 1 << (3 * key.message + key.tensor)
+
+
 class Known:
     """One message, as the model sees it."""
 
@@ -128,10 +133,10 @@ class MailboxMachine(RuleBasedStateMachine):
         known = self.messages.get(key[:2], Known())
         if key.tensor != len(known.arrived):
             with pytest.raises(ProtocolError, match="out of turn"):
-                self.mailbox.put(key, "never filed")
+                self.mailbox.put(key, "never filed", 1)
             self.breaks_the_link(key.sender)
             return
-        self.mailbox.put(key, item_of(key))
+        self.mailbox.put(key, item_of(key), size_of(key))
         self.messages[key[:2]] = known
         known.arrived.add(key.tensor)
 
@@ -201,7 +206,7 @@ class MailboxMachine(RuleBasedStateMachine):
         known = self.messages.setdefault((sender, number), Known())
         known.arrived.add(count - 1)
         key = Key(sender, number, count - 1)
-        self.became_whole(sender, number, self.mailbox.put(key, item_of(key), last=True))
+        self.became_whole(sender, number, self.mailbox.put(key, item_of(key), size_of(key), last=True))
 
     def became_whole(self, sender: str, number: int, woken: Sequence[Key]) -> None:
         known = self.messages[sender, number]
@@ -384,13 +389,18 @@ class MailboxMachine(RuleBasedStateMachine):
         assert self.mailbox.messages_discarded == self.discarded
 
     @invariant()
-    def what_nobody_took_is_there_once(self) -> None:
+    def it_counts_what_arrived_and_nobody_took(self) -> None:
         there = [
-            item_of(Key(*message, tensor))
+            Key(*message, tensor)
             for message, known in self.messages.items()
             for tensor in known.arrived - known.taken
         ]
-        assert sorted(self.mailbox.unclaimed()) == sorted(there)
+        counts = self.mailbox.unclaimed
+        assert (counts.tensors, counts.nbytes) == (len(there), sum(map(size_of, there)))
+        for sender in [name for name in "abc" if self.state[name] != "unknown"]:
+            of_one = self.mailbox.unclaimed_of(sender)
+            sizes = [size_of(key) for key in there if key.sender == sender]
+            assert (of_one.tensors, of_one.nbytes) == (len(sizes), sum(sizes))
 
 
 TestAnyOrderOfEvents = MailboxMachine.TestCase

@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from aiotensor import Delivery, DiscardedError, TensorHandle, TensorReceiver
-from aiotensor.protocol import mailbox
+from aiotensor.protocol import mailbox, remembered
 from aiotensor.protocol.mailbox import Key
 from tests.processes.peers import State
 from tests.soak.numbers import of_python
@@ -170,7 +170,7 @@ _engines: list[Engine] = []  # of this process: one
 async def run(state: State, folder: Path, seed: int) -> None:
     """Open a receiver, and follow notes until `settle`."""
     prepare(_THREADS)
-    mailbox._REMEMBERED_SENDERS = mailbox._REMEMBERED_DISCARDS = _REMEMBERED
+    mailbox._REMEMBERED_SENDERS = remembered._REMEMBERED_DISCARDS = _REMEMBERED
     receiver = TensorReceiver(state.endpoint)
     state.receivers.append(await receiver.__aenter__())
     async with asyncio.TaskGroup() as group:

@@ -1,6 +1,7 @@
 """The options of `aiotensor top`. Imports what it looks with only once it runs."""
 
 import asyncio
+import math
 import sys
 
 import click
@@ -10,6 +11,18 @@ from aiotensor.cli.extras import missing_extra
 __all__ = ["top"]
 
 _AT_LEAST_S = 0.01
+_INTERRUPTED = 130  # what shells say of Ctrl-C
+
+
+class _Seconds(click.FloatRange):
+    """So many seconds; what is not a number is neither more nor less than the least."""
+
+    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Read the option."""
+        seconds = super().convert(value, param, ctx)
+        if not math.isfinite(seconds):
+            self.fail(f"{value} is no number of seconds.", param, ctx)
+        return seconds
 
 
 @click.command()
@@ -18,7 +31,7 @@ _AT_LEAST_S = 0.01
 @click.option(
     "--interval",
     "interval_s",
-    type=click.FloatRange(min=_AT_LEAST_S),
+    type=_Seconds(min=_AT_LEAST_S),
     default=1.0,
     show_default=True,
     metavar="SECONDS",
@@ -27,7 +40,7 @@ _AT_LEAST_S = 0.01
 @click.option(
     "--patience",
     "patience_s",
-    type=click.FloatRange(min=_AT_LEAST_S),
+    type=_Seconds(min=_AT_LEAST_S),
     default=0.5,
     show_default=True,
     metavar="SECONDS",
@@ -39,15 +52,20 @@ def top(address: str, as_json: bool, interval_s: float, patience_s: float) -> No
     On a terminal it looks again and again, until Ctrl-C; elsewhere once. It changes nothing, and takes
     nobody's place. Only the user whose receiver it is may look.
     """
+    on_terminal = not as_json and sys.stdout.isatty()
+    is_live = on_terminal and not missing_extra("aiotensor top", ["rich"], extra="cli")
     try:
-        _run(address, as_json, interval_s, patience_s)
+        text = _run(address, as_json, is_live, interval_s, patience_s)
     except KeyboardInterrupt:
-        raise SystemExit(0) from None
+        raise SystemExit(0 if is_live else _INTERRUPTED) from None
+    click.echo(text)
 
 
-def _run(address: str, as_json: bool, interval_s: float, patience_s: float) -> None:
+def _run(address: str, as_json: bool, is_live: bool, interval_s: float, patience_s: float) -> str:
+    """Look, and return what is to be written; without an end on a terminal, which is drawn on."""
     from aiotensor.cli.top import report
     from aiotensor.cli.top.rates import inspect_twice
+    from aiotensor.cli.top.words import printable
     from aiotensor.errors import AioTensorError
     from aiotensor.inspection import inspect
     from aiotensor.links.unix import path_of
@@ -59,12 +77,13 @@ def _run(address: str, as_json: bool, interval_s: float, patience_s: float) -> N
     try:
         if as_json:
             before, now = asyncio.run(inspect_twice(address, interval_s, patience_s))
-            click.echo(report.as_json(address, before, now))
-        elif sys.stdout.isatty() and not missing_extra("aiotensor top", ["rich"], extra="cli"):
+            return report.as_json(address, before, now)
+        if is_live:
             from aiotensor.cli.top.watch import watch
 
             asyncio.run(watch(address, interval_s, patience_s))
-        else:
-            click.echo(report.as_lines(address, asyncio.run(inspect(address, patience_s=patience_s))))
+        return report.as_lines(address, asyncio.run(inspect(address, patience_s=patience_s)))
     except AioTensorError as error:
-        raise click.ClickException(str(error)) from error
+        raise click.ClickException(printable(str(error))) from error
+    except OSError as error:
+        raise click.ClickException(f"this process cannot look: {error.strerror}") from error

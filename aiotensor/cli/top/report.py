@@ -25,7 +25,7 @@ def as_json(address: str, before: Inspection | None, now: Inspection) -> str:
         del sender["answered_at"]  # by a clock that nobody else has
         rate = by_sender.get(sender["sender"])
         sender["sent"] = None if rate is None else rate._asdict()
-    return json.dumps({"address": address, **found}, indent=2)
+    return json.dumps({"address": address, **found}, indent=2, allow_nan=False)
 
 
 def as_lines(address: str, now: Inspection) -> str:

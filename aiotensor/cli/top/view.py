@@ -1,6 +1,6 @@
 """The same on a terminal. Needs rich, as `watch.py` does."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -14,7 +14,8 @@ __all__ = ["as_screen", "nobody"]
 
 _LONG_WAIT_S = 1.0  # worth a colour
 _UNKNOWN = "-"
-_BESIDE_HOLDERS = 8  # lines of the screen that are neither senders nor holders
+_BESIDE_SENDERS = 5  # lines of the screen above them
+_OF_HOLDERS = 3  # lines that holders need beside their own
 
 
 def as_screen(address: str, now: Inspection, rates: Mapping[str, Rate], height: int) -> RenderableType:
@@ -24,16 +25,25 @@ def as_screen(address: str, now: Inspection, rates: Mapping[str, Rate], height: 
         address: where the receiver listens.
         now: what was found.
         rates: how fast senders send, of those where that is known.
-        height: lines of the screen; holders for whom there is no room are counted.
+        height: lines of the screen; senders and holders for whom there is no room are counted.
     """
     held = holders_of(now)
-    room = max(1, height - _BESIDE_HOLDERS - len(now.senders))
-    parts: list[RenderableType] = [_header(address, now), Text(), _senders(now, rates)]
+    room = height - _BESIDE_SENDERS
+    for_senders = room - (_OF_HOLDERS + 1 if held else 0)
+    senders = now.senders
+    if len(senders) > for_senders:
+        senders = senders[: max(1, for_senders - 1)]
+    parts: list[RenderableType] = [_header(address, now), Text(), _senders(senders, rates)]
+    parts += _more(len(now.senders) - len(senders))
     if held:
-        parts += [Text(), Text("held for longest", style="bold"), _holders(held[:room])]
-    if len(held) > room:
-        parts.append(Text(f"and {len(held) - room} more", style="dim"))
+        for_holders = max(1, room - len(senders) - (len(senders) < len(now.senders)) - _OF_HOLDERS)
+        parts += [Text(), Text("held for longest", style="bold"), _holders(held[:for_holders])]
+        parts += _more(len(held) - for_holders)
     return Group(*parts)
+
+
+def _more(count: int) -> list[Text]:
+    return [Text(f"and {count} more", style="dim")] if count > 0 else []
 
 
 def nobody(reason: str) -> RenderableType:
@@ -67,15 +77,15 @@ def _facts(facts: Mapping[str, str]) -> Text:
     return line
 
 
-def _senders(now: Inspection, rates: Mapping[str, Rate]) -> RenderableType:
-    if not now.senders:
+def _senders(senders: Sequence[SenderInspection], rates: Mapping[str, Rate]) -> RenderableType:
+    if not senders:
         return Text("no sender is connected", style="dim")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("pid", justify="right", no_wrap=True)
     table.add_column("sender", no_wrap=True)
     for name in ("permits", "memory", "sent/s", "msgs/s", "wait", "longest", "unclaimed"):
         table.add_column(name, justify="right", no_wrap=True)
-    for sender in now.senders:
+    for sender in senders:
         table.add_row(*_row(sender, rates.get(sender.sender)))
     return table
 

@@ -1,6 +1,7 @@
 """Looking again and again, and drawing what was found. Needs rich."""
 
 import asyncio
+from typing import NoReturn
 
 from rich.console import Console
 from rich.live import Live
@@ -13,7 +14,7 @@ from aiotensor.inspection import Inspection, inspect
 __all__ = ["watch"]
 
 
-async def watch(address: str, interval_s: float, patience_s: float) -> None:
+async def watch(address: str, interval_s: float, patience_s: float) -> NoReturn:
     """Look at a receiver until this is cancelled, and at the next one once it is gone.
 
     Raises:
