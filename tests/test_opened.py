@@ -355,3 +355,7 @@ def test_a_queue_is_named_alike_in_every_process() -> None:
     assert name_of(queue) == "queue"
     assert name_of("unix:///run/s") == "unix:///run/s"
     queue.close()
+
+
+def test_a_path_that_is_no_utf_8_has_a_name_that_is() -> None:
+    assert name_of("unix:///run/ä\udcff") == "unix:///run/ä\\udcff"

@@ -281,6 +281,13 @@ async def test_clients_and_servers_tell_what_was_asked_answered_and_failed() -> 
     assert asked["aiotensor_server_messages_received_total"] == 4
 
 
+async def test_an_address_that_is_no_utf_8_is_told_with_its_bytes_escaped() -> None:
+    with address() as place:
+        async with TensorSender(f"{place}\udcff"):
+            numbers = at(scrape(new_registry()), f"{place}\\udcff")
+    assert numbers["aiotensor_sender_permits_limit"] == 8
+
+
 # What it costs and how it is named
 
 
