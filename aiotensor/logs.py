@@ -52,7 +52,7 @@ def _make_plain(record: logging.LogRecord) -> bool:
 
 def _plain_traceback(error: BaseException) -> str:
     """Format a traceback of plain lines: the text of an error stays one."""
-    lines = []
+    lines: list[str] = []
     for part in TracebackException.from_exception(error).format():
         # Calls and what stands between errors are several lines of their own, the first of which begins with
         # a space or is empty; in a group of errors all lines do.

@@ -6,6 +6,7 @@ questions that others have for it: two loops that ask each other would else both
 """
 
 import asyncio
+import itertools
 import os
 import threading
 import time
@@ -74,7 +75,8 @@ Counts: TypeAlias = dict[tuple[str, str], float]
 # What is the same in all that is counted together.
 Place: TypeAlias = tuple[type[Statistics], str]
 
-# That are closed, not in use, and still counted. Who opens another address each time would else collect them for ever.
+# That are closed, not in use, and still counted. Who opens another address each time would else collect them
+# for ever.
 _MAX_CLOSED_PLACES = 256
 
 # For so long at most a loop is waited for that has ended meanwhile. Only a thread that waits wakes up for it.
@@ -86,6 +88,10 @@ class Watched(Protocol):
 
     def statistics(self) -> Statistics:
         """Return what is held and what was done; also after closing."""
+
+
+# Of all that was ever open: a later object has a larger one.
+_numbers = itertools.count(1)
 
 
 class Opened:
@@ -103,6 +109,7 @@ class Opened:
         self.thread = threading.get_ident()
         self.last: Statistics | None = None
         self.is_closed = False
+        self.number = next(_numbers)
         self.is_folded = False  # what it has counted is in the books, and is not to change any more
         self._is_freed = False
         self._owner = weakref.ref(owner, self._free)
@@ -138,11 +145,13 @@ class Report(NamedTuple):
     Attributes:
         present: what is open says, each with its endpoint.
         counts: what was counted at each place since the process began, by what is open and what was.
+        begun: for each place a number that grows when its counts were forgotten and have begun anew.
         unanswered: how many loops run and did not answer. What their objects said before is in the report.
     """
 
     present: list[tuple[str, Statistics]]
     counts: dict[Place, Counts]
+    begun: dict[Place, int]
     unanswered: int
 
 
@@ -157,7 +166,7 @@ class _Question:
 
     @property
     def is_settled(self) -> bool:
-        """Say whether there is nothing to wait for: a loop that has ended runs nothing that was left to it."""
+        """Say whether there is nothing to wait for: a loop that has ended answers nothing any more."""
         return self.is_answered or not self.loop.is_running()
 
 
@@ -168,7 +177,8 @@ class _Books:
         # Reentrant: the handler of a signal may look while its thread does. Not held while objects are asked.
         self.changed = threading.Condition(threading.RLock())
         self.open: dict[Opened, None] = {}
-        self.closed: dict[Place, Counts] = {}  # the latest last
+        # With the number of the object that they began with; the latest last.
+        self.closed: dict[Place, tuple[Counts, int]] = {}
         self.questions: dict[int, list[_Question]] = {}  # for each thread
         self._is_folding = False
 
@@ -197,16 +207,18 @@ class _Books:
             del self.open[opened]
             return
         place = (type(opened.last), opened.endpoint)
-        counts = dict(self.closed.get(place, {}))
+        before, number = self.closed.get(place, ({}, opened.number))
+        counts = dict(before)
         _count(opened.last, counts)
+        kept = (counts, min(number, opened.number))
         # From here on nothing is called, so that no handler comes between and misses it, or finds it twice.
         if place in self.closed:
             del self.closed[place]
-        self.closed[place] = counts
+        self.closed[place] = kept
         del self.open[opened]
 
     def _forget(self) -> None:
-        """Forget those that were closed first, if too many are; never one in use, whose counts would go back."""
+        """Forget those that were closed first; never one in use, whose counts would go back."""
         if len(self.closed) <= _MAX_CLOSED_PLACES:
             return
         in_use = {opened.endpoint for opened in list(self.open)}
@@ -320,18 +332,22 @@ def look(timeout_s: float) -> Report:
     with books.changed:
         books.sweep()
         present = list(books.open)
-        counts = {place: dict(counts) for place, counts in books.closed.items()}
+        closed = dict(books.closed)
+    counts = {place: dict(counts) for place, (counts, _) in closed.items()}
+    begun = {place: number for place, (_, number) in closed.items()}
     unanswered = books.ask(present, timeout_s)
     # What was closed in the meantime has left its last word, and is not in the counts of those before.
     said = [(opened, opened.last) for opened in present if opened.last is not None]
     for opened, last in said:
-        _count(last, counts.setdefault((type(last), opened.endpoint), {}))
+        place = (type(last), opened.endpoint)
+        _count(last, counts.setdefault(place, {}))
+        begun[place] = min(begun.get(place, opened.number), opened.number)
     with books.changed:
         books.sweep()
         still_open = [
             (opened.endpoint, last) for opened, last in said if opened in books.open and not opened.is_closed
         ]
-    return Report(still_open, counts, unanswered)
+    return Report(still_open, counts, begun, unanswered)
 
 
 def _strike_out(opened: Opened) -> None:

@@ -271,7 +271,7 @@ def test_a_loop_that_ends_with_a_question_in_it_is_not_waited_for() -> None:
         asked.set()
         return handle
 
-    loop.call_soon_threadsafe = call_soon_threadsafe  # type: ignore[method-assign]
+    loop.call_soon_threadsafe = call_soon_threadsafe  # type: ignore[method-assign,assignment]
 
     def live() -> None:
         task = loop.create_task(run())
@@ -468,7 +468,7 @@ async def test_a_forked_child_finds_nothing_of_its_parent() -> None:
     def look() -> None:
         raise RuntimeError(str(opened.look(0.0)))
 
-    assert in_a_fork(look) == f"RuntimeError: {Report([], {}, 0)}"
+    assert in_a_fork(look) == f"RuntimeError: {Report([], {}, {}, 0)}"
     assert present(opened.look(0.0), at) == [told.statistics()]
 
 
