@@ -1,6 +1,7 @@
 """The library's loggers: one line for one event, whatever a peer puts into its texts."""
 
 import logging
+from traceback import TracebackException
 from typing import Final
 
 __all__ = ["MAX_TEXT", "logger_of", "one_line"]
@@ -42,4 +43,19 @@ def _make_plain(record: logging.LogRecord) -> bool:
     for name, value in list(vars(record).items()):
         if isinstance(value, str):
             setattr(record, name, one_line(value))
+    error = record.exc_info[1] if record.exc_info else None
+    if error is not None:
+        # Where the formatters of logging keep it. They would make it themselves, of texts as they are.
+        record.exc_text = _plain_traceback(error)
     return True
+
+
+def _plain_traceback(error: BaseException) -> str:
+    """Format a traceback of plain lines: the text of an error stays one."""
+    lines: list[str] = []
+    for part in TracebackException.from_exception(error).format():
+        # Calls and what stands between errors are several lines of their own, the first of which begins with
+        # a space or is empty; in a group of errors all lines do.
+        own = part.rstrip("\n").split("\n") if part[0].isspace() else [part.removesuffix("\n")]
+        lines += map(one_line, own)
+    return "\n".join(lines)

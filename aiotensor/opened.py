@@ -6,6 +6,7 @@ questions that others have for it: two loops that ask each other would else both
 """
 
 import asyncio
+import itertools
 import os
 import threading
 import time
@@ -74,8 +75,12 @@ Counts: TypeAlias = dict[tuple[str, str], float]
 # What is the same in all that is counted together.
 Place: TypeAlias = tuple[type[Statistics], str]
 
-# That are closed and still counted. Who opens another address each time would else collect them for ever.
+# That are closed, not in use, and still counted. Who opens another address each time would else collect them
+# for ever.
 _MAX_CLOSED_PLACES = 256
+
+# For so long at most a loop is waited for that has ended meanwhile. Only a thread that waits wakes up for it.
+_SLICE_S = 0.05
 
 
 class Watched(Protocol):
@@ -83,6 +88,10 @@ class Watched(Protocol):
 
     def statistics(self) -> Statistics:
         """Return what is held and what was done; also after closing."""
+
+
+# Of all that was ever open: a later object has a larger one.
+_numbers = itertools.count(1)
 
 
 class Opened:
@@ -100,12 +109,20 @@ class Opened:
         self.thread = threading.get_ident()
         self.last: Statistics | None = None
         self.is_closed = False
-        self._owner = weakref.ref(owner)
+        self.number = next(_numbers)
+        self.is_folded = False  # what it has counted is in the books, and is not to change any more
+        self._is_freed = False
+        self._owner = weakref.ref(owner, self._free)
+
+    def _free(self, _: object) -> None:
+        # In any thread and at any moment, so no more than this.
+        self._is_freed = True
 
     @property
     def is_over(self) -> bool:
         """Say whether it went without being closed: it was freed, or its loop is closed."""
-        return self._owner() is None or self.loop.is_closed()
+        # Not by a look at the object, which another thread might then free here and now, with the lock held.
+        return self._is_freed or self.loop.is_closed()
 
     def look(self) -> None:
         """Note what it says now; in its thread.
@@ -114,8 +131,12 @@ class Opened:
             UsageError: another loop runs in this thread.
         """
         owner = self._owner()
-        if owner is not None:
-            self.last = owner.statistics()
+        if owner is None:
+            return
+        said = owner.statistics()
+        with _books.changed:
+            if not self.is_folded:
+                self.last = said
 
 
 class Report(NamedTuple):
@@ -124,20 +145,29 @@ class Report(NamedTuple):
     Attributes:
         present: what is open says, each with its endpoint.
         counts: what was counted at each place since the process began, by what is open and what was.
-        unanswered: how many loops did not answer. What their objects said before is in the report.
+        begun: for each place a number that grows when its counts were forgotten and have begun anew.
+        unanswered: how many loops run and did not answer. What their objects said before is in the report.
     """
 
     present: list[tuple[str, Statistics]]
     counts: dict[Place, Counts]
+    begun: dict[Place, int]
     unanswered: int
 
 
 class _Question:
-    """What one thread wants to know of an object that lives in another."""
+    """What one thread wants to know of the objects in a loop of another."""
 
-    def __init__(self, opened: Opened) -> None:
-        self.opened = opened
+    def __init__(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
+        self.loop = loop
+        self.thread = thread
+        self.objects: list[Opened] = []
         self.is_answered = False
+
+    @property
+    def is_settled(self) -> bool:
+        """Say whether there is nothing to wait for: a loop that has ended answers nothing any more."""
+        return self.is_answered or not self.loop.is_running()
 
 
 class _Books:
@@ -147,29 +177,54 @@ class _Books:
         # Reentrant: the handler of a signal may look while its thread does. Not held while objects are asked.
         self.changed = threading.Condition(threading.RLock())
         self.open: dict[Opened, None] = {}
-        self.closed: dict[Place, Counts] = {}  # the latest last
+        # With the number of the object that they began with; the latest last.
+        self.closed: dict[Place, tuple[Counts, int]] = {}
         self.questions: dict[int, list[_Question]] = {}  # for each thread
+        self._is_folding = False
 
     def sweep(self) -> None:
         """Strike out what went without being closed; the lock is held."""
-        for opened in [opened for opened in self.open if opened.is_over]:
-            self.fold(opened)
+        for opened in list(self.open):
+            if opened.is_over:
+                self.fold(opened)
 
     def fold(self, opened: Opened) -> None:
         """Keep of an object what it has counted, and no more; the lock is held."""
-        if opened not in self.open:
+        # The handler of a signal may come amid this, and look. It leaves such work to whom it interrupted.
+        if self._is_folding:
             return
-        del self.open[opened]
-        if opened.last is None:
-            return  # freed before anybody looked
+        self._is_folding = True
+        try:
+            if opened in self.open:
+                self._fold(opened)
+                self._forget()
+        finally:
+            self._is_folding = False
+
+    def _fold(self, opened: Opened) -> None:
+        opened.is_folded = True
+        if opened.last is None:  # freed before anybody looked
+            del self.open[opened]
+            return
         place = (type(opened.last), opened.endpoint)
-        counts = self.closed.pop(place, {})
+        before, number = self.closed.get(place, ({}, opened.number))
+        counts = dict(before)
         _count(opened.last, counts)
-        self.closed[place] = counts
-        if len(self.closed) > _MAX_CLOSED_PLACES:
-            in_use = {opened.endpoint for opened in self.open}  # whose counts would go back
-            oldest = next((place for place in self.closed if place[1] not in in_use), place)
-            del self.closed[oldest]
+        kept = (counts, min(number, opened.number))
+        # From here on nothing is called, so that no handler comes between and misses it, or finds it twice.
+        if place in self.closed:
+            del self.closed[place]
+        self.closed[place] = kept
+        del self.open[opened]
+
+    def _forget(self) -> None:
+        """Forget those that were closed first; never one in use, whose counts would go back."""
+        if len(self.closed) <= _MAX_CLOSED_PLACES:
+            return
+        in_use = {opened.endpoint for opened in list(self.open)}
+        unused = [place for place in self.closed if place[1] not in in_use]
+        for place in unused[:-_MAX_CLOSED_PLACES]:
+            del self.closed[place]
 
     def answer(self) -> None:
         """Answer what others ask this thread."""
@@ -180,62 +235,58 @@ class _Books:
             if not questions:
                 return
             for question in questions:
-                with suppress(UsageError):  # another loop runs here by now
-                    question.opened.look()
-                    question.is_answered = True
+                for opened in question.objects:
+                    with suppress(UsageError):  # another loop runs here by now
+                        opened.look()
+                question.is_answered = True
             with self.changed:
                 self.changed.notify_all()
 
-    def ask(self, opened: Iterable[Opened], timeout_s: float) -> list[Opened]:
-        """Have objects say what is so now, and return those that did not."""
+    def ask(self, present: Iterable[Opened], timeout_s: float) -> int:
+        """Have objects say what is so now, and return how many of the loops that run did not."""
         here, end = threading.get_ident(), time.monotonic() + timeout_s
-        silent: list[Opened] = []
-        asked: list[_Question] = []
-        for one in opened:
-            if one.thread == here:
-                try:
-                    one.look()
-                except UsageError:  # another loop runs here, so that one does not
-                    silent.append(one)
-            elif one.loop.is_running():
-                asked.append(_Question(one))
-            else:
-                silent.append(one)
+        asked: dict[tuple[asyncio.AbstractEventLoop, int], _Question] = {}
+        for opened in present:
+            if opened.thread == here:
+                with suppress(UsageError):  # another loop runs here, so that one does not
+                    opened.look()
+            elif opened.loop.is_running():
+                key = (opened.loop, opened.thread)
+                asked.setdefault(key, _Question(*key)).objects.append(opened)
+        questions = list(asked.values())
         try:
-            self._put(asked)
-            while not all(question.is_answered for question in asked):
+            self._put(questions)
+            while not all(question.is_settled for question in questions):
                 self.answer()
                 with self.changed:
                     left = end - time.monotonic()
                     if left <= 0:
                         break
-                    if here not in self.questions and not all(question.is_answered for question in asked):
-                        self.changed.wait(left)
+                    if here not in self.questions and not all(question.is_settled for question in questions):
+                        # Not for longer: of a loop that ends with a question in it nobody hears.
+                        self.changed.wait(min(left, _SLICE_S))
         finally:
-            self._take_back(asked)
-        return silent + [question.opened for question in asked if not question.is_answered]
+            self._take_back(questions)
+        return sum(not question.is_settled for question in questions)
 
     def _put(self, questions: list[_Question]) -> None:
         with self.changed:
             for question in questions:
-                self.questions.setdefault(question.opened.thread, []).append(question)
+                self.questions.setdefault(question.thread, []).append(question)
             self.changed.notify_all()  # it may be waiting for an answer itself
-        for loop in {question.opened.loop for question in questions}:
-            try:
-                loop.call_soon_threadsafe(self.answer)
-            except RuntimeError:  # it was closed just now
-                for question in questions:
-                    question.is_answered |= question.opened.loop is loop
+        for question in questions:
+            with suppress(RuntimeError):  # it was closed just now
+                question.loop.call_soon_threadsafe(self.answer)
 
     def _take_back(self, questions: list[_Question]) -> None:
         """Ask no longer."""
         with self.changed:
             for question in questions:
-                others = self.questions.get(question.opened.thread, [])
+                others = self.questions.get(question.thread, [])
                 if question in others:
                     others.remove(question)
                     if not others:
-                        del self.questions[question.opened.thread]
+                        del self.questions[question.thread]
 
 
 _books = _Books()
@@ -258,10 +309,15 @@ def add(owner: Watched, endpoint: str, loop: asyncio.AbstractEventLoop) -> Opene
 
 def remove(opened: Opened) -> None:
     """Let it be found no more, and keep what it has counted; in its loop. May be called again."""
-    opened.look()
+    with suppress(UsageError):  # another loop runs here, since that one is closed
+        opened.look()
     opened.is_closed = True
-    # Who waited hears of the end in the next turn, and what that counts is to be counted too.
-    opened.loop.call_soon(_strike_out, opened)
+    try:
+        # Who waited hears of the end in the next turn, and what that counts is to be counted too.
+        opened.loop.call_soon(_strike_out, opened)
+    except RuntimeError:  # it is closed, and has no next turn
+        with _books.changed:
+            _books.fold(opened)
 
 
 def look(timeout_s: float) -> Report:
@@ -276,19 +332,22 @@ def look(timeout_s: float) -> Report:
     with books.changed:
         books.sweep()
         present = list(books.open)
-        counts = {place: dict(counts) for place, counts in books.closed.items()}
-    silent = books.ask(present, timeout_s)
+        closed = dict(books.closed)
+    counts = {place: dict(counts) for place, (counts, _) in closed.items()}
+    begun = {place: number for place, (_, number) in closed.items()}
+    unanswered = books.ask(present, timeout_s)
     # What was closed in the meantime has left its last word, and is not in the counts of those before.
     said = [(opened, opened.last) for opened in present if opened.last is not None]
     for opened, last in said:
-        _count(last, counts.setdefault((type(last), opened.endpoint), {}))
+        place = (type(last), opened.endpoint)
+        _count(last, counts.setdefault(place, {}))
+        begun[place] = min(begun.get(place, opened.number), opened.number)
     with books.changed:
         books.sweep()
         still_open = [
             (opened.endpoint, last) for opened, last in said if opened in books.open and not opened.is_closed
         ]
-    loops = {opened.loop for opened in silent if not opened.loop.is_closed()}
-    return Report(still_open, counts, len(loops))
+    return Report(still_open, counts, begun, unanswered)
 
 
 def _strike_out(opened: Opened) -> None:

@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import contextlib
+import io
 import json
 import logging
 import os
@@ -498,6 +499,30 @@ def test_a_long_text_is_cut() -> None:
     assert cut.endswith("x...")
 
 
+def test_a_traceback_has_the_lines_of_its_calls_and_no_other() -> None:
+    def fail() -> None:
+        try:
+            raise ValueError(FORGED)
+        except ValueError as error:
+            raise ExceptionGroup(FORGED, [KeyError(FORGED), OSError(FORGED)]) from error
+
+    stream = io.StringIO()
+    logger, handler = logger_of("receiver"), logging.StreamHandler(stream)
+    logger.addHandler(handler)
+    try:
+        fail()
+    except ExceptionGroup as error:
+        logger.error("it broke", exc_info=error, extra={"event": "x"})
+    finally:
+        logger.removeHandler(handler)
+    lines = stream.getvalue().split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert [line for line in lines if line.startswith("2026")] == []
+    assert [line for line in lines if line.startswith("ValueError: so it is\\n2026")]
+    assert any("ExceptionGroup: so it is" in line for line in lines)
+    assert any("in fail" in line for line in lines)
+
+
 def test_a_record_keeps_no_error_that_was_named_in_it() -> None:
     records: list[logging.LogRecord] = []
 
@@ -596,4 +621,4 @@ except ValueError as error:
     (line,) = [json.loads(line) for line in done.stderr.splitlines()]
     assert line["message"] == "it failed: two\\nlines"
     assert line["traceback"].startswith("Traceback")
-    assert line["traceback"].endswith("ValueError: two\nlines")
+    assert line["traceback"].endswith("ValueError: two\\nlines")

@@ -2,11 +2,14 @@
 
 import asyncio
 import gc
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from typing import Any
 
+import msgspec
 import pytest
 
 from aiotensor import SenderStatistics, TensorQueue, TensorReceiver, TensorSender, opened
@@ -17,6 +20,7 @@ from aiotensor.links import name_of
 from aiotensor.opened import COUNTERS, Report, Statistics, Watched
 from aiotensor.types import ClientStatistics, ReceiverStatistics, ServerStatistics
 from tests.channel.parties import Answer, Question, place
+from tests.loops import let_threads_run
 from tests.pairs import endpoint, pattern, until
 from tests.test_home import forks, in_a_fork
 
@@ -242,10 +246,73 @@ def test_a_loop_that_does_not_run_is_not_waited_for() -> None:
     with ThreadPoolExecutor(1) as elsewhere:
         elsewhere.submit(loop.run_until_complete, run()).result()
         report = opened.look(PATIENCE_S)  # longer than this test may take
-        assert report.unanswered == 1
+        assert report.unanswered == 0  # nobody was asked
         assert not present(report, "stopped")  # nobody has ever heard of it
         loop.close()
         assert opened.look(PATIENCE_S).unanswered == 0
+
+
+def test_a_loop_that_ends_with_a_question_in_it_is_not_waited_for() -> None:
+    asked, ended = threading.Event(), threading.Event()
+    loop = asyncio.new_event_loop()
+    kept: list[tuple[Told, Home]] = []
+
+    async def run() -> None:
+        kept.append(open_told(1, "ends"))
+        loop.stop()
+        is_open.set()
+        asked.wait()  # what comes now is left for a turn that there is not
+
+    is_open = threading.Event()
+    take = loop.call_soon_threadsafe
+
+    def call_soon_threadsafe(*args: Any, **options: Any) -> asyncio.Handle:
+        handle = take(*args, **options)
+        asked.set()
+        return handle
+
+    loop.call_soon_threadsafe = call_soon_threadsafe  # type: ignore[method-assign,assignment]
+
+    def live() -> None:
+        task = loop.create_task(run())
+        loop.run_forever()
+        loop.close()
+        del task
+        ended.set()
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    is_open.wait()
+    report = opened.look(PATIENCE_S * 100)  # longer than this test may take
+    assert ended.wait(PATIENCE_S)
+    thread.join()
+    assert report.unanswered == 0
+    assert not opened._books.questions
+
+
+def test_what_is_asked_after_it_was_closed_tells_what_the_next_one_who_looks_is_told() -> None:
+    with loop_in_a_thread() as loop:
+        found: list[tuple[Told, Home]] = []
+        do(loop, lambda: found.append(open_told(1, "late")))
+        [(told, home)] = found
+        blocked, go_on = threading.Event(), threading.Event()
+
+        def close() -> None:
+            leave(home)
+            loop.call_soon(lambda: setattr(told, "answers", 100))  # after it was struck out
+            blocked.set()
+            go_on.wait()
+
+        loop.call_soon_threadsafe(close)
+        blocked.wait()
+        with ThreadPoolExecutor(1) as elsewhere:
+            looking = elsewhere.submit(opened.look, PATIENCE_S)
+            while not opened._books.questions:
+                let_threads_run()
+            go_on.set()
+            assert answers_at(looking.result(), "late") == 1
+        assert told.answers == 100
+        assert answers_at(opened.look(PATIENCE_S), "late") == 1
 
 
 def test_two_loops_that_ask_each_other_both_get_their_answer() -> None:
@@ -307,12 +374,90 @@ async def test_endpoints_that_were_closed_are_not_remembered_for_ever() -> None:
         told, home = open_told(1, f"{at} {number}")
         leave(home)
         await asyncio.sleep(0)
-    assert len(opened._books.closed) == 256
+    in_use = {one.endpoint for one in opened._books.open}
+    assert sum(endpoint not in in_use for _, endpoint in opened._books.closed) == 256
     report = opened.look(0.0)
     assert answers_at(report, f"{at} 599") == told.answers
     assert answers_at(report, f"{at} 0") == 1 + stays.answers  # somebody is still there
     assert (ClientStatistics, f"{at} 1") not in report.counts
     leave(home_of_it)
+
+
+async def test_what_was_counted_at_an_endpoint_in_use_is_kept_however_many_there_are() -> None:
+    at = f"used in {asyncio.get_running_loop()}"
+    kept = []
+    for number in range(300):
+        _, home = open_told(1, f"{at} {number}")
+        kept.append(open_told(1, f"{at} {number}"))
+        leave(home)
+        await asyncio.sleep(0)
+    report = opened.look(0.0)
+    assert [answers_at(report, f"{at} {number}") for number in range(300)] == [2] * 300
+    for _, home in kept:
+        leave(home)
+
+
+def test_what_is_closed_after_its_loop_is_kept_at_once() -> None:
+    async def open_one() -> tuple[Told, Home]:
+        return open_told(3, "after its loop")
+
+    told, home = asyncio.run(open_one())
+    told.answers = 4
+    leave(home)
+    assert not [one for one in opened._books.open if one.endpoint == "after its loop"]
+    assert answers_at(opened.look(0.0), "after its loop") == 4
+
+
+class InterruptedErrors(dict[str, int]):
+    """Errors, counting which is interrupted by a signal."""
+
+    def items(self) -> Any:
+        if callable(signal.getsignal(signal.SIGUSR1)):
+            signal.raise_signal(signal.SIGUSR1)
+        return super().items()
+
+
+class InterruptedLoop(asyncio.SelectorEventLoop):
+    """A loop, a look at which is interrupted by a signal."""
+
+    def is_closed(self) -> bool:
+        if callable(signal.getsignal(signal.SIGUSR1)):
+            signal.raise_signal(signal.SIGUSR1)
+        return super().is_closed()
+
+
+@pytest.mark.parametrize("amid", ["sweeping", "counting"])
+def test_the_handler_of_a_signal_may_look_amid_a_look(amid: str) -> None:
+    at = f"interrupted amid {amid}"
+    reports: list[Report] = []
+
+    def handle(*_: object) -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # one at a time
+        reports.append(opened.look(0.0))
+        signal.signal(signal.SIGUSR1, handle)
+
+    async def open_three() -> list[tuple[Told, Home]]:
+        those = [open_told(number, at) for number in (1, 10, 100)]
+        opened.look(0.0)
+        return those
+
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    loop = InterruptedLoop() if amid == "sweeping" else asyncio.SelectorEventLoop()
+    try:
+        kept = loop.run_until_complete(open_three())
+        for one in opened._books.open:
+            if one.endpoint == at and amid == "counting":
+                assert one.last is not None
+                one.last = msgspec.structs.replace(one.last, errors=InterruptedErrors())
+        loop.close()
+        signal.signal(signal.SIGUSR1, handle)
+        reports.append(opened.look(0.0))
+        reports.append(opened.look(0.0))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    kept.clear()
+    assert len(reports) > 2
+    assert {answers_at(report, at) for report in reports} == {111}
 
 
 @forks
@@ -323,7 +468,7 @@ async def test_a_forked_child_finds_nothing_of_its_parent() -> None:
     def look() -> None:
         raise RuntimeError(str(opened.look(0.0)))
 
-    assert in_a_fork(look) == f"RuntimeError: {Report([], {}, 0)}"
+    assert in_a_fork(look) == f"RuntimeError: {Report([], {}, {}, 0)}"
     assert present(opened.look(0.0), at) == [told.statistics()]
 
 
@@ -355,3 +500,7 @@ def test_a_queue_is_named_alike_in_every_process() -> None:
     assert name_of(queue) == "queue"
     assert name_of("unix:///run/s") == "unix:///run/s"
     queue.close()
+
+
+def test_a_path_that_is_no_utf_8_has_a_name_that_is() -> None:
+    assert name_of("unix:///run/ä\udcff") == "unix:///run/ä\\udcff"

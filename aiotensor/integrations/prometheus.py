@@ -24,7 +24,7 @@ from aiotensor import opened
 from aiotensor.errors import UsageError
 from aiotensor.integrations.families import ERRORS, LARGEST, TABLE
 from aiotensor.logs import logger_of
-from aiotensor.opened import Counts, Report, Statistics
+from aiotensor.opened import Counts, Place, Report, Statistics
 from aiotensor.tally import ERROR_NAMES
 from aiotensor.types import SenderStatistics
 from aiotensor.worker import no_thread
@@ -59,15 +59,17 @@ class AioTensorCollector(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """Return all families without their samples; asks nobody."""
-        return list(_families(Report([], {}, 0), None))
+        return list(_families(Report([], {}, {}, 0), None))
 
     def collect(self) -> Iterable[Metric]:
         """Return what is held and what was done, from any thread."""
+        return list(_families(*self._look()))
+
+    def _look(self) -> tuple[Report, int]:
         report = opened.look(self._timeout_s)
         with self._lock:
             self._timeouts += report.unanswered
-            timeouts = self._timeouts
-        return list(_families(report, timeouts))
+            return report, self._timeouts
 
 
 def _families(report: Report, timeouts: int | None) -> Iterator[Metric]:
@@ -154,6 +156,42 @@ _Key: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
 
 # Of this process: who publishes after another one adds to what that has published.
 _published: dict[_Key, _Published] = {}
+
+# Nothing in the files of prometheus_client can be removed, so the names there are to be few.
+_MAX_NAMES = 256
+_OTHER = "other"
+
+
+class _Totals:
+    """What was counted since the process began, under as many names as are published."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._last: dict[Place, tuple[Counts, int]] = {}  # what was told, and the number that it began with
+        self._counts: dict[Place, Counts] = {}
+
+    def take(self, report: Report) -> Report:
+        """Add what was counted since the last time, and return the report under the names."""
+        last = {place: (counts, report.begun[place]) for place, counts in report.counts.items()}
+        for (kind, endpoint), (counts, begun) in last.items():
+            told, begun_then = self._last.get((kind, endpoint), ({}, begun))
+            if begun > begun_then:
+                told = {}  # it was forgotten, and has begun anew
+            total = self._counts.setdefault((kind, self._name(endpoint)), {})
+            for key, number in counts.items():
+                total[key] = total.get(key, 0) + number - told.get(key, 0)
+        self._last = last
+        present = [(self._name(endpoint), statistics) for endpoint, statistics in report.present]
+        return report._replace(present=present, counts=self._counts)
+
+    def _name(self, endpoint: str) -> str:
+        if endpoint not in self._names and len(self._names) == _MAX_NAMES:
+            return _OTHER
+        self._names.add(endpoint)
+        return endpoint
+
+
+_totals = _Totals()
 _publishing = threading.Lock()
 
 
@@ -164,6 +202,9 @@ class MultiprocessPublisher:
     in that folder, and asks no collector of another process. This writes them there: open it with
     ``async with`` in each worker, around its senders and receivers, so that it closes after them. It wakes up
     by itself, every `interval_s` seconds, which nothing else of aiotensor does. The work is done in a thread.
+
+    Nothing can be removed from the files, so the first 256 endpoints of a process are published by their
+    names, and all further ones together as ``other``.
 
     The counters of a worker that was killed stay as they were published last. Its gauges go when the parent
     calls ``prometheus_client.multiprocess.mark_process_dead(pid)``.
@@ -237,7 +278,8 @@ class MultiprocessPublisher:
     def _publish_now(self, begun: list[bool]) -> None:
         begun.append(True)
         with _publishing:
-            _write(self._collector.collect())
+            report, timeouts = self._collector._look()
+            _write(_families(_totals.take(report), timeouts))
 
 
 def _write(metrics: Iterable[Metric]) -> None:
@@ -263,8 +305,8 @@ def _write(metrics: Iterable[Metric]) -> None:
             if before.is_gauge:
                 before.value.set(amount)
             else:
-                # Not set: the file may be that of an earlier process with the same number. Less than before
-                # is what began anew, at an endpoint that was forgotten.
+                # Not set: the file may be that of an earlier process with the same number. A new publisher
+                # begins with no timeouts.
                 before.value.inc(amount - before.amount if amount >= before.amount else amount)
             _published[key] = before._replace(amount=amount)
     for key in gone:
@@ -287,8 +329,9 @@ def _new_value(metric: Metric, name: str, labels: dict[str, str], mode: str) -> 
 
 def _renew() -> None:
     """Forget what the parent published: a forked child has files of its own."""
-    global _publishing
+    global _publishing, _totals
     _published.clear()
+    _totals = _Totals()
     _publishing = threading.Lock()
 
 

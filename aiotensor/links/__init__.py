@@ -36,8 +36,13 @@ def listen(endpoint: Endpoint) -> Listener:
 
 
 def name_of(endpoint: Endpoint) -> str:
-    """Return what an endpoint is called where names are to be few: its address, or ``queue``."""
-    return endpoint if isinstance(endpoint, str) else "queue"
+    """Return what an endpoint is called where names are to be few: its address, or ``queue``.
+
+    Bytes of a path that are no UTF-8 are escaped: a name that cannot be encoded could not be told to anybody.
+    """
+    if not isinstance(endpoint, str):
+        return "queue"
+    return endpoint.encode(errors="backslashreplace").decode()
 
 
 def _address(endpoint: object) -> str:

@@ -12,8 +12,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
-from aiotensor import TensorReceiver, UsageError
+from aiotensor import TensorReceiver, UsageError, opened
+from aiotensor.integrations import prometheus
 from aiotensor.integrations.prometheus import MultiprocessPublisher
+from aiotensor.types import ClientStatistics
 from tests.conformance.links import LINKS
 from tests.integrations.scraping import at, scrape
 from tests.loops import let_threads_run
@@ -34,10 +36,15 @@ class Workers(NamedTuple):
     endpoint: str
     folder: Path
 
-    def gathered(self) -> dict[str, float]:
-        """Return what the process that is scraped would tell of all workers."""
+    def registry(self) -> CollectorRegistry:
+        """Return what the process that is scraped would gather by."""
         registry = CollectorRegistry()
         MultiProcessCollector(registry, path=str(self.folder))  # type: ignore[no-untyped-call]
+        return registry
+
+    def gathered(self) -> dict[str, float]:
+        """Return what the process that is scraped would tell of all workers."""
+        registry = self.registry()
         while True:
             try:
                 return at(scrape(registry), self.endpoint)
@@ -174,6 +181,66 @@ async def test_gauges_of_what_a_worker_has_closed_are_nothing(folder: Path) -> N
         assert numbers["aiotensor_sender_permits_limit"] == 0
         assert numbers["aiotensor_sender_memory_limit_bytes"] == 0
         assert numbers["aiotensor_sender_tensors_sent_total"] == 0
+
+
+class _Told:
+    """Something that is open, and has given a number of answers."""
+
+    def __init__(self, answers: int) -> None:
+        self.answers = answers
+
+    def statistics(self) -> ClientStatistics:
+        return ClientStatistics(1, (1,), 0, self.answers, 0, 0, 0, {})
+
+
+async def _serve_clients(state: State, answers: int, names: list[str]) -> None:
+    """Open and close clients, one after the other, without publishing."""
+    loop = asyncio.get_running_loop()
+    for name in names:
+        told = _Told(answers)
+        opened.remove(opened.add(told, name, loop))
+        await asyncio.sleep(0)
+
+
+async def _publish(state: State) -> None:
+    await state.others["publisher"]._publish()
+
+
+async def _series(state: State) -> int:
+    return len(prometheus._published)
+
+
+async def test_of_ever_new_endpoints_those_beyond_a_limit_are_published_together(folder: Path) -> None:
+    async with two_workers(folder, interval_s=SELDOM_S) as both:
+        worker = both.workers[0]
+        series = []
+        for turn in range(5):
+            await worker.call(_serve_clients, 2, [f"ipc:///{turn}/{number}" for number in range(200)])
+            await worker.call(_publish)
+            series.append(await worker.call(_series))
+        assert series[2] == series[3] == series[4]
+        numbers = scrape(both.registry())
+        told = {
+            dict(labels)["endpoint"]: value
+            for (name, labels), value in numbers.items()
+            if name == "aiotensor_client_answers_total"
+        }
+        assert told["ipc:///0/0"] == 2
+        assert len(told) <= 257
+        assert sum(told.values()) == 5 * 200 * 2  # of those that were forgotten too
+
+
+async def test_what_was_forgotten_and_has_begun_anew_is_added_in_full(folder: Path) -> None:
+    async with two_workers(folder, interval_s=SELDOM_S) as both:
+        worker = both.workers[0]
+        await worker.call(_serve_clients, 2, ["ipc:///a"])
+        await worker.call(_publish)
+        await worker.call(_serve_clients, 0, [f"ipc:///{number}" for number in range(256)])
+        await worker.call(_serve_clients, 5, ["ipc:///a"])
+        for _ in range(2):
+            await worker.call(_publish)
+            numbers = at(scrape(both.registry()), "ipc:///a")
+            assert numbers["aiotensor_client_answers_total"] == 7
 
 
 async def _publish_after_another_process(state: State, earlier: int) -> None:

@@ -281,6 +281,13 @@ async def test_clients_and_servers_tell_what_was_asked_answered_and_failed() -> 
     assert asked["aiotensor_server_messages_received_total"] == 4
 
 
+async def test_an_address_that_is_no_utf_8_is_told_with_its_bytes_escaped() -> None:
+    with address() as place:
+        async with TensorSender(f"{place}\udcff"):
+            numbers = at(scrape(new_registry()), f"{place}\\udcff")
+    assert numbers["aiotensor_sender_permits_limit"] == 8
+
+
 # What it costs and how it is named
 
 
@@ -309,12 +316,24 @@ async def test_a_process_that_was_scraped_is_idle_until_the_next_time() -> None:
             for peer in (engine, api):
                 await peer.call(_register)
                 await peer.call(_scrape_there)
-            await asyncio.sleep(0.2)  # what was freed is said to the other side
-            before = [(watch.seconds(peer.pid), watch.switches(peer.pid)) for peer in (engine, api)]
-            await asyncio.sleep(2)  # nothing is waited for: what is shown is that nothing happens
-            for peer, (seconds, switches) in zip((engine, api), before, strict=True):
-                assert watch.seconds(peer.pid) - seconds <= 0.011
-                assert watch.switches(peer.pid) == switches
+            # What was freed is yet to be said to the other side, which may take its time under load. What wakes
+            # up by itself would do so in each of these spans.
+            spans = [await _span_of([engine.pid, api.pid])]
+            while len(spans) < 5 and any(switches for _, switches in spans[-1]):
+                spans.append(await _span_of([engine.pid, api.pid]))
+            for seconds, switches in spans[-1]:
+                assert switches == 0
+                assert seconds <= 0.011
+
+
+async def _span_of(pids: list[int]) -> list[tuple[float, int]]:
+    """Return what processor time processes use in a while, and how often their threads sleep."""
+    before = [(watch.seconds(pid), watch.switches(pid)) for pid in pids]
+    await asyncio.sleep(2)  # nothing is waited for: what is shown is that nothing happens
+    return [
+        (watch.seconds(pid) - seconds, watch.switches(pid) - switches)
+        for pid, (seconds, switches) in zip(pids, before, strict=True)
+    ]
 
 
 def test_a_scrape_names_no_object_but_by_its_endpoint() -> None:
