@@ -3,6 +3,7 @@
 import asyncio
 import math
 import sys
+from typing import Any
 
 import click
 
@@ -17,7 +18,7 @@ _INTERRUPTED = 130  # what shells say of Ctrl-C
 class _Seconds(click.FloatRange):
     """So many seconds; what is not a number is neither more nor less than the least."""
 
-    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Read the option."""
         seconds = super().convert(value, param, ctx)
         if not math.isfinite(seconds):
