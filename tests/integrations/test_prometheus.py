@@ -316,8 +316,8 @@ async def test_a_process_that_was_scraped_is_idle_until_the_next_time() -> None:
             for peer in (engine, api):
                 await peer.call(_register)
                 await peer.call(_scrape_there)
-            # What was freed is yet to be said to the other side, which may take its time under load. Something
-            # that wakes up by itself would do so in each of these spans.
+            # What was freed is yet to be said to the other side, which may take its time under load. What
+            # wakes up by itself would do so in each of these spans.
             spans = [await _span_of([engine.pid, api.pid])]
             while len(spans) < 5 and any(switches for _, switches in spans[-1]):
                 spans.append(await _span_of([engine.pid, api.pid]))
