@@ -3,7 +3,6 @@
 import asyncio
 import math
 import sys
-from typing import Any
 
 import click
 
@@ -15,15 +14,11 @@ _AT_LEAST_S = 0.01
 _INTERRUPTED = 130  # what shells say of Ctrl-C
 
 
-class _Seconds(click.FloatRange):
-    """So many seconds; what is not a number is neither more nor less than the least."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Read the option."""
-        seconds = super().convert(value, param, ctx)
-        if not math.isfinite(seconds):
-            self.fail(f"{value} is no number of seconds.", param, ctx)
-        return seconds
+def _finite(_: click.Context, option: click.Parameter, seconds: float) -> float:
+    # What is not a number is neither more nor less than the least.
+    if not math.isfinite(seconds):
+        raise click.BadParameter(f"{seconds} is no number of seconds.", param=option)
+    return seconds
 
 
 @click.command()
@@ -32,7 +27,8 @@ class _Seconds(click.FloatRange):
 @click.option(
     "--interval",
     "interval_s",
-    type=_Seconds(min=_AT_LEAST_S),
+    type=click.FloatRange(min=_AT_LEAST_S),
+    callback=_finite,
     default=1.0,
     show_default=True,
     metavar="SECONDS",
@@ -41,7 +37,8 @@ class _Seconds(click.FloatRange):
 @click.option(
     "--patience",
     "patience_s",
-    type=_Seconds(min=_AT_LEAST_S),
+    type=click.FloatRange(min=_AT_LEAST_S),
+    callback=_finite,
     default=0.5,
     show_default=True,
     metavar="SECONDS",
