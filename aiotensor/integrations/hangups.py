@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import anyio
 from anyio.lowlevel import checkpoint
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aiotensor.errors import UsageError
@@ -55,9 +56,13 @@ class HangUps:
             request = scope[_KEY] = _Request(cancel_scope, receive, send)
             try:
                 await self._app(scope, request.receive, request.send)
+            except ClientDisconnect:
+                # Of a handler that was reading, and heard of the end before it was cancelled.
+                if not cancel_scope.cancel_called:
+                    raise
             finally:
                 await request.end()
-        if cancel_scope.cancelled_caught:
+        if cancel_scope.cancel_called:
             await request.end_response()
             logger.info(
                 "a client hung up, and its request was cancelled: %s %s",

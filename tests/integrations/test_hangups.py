@@ -8,7 +8,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.middleware.base import BaseHTTPMiddleware
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Scope
@@ -149,6 +149,27 @@ async def test_a_client_that_hangs_up_in_the_middle_of_what_it_says_cancels_too(
     visitor = visit(handler)
     running = visitor.begin()
     visitor.say(b"half", more=True)
+    visitor.hang_up()
+    await running
+    assert visitor.status == 499
+
+
+async def test_a_handler_that_hears_of_the_end_before_it_is_cancelled_is_no_error() -> None:
+    begun = asyncio.Event()
+
+    async def handler(request: Request) -> Response:
+        watch(request.scope)
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise ClientDisconnect from None  # as from a thread that was reading
+        raise AssertionError("it was cancelled")
+
+    visitor = visit(handler)
+    running = visitor.begin()
+    visitor.say()
+    await begun.wait()
     visitor.hang_up()
     await running
     assert visitor.status == 499
