@@ -1,0 +1,44 @@
+"""The end of a server: what was sent has its time to be taken, and no end is an error of its own."""
+
+import asyncio
+import logging
+
+import pytest
+
+from aiotensor import TensorReceiver, TensorSender
+from aiotensor.integrations.serving import serving
+from tests.pairs import endpoint, pattern, until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+async def test_a_receiver_that_is_lost_while_a_server_ends_is_no_news_and_nothing_is_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with endpoint() as place:
+        async with TensorReceiver(place) as receiver, serving(lambda: TensorSender(place), 3600.0) as sender:
+            await sender.send(pattern(1, 5))
+            await until(lambda: receiver.statistics().unclaimed_tensors == 1)
+            closing = asyncio.create_task(receiver.aclose())
+        await closing
+    told = [record for record in caplog.records if record.name == "aiotensor.integrations"]
+    assert told == []
+
+
+async def test_a_sender_that_its_application_has_closed_ends_without_an_error() -> None:
+    with endpoint() as place:
+        async with serving(lambda: TensorSender(place), 3600.0) as sender:
+            await sender.aclose()
+
+
+async def test_what_was_not_taken_in_time_is_discarded_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    with endpoint() as place:
+        async with TensorReceiver(place) as receiver:
+            async with serving(lambda: TensorSender(place), 0.01) as sender:
+                for seed in range(3):
+                    await sender.send(pattern(seed, 5))
+                await until(lambda: receiver.statistics().unclaimed_tensors == 3)
+            await until(lambda: receiver.statistics().messages_discarded == 3)
+    [record] = [record for record in caplog.records if record.name == "aiotensor.integrations"]
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith("3 messages were not taken within 0.01 s")
