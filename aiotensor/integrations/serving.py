@@ -29,8 +29,8 @@ async def serving(make: Callable[[], TensorSender], drain_s: float) -> AsyncIter
             yield sender
         finally:
             try:
-                # A receiver that is lost takes all of it along, which the sender has logged. A sender that the
-                # application has closed has nothing left to drain.
+                # A receiver that is lost takes all of it along, which the sender has logged. A sender that
+                # the application has closed has nothing left to drain.
                 with suppress(PeerLostError, ClosedError):
                     async with asyncio.timeout(drain_s):
                         await sender.drain()

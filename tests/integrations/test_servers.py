@@ -60,7 +60,9 @@ async def test_of_200_uploads_at_50_in_flight_none_is_lost_and_memory_keeps_its_
         assert answered[True] >= PERMITS * on.workers
         assert answered[False], "50 at once are more than a slow engine takes in time"
         assert 0 < peak <= arena_bytes
-        held = await workers(on.http, on.workers)
+        # The memory of the last upload comes back by another way than its answer.
+        while any(worker.bytes_in_use for worker in (held := await workers(on.http, on.workers)).values()):
+            pass
         assert set(held) == set(pids)
         for worker in held.values():
             assert worker.peak_in_flight <= PERMITS
@@ -185,7 +187,8 @@ async def test_what_nobody_takes_while_a_server_ends_is_discarded(kind: str, fol
     async with scene(kind, folder) as on:
         [one] = on.engines
         assert (await on.http.post("/left", content=UPLOAD)).status_code == 200
-        assert (await one.call(engine.held))[0].unclaimed_tensors == 1
+        while not (await one.call(engine.held))[0].unclaimed_tensors:
+            pass  # it was sent, and is on its way
         assert (await on.site.stop()) == (0, "")
         while (held := (await one.call(engine.held))[0]).unclaimed_tensors:
             pass
