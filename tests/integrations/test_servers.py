@@ -61,8 +61,9 @@ async def test_of_200_uploads_at_50_in_flight_none_is_lost_and_memory_keeps_its_
         assert answered[False], "50 at once are more than a slow engine takes in time"
         assert 0 < peak <= arena_bytes
         # The memory of the last upload comes back by another way than its answer.
-        while any(worker.bytes_in_use for worker in (held := await workers(on.http, on.workers)).values()):
-            pass
+        held = await workers(on.http, on.workers)
+        while any(worker.bytes_in_use for worker in held.values()):
+            held = await workers(on.http, on.workers)
         assert set(held) == set(pids)
         for worker in held.values():
             assert worker.peak_in_flight <= PERMITS
