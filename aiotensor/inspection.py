@@ -62,7 +62,7 @@ class Inspection(msgspec.Struct, frozen=True):
     Attributes:
         receiver: its id.
         pid: its process.
-        statistics: what its `statistics()` says.
+        statistics: what its `statistics()` says; a number beyond 2^63 - 1 as that.
         senders: those that are connected, in the order in which they came.
     """
 

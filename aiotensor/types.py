@@ -10,6 +10,7 @@ if TYPE_CHECKING:  # these records hold tensors and make none: the pure rooms im
 
 __all__ = [
     "MAX_BOUNDS",
+    "MAX_NUMBER",
     "ClientStatistics",
     "Delivery",
     "Holder",
@@ -86,7 +87,8 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 # What another process may say of a number, and of a time.
-Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+MAX_NUMBER = 2**63 - 1
+Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
 _Limit = Annotated[int, msgspec.Meta(ge=0)]  # as large as its user likes
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=2.0**63)]
 

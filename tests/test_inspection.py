@@ -36,6 +36,7 @@ from aiotensor.protocol.frames import (
     SenderRow,
     Welcome,
 )
+from aiotensor.types import MAX_NUMBER
 from tests.frames import ACCOUNT
 from tests.fuzz.listening import waiting_at
 from tests.fuzz.speaking import say
@@ -163,6 +164,31 @@ async def test_so_many_senders_that_one_record_has_no_room_for_them_are_told_in_
 
         assert {sender.sender for sender in found.senders} == {sender.id for sender in senders}
         assert all(sender.statistics is not None for sender in found.senders)
+
+
+@pytest.mark.parametrize(
+    ("limits", "messages", "arena_bytes", "count"),
+    [({}, 1, 2**62, 2), ({}, 1, 2**62, 5), ({}, 2**63, 1, 1), ({"max_senders": 10**30}, 1, 1, 1)],
+    ids=["a sum beyond numbers", "a sum beyond frames", "a limit of a sender", "a limit of a receiver"],
+)
+async def test_what_is_promised_without_a_limit_is_told_however_much_it_is(
+    limits: dict[str, int], messages: int, arena_bytes: int, count: int, address: str
+) -> None:
+    unlimited = {"max_mapped_bytes": None, "max_unclaimed_messages": None, **limits}
+    async with TensorReceiver(address, **unlimited) as receiver, contextlib.AsyncExitStack() as stack:  # type: ignore[arg-type]
+        for _ in range(count):
+            await stack.enter_async_context(TensorSender(address, messages, arena_bytes))
+        await until(lambda: receiver.statistics().senders == count)
+        own = receiver.statistics()
+
+        found = await look_at(address)
+
+        assert found.statistics.mapped_bytes == min(own.mapped_bytes, MAX_NUMBER)
+        assert found.statistics.promised_messages == min(own.promised_messages, MAX_NUMBER)
+        assert found.statistics.max_senders == min(own.max_senders or 0, MAX_NUMBER)
+        for sender in found.senders:
+            assert sender.max_concurrent_videos == min(messages, MAX_NUMBER)
+            assert sender.statistics is not None
 
 
 def _steps(what: Callable[[], object]) -> int:
