@@ -43,6 +43,7 @@ logger = logger_of("receiver")
 
 
 # Connections that are no senders': they have not said who they are, which each of ours does at once, or look.
+# Those who look make room for others.
 MAX_STRANGERS = 64
 
 
@@ -149,9 +150,17 @@ class Incoming:
 
     def link_opened(self, link: ReceiverLink) -> None:
         """Take a connection, or refuse it if too many others have said nothing yet."""
-        self._peers[link] = _Peer(link)
-        if len(self._peers) - len(self._senders) > MAX_STRANGERS:
-            self._refuse(self._peers[link], f"{MAX_STRANGERS} connections have not introduced themselves")
+        peer = self._peers[link] = _Peer(link)
+        if len(self._peers) - len(self._senders) <= MAX_STRANGERS:
+            return
+        observer = next((one for one in self._peers.values() if one.link in self._observers), None)
+        if observer is None:
+            self._refuse(peer, f"{MAX_STRANGERS} connections have not introduced themselves")
+        else:
+            # This may be a sender. Who looks can look again, and takes nobody's place meanwhile.
+            observer.link.write(encode(Bye(f"{MAX_STRANGERS} other connections are no senders'")))
+            self._forget(observer)
+            observer.link.close()
 
     def record_arrived(
         self, link: ReceiverLink, data: bytes | memoryview, descriptors: Sequence[int]

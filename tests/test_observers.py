@@ -156,15 +156,38 @@ async def test_looking_takes_nobodys_place_and_counts_as_nothing(
     assert not caplog.records
 
 
-async def test_those_who_look_count_among_the_strangers(address: str) -> None:
+async def test_those_who_look_make_room_for_whoever_comes_the_first_of_them_first(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with TensorReceiver(address) as receiver, contextlib.AsyncExitStack() as stack:
-        for _ in range(MAX_STRANGERS):
-            observer = await stack.enter_async_context(observing(address))
+        crowd = [await stack.enter_async_context(observing(address)) for _ in range(MAX_STRANGERS)]
+        for observer in crowd:
             await observer.reports()
+        async with TensorSender(address) as sender:
+            await receiver.receive(await sender.send(pattern(0, 3)))
+        assert (await look_at(address)).statistics.senders_refused == 0
+        await until(lambda: observers(receiver) == MAX_STRANGERS - 1)
+        [bye] = await crowd[0].read_all()
+        assert bye == Bye(f"{MAX_STRANGERS} other connections are no senders'")
+        assert not caplog.records
+        await until(lambda: receiver.statistics().senders == 0)
+        await stack.enter_async_context(observing(address))
+        async with TensorSender(address) as sender:
+            await receiver.receive(await sender.send(pattern(0, 3)))
+        assert [type(frame) for frame in await crowd[1].read_all()] == [Bye]
+
+
+async def test_where_nobody_looks_too_many_who_say_nothing_keep_others_out(address: str) -> None:
+    async with TensorReceiver(address) as receiver, contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(observing(address))
+        await first.reports()
+        for _ in range(MAX_STRANGERS):
+            await stack.enter_async_context(observing(address, looks=False))
+        assert [type(frame) for frame in await first.read_all()] == [Bye]
         with pytest.raises(PeerLostError, match=f"refused to be looked at: {MAX_STRANGERS} connections"):
             await look_at(address)
         await stack.aclose()
-        await until(lambda: observers(receiver) == 0)
+        await until(lambda: not receiver._incoming._peers)
         assert (await look_at(address)).senders == ()
 
 
