@@ -141,10 +141,10 @@ class Screen:
 
 
 @contextmanager
-def terminal(*command_line: str) -> Iterator[Screen]:
+def terminal(*command_line: str, **environment: str) -> Iterator[Screen]:
     """Run a command on a terminal of 80 columns."""
     leader, follower = pty.openpty()
-    environment = {**os.environ, "COLUMNS": "80", "LINES": "24", "TERM": "xterm"}
+    environment = {**os.environ, "COLUMNS": "80", "LINES": "24", "TERM": "xterm", **environment}
     process = subprocess.Popen(
         command_line, stdin=follower, stdout=follower, stderr=subprocess.PIPE, env=environment
     )
@@ -174,6 +174,28 @@ async def test_on_a_terminal_it_shows_each_receiver_as_it_comes_and_ends_on_ctrl
         screen.process.send_signal(signal.SIGINT)
         assert await screen.ended() == 0
         assert b"Aborted" not in screen.written
+
+
+async def test_on_a_terminal_it_ends_on_sigterm_and_leaves_the_terminal_as_it_was(address: str) -> None:
+    with terminal(*commands.aiotensor("top", address)) as screen:
+        await screen.until("looking for the next one")
+        screen.process.terminate()
+        assert await screen.ended() == 143
+        # The cursor is back, and the screen that was there before.
+        assert screen.written.endswith(b"\x1b[?25h\x1b[?1049l")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("TERM", "dumb"), ("TTY_COMPATIBLE", "0"), ("TTY_INTERACTIVE", "0"), ("FORCE_COLOR", "")]
+)
+async def test_on_a_terminal_that_cannot_be_drawn_on_there_is_one_look_in_plain_lines(
+    name: str, value: str, address: str
+) -> None:
+    async with TensorReceiver(address):
+        with terminal(*commands.aiotensor("top", address), **{name: value}) as screen:
+            assert await screen.ended() == 0
+    assert screen.written.decode().startswith(f"receiver pid {os.getpid()} at {address}: 0 of 64 senders")
+    assert b"\x1b" not in screen.written
 
 
 async def test_on_a_terminal_without_rich_there_is_one_look_in_plain_lines(address: str) -> None:
@@ -347,6 +369,17 @@ def test_senders_for_whom_there_is_no_room_are_counted(holds: bool, height: int)
     if holds:
         assert lines[7 + shown] == "held for longest"
         assert lines[-1] == f"and {120 - (height - 9 - shown)} more"
+
+
+@pytest.mark.parametrize(("width", "address"), [(80, f"unix:///{'x' * 90}"), (30, ADDRESS)])
+def test_what_is_wider_than_the_terminal_takes_no_further_line(width: int, address: str) -> None:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(as_screen(address, _look(0, 0.0), {}, 14))
+    lines = console.export_text().splitlines()
+
+    assert len(lines) == 14
+    assert [line.split()[0] for line in lines[:3]] == ["receiver", "senders", "mapped"]
+    assert lines[-1].rstrip() == "and 1 more"
 
 
 @pytest.mark.parametrize(("height", "shown"), [(12, 3), (11, 1)])

@@ -12,6 +12,7 @@ __all__ = ["top"]
 
 _AT_LEAST_S = 0.01
 _INTERRUPTED = 130  # what shells say of Ctrl-C
+_TERMINATED = 143  # and of SIGTERM
 
 
 def _finite(_: click.Context, option: click.Parameter, seconds: float) -> float:
@@ -50,13 +51,24 @@ def top(address: str, as_json: bool, interval_s: float, patience_s: float) -> No
     On a terminal it looks again and again, until Ctrl-C; elsewhere once. It changes nothing, and takes
     nobody's place. Only the user whose receiver it is may look.
     """
-    on_terminal = not as_json and sys.stdout.isatty()
-    is_live = on_terminal and not missing_extra("aiotensor top", ["rich"], extra="cli")
+    is_live = not as_json and _can_draw()
     try:
         text = _run(address, as_json, is_live, interval_s, patience_s)
     except KeyboardInterrupt:
         raise SystemExit(0 if is_live else _INTERRUPTED) from None
+    except asyncio.CancelledError:
+        raise SystemExit(_TERMINATED) from None
     click.echo(text)
+
+
+def _can_draw() -> bool:
+    """Say whether standard output is a terminal that can be drawn on, and there is rich, which does that."""
+    if not sys.stdout.isatty() or missing_extra("aiotensor top", ["rich"], extra="cli"):
+        return False
+    from rich.console import Console
+
+    console = Console()  # it draws nothing, and says nothing of that, where one of these is not so
+    return console.is_terminal and console.is_interactive and not console.is_dumb_terminal
 
 
 def _run(address: str, as_json: bool, is_live: bool, interval_s: float, patience_s: float) -> str:

@@ -53,7 +53,7 @@ def nobody(reason: str) -> RenderableType:
 
 def _header(address: str, now: Inspection) -> RenderableType:
     statistics = now.statistics
-    title = Text("receiver ", style="bold")
+    title = _line("receiver ", style="bold")
     title.append(f"pid {now.pid}", style="bold cyan").append(f"  {printable(address)}", style="dim")
     limit = statistics.max_mapped_bytes
     of_senders = {
@@ -69,8 +69,13 @@ def _header(address: str, now: Inspection) -> RenderableType:
     return Group(title, _facts(of_senders), _facts(of_memory))
 
 
+def _line(text: str = "", style: str = "") -> Text:
+    # One that broke into two would push others off the screen.
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+
+
 def _facts(facts: Mapping[str, str]) -> Text:
-    line = Text()
+    line = _line()
     for name, value in facts.items():
         line.append(f"{name} ", style="dim").append(f"{value}   ")
     line.rstrip()

@@ -1,6 +1,7 @@
 """Looking again and again, and drawing what was found. Needs rich."""
 
 import asyncio
+import signal
 from typing import NoReturn
 
 from rich.console import Console
@@ -17,9 +18,14 @@ __all__ = ["watch"]
 async def watch(address: str, interval_s: float, patience_s: float) -> NoReturn:
     """Look at a receiver until this is cancelled, and at the next one once it is gone.
 
+    SIGTERM cancels it: what ends the process at once would leave the terminal as it was drawn on.
+
     Raises:
         AioTensorError: there can be none that this process may look at.
     """
+    watching = asyncio.current_task()
+    if watching is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, watching.cancel)
     console = Console()
     before: Inspection | None = None
     with Live(console=console, screen=True, auto_refresh=False) as live:
