@@ -186,7 +186,8 @@ async def test_on_a_terminal_it_ends_on_sigterm_and_leaves_the_terminal_as_it_wa
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("TERM", "dumb"), ("TTY_COMPATIBLE", "0"), ("TTY_INTERACTIVE", "0"), ("FORCE_COLOR", "")]
+    ("name", "value"),
+    [("TERM", "dumb"), ("TTY_COMPATIBLE", "0"), ("TTY_INTERACTIVE", "0"), ("FORCE_COLOR", "")],
 )
 async def test_on_a_terminal_that_cannot_be_drawn_on_there_is_one_look_in_plain_lines(
     name: str, value: str, address: str

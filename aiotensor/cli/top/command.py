@@ -3,6 +3,7 @@
 import asyncio
 import math
 import sys
+from functools import partial
 
 import click
 
@@ -22,27 +23,23 @@ def _finite(_: click.Context, option: click.Parameter, seconds: float) -> float:
     return seconds
 
 
+_seconds = partial(
+    click.option,
+    type=click.FloatRange(min=_AT_LEAST_S),
+    callback=_finite,
+    show_default=True,
+    metavar="SECONDS",
+)
+
+
 @click.command()
 @click.argument("address", metavar="unix:///PATH")
 @click.option("--json", "as_json", is_flag=True, help="Look twice, and write one JSON object.")
-@click.option(
-    "--interval",
-    "interval_s",
-    type=click.FloatRange(min=_AT_LEAST_S),
-    callback=_finite,
-    default=1.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Pause between two looks.",
-)
-@click.option(
+@_seconds("--interval", "interval_s", default=1.0, help="Pause between two looks.")
+@_seconds(
     "--patience",
     "patience_s",
-    type=click.FloatRange(min=_AT_LEAST_S),
-    callback=_finite,
     default=0.5,
-    show_default=True,
-    metavar="SECONDS",
     help="How long each look waits for a receiver, or a sender, that does not answer.",
 )
 def top(address: str, as_json: bool, interval_s: float, patience_s: float) -> None:
