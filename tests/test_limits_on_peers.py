@@ -33,6 +33,7 @@ from tests.fuzz.listening import waiting_at
 from tests.fuzz.speaking import Road, heard, road_to
 from tests.fuzz.steps import RIGHT, STAND_IN, Step
 from tests.fuzz.things import MEMORY_NAME, Things
+from tests.links.unwritable import Unwritable
 from tests.pairs import BIG, endpoint, pair, pattern, settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
@@ -290,24 +291,10 @@ async def _send_to_nobody(place: Endpoint) -> None:
     await asyncio.wait([closing])
 
 
-class _Unwritable:
-    """A link that the kernel refuses to write to, as it does where memory is short."""
-
-    def __init__(self, receiver: TensorReceiver) -> None:
-        self._events = receiver._incoming
-
-    def write(self, data: bytes) -> None:
-        self._events.link_lost(self, "writing failed")
-
-    async def flush(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 async def test_a_sender_that_cannot_be_welcomed_takes_nobodys_place() -> None:
     async with _among_the_honest() as (receiver, _, _, _):
         await until(lambda: receiver.statistics().senders == 1)
-        link = _Unwritable(receiver)
+        link = Unwritable(receiver)
         receiver._incoming.link_opened(link)
         receiver._incoming.record_arrived(link, encode(Hello(VERSION, 1, "s", 4, _PAGE)), [])
         assert receiver.statistics().senders == 1

@@ -24,6 +24,7 @@ from aiotensor.protocol.frames import (
     encode,
 )
 from tests.frames import ACCOUNT
+from tests.links.unwritable import Unwritable
 from tests.looking import PATIENCE_S, look_at, observers, observing
 from tests.pairs import BIG, pattern, until
 from tests.processes import peers
@@ -239,24 +240,10 @@ async def test_who_looks_and_does_not_read_harms_nobody_and_is_not_waited_for(
         assert receiver.statistics().senders_lost == 0
 
 
-class _Unwritable:
-    """A link that the kernel refuses to write to, as it does where memory is short."""
-
-    def __init__(self, receiver: TensorReceiver) -> None:
-        self._events = receiver._incoming
-
-    def write(self, data: bytes) -> None:
-        self._events.link_lost(self, "writing failed")
-
-    async def flush(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 async def test_one_who_cannot_be_told_anything_is_forgotten_and_nobody_is_asked(address: str) -> None:
     async with TensorReceiver(address) as receiver, TensorSender(address):
         await until(lambda: receiver.statistics().senders == 1)
-        link = _Unwritable(receiver)
+        link = Unwritable(receiver)
         receiver._incoming.link_opened(link)
         receiver._incoming.record_arrived(link, encode(Look(VERSION, 1)), [])
         assert observers(receiver) == 0
@@ -266,7 +253,7 @@ async def test_one_who_cannot_be_told_anything_is_forgotten_and_nobody_is_asked(
 async def test_a_sender_that_cannot_be_asked_is_lost_and_the_others_are_asked(address: str) -> None:
     async with TensorReceiver(address) as receiver, TensorSender(address) as honest:
         await until(lambda: receiver.statistics().senders == 1)
-        link = _Unwritable(receiver)
+        link = Unwritable(receiver)
         receiver._incoming.link_opened(link)
         link.write = lambda data: None  # type: ignore[method-assign]
         receiver._incoming.record_arrived(link, encode(Hello(VERSION, 7, "s", 4, 1)), [])
