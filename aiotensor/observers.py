@@ -13,7 +13,7 @@ import msgspec
 from aiotensor.errors import ProtocolError
 from aiotensor.links.base import ReceiverLink
 from aiotensor.protocol.frames import MAX_ROWS, Account, Inquire, Report, SenderRow, encode
-from aiotensor.types import ReceiverStatistics
+from aiotensor.types import MAX_NUMBER, ReceiverStatistics
 
 __all__ = ["Observers", "reports"]
 
@@ -22,9 +22,16 @@ _INQUIRE = encode(Inquire())
 
 def reports(statistics: ReceiverStatistics, senders: Sequence[SenderRow]) -> Iterator[Report]:
     """Tell of a receiver and its senders, in as many parts as records need."""
+    # A limit may be as large as its user likes, and a sum of what was promised larger than a frame can say.
+    too_large = {
+        name: MAX_NUMBER
+        for name in statistics.__struct_fields__
+        if isinstance(number := getattr(statistics, name), int) and number > MAX_NUMBER
+    }
+    told = msgspec.structs.replace(statistics, **too_large)
     for start in range(0, max(1, len(senders)), MAX_ROWS):
         end = start + MAX_ROWS
-        yield Report(statistics, tuple(senders[start:end]), last=end >= len(senders))
+        yield Report(told, tuple(senders[start:end]), last=end >= len(senders))
 
 
 class Observers:

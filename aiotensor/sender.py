@@ -18,7 +18,7 @@ from aiotensor.open_message import OpenMessage
 from aiotensor.outgoing import Outgoing
 from aiotensor.placements import Plan, Sendable
 from aiotensor.tally import ErrorTally, WaitTally
-from aiotensor.types import SenderStatistics, TensorHandle
+from aiotensor.types import MAX_NUMBER, SenderStatistics, TensorHandle
 
 __all__ = ["OpenMessage", "TensorSender"]
 
@@ -51,7 +51,7 @@ class TensorSender:
 
     Raises:
         TypeError: the endpoint or a limit is of a wrong type.
-        ValueError: the address names no place, or a limit is not positive.
+        ValueError: the address names no place, or a limit is out of bounds.
     """
 
     def __init__(
@@ -327,4 +327,6 @@ def _seconds(name: str, value: float | None) -> float | None:
 def _positive(name: str, value: int) -> int:
     if operator.index(value) < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
+    if value > MAX_NUMBER:  # no frame could tell it to the receiver
+        raise ValueError(f"{name} must be at most {MAX_NUMBER}, got {value}")
     return value

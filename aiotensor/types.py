@@ -10,6 +10,7 @@ if TYPE_CHECKING:  # these records hold tensors and make none: the pure rooms im
 
 __all__ = [
     "MAX_BOUNDS",
+    "MAX_NUMBER",
     "ClientStatistics",
     "Delivery",
     "Holder",
@@ -86,8 +87,8 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 # What another process may say of a number, and of a time.
-Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-_Limit = Annotated[int, msgspec.Meta(ge=0)]  # as large as its user likes
+MAX_NUMBER = 2**63 - 1
+Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=2.0**63)]
 
 # Of a `Waits`, which comes from another process, too.
@@ -197,16 +198,16 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
     """
 
     senders: Number
-    max_senders: _Limit | None
+    max_senders: Number | None
     senders_lost: Number
     senders_refused: Number
     waiting: Number
     unclaimed_tensors: Number
     unclaimed_bytes: Number
     mapped_bytes: Number
-    max_mapped_bytes: _Limit | None
+    max_mapped_bytes: Number | None
     promised_messages: Number
-    max_unclaimed_messages: _Limit | None
+    max_unclaimed_messages: Number | None
     leases: Number
     leased_bytes: Number
     peak_leased_bytes: Number

@@ -111,6 +111,24 @@ async def test_a_receiver_without_senders_is_found(address: str) -> None:
         assert found.statistics.max_senders is None
 
 
+async def test_numbers_that_no_frame_can_say_are_told_as_the_largest_that_one_can(address: str) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        receiver = await stack.enter_async_context(
+            TensorReceiver(address, max_senders=1 << 70, max_mapped_bytes=None, max_unclaimed_messages=None)
+        )
+        # Each as good as without a limit: what is promised to all of them is more than any of them said.
+        for _ in range(3):
+            await stack.enter_async_context(TensorSender(address, sys.maxsize))
+        await until(lambda: receiver.statistics().senders == 3)
+
+        found = await look_at(address)
+
+        assert receiver.statistics().promised_messages == 3 * sys.maxsize
+        assert (found.statistics.promised_messages, found.statistics.max_senders) == (2**63 - 1, 2**63 - 1)
+        assert [sender.max_concurrent_videos for sender in found.senders] == [2**63 - 1] * 3
+        assert (found.statistics.max_mapped_bytes, found.statistics.mapped_bytes) == (None, 3 << 30)
+
+
 async def test_a_sender_names_those_that_have_held_something_for_longest_and_no_more(address: str) -> None:
     async with TensorReceiver(address) as receiver, TensorSender(address, 3 * MAX_HOLDERS) as sender:
         for seed in range(2 * MAX_HOLDERS):
