@@ -166,7 +166,8 @@ class TensorSender:
         Entering waits for a permit, at most `max_wait_s`; leaving makes the message whole. An exception in
         the block, or cancelling it, discards the message.
         """
-        self._home.check()
+        with self._errors:
+            self._home.check()
         return OpenMessage(self)
 
     async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -214,9 +215,10 @@ class TensorSender:
         Raises:
             ValueError: the handle is of another sender.
         """
-        self._home.check()
-        if handle.sender != self._id:
-            raise ValueError(f"this handle is of sender {handle.sender}, not of this one ({self._id})")
+        with self._errors:
+            self._home.check()
+            if handle.sender != self._id:
+                raise ValueError(f"this handle is of sender {handle.sender}, not of this one ({self._id})")
         self._outgoing.abandon_number(handle.message)
 
     def discard_all(self) -> int:
@@ -224,7 +226,8 @@ class TensorSender:
 
         As `discard` does for each.
         """
-        self._home.check()
+        with self._errors:
+            self._home.check()
         return self._outgoing.abandon_all(State.OPEN, State.WHOLE)
 
     async def drain(self) -> None:
