@@ -174,5 +174,6 @@ async def test_what_waited_for_a_receiver_that_comes_in_the_turn_in_which_the_wa
             sending = asyncio.create_task(sender.send(pattern(1, 5)))
             await until(lambda: sender.statistics().in_flight == 1)
             with unread(place):
-                time.sleep(1.5)  # the end of the wait is due then, and the next look for a receiver
+                # Afterwards the end of the wait is due, and the next look for a receiver, in one turn.
+                time.sleep(1.5)  # noqa: ASYNC251
                 await sending
