@@ -7,7 +7,6 @@ read does not grow. Nothing here waits, since an observer knows best for how lon
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
 
 import msgspec
 
@@ -18,24 +17,22 @@ from aiotensor.types import MAX_NUMBER, ReceiverStatistics
 
 __all__ = ["Observers", "reports"]
 
-_T = TypeVar("_T", ReceiverStatistics, SenderRow)
-
 _INQUIRE = encode(Inquire())
 
 
 def reports(statistics: ReceiverStatistics, senders: Sequence[SenderRow]) -> Iterator[Report]:
     """Tell of a receiver and its senders, in as many parts as records need."""
-    statistics = _bounded(statistics)
+    told = _bounded(statistics)
     for start in range(0, max(1, len(senders)), MAX_ROWS):
         end = start + MAX_ROWS
-        yield Report(statistics, tuple(map(_bounded, senders[start:end])), last=end >= len(senders))
+        yield Report(told, tuple(senders[start:end]), last=end >= len(senders))
 
 
-def _bounded(told: _T) -> _T:
-    """Have what is more than a frame may say be the most: where nothing is limited, promises have no end."""
-    numbers = msgspec.structs.asdict(told).items()
+def _bounded(statistics: ReceiverStatistics) -> ReceiverStatistics:
+    """Have what is more than a frame can say be the most: a limit may be as large as its user likes."""
+    numbers = msgspec.structs.asdict(statistics).items()
     large = {name: MAX_NUMBER for name, number in numbers if isinstance(number, int) and number > MAX_NUMBER}
-    return msgspec.structs.replace(told, **large)
+    return msgspec.structs.replace(statistics, **large)
 
 
 class Observers:

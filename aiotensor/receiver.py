@@ -12,7 +12,7 @@ import anyio.to_thread
 import torch
 
 from aiotensor import links, placements
-from aiotensor.errors import ClosedError, PeerLostError, WouldBlockError
+from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, WouldBlockError
 from aiotensor.gates import Waiters
 from aiotensor.home import Home
 from aiotensor.incoming import Incoming, Limits
@@ -217,12 +217,16 @@ class TensorReceiver:
         """
         if self._home.is_closed:
             raise StopAsyncIteration
-        self._home.check()
-        while (key := self._mailbox.next_unclaimed()) is None:
-            self._raise_if_failed()
-            await self._iterators.wait()
-            if self._home.is_closed:
-                raise StopAsyncIteration
+        try:
+            self._home.check()
+            while (key := self._mailbox.next_unclaimed()) is None:
+                self._raise_if_failed()
+                await self._iterators.wait()
+                if self._home.is_closed:
+                    raise StopAsyncIteration
+        except AioTensorError as error:  # the end of an iteration is none
+            self._errors.add(error)
+            raise
         item = self._mailbox.hold(key)
         if item is None:
             raise AssertionError("an arrival was gone between two lines without an await")
@@ -235,8 +239,9 @@ class TensorReceiver:
         Its permit goes back to the sender at once, its memory with it. One that has not arrived is dropped
         when it does. What was taken stays valid. Whoever waits for the message gets `DiscardedError`.
         """
-        self._home.check()
-        key = _key(handle)
+        with self._errors:
+            self._home.check()
+            key = _key(handle)
         had_arrived, keys = self._mailbox.discard(key.sender, key.message)
         link = self._incoming.link_of(key.sender)
         if had_arrived and link is not None:

@@ -18,7 +18,7 @@ from aiotensor.open_message import OpenMessage
 from aiotensor.outgoing import Outgoing
 from aiotensor.placements import Plan, Sendable
 from aiotensor.tally import ErrorTally, WaitTally
-from aiotensor.types import SenderStatistics, TensorHandle
+from aiotensor.types import MAX_NUMBER, SenderStatistics, TensorHandle
 
 __all__ = ["OpenMessage", "TensorSender"]
 
@@ -51,7 +51,7 @@ class TensorSender:
 
     Raises:
         TypeError: the endpoint or a limit is of a wrong type.
-        ValueError: the address names no place, or a limit is not positive.
+        ValueError: the address names no place, or a limit is out of bounds.
     """
 
     def __init__(
@@ -166,7 +166,8 @@ class TensorSender:
         Entering waits for a permit, at most `max_wait_s`; leaving makes the message whole. An exception in
         the block, or cancelling it, discards the message.
         """
-        self._home.check()
+        with self._errors:
+            self._home.check()
         return OpenMessage(self)
 
     async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -214,9 +215,10 @@ class TensorSender:
         Raises:
             ValueError: the handle is of another sender.
         """
-        self._home.check()
-        if handle.sender != self._id:
-            raise ValueError(f"this handle is of sender {handle.sender}, not of this one ({self._id})")
+        with self._errors:
+            self._home.check()
+            if handle.sender != self._id:
+                raise ValueError(f"this handle is of sender {handle.sender}, not of this one ({self._id})")
         self._outgoing.abandon_number(handle.message)
 
     def discard_all(self) -> int:
@@ -224,7 +226,8 @@ class TensorSender:
 
         As `discard` does for each.
         """
-        self._home.check()
+        with self._errors:
+            self._home.check()
         return self._outgoing.abandon_all(State.OPEN, State.WHOLE)
 
     async def drain(self) -> None:
@@ -327,4 +330,6 @@ def _seconds(name: str, value: float | None) -> float | None:
 def _positive(name: str, value: int) -> int:
     if operator.index(value) < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
+    if value > MAX_NUMBER:  # no frame could tell it to the receiver
+        raise ValueError(f"{name} must be at most {MAX_NUMBER}, got {value}")
     return value

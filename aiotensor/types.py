@@ -89,7 +89,6 @@ class Holder(msgspec.Struct, frozen=True):
 # What another process may say of a number, and of a time.
 MAX_NUMBER = 2**63 - 1
 Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
-_Limit = Annotated[int, msgspec.Meta(ge=0)]  # as large as its user likes
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=2.0**63)]
 
 # Of a `Waits`, which comes from another process, too.
@@ -199,16 +198,16 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
     """
 
     senders: Number
-    max_senders: _Limit | None
+    max_senders: Number | None
     senders_lost: Number
     senders_refused: Number
     waiting: Number
     unclaimed_tensors: Number
     unclaimed_bytes: Number
     mapped_bytes: Number
-    max_mapped_bytes: _Limit | None
+    max_mapped_bytes: Number | None
     promised_messages: Number
-    max_unclaimed_messages: _Limit | None
+    max_unclaimed_messages: Number | None
     leases: Number
     leased_bytes: Number
     peak_leased_bytes: Number

@@ -2,11 +2,13 @@
 
 import asyncio
 import gc
+import time
 
 import pytest
 import torch
 
 from aiotensor import PeerLostError, TensorReceiver, TensorSender, WouldBlockError
+from tests.cancellation.situations import clog, unread
 from tests.pairs import BIG, endpoint, pattern, settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
@@ -143,3 +145,35 @@ async def test_a_wait_for_a_receiver_that_is_not_there_ends(send: str) -> None:
                             continue
                 assert torch.equal(await receiver.receive(handle), pattern(2, BIG))
             await until(lambda: sender.statistics().bytes_in_use == 0)
+
+
+@pytest.mark.parametrize("size", [5, BIG])
+async def test_a_wait_for_a_receiver_that_does_not_read_ends_and_leaves_the_link_as_it_was(size: int) -> None:
+    with endpoint() as place, unread(place) as far:
+        async with TensorSender(place, 2000, BIG * 8, max_wait_s=SHORT_S) as sender:
+            sent = clog(sender)
+            reason = rf"the receiver read nothing for 0.02 s \({sent + 1} of 2000 messages"
+            with pytest.raises(WouldBlockError, match=reason):
+                await sender.send(pattern(sent, size))
+            now = sender.statistics()
+            assert (now.in_flight, now.bytes_in_use, now.waiting) == (sent, 0, 0)
+            async with asyncio.timeout(30):
+                while True:
+                    far.read()
+                    try:
+                        await sender.send(pattern(sent, size))
+                        break
+                    except WouldBlockError:
+                        continue
+
+
+@pytest.mark.parametrize("link", ["unix"], indirect=True)
+async def test_what_waited_for_a_receiver_that_comes_in_the_turn_in_which_the_wait_ends_is_sent() -> None:
+    with endpoint() as place:
+        async with TensorSender(place, max_wait_s=1) as sender:
+            sending = asyncio.create_task(sender.send(pattern(1, 5)))
+            await until(lambda: sender.statistics().in_flight == 1)
+            with unread(place):
+                # Afterwards the end of the wait is due, and the next look for a receiver, in one turn.
+                time.sleep(1.5)  # noqa: ASYNC251
+                await sending

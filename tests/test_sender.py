@@ -290,6 +290,9 @@ async def test_bad_arguments_say_what_to_do() -> None:
     for limits in ({"max_concurrent_videos": 0}, {"max_concurrent_videos": -1}, {"arena_bytes": 0}):
         with pytest.raises(ValueError, match="at least 1"):
             TensorSender(queue, **limits)
+    for limit in ("max_concurrent_videos", "arena_bytes"):
+        with pytest.raises(ValueError, match=f"{limit} must be at most {2**63 - 1}, got {2**63}"):
+            TensorSender(queue, **{limit: 2**63})
     with pytest.raises(TypeError):
         TensorSender(queue, max_concurrent_videos=2.5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="TensorQueue"):

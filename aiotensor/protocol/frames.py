@@ -37,7 +37,7 @@ from typing import Annotated
 import msgspec
 
 from aiotensor.errors import ProtocolError
-from aiotensor.types import Number, ReceiverStatistics, Seconds, Waits
+from aiotensor.types import MAX_NUMBER, Number, ReceiverStatistics, Seconds, Waits
 
 __all__ = [
     "LEAST_FRAME_BYTES",
@@ -113,7 +113,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     version: int
     pid: Number
     sender: Name
-    max_concurrent_videos: Annotated[int, msgspec.Meta(ge=1)]
+    max_concurrent_videos: Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)]
     arena_bytes: Number
     first_message: Number = 0
 

@@ -9,6 +9,7 @@ from aiotensor import (
     AlreadyTakenError,
     ClosedError,
     DiscardedError,
+    PeerLostError,
     TooLargeError,
     UnsupportedTensorError,
     UsageError,
@@ -105,6 +106,8 @@ async def test_errors_of_a_sender_are_counted_by_their_type_and_cancelling_is_no
             await asyncio.wait([waiting])
             handle = await message.send(pattern(0, 3))
         sender.discard(handle)
+        with pytest.raises(ValueError, match="of sender"):
+            sender.discard(type(handle)("another", 0, 0, "int64", (3,), "cpu"))
         with pytest.raises(DiscardedError):
             await message.send(pattern(0, 3))
         await settled(sender)
@@ -115,14 +118,17 @@ async def test_errors_of_a_sender_are_counted_by_their_type_and_cancelling_is_no
         await sender.drain()
     with pytest.raises(ClosedError):
         await late.__aenter__()
+    for call in (sender.message, sender.discard_all):
+        with pytest.raises(ClosedError):
+            call()
     assert sender.statistics().errors == {
         "UnsupportedTensorError": 2,
         "TooLargeError": 2,
-        "other": 1,
+        "other": 2,
         "WouldBlockError": 1,
         "DiscardedError": 1,
         "UsageError": 1,
-        "ClosedError": 2,
+        "ClosedError": 4,
     }
 
 
@@ -150,5 +156,16 @@ async def test_errors_of_a_receiver_are_counted_by_their_type_and_cancelling_is_
         await asyncio.wait([waiting])
         with pytest.raises(TypeError):
             await receiver.receive("a name")  # type: ignore[arg-type]
-        assert receiver.statistics().errors == {"AlreadyTakenError": 4, "WouldBlockError": 1, "other": 1}
-        await receiver.receive(later)
+        with pytest.raises(TypeError):
+            receiver.discard("a name")  # type: ignore[arg-type]
+        counted = {"AlreadyTakenError": 4, "WouldBlockError": 1, "other": 2}
+        assert receiver.statistics().errors == counted
+        assert (await anext(receiver)).handle == later
+        waiting = asyncio.create_task(anext(receiver))  # type: ignore[arg-type]
+        await until(lambda: receiver.statistics().waiting == 1)
+        receiver._incoming.listener_failed(OSError("the disk is on fire"))
+        with pytest.raises(PeerLostError):
+            await waiting
+    with pytest.raises(StopAsyncIteration):  # which is no error
+        await anext(receiver)
+    assert receiver.statistics().errors == {**counted, "PeerLostError": 1}
