@@ -4,11 +4,9 @@
 
 import asyncio
 import contextlib
-import gc
 import os
 import socket
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +43,7 @@ from tests.links.unix_ends import in_child, leave_stale
 from tests.looking import RogueReceiver, look_at, looking_at_rogue, observing
 from tests.pairs import BIG, endpoint, pattern, until
 from tests.processes import peers
+from tests.steps import steps_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -192,24 +191,6 @@ async def test_what_is_promised_without_a_limit_is_told_however_much_it_is(
             assert sender.statistics is not None
 
 
-def _steps(what: Callable[[], object]) -> int:
-    """Count the calls that a call makes, and the turns of what it goes through."""
-    steps = 0
-
-    def count(*_: object) -> None:
-        nonlocal steps
-        steps += 1
-
-    gc.disable()  # a collection is nobody's work, nor are those who are told of it
-    sys.setprofile(count)
-    try:
-        what()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return steps
-
-
 async def test_to_tell_of_many_tensors_that_nobody_took_is_no_more_work_than_of_one(address: str) -> None:
     async with TensorReceiver(address) as receiver, TensorSender(address, 500) as sender:
         found: list[tuple[int, int]] = []
@@ -222,7 +203,7 @@ async def test_to_tell_of_many_tensors_that_nobody_took_is_no_more_work_than_of_
             assert (row.unclaimed_tensors, row.unclaimed_bytes) == (count, count * 24)
             assert receiver.statistics().unclaimed_bytes == count * 24
             look = partial(receiver._incoming._row_of, name, peer)
-            found.append((_steps(receiver.statistics), _steps(look)))
+            found.append((steps_of(receiver.statistics), steps_of(look)))
         assert found[0] == found[1]
 
 

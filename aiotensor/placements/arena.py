@@ -9,11 +9,13 @@ A memfd has no name, so nothing is left behind whoever is killed when, and the s
 not matter. It is sealed, so that nobody can turn a read into SIGBUS by shrinking it.
 """
 
+import errno
 import fcntl
 import math
 import mmap
 import os
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -77,6 +79,8 @@ class Segment:
         """
         if self._mapping is not None:
             return
+        if self.nbytes > sys.maxsize:  # of so many bytes no call of the kernel could be told
+            raise OSError(errno.ENOMEM, f"no process has {self.nbytes} bytes of addresses")
         descriptor = os.memfd_create("aiotensor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, self.nbytes)
@@ -162,7 +166,10 @@ class Segment:
         for start, stop in self.blocks.free_runs():
             # The last chunk of the segment may be shorter than the others.
             last = stop // _CHUNK_BYTES if stop < self.blocks.size else -(-stop // _CHUNK_BYTES)
-            yield from (chunk for chunk in range(-(-start // _CHUNK_BYTES), last) if self._warm[chunk])
+            chunk = self._warm.find(1, -(-start // _CHUNK_BYTES), last)
+            while chunk >= 0:
+                yield chunk
+                chunk = self._warm.find(1, chunk + 1, last)
 
     @property
     def warm_bytes(self) -> int:

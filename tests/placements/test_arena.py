@@ -1,9 +1,12 @@
+import errno
 import os
+import sys
 
 import pytest
 import torch
 
 from aiotensor.placements import Arena
+from aiotensor.placements.arena import Segment
 from tests.placements.segments import (
     MIB,
     Clock,
@@ -11,8 +14,10 @@ from tests.placements.segments import (
     open_files,
     other_side_of,
     place_in,
+    segment_of,
     warm,
 )
+from tests.steps import steps_of
 
 
 def test_blocks_do_not_overlap_and_come_from_one_segment_until_it_is_full() -> None:
@@ -149,6 +154,26 @@ def test_idle_memory_is_looked_for_in_the_present_segment_alone() -> None:
         assert segment is not first.segment
         assert chunks == []
         arena.free(first)
+
+
+def test_an_arena_beyond_all_addresses_is_an_error_of_the_system_and_leaves_nothing() -> None:
+    before = open_files()
+    for nbytes in (sys.maxsize, 1 << 62):
+        segment = Segment(0, nbytes)
+        with pytest.raises(OSError, match=f"Errno {errno.ENOMEM}"):
+            segment.open()
+        assert not segment.is_open
+    assert open_files() == before
+
+
+def test_looking_for_idle_memory_is_no_work_for_what_was_never_warm() -> None:
+    work = []
+    for nbytes in (8 * MIB, 1 << 40):
+        with segment_of(nbytes) as segment:
+            segment.filled([1, 3])
+            work.append(steps_of(lambda segment=segment: segment.take_idle(1.0)))  # type: ignore[misc]
+            assert segment.warm_bytes == 0
+    assert work[0] == work[1]
 
 
 def test_closing_lets_go_of_every_segment_and_of_what_is_viewed_when_its_view_ends() -> None:
