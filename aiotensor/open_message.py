@@ -23,6 +23,7 @@ class OpenMessage:
     def __init__(self, sender: "TensorSender") -> None:
         self._sender = sender
         self._message: Message | None = None
+        self._is_beginning = False
         self._sending = 0  # sends that have not returned
         self._is_finished = False
 
@@ -33,10 +34,14 @@ class OpenMessage:
 
     async def __aenter__(self) -> Self:
         with self._sender._errors:
-            if self._message is not None:
+            if self._is_beginning or self._message is not None:
                 raise UsageError("this message was begun before: begin another with sender.message()")
             self._sender._check()
-            self._message = await self._sender._outgoing.begin()
+            self._is_beginning = True
+            try:
+                self._message = await self._sender._outgoing.begin()
+            finally:
+                self._is_beginning = False
         return self
 
     async def send(self, tensor: Sendable) -> TensorHandle:

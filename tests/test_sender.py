@@ -396,6 +396,20 @@ async def test_a_sender_that_is_not_open_or_open_already_says_so() -> None:
                 await message.__aenter__()
 
 
+async def test_of_two_who_enter_one_message_one_is_refused_and_no_permit_is_lost() -> None:
+    async with pair(1) as (sender, receiver):
+        first = await sender.send(pattern(0, 1))
+        message = sender.message()
+        entering = asyncio.ensure_future(message.__aenter__())
+        await until(lambda: sender.statistics().waiting == 1)
+        with pytest.raises(UsageError, match="begun before"):
+            await message.__aenter__()
+        await receiver.receive(first)
+        await entering
+        await message.__aexit__(None, None, None)
+        assert sender.statistics().in_flight == 0
+
+
 async def test_statistics_count_what_was_done() -> None:
     async with pair() as (sender, receiver):
         await receiver.receive(await sender.send(pattern(0, BIG)))
