@@ -7,8 +7,8 @@ from aiotensor.protocol.frames import LEAST_FRAME_BYTES, ToReceiver, encode
 
 __all__ = ["Outbox"]
 
-# More than a frame takes without its payload: 64 sizes of 9 bytes, three names, a few numbers.
-_FRAME_BYTES = 1024
+# More than a frame takes without its payload. The longest is an account: two tables of waits, names, holders.
+_FRAME_BYTES = 2048
 
 
 class Outbox:

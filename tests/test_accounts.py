@@ -6,12 +6,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from aiotensor import TensorSender, WouldBlockError
+from aiotensor import TensorSender, WouldBlockError, outbox
 from aiotensor.accounts import account_of
 from aiotensor.links.records import RecordSocket
 from aiotensor.links.unix import UnixSenderLink
-from aiotensor.protocol.frames import MAX_HOLDERS, Inquire
-from aiotensor.types import Holder, SenderStatistics, Waits
+from aiotensor.message import State
+from aiotensor.protocol.frames import MAX_HOLDERS, Inquire, encode
+from aiotensor.tally import ERROR_NAMES, WaitTally
+from aiotensor.types import MAX_NUMBER, Holder, SenderStatistics, Waits
 from tests.frames import NO_WAITS
 from tests.looking import RogueReceiver, rogue_receiver
 from tests.pairs import pattern, until
@@ -32,6 +34,18 @@ def test_an_account_tells_what_the_statistics_say_and_names_no_more_holders_than
         assert getattr(account, name) == getattr(statistics, name)
     assert [holding.message for holding in account.holders] == list(range(MAX_HOLDERS))
     assert account.sender == ""
+
+
+def test_no_account_of_ours_takes_more_than_the_outbox_counts_a_frame_as() -> None:
+    numbers = WaitTally().waits()
+    waits = Waits(numbers.bounds_s, (MAX_NUMBER,) * len(numbers.counts), 2.0**63)
+    longest = max((state.value for state in State), key=len)
+    holders = tuple(Holder(MAX_NUMBER, longest, MAX_NUMBER, 2.0**63) for _ in range(MAX_HOLDERS))
+    errors = dict.fromkeys(ERROR_NAMES, MAX_NUMBER)
+    most = (MAX_NUMBER,) * 9
+    statistics = SenderStatistics(*most[:4], 2.0**63, holders, *most, waits, waits, *most[:2], errors)
+
+    assert 1024 < len(encode(account_of(statistics))) <= outbox._FRAME_BYTES
 
 
 def _tasks() -> "list[asyncio.Task[object]]":
