@@ -160,7 +160,7 @@ class Connection:
         return at_most(self._max_wait_s, self._overdue)
 
     def _overdue(self) -> WouldBlockError:
-        why = "has taken no message" if self.is_ready else "has not been there"
+        why = "has had no room for this message" if self.is_ready else "has not been there"
         return WouldBlockError(
             f"the server at {self._address.text} {why} for {self._max_wait_s:g} s",
             messages=Usage(None, self.in_flight, 1),
