@@ -298,12 +298,8 @@ class MessageClient(Generic[R]):
         )
 
     def _least_busy_of_all(self) -> int | None:
-        ready = [
-            (connection.in_flight, number)
-            for number, connection in enumerate(self._connections)
-            if connection.is_ready
-        ]
-        return min(ready)[1] if ready else None
+        ready = [number for number, connection in enumerate(self._connections) if connection.is_ready]
+        return min(ready, key=lambda number: self._connections[number].in_flight, default=None)
 
     async def _least_busy(self) -> int:
         """Wait until a server is there, and return the number of the one with the least to do.
@@ -392,11 +388,13 @@ class MessageClient(Generic[R]):
         self._disposal.let_go(answered.parts)
         return answer
 
-    def _drop(self, handles: Handles) -> None:
-        """Drop the tensors of an answer that nobody waits for."""
-        if self._receiver is not None and handles:
+    def _drop(self, answered: Answered) -> None:
+        """Drop an answer that nobody waits for, and its tensors."""
+        # In a moment: it may just be coming in, and would be freed here by what reads it.
+        asyncio.get_running_loop().call_soon(self._disposal.let_go, answered.parts)
+        if self._receiver is not None and answered.handles:
             with suppress(ClosedError, ValueError):  # it may be nobody's handle
-                self._receiver.discard(handles[0])
+                self._receiver.discard(answered.handles[0])
 
 
 def _check_road(connection: Connection, sender: TensorSender, handles: Handles) -> None:
