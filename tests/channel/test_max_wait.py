@@ -74,10 +74,10 @@ async def test_a_wait_for_room_says_nothing_untrue_of_a_server_that_takes_what_o
         ):
             identity, _ = await hear(server)
             await server.send_multipart([identity, write(ServerHello(VERSION, 77, "", 1, 1000))])
+            await until(lambda: client.statistics().servers == 1)
             sending = [asyncio.create_task(client.send(Question(number))) for number in range(3)]
-            _, first = await hear(server)
-            await server.send_multipart([identity, write(Taken(1, len(first.body)))])
-            await hear(server)  # the second; the third waits for so long as there is patience
+            await until(lambda: client.statistics().messages_sent == 1)
+            client._connections[0].message_arrived([zmq.Frame(write(Taken(1, 0)))])
             ends = await asyncio.gather(*sending, return_exceptions=True)
             assert ends[:2] == [None, None]
             assert isinstance(ends[2], WouldBlockError)
@@ -86,6 +86,7 @@ async def test_a_wait_for_room_says_nothing_untrue_of_a_server_that_takes_what_o
 
 async def test_a_wait_for_room_at_the_server_ends_and_sends_nothing_later() -> None:
     async with channel(server={"max_waiting": 2}, client={"max_wait_s": SHORT_S}) as ends:
+        await until(lambda: ends.client.statistics().servers == 1)
         asking = [asyncio.create_task(ends.client.request(Question(seed))) for seed in range(2)]
         await until(lambda: ends.server.statistics().waiting == 2)
         with pytest.raises(WouldBlockError, match=r"has had no room for this message for 0.02 s"):
@@ -120,6 +121,7 @@ async def test_a_message_that_cannot_wait_is_no_failure_of_the_others() -> None:
             MessageServer(here.messages, Question, max_waiting=1) as server,
             MessageClient(here.messages, reply_type=Answer, max_wait_s=0.1) as client,
         ):
+            await until(lambda: client.statistics().servers == 1)
             first = asyncio.create_task(client.request(Question(1)))
             await until(lambda: server.statistics().waiting == 1)
             second = asyncio.create_task(client.request(Question(2)))
