@@ -276,8 +276,13 @@ class MessageClient(Generic[R]):
                 raise ValueError("`inside` is a message of this client's sender, for the same target")
             target = owners[0] if target is None else target
         if target is None and len(self._connections) > 1:
-            async with at_most(self._max_wait_s, self._overdue):
-                target = await self._least_busy()
+            try:
+                async with at_most(self._max_wait_s, self._overdue):
+                    target = await self._least_busy()
+            except WouldBlockError:
+                target = self._least_busy_of_all()  # one may have come in this very turn
+                if target is None:
+                    raise
         number = 0 if target is None else target
         if not 0 <= number < len(self._connections):
             raise ValueError(f"target {target} is none of the {len(self._connections)} servers, from 0")
@@ -292,6 +297,10 @@ class MessageClient(Generic[R]):
             messages=Usage(requested=1),
         )
 
+    def _least_busy_of_all(self) -> int | None:
+        ready = [number for number, connection in enumerate(self._connections) if connection.is_ready]
+        return min(ready, key=lambda number: self._connections[number].in_flight, default=None)
+
     async def _least_busy(self) -> int:
         """Wait until a server is there, and return the number of the one with the least to do.
 
@@ -303,13 +312,9 @@ class MessageClient(Generic[R]):
         while True:
             for connection in self._connections:
                 connection.try_again(_AT_MOST_EVERY_S)
-            ready = [
-                (connection.in_flight, number)
-                for number, connection in enumerate(self._connections)
-                if connection.is_ready
-            ]
-            if ready:
-                return min(ready)[1]
+            target = self._least_busy_of_all()
+            if target is not None:
+                return target
             hopeless = [connection for connection in self._connections if connection.is_hopeless]
             if len(hopeless) == len(self._connections):
                 if asked is not None:
@@ -383,11 +388,13 @@ class MessageClient(Generic[R]):
         self._disposal.let_go(answered.parts)
         return answer
 
-    def _drop(self, handles: Handles) -> None:
-        """Drop the tensors of an answer that nobody waits for."""
-        if self._receiver is not None and handles:
+    def _drop(self, answered: Answered) -> None:
+        """Drop an answer that nobody waits for, and its tensors."""
+        # In a moment: it may just be coming in, and would be freed here by what reads it.
+        asyncio.get_running_loop().call_soon(self._disposal.let_go, answered.parts)
+        if self._receiver is not None and answered.handles:
             with suppress(ClosedError, ValueError):  # it may be nobody's handle
-                self._receiver.discard(handles[0])
+                self._receiver.discard(answered.handles[0])
 
 
 def _check_road(connection: Connection, sender: TensorSender, handles: Handles) -> None:

@@ -83,7 +83,7 @@ class Connection:
         options: of its sockets.
         receiver: the id of the receiver that takes the tensors of answers; "" for none.
         max_wait_s: after how many seconds a wait for the server, or for credit, ends; None for never.
-        drop: called with the handles of an answer that nobody waits for.
+        drop: called with an answer that nobody waits for.
         changed: called when it became ready, or is not ready any more.
     """
 
@@ -94,7 +94,7 @@ class Connection:
         options: Mapping[int, int | bytes],
         receiver: str,
         max_wait_s: float | None,
-        drop: Callable[[Handles], None],
+        drop: Callable[[Answered], None],
         changed: Callable[[], None],
     ) -> None:
         self.is_ready = False
@@ -160,7 +160,7 @@ class Connection:
         return at_most(self._max_wait_s, self._overdue)
 
     def _overdue(self) -> WouldBlockError:
-        why = "has taken no message" if self.is_ready else "has not been there"
+        why = "has had no room for this message" if self.is_ready else "has not been there"
         return WouldBlockError(
             f"the server at {self._address.text} {why} for {self._max_wait_s:g} s",
             messages=Usage(None, self.in_flight, 1),
@@ -229,7 +229,7 @@ class Connection:
             del self._open[asked.number]
             self._notices.post([write(Cancel(asked.number))])
         elif future.done() and not future.cancelled() and future.exception() is None:
-            self._drop(future.result().handles)
+            self._drop(future.result())
 
     def _send(self, parts: Sequence[bytes | memoryview], is_retry: bool) -> bool:
         return self.is_ready and self._open_socket().send(parts, is_retry=is_retry)
@@ -289,10 +289,8 @@ class Connection:
                 case Answer(number, body, handles, taken, taken_bytes):
                     self._returned(taken, taken_bytes)
                     future = self._answered(number)
-                    if future is not None:
-                        future.set_result(Answered(handles, [body, *[part.buffer for part in parts[1:]]]))
-                    elif handles:
-                        self._drop(handles)
+                    give = self._drop if future is None else future.set_result
+                    give(Answered(handles, [body, *[part.buffer for part in parts[1:]]]))
                 case Failure(number, type_name, text, taken, taken_bytes):
                     self._returned(taken, taken_bytes)
                     future = self._answered(number)

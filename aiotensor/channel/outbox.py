@@ -106,6 +106,10 @@ class Outbox:
         before = len(self._letters)
         while self._letters:
             letter = self._letters[0]
+            if letter.gone is not None and letter.gone.done():
+                # Who waited gave up, in this very turn: what is called too late must not go all the same.
+                self._letters.popleft()
+                continue
             try:
                 if not self._send(letter.parts, letter.nbytes, is_retry=is_retry):
                     break
@@ -113,8 +117,7 @@ class Outbox:
                 self._letters.popleft()
                 if letter.gone is None:
                     raise
-                if not letter.gone.done():
-                    letter.gone.set_exception(error)
+                letter.gone.set_exception(error)
                 continue
             # Unless sending found that the peer is gone, and the outbox was cleared.
             if self._letters and self._letters[0] is letter:

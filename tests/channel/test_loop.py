@@ -10,6 +10,7 @@ from aiotensor.channel import MessageClient, MessageServer
 from tests.channel import peers
 from tests.channel.parties import Answer, Question, place
 from tests.conformance.turns import Turns
+from tests.pairs import until
 from tests.processes import watch
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -20,7 +21,7 @@ MESSAGES: dict[str, Callable[[], list[torch.Tensor]]] = {
     "150 MiB": lambda: [torch.zeros(150 << 20, dtype=torch.uint8)],
     "150 MiB that do not lie flat": lambda: [torch.zeros(150 << 10, 1 << 10, dtype=torch.uint8).t()],
     "150 MiB in pieces that do not lie flat": lambda: [torch.zeros(512, 1024)[:, ::2]] * 150,
-    "100 MiB that are not aligned on arrival": lambda: [torch.zeros(100 << 16, dtype=torch.complex128)],
+    "300 MiB that are not aligned on arrival": lambda: [torch.zeros(300 << 16, dtype=torch.complex128)],
     "three thousand tiny tensors": lambda: [torch.zeros(3)] * 3000,
 }
 
@@ -45,6 +46,40 @@ async def test_no_message_keeps_the_loop_busy_for_longer_than_5_ms(
                     assert len(request.message.more["x"]) == len(tensors)
                     await request.reply(Answer(1))
                     await asking
+                longest.append(turns.longest_s)
+            assert min(longest) < _LONGEST_S
+
+
+ANSWERS: dict[str, Callable[[], torch.Tensor]] = {
+    "taken": lambda: torch.zeros(300 << 16, dtype=torch.complex128),  # not aligned on arrival, so copied then
+    "given up": lambda: torch.zeros(400 << 20, dtype=torch.uint8),
+}
+
+
+@pytest.mark.parametrize("fate", ANSWERS)
+async def test_no_answer_keeps_the_loop_busy_for_longer_than_5_ms(fate: str) -> None:
+    tensor = ANSWERS[fate]()
+    with place() as here:
+        async with (
+            MessageServer(here.messages, Question) as server,
+            MessageClient(here.messages, reply_type=Answer) as client,
+        ):
+            kept: list[object] = []
+            longest = []
+            for _ in range(2):
+                with Turns() as turns:
+                    asking = asyncio.create_task(client.request(Question(1)))
+                    request = await anext(server)
+                    answering = asyncio.create_task(request.reply(Answer(1, tensor=tensor)))
+                    if fate == "taken":
+                        kept.append(await asking)
+                    else:
+                        await until(lambda request=request: request._asked.is_answered)  # type: ignore[misc]
+                        asking.cancel()
+                    assert await answering
+                    later = asyncio.create_task(client.request(Question(2)))
+                    await (await anext(server)).reply(Answer(2))
+                    assert (await later).seed == 2  # by now the other one has come, too
                 longest.append(turns.longest_s)
             assert min(longest) < _LONGEST_S
 

@@ -1,12 +1,16 @@
 """A request waits for its server, and for room at it, no longer than `max_wait_s`; for its answer it does."""
 
 import asyncio
+import threading
 
 import pytest
+import zmq
 
 from aiotensor import DiscardedError, WouldBlockError
 from aiotensor.channel import MessageClient, MessageServer
+from aiotensor.protocol.exchange import VERSION, Ask, ServerHello, Taken, write
 from tests.channel.parties import Answer, Question, answer, channel, place, settled
+from tests.channel.rogues import hear, raw
 from tests.pairs import BIG, pattern, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -37,11 +41,55 @@ async def test_a_wait_for_any_of_several_servers_ends() -> None:
                 await client.request(Question(1))
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+async def test_a_server_that_comes_in_the_turn_in_which_the_wait_for_it_is_overdue_is_asked(
+    servers: int,
+) -> None:
+    with place() as here, place() as there:
+        async with (
+            raw(zmq.ROUTER, here.messages, binds=True) as server,
+            MessageClient(
+                [here.messages, there.messages][:servers], reply_type=Answer, max_wait_s=SHORT_S
+            ) as client,
+        ):
+            await hear(server)
+            asking = asyncio.create_task(client.request(Question(5)))
+            await asyncio.sleep(0)
+            threading.Event().wait(2 * SHORT_S)  # the loop is held up until the wait is overdue
+            hello = [zmq.Frame(write(ServerHello(VERSION, 77, "", 1, 1000)))]
+            asyncio.get_running_loop().call_soon(client._connections[0].message_arrived, hello)
+            await until(lambda: asking.done() or client.statistics().messages_sent == 1)
+            assert not asking.done()
+            _, question = await hear(server)
+            assert isinstance(question, Ask)
+            asking.cancel()
+            await asyncio.wait([asking])
+
+
+async def test_a_wait_for_room_says_nothing_untrue_of_a_server_that_takes_what_others_sent() -> None:
+    with place() as here:
+        async with (
+            raw(zmq.ROUTER, here.messages, binds=True) as server,
+            MessageClient(here.messages, reply_type=Answer, max_wait_s=0.2) as client,
+        ):
+            identity, _ = await hear(server)
+            await server.send_multipart([identity, write(ServerHello(VERSION, 77, "", 1, 1000))])
+            await until(lambda: client.statistics().servers == 1)
+            sending = [asyncio.create_task(client.send(Question(number))) for number in range(3)]
+            await until(lambda: client.statistics().messages_sent == 1)
+            client._connections[0].message_arrived([zmq.Frame(write(Taken(1, 0)))])
+            ends = await asyncio.gather(*sending, return_exceptions=True)
+            assert ends[:2] == [None, None]
+            assert isinstance(ends[2], WouldBlockError)
+            assert "has had no room for this message for 0.2 s" in str(ends[2])
+
+
 async def test_a_wait_for_room_at_the_server_ends_and_sends_nothing_later() -> None:
     async with channel(server={"max_waiting": 2}, client={"max_wait_s": SHORT_S}) as ends:
+        await until(lambda: ends.client.statistics().servers == 1)
         asking = [asyncio.create_task(ends.client.request(Question(seed))) for seed in range(2)]
         await until(lambda: ends.server.statistics().waiting == 2)
-        with pytest.raises(WouldBlockError, match=r"has taken no message for 0.02 s"):
+        with pytest.raises(WouldBlockError, match=r"has had no room for this message for 0.02 s"):
             await ends.client.request(Question(7))
 
         serving = asyncio.create_task(ends.server.serve(answer))
@@ -73,6 +121,7 @@ async def test_a_message_that_cannot_wait_is_no_failure_of_the_others() -> None:
             MessageServer(here.messages, Question, max_waiting=1) as server,
             MessageClient(here.messages, reply_type=Answer, max_wait_s=0.1) as client,
         ):
+            await until(lambda: client.statistics().servers == 1)
             first = asyncio.create_task(client.request(Question(1)))
             await until(lambda: server.statistics().waiting == 1)
             second = asyncio.create_task(client.request(Question(2)))

@@ -104,6 +104,14 @@ async def test_limits_and_keys_are_checked_when_an_object_is_made(
         MessageClient("ipc:///tmp/s", reply_type=Answer, **wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "error"), [(-0.5, ValueError), (float("nan"), ValueError), ("soon", TypeError)]
+)
+async def test_the_patience_of_a_client_is_checked(wrong: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        MessageClient("ipc:///tmp/s", reply_type=Answer, max_wait_s=wrong)
+
+
 async def test_keys_come_in_pairs_and_are_never_shown() -> None:
     public, secret = key_pair()
     with pytest.raises(ValueError, match="its own secret_key and the client_keys"):

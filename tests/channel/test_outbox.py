@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
@@ -210,6 +211,39 @@ async def test_a_message_that_leaves_in_the_turn_in_which_its_wait_is_overdue_ha
     has_room = True
     outbox.flush(is_retry=True)
     assert await putting
+
+
+@asynccontextmanager
+async def overdue_when_cancelled() -> AsyncIterator[None]:
+    """End a wait as a timer does, which cancels the task; this one at the very moment that a test wants."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        raise WouldBlockError("too long") from None
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_message_leaves_exactly_if_that_is_said_though_room_comes_as_its_wait_is_overdue(
+    is_first: bool,
+) -> None:
+    road = Road()
+    outbox = Outbox(road.send, patience=overdue_when_cancelled)
+    noted: list[str] = []
+    putting = asyncio.create_task(outbox.put([b"first"], on_sent=partial(noted.append, "first")))
+    behind = asyncio.create_task(outbox.put([b"behind"], on_sent=partial(noted.append, "behind")))
+    await asyncio.sleep(0)
+    road.room = 5
+    events: list[Callable[[], object]] = [partial(outbox.flush, is_retry=True), putting.cancel]
+    for happen in events if is_first else reversed(events):  # in one turn
+        happen()
+    if is_first:
+        assert await putting
+    else:
+        with pytest.raises(WouldBlockError, match="too long"):
+            await putting
+    assert await behind
+    assert noted == (["first", "behind"] if is_first else ["behind"])
+    assert road.went == [name.encode() for name in noted]
 
 
 async def test_a_message_whose_wait_is_overdue_never_leaves() -> None:
