@@ -9,7 +9,7 @@ from aiotensor.errors import AioTensorError
 from aiotensor.protocol.credits import Budget, Space, Ticket
 from aiotensor.tally import WaitTally
 
-__all__ = ["Gate", "StuckError", "Waiters", "at_most"]
+__all__ = ["Gate", "StuckError", "Waiters", "at_most", "seconds_or_never"]
 
 P = TypeVar("P")
 
@@ -39,6 +39,13 @@ class Waiters(list["asyncio.Future[None]"]):
         for future in self:
             if not future.done():
                 future.set_result(None)
+
+
+def seconds_or_never(name: str, value: float | None) -> float | None:
+    """Check after how many seconds something is to happen; None for never."""
+    if value is not None and not value > 0:
+        raise ValueError(f"{name} must be positive, or None, got {value}")
+    return value
 
 
 @asynccontextmanager

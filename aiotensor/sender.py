@@ -11,6 +11,7 @@ import torch
 
 from aiotensor import links, placements
 from aiotensor.errors import TooLargeError
+from aiotensor.gates import seconds_or_never
 from aiotensor.home import FreedItems, Home
 from aiotensor.ledger import MemoryUsage, Patience
 from aiotensor.message import Message, State
@@ -73,8 +74,10 @@ class TensorSender:
             links.connect(endpoint, self._id),
             _positive("max_concurrent_videos", max_concurrent_videos),
             _positive("arena_bytes", arena_bytes),
-            _seconds("keep_warm_s", keep_warm_s),
-            Patience(_seconds("long_wait_s", long_wait_s), _seconds("max_wait_s", max_wait_s)),
+            seconds_or_never("keep_warm_s", keep_warm_s),
+            Patience(
+                seconds_or_never("long_wait_s", long_wait_s), seconds_or_never("max_wait_s", max_wait_s)
+            ),
         )
 
     @property
@@ -319,12 +322,6 @@ class TensorSender:
                 limit=limit,
                 requested=nbytes,
             )
-
-
-def _seconds(name: str, value: float | None) -> float | None:
-    if value is not None and not value > 0:
-        raise ValueError(f"{name} must be positive, or None, got {value}")
-    return value
 
 
 def _positive(name: str, value: int) -> int:

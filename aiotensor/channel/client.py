@@ -23,7 +23,7 @@ from aiotensor.errors import (
     ProtocolError,
     WouldBlockError,
 )
-from aiotensor.gates import Waiters, at_most
+from aiotensor.gates import Waiters, at_most, seconds_or_never
 from aiotensor.home import Home
 from aiotensor.receiver import TensorReceiver
 from aiotensor.sender import OpenMessage, TensorSender
@@ -119,7 +119,7 @@ class MessageClient(Generic[R]):
             ),
             **keys,
         }
-        self._max_wait_s = None if max_wait_s is None else options.seconds("max_wait_s", max_wait_s)
+        self._max_wait_s = seconds_or_never("max_wait_s", max_wait_s)
         self._linger_s = options.seconds("linger_s", linger_s)
         self._receiver = receiver
         self._decoder: TensorDecoder[R] = TensorDecoder(reply_type)

@@ -105,7 +105,7 @@ async def test_limits_and_keys_are_checked_when_an_object_is_made(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "error"), [(-0.5, ValueError), (float("nan"), ValueError), ("soon", TypeError)]
+    ("wrong", "error"), [(0, ValueError), (-0.5, ValueError), (float("nan"), ValueError), ("soon", TypeError)]
 )
 async def test_the_patience_of_a_client_is_checked(wrong: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
