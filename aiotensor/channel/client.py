@@ -171,8 +171,8 @@ class MessageClient(Generic[R]):
                 flight, of those that are there.
             inside: an open message of the sender, for whoever takes the permit before there is a tensor, so
                 that it bounds the decoding too: ``async with sender.message() as permit: ... await
-                client.request(message, inside=permit)``. It is whole afterwards, or discarded if only some of
-                the tensors could be sent.
+                client.request(message, inside=permit)``. It is whole when all tensors are sent, and discarded
+                if the request fails after one of them was.
 
         Waits for the server, for a permit and memory if it has tensors, for room, and for the answer.
         Cancelling tells the server, whose task is cancelled, and discards the tensors, so that permit and
