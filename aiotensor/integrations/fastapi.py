@@ -27,8 +27,11 @@ from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
 from starlette.applications import Starlette
-from starlette.requests import HTTPConnection, Request
+from starlette.exceptions import WebSocketException
+from starlette.requests import HTTPConnection
 from starlette.responses import Response
+from starlette.status import WS_1011_INTERNAL_ERROR, WS_1013_TRY_AGAIN_LATER
+from starlette.websockets import WebSocket, WebSocketState
 
 from aiotensor.channel import MessageClient
 from aiotensor.errors import AioTensorError, UsageError
@@ -114,15 +117,22 @@ class TensorLifespan:
         async with (await self.sender(connection)).message() as message:
             yield message
 
-    async def answer_error(self, request: Request, error: Exception) -> Response:
+    async def answer_error(self, connection: HTTPConnection, error: Exception) -> Response:
         """Answer an error of this library as problem JSON; `install` has it do so.
 
         Raises:
+            WebSocketException: it is that of a web socket which was accepted, and is to be closed so.
             Exception: it is another error, or a bug of the server.
         """
         problem = problem_of(error, self._retry_after_s) if isinstance(error, AioTensorError) else None
         if problem is None:
             raise error
+        if (
+            isinstance(connection, WebSocket)
+            and connection.application_state is not WebSocketState.CONNECTING
+        ):
+            code = WS_1011_INTERNAL_ERROR if problem.retry_after is None else WS_1013_TRY_AGAIN_LATER
+            raise WebSocketException(code, problem.reason) from error
         return Response(problem.body, problem.status, problem.headers, MEDIA_TYPE)
 
 
