@@ -189,7 +189,9 @@ async def test_a_request_that_nobody_watches_goes_on() -> None:
     assert not work.was_cancelled
 
 
-@pytest.mark.parametrize("response", [PlainTextResponse("done"), FileResponse(__file__)], ids=["text", "file"])
+@pytest.mark.parametrize(
+    "response", [PlainTextResponse("done"), FileResponse(__file__)], ids=["text", "file"]
+)
 async def test_what_is_done_after_the_answer_is_not_cancelled(response: Response) -> None:
     answered, done = asyncio.Event(), asyncio.Event()
 
