@@ -129,6 +129,23 @@ async def test_a_request_before_the_lifespan_is_told_what_is_missing() -> None:
             await client.get("/")
 
 
+async def test_an_application_that_is_mounted_answers_by_itself() -> None:
+    with endpoint() as place:
+        engine = TensorLifespan(lambda: TensorSender(place, 1))
+        app, inner = FastAPI(lifespan=engine.lifespan), FastAPI()
+        for one in (app, inner):
+            engine.install(one)
+        app.mount("/inner", inner)
+
+        @inner.get("/")
+        async def handler(sender: Annotated[TensorSender, Depends(engine.sender)]) -> None:
+            raise WouldBlockError("busy")
+
+        async with app.router.lifespan_context(app), http(app) as client:
+            answer = await client.get("/inner/")
+            assert (answer.status_code, answer.json()["reason"]) == (503, "busy")
+
+
 async def visit_socket(app: Starlette, path: str) -> list[Message]:
     """Open a web socket, and return what is said to it."""
     heard: list[Message] = []
