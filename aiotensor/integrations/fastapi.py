@@ -43,6 +43,7 @@ from aiotensor.sender import OpenMessage, TensorSender
 __all__ = ["MessageLifespan", "TensorLifespan"]
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class TensorLifespan:
@@ -95,11 +96,7 @@ class TensorLifespan:
         Raises:
             UsageError: the application has not started, or has ended.
         """
-        if self._sender is None:
-            raise UsageError(
-                "the application does not run: give it the lifespan, as FastAPI(lifespan=engine.lifespan)"
-            )
-        return self._sender
+        return _opened(self._sender)
 
     async def sender(self, connection: HTTPConnection) -> TensorSender:
         """Return the sender, as a dependency: ``Annotated[TensorSender, Depends(engine.sender)]``."""
@@ -174,13 +171,17 @@ class MessageLifespan(TensorLifespan, Generic[R]):
         Raises:
             UsageError: the application has not started, or has ended.
         """
-        if self._client is None:
-            raise UsageError(
-                "the application does not run: give it the lifespan, as FastAPI(lifespan=engine.lifespan)"
-            )
-        return self._client
+        return _opened(self._client)
 
     async def client(self, connection: HTTPConnection) -> MessageClient[R]:
         """Return the client, as a dependency: ``Annotated[MessageClient[...], Depends(engine.client)]``."""
         watch(connection.scope)
         return self.opened_client
+
+
+def _opened(one: T | None) -> T:
+    if one is None:
+        raise UsageError(
+            "the application does not run: give it the lifespan, as FastAPI(lifespan=engine.lifespan)"
+        )
+    return one
