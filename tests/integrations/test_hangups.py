@@ -74,6 +74,14 @@ class Visit:
 
         return asyncio.create_task(run())
 
+    async def hang_up_after(self, begun: asyncio.Event) -> None:
+        """Ask, hang up once the handler has begun, and wait for the end."""
+        running = self.begin()
+        self.say()
+        await begun.wait()
+        self.hang_up()
+        await running
+
     @property
     def status(self) -> int:
         return int(self.heard[0]["status"])
@@ -115,11 +123,7 @@ class Work:
 async def test_a_request_whose_client_hangs_up_is_cancelled_without_an_error() -> None:
     work = Work()
     visitor = visit(work.handle)
-    running = visitor.begin()
-    visitor.say(b"all")
-    await work.begun.wait()
-    visitor.hang_up()
-    await running
+    await visitor.hang_up_after(work.begun)
     assert work.was_cancelled
     assert visitor.readers == 0
 
@@ -135,11 +139,7 @@ async def test_a_request_that_is_watched_after_it_was_read_is_cancelled_too() ->
         raise AssertionError("it was cancelled")
 
     visitor = visit(handler)
-    running = visitor.begin()
-    visitor.say()
-    await begun.wait()
-    visitor.hang_up()
-    await running
+    await visitor.hang_up_after(begun)
 
 
 async def test_a_client_that_hangs_up_in_the_middle_of_what_it_says_cancels_too() -> None:
@@ -168,11 +168,7 @@ async def test_a_handler_that_hears_of_the_end_before_it_is_cancelled_is_no_erro
         raise AssertionError("it was cancelled")
 
     visitor = visit(handler)
-    running = visitor.begin()
-    visitor.say()
-    await begun.wait()
-    visitor.hang_up()
-    await running
+    await visitor.hang_up_after(begun)
     assert visitor.status == 499
 
 
@@ -248,11 +244,7 @@ async def test_an_answer_in_parts_ends_with_its_client() -> None:
 async def test_a_request_that_is_never_read_is_cancelled_too() -> None:
     work = Work(reads=False)
     visitor = visit(work.handle)
-    running = visitor.begin()
-    visitor.say()
-    await work.begun.wait()
-    visitor.hang_up()
-    await running
+    await visitor.hang_up_after(work.begun)
     assert work.was_cancelled
     assert visitor.readers == 0
 
@@ -354,11 +346,7 @@ async def test_another_middleware_gets_an_answer_for_a_client_that_is_gone() -> 
 
     work = Work()
     visitor = visit(work.handle, other=Other)
-    running = visitor.begin()
-    visitor.say()
-    await work.begun.wait()
-    visitor.hang_up()
-    await running
+    await visitor.hang_up_after(work.begun)
     assert work.was_cancelled
     assert visitor.status == 499
 
