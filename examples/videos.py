@@ -7,6 +7,7 @@ engine makes the client upload more slowly.
 
 import os
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
@@ -44,12 +45,15 @@ class Upload:
         self._size = size
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it has no name, and `close` ends it
         self._here = self._position = 0
-        self._is_whole = False
+        self._is_whole = self._is_given_up = False
+        self._waiting: anyio.CancelScope | None = None
 
     def read(self, size: int) -> bytes:
         """Return the next bytes, at most so many; none at the end, or after a failure."""
         while self._here <= self._position and not self._is_whole:
             self._wait_for_more()
+        if self._is_given_up:
+            return b""
         self._file.seek(self._position)
         part = self._file.read(size)
         self._position += len(part)
@@ -70,6 +74,12 @@ class Upload:
         """Say which byte is next."""
         return self._position
 
+    def give_up(self) -> None:
+        """Have the file end here, since nobody wants it any more; on the event loop."""
+        self._is_given_up = True
+        if self._waiting is not None:
+            self._waiting.cancel()
+
     def close(self) -> None:
         """Let go of what has come."""
         self._file.close()
@@ -87,13 +97,18 @@ class Upload:
             self._here += len(piece)
 
     async def _next_piece(self) -> bytes | None:
-        return await anext(self._pieces, None)
+        if not self._is_given_up:
+            with anyio.CancelScope() as self._waiting:
+                return await anext(self._pieces, None)
+        return None
 
 
 class Decoder:
     """Decode an upload, a batch at a time. Everything here blocks: call it in a thread."""
 
     def __init__(self, upload: Upload) -> None:
+        # A task that asyncio cancels leaves its thread at work, and what that reads must not be closed yet.
+        self._lock = threading.Lock()
         self._upload = upload
         self._video: av.container.InputContainer | None = None
         self._frames: Iterator[av.VideoFrame] = iter(())
@@ -101,7 +116,7 @@ class Decoder:
 
     def open(self) -> tuple[int, int]:
         """Read as far as the first frame, and return its height and width."""
-        with self._errors("this is no video"):
+        with self._lock, self._errors("this is no video"):
             # A playlist may name other files and addresses: an upload never makes us open one.
             self._video = av.open(self._upload, "r", container_options={"protocol_whitelist": "none"})
             self._frames = self._video.decode(video=0)
@@ -111,7 +126,7 @@ class Decoder:
     def read(self, batch: np.ndarray) -> int:
         """Decode into a batch of shape (frames, height, width, 3), and return how many frames there were."""
         count = 0
-        with self._errors("the video is damaged"):
+        with self._lock, self._errors("the video is damaged"):
             while count < len(batch) and (frame := self._next()) is not None:
                 fitted = frame.reformat(width=batch.shape[2], height=batch.shape[1], format="rgb24")
                 batch[count] = fitted.to_ndarray()
@@ -120,10 +135,11 @@ class Decoder:
 
     def close(self) -> None:
         """Let go of the decoder, and of the upload."""
-        self._frames, self._first = iter(()), None
-        if self._video is not None:
-            self._video.close()
-        self._upload.close()
+        with self._lock:
+            self._frames, self._first = iter(()), None
+            if self._video is not None:
+                self._video.close()
+            self._upload.close()
 
     def _next(self) -> av.VideoFrame | None:
         first, self._first = self._first, None
@@ -157,6 +173,7 @@ async def colours(upload: Upload, sender: TensorSender, client: MessageClient[Su
         while more := await _next_colours(decoder, size, sender, client):
             found += more
     finally:
+        upload.give_up()
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(decoder.close)
     return found

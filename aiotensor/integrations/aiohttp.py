@@ -101,7 +101,9 @@ def problem_middleware(*, retry_after_s: float = 5.0) -> Middleware:
             response = web.Response(
                 body=problem.body, status=problem.status, headers=problem.headers, content_type=MEDIA_TYPE
             )
-        if request.transport is None and not has_warned:
+        # The handler of a web socket hears of it where it receives.
+        is_socket = isinstance(response, web.WebSocketResponse)
+        if request.transport is None and not is_socket and not has_warned:
             has_warned = True
             logger.warning(
                 "a client hung up, and its handler went on and kept what it held: run the application with "

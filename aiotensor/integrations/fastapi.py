@@ -27,8 +27,11 @@ from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
 from starlette.applications import Starlette
-from starlette.requests import HTTPConnection, Request
+from starlette.exceptions import WebSocketException
+from starlette.requests import HTTPConnection
 from starlette.responses import Response
+from starlette.status import WS_1011_INTERNAL_ERROR, WS_1013_TRY_AGAIN_LATER
+from starlette.websockets import WebSocket, WebSocketState
 
 from aiotensor.channel import MessageClient
 from aiotensor.errors import AioTensorError, UsageError
@@ -40,6 +43,7 @@ from aiotensor.sender import OpenMessage, TensorSender
 __all__ = ["MessageLifespan", "TensorLifespan"]
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class TensorLifespan:
@@ -92,11 +96,7 @@ class TensorLifespan:
         Raises:
             UsageError: the application has not started, or has ended.
         """
-        if self._sender is None:
-            raise UsageError(
-                "the application does not run: give it the lifespan, as FastAPI(lifespan=engine.lifespan)"
-            )
-        return self._sender
+        return _opened(self._sender)
 
     async def sender(self, connection: HTTPConnection) -> TensorSender:
         """Return the sender, as a dependency: ``Annotated[TensorSender, Depends(engine.sender)]``."""
@@ -114,15 +114,22 @@ class TensorLifespan:
         async with (await self.sender(connection)).message() as message:
             yield message
 
-    async def answer_error(self, request: Request, error: Exception) -> Response:
+    async def answer_error(self, connection: HTTPConnection, error: Exception) -> Response:
         """Answer an error of this library as problem JSON; `install` has it do so.
 
         Raises:
+            WebSocketException: it is that of a web socket which was accepted, and is to be closed so.
             Exception: it is another error, or a bug of the server.
         """
         problem = problem_of(error, self._retry_after_s) if isinstance(error, AioTensorError) else None
         if problem is None:
             raise error
+        if (
+            isinstance(connection, WebSocket)
+            and connection.application_state is not WebSocketState.CONNECTING
+        ):
+            code = WS_1011_INTERNAL_ERROR if problem.retry_after is None else WS_1013_TRY_AGAIN_LATER
+            raise WebSocketException(code, problem.reason) from error
         return Response(problem.body, problem.status, problem.headers, MEDIA_TYPE)
 
 
@@ -164,13 +171,17 @@ class MessageLifespan(TensorLifespan, Generic[R]):
         Raises:
             UsageError: the application has not started, or has ended.
         """
-        if self._client is None:
-            raise UsageError(
-                "the application does not run: give it the lifespan, as FastAPI(lifespan=engine.lifespan)"
-            )
-        return self._client
+        return _opened(self._client)
 
     async def client(self, connection: HTTPConnection) -> MessageClient[R]:
         """Return the client, as a dependency: ``Annotated[MessageClient[...], Depends(engine.client)]``."""
         watch(connection.scope)
         return self.opened_client
+
+
+def _opened(one: T | None) -> T:
+    if one is None:
+        raise UsageError(
+            "the application does not run: give it the lifespan, as FastAPI(lifespan=engine.lifespan)"
+        )
+    return one

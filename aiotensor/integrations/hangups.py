@@ -20,6 +20,8 @@ __all__ = ["HangUps", "watch"]
 logger = logger_of("integrations")
 
 _KEY = "aiotensor.request"
+# What an answer ends with; some servers send files by themselves.
+_ENDS = frozenset({"http.response.body", "http.response.pathsend"})
 _CLIENT_CLOSED_REQUEST = 499  # as proxies log it; there is no such status on the wire
 
 
@@ -107,8 +109,11 @@ class _Request:
             self._readers += 1
             try:
                 message = await self._receive()
-            finally:
+            except BaseException:
                 self._readers -= 1
+                self._ask_ahead()  # watched meanwhile, nobody else would hear of the end
+                raise
+            self._readers -= 1
             self._heard(message)
             break
         if self._kept is None:
@@ -124,7 +129,7 @@ class _Request:
         """Pass on what the application says."""
         await self._send(message)
         self._is_begun = True
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
+        if message["type"] in _ENDS and not message.get("more_body", False):
             self._is_answered = True  # the client may go now, and what is still to be done be done
 
     async def end(self) -> None:

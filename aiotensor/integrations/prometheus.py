@@ -51,9 +51,7 @@ class AioTensorCollector(Collector):
     """
 
     def __init__(self, *, timeout_s: float = 1.0) -> None:
-        if not 0 <= timeout_s <= threading.TIMEOUT_MAX:
-            raise ValueError(f"timeout_s is seconds, at least 0, got {timeout_s}")
-        self._timeout_s = timeout_s
+        self._timeout_s = _timeout(timeout_s)
         self._lock = threading.Lock()
         self._timeouts = 0
 
@@ -63,13 +61,17 @@ class AioTensorCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Return what is held and what was done, from any thread."""
-        return list(_families(*self._look()))
-
-    def _look(self) -> tuple[Report, int]:
         report = opened.look(self._timeout_s)
         with self._lock:
             self._timeouts += report.unanswered
-            return report, self._timeouts
+            timeouts = self._timeouts
+        return list(_families(report, timeouts))
+
+
+def _timeout(seconds: float) -> float:
+    if not 0 <= seconds <= threading.TIMEOUT_MAX:
+        raise ValueError(f"timeout_s is seconds, at least 0, got {seconds}")
+    return seconds
 
 
 def _families(report: Report, timeouts: int | None) -> Iterator[Metric]:
@@ -169,6 +171,7 @@ class _Totals:
         self._names: set[str] = set()
         self._last: dict[Place, tuple[Counts, int]] = {}  # what was told, and the number that it began with
         self._counts: dict[Place, Counts] = {}
+        self.timeouts = 0
 
     def take(self, report: Report) -> Report:
         """Add what was counted since the last time, and return the report under the names."""
@@ -181,6 +184,7 @@ class _Totals:
             for key, number in counts.items():
                 total[key] = total.get(key, 0) + number - told.get(key, 0)
         self._last = last
+        self.timeouts += report.unanswered
         present = [(self._name(endpoint), statistics) for endpoint, statistics in report.present]
         return report._replace(present=present, counts=self._counts)
 
@@ -226,7 +230,7 @@ class MultiprocessPublisher:
                 "prometheus_client keeps its numbers in this process alone: set PROMETHEUS_MULTIPROC_DIR to "
                 "a folder before anything imports it, or register an AioTensorCollector instead"
             )
-        self._collector = AioTensorCollector(timeout_s=timeout_s)
+        self._timeout_s = _timeout(timeout_s)
         self._interval_s = interval_s
         self._task: asyncio.Task[None] | None = None
 
@@ -278,8 +282,8 @@ class MultiprocessPublisher:
     def _publish_now(self, begun: list[bool]) -> None:
         begun.append(True)
         with _publishing:
-            report, timeouts = self._collector._look()
-            _write(_families(_totals.take(report), timeouts))
+            report = _totals.take(opened.look(self._timeout_s))
+            _write(_families(report, _totals.timeouts))
 
 
 def _write(metrics: Iterable[Metric]) -> None:
@@ -305,9 +309,8 @@ def _write(metrics: Iterable[Metric]) -> None:
             if before.is_gauge:
                 before.value.set(amount)
             else:
-                # Not set: the file may be that of an earlier process with the same number. A new publisher
-                # begins with no timeouts.
-                before.value.inc(amount - before.amount if amount >= before.amount else amount)
+                # Not set: the file may be that of an earlier process with the same number.
+                before.value.inc(amount - before.amount)
             _published[key] = before._replace(amount=amount)
     for key in gone:
         _published[key].value.set(0.0)

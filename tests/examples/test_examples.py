@@ -186,6 +186,37 @@ def film(path: Path, frames: int) -> None:
             video.mux(packet)
 
 
+async def test_clients_that_hang_up_while_their_videos_are_decoded_harm_no_server(folder: Path) -> None:
+    path = folder / "long.mkv"
+    film(path, 60)
+    body = path.read_bytes()
+    tensors = f"unix://{folder}/example-engine.tensors"
+
+    async def in_use() -> int:
+        senders = (await inspect(tensors, patience_s=5)).senders
+        return sum(one.statistics.bytes_in_use for one in senders if one.statistics is not None)
+
+    async with server("aiohttp_server", folder) as (program, http, url):
+        assert (await http.post(url, content=body)).status_code == 200
+        head = f"POST {url} HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        for _ in range(10):
+            writers = []
+            for _ in range(4):
+                _, writer = await asyncio.open_connection("127.0.0.1", http.base_url.port)
+                writer.write(head + body[: len(body) * 3 // 4])
+                writers.append(writer)
+            while not await in_use():
+                pass
+            for writer in writers:
+                writer.transport.abort()
+            while await in_use():
+                pass
+        assert (await http.post(url, content=body)).status_code == 200
+        status, errors = await program.end(signal.SIGTERM)
+        assert status == 0
+        assert "Traceback" not in errors
+
+
 async def test_a_video_is_decoded_while_it_arrives_and_never_needs_its_size_in_memory(folder: Path) -> None:
     frames, path = 600, folder / "long.mkv"
     film(path, frames)

@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, web
+from aiohttp.typedefs import Handler
 
 from aiotensor import TensorReceiver, TensorSender, UnsupportedTensorError, WouldBlockError
 from aiotensor.integrations.aiohttp import problem_middleware, sender_context
@@ -89,6 +90,39 @@ async def test_an_error_after_the_answer_has_begun_ends_it_and_is_no_second_one(
     assert said.count(b"HTTP/1.1") == 1
     assert b"part" in said
     assert b"503" not in said
+
+
+async def test_a_web_socket_whose_client_is_gone_has_heard_of_it_and_is_no_news(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gone, ended = asyncio.Event(), asyncio.Event()
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for _ in socket:
+            pass
+        assert request.transport is None
+        gone.set()
+        return socket
+
+    @web.middleware
+    async def outer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        finally:
+            ended.set()
+
+    app = web.Application(middlewares=[outer, problem_middleware()])
+    app.router.add_get("/", handler)
+    async with serving(app, handler_cancellation=False) as port, ClientSession() as client:
+        socket = await client.ws_connect(f"http://127.0.0.1:{port}/")
+        assert socket._response.connection is not None
+        assert socket._response.connection.transport is not None
+        socket._response.connection.transport.abort()
+        await ended.wait()
+    assert gone.is_set()
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])

@@ -1,6 +1,7 @@
 """The lifespan: it opens and closes, composes with another, and says what is missing."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated, TypeAlias
@@ -14,7 +15,15 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Scope
 
-from aiotensor import OpenMessage, TensorReceiver, TensorSender, UsageError
+from aiotensor import (
+    AioTensorError,
+    OpenMessage,
+    RemoteError,
+    TensorReceiver,
+    TensorSender,
+    UsageError,
+    WouldBlockError,
+)
 from aiotensor.channel import MessageClient
 from aiotensor.integrations.fastapi import MessageLifespan, TensorLifespan
 from tests.channel.parties import Answer, channel
@@ -120,6 +129,48 @@ async def test_a_request_before_the_lifespan_is_told_what_is_missing() -> None:
             await client.get("/")
 
 
+async def test_an_application_that_is_mounted_answers_by_itself() -> None:
+    with endpoint() as place:
+        engine = TensorLifespan(lambda: TensorSender(place, 1))
+        app, inner = FastAPI(lifespan=engine.lifespan), FastAPI()
+        for one in (app, inner):
+            engine.install(one)
+        app.mount("/inner", inner)
+
+        @inner.get("/")
+        async def handler(sender: Annotated[TensorSender, Depends(engine.sender)]) -> None:
+            raise WouldBlockError("busy")
+
+        async with app.router.lifespan_context(app), http(app) as client:
+            answer = await client.get("/inner/")
+            assert (answer.status_code, answer.json()["reason"]) == (503, "busy")
+
+
+async def visit_socket(app: Starlette, path: str) -> list[Message]:
+    """Open a web socket, and return what is said to it."""
+    heard: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Message) -> None:
+        heard.append(message)
+
+    scope: Scope = {
+        "type": "websocket",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [],
+        "scheme": "ws",
+        "root_path": "",
+        "subprotocols": [],
+        "extensions": {"websocket.http.response": {}},
+    }
+    await app(scope, receive, send)
+    return heard
+
+
 async def test_a_web_socket_has_the_sender_too() -> None:
     with endpoint() as place:
         engine = TensorLifespan(lambda: TensorSender(place))
@@ -131,24 +182,38 @@ async def test_a_web_socket_has_the_sender_too() -> None:
             await socket.accept()
             await socket.send_text(sender.id)
 
-        heard: list[Message] = []
-
-        async def receive() -> Message:
-            return {"type": "websocket.connect"}
-
-        async def send(message: Message) -> None:
-            heard.append(message)
-
-        scope: Scope = {
-            "type": "websocket",
-            "path": "/",
-            "raw_path": b"/",
-            "query_string": b"",
-            "headers": [],
-            "scheme": "ws",
-            "root_path": "",
-            "subprotocols": [],
-        }
         async with app.router.lifespan_context(app):
-            await app(scope, receive, send)
+            heard = await visit_socket(app, "/")
             assert heard[1] == {"type": "websocket.send", "text": engine.opened_sender.id}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (WouldBlockError("busy"), 503, 1013),
+        (RemoteError("a bug", type_name="ValueError"), 502, 1011),
+    ],
+    ids=["busy", "failed"],
+)
+async def test_a_web_socket_is_refused_as_a_request_is_and_closed_once_it_was_accepted(
+    error: AioTensorError, status: int, code: int
+) -> None:
+    engine = TensorLifespan(lambda: TensorSender("unix:///tmp/nobody"))
+    app = FastAPI()
+    engine.install(app)
+
+    @app.websocket("/before")
+    async def before(socket: WebSocket) -> None:
+        raise error
+
+    @app.websocket("/after")
+    async def after(socket: WebSocket) -> None:
+        await socket.accept()
+        raise error
+
+    start, body = await visit_socket(app, "/before")
+    assert (start["type"], start["status"]) == ("websocket.http.response.start", status)
+    reason = json.loads(body["body"])["reason"]
+    accepted, closed = await visit_socket(app, "/after")
+    assert accepted["type"] == "websocket.accept"
+    assert closed == {"type": "websocket.close", "code": code, "reason": reason}

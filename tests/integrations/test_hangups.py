@@ -9,7 +9,7 @@ from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Scope
 
@@ -55,7 +55,7 @@ class Visit:
     async def _send(self, message: Message) -> None:
         self.heard.append(message)
 
-    def begin(self) -> "asyncio.Task[None]":
+    def begin(self, **more: object) -> "asyncio.Task[None]":
         scope: Scope = {
             "type": "http",
             "method": "POST",
@@ -66,12 +66,21 @@ class Visit:
             "http_version": "1.1",
             "scheme": "http",
             "root_path": "",
+            **more,
         }
 
         async def run() -> None:
             await self._app(scope, self._receive, self._send)
 
         return asyncio.create_task(run())
+
+    async def hang_up_after(self, begun: asyncio.Event) -> None:
+        """Ask, hang up once the handler has begun, and wait for the end."""
+        running = self.begin()
+        self.say()
+        await begun.wait()
+        self.hang_up()
+        await running
 
     @property
     def status(self) -> int:
@@ -114,11 +123,7 @@ class Work:
 async def test_a_request_whose_client_hangs_up_is_cancelled_without_an_error() -> None:
     work = Work()
     visitor = visit(work.handle)
-    running = visitor.begin()
-    visitor.say(b"all")
-    await work.begun.wait()
-    visitor.hang_up()
-    await running
+    await visitor.hang_up_after(work.begun)
     assert work.was_cancelled
     assert visitor.readers == 0
 
@@ -134,11 +139,7 @@ async def test_a_request_that_is_watched_after_it_was_read_is_cancelled_too() ->
         raise AssertionError("it was cancelled")
 
     visitor = visit(handler)
-    running = visitor.begin()
-    visitor.say()
-    await begun.wait()
-    visitor.hang_up()
-    await running
+    await visitor.hang_up_after(begun)
 
 
 async def test_a_client_that_hangs_up_in_the_middle_of_what_it_says_cancels_too() -> None:
@@ -167,11 +168,7 @@ async def test_a_handler_that_hears_of_the_end_before_it_is_cancelled_is_no_erro
         raise AssertionError("it was cancelled")
 
     visitor = visit(handler)
-    running = visitor.begin()
-    visitor.say()
-    await begun.wait()
-    visitor.hang_up()
-    await running
+    await visitor.hang_up_after(begun)
     assert visitor.status == 499
 
 
@@ -188,27 +185,34 @@ async def test_a_request_that_nobody_watches_goes_on() -> None:
     assert not work.was_cancelled
 
 
-async def test_what_is_done_after_the_answer_is_not_cancelled() -> None:
+@pytest.mark.parametrize(
+    "response", [PlainTextResponse("done"), FileResponse(__file__)], ids=["text", "file"]
+)
+async def test_what_is_done_after_the_answer_is_not_cancelled(response: Response) -> None:
     answered, done = asyncio.Event(), asyncio.Event()
 
     async def later() -> None:
         answered.set()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        while visitor.unsaid:
+            await asyncio.sleep(0)
+        for _ in range(20):
+            await asyncio.sleep(0)
         done.set()
 
     async def handler(request: Request) -> Response:
         watch(request.scope)
         await request.body()
-        return PlainTextResponse("done", background=BackgroundTask(later))
+        response.background = BackgroundTask(later)
+        return response
 
     visitor = visit(handler)
-    running = visitor.begin()
+    running = visitor.begin(extensions={"http.response.pathsend": {}})  # the server sends files by itself
     visitor.say()
     await answered.wait()
     visitor.hang_up()
     await running
     assert done.is_set()
+    assert len(visitor.heard) == 2
 
 
 async def test_an_answer_in_parts_ends_with_its_client() -> None:
@@ -240,11 +244,7 @@ async def test_an_answer_in_parts_ends_with_its_client() -> None:
 async def test_a_request_that_is_never_read_is_cancelled_too() -> None:
     work = Work(reads=False)
     visitor = visit(work.handle)
-    running = visitor.begin()
-    visitor.say()
-    await work.begun.wait()
-    visitor.hang_up()
-    await running
+    await visitor.hang_up_after(work.begun)
     assert work.was_cancelled
     assert visitor.readers == 0
 
@@ -316,6 +316,27 @@ async def test_a_handler_may_ask_by_itself_whether_its_client_is_there() -> None
     assert asked == [False, False]
 
 
+async def test_a_request_that_is_watched_while_it_is_read_is_cancelled_though_reading_was_given_up() -> None:
+    begun = asyncio.Event()
+
+    async def handler(request: Request) -> Response:
+        reading = asyncio.create_task(request.body())
+        await asyncio.sleep(0)
+        watch(request.scope)
+        reading.cancel()
+        await asyncio.wait([reading])
+        begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError("it was cancelled")
+
+    visitor = visit(handler)
+    running = visitor.begin()
+    await begun.wait()
+    visitor.hang_up()
+    await running
+    assert visitor.status == 499
+
+
 async def test_another_middleware_gets_an_answer_for_a_client_that_is_gone() -> None:
     class Other(BaseHTTPMiddleware):
         async def dispatch(
@@ -325,11 +346,7 @@ async def test_another_middleware_gets_an_answer_for_a_client_that_is_gone() -> 
 
     work = Work()
     visitor = visit(work.handle, other=Other)
-    running = visitor.begin()
-    visitor.say()
-    await work.begun.wait()
-    visitor.hang_up()
-    await running
+    await visitor.hang_up_after(work.begun)
     assert work.was_cancelled
     assert visitor.status == 499
 

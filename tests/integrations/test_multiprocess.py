@@ -3,6 +3,7 @@
 import asyncio
 import os
 import struct
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -241,6 +242,34 @@ async def test_what_was_forgotten_and_has_begun_anew_is_added_in_full(folder: Pa
             await worker.call(_publish)
             numbers = at(scrape(both.registry()), "ipc:///a")
             assert numbers["aiotensor_client_answers_total"] == 7
+
+
+async def _publish_twice_over_after_a_timeout(state: State) -> None:
+    """Have one loop not answer once, and then publish by two publishers in turn."""
+    blocked, go_on, told = threading.Event(), threading.Event(), _Told(0)
+
+    async def live() -> None:
+        entry = opened.add(told, "ipc:///blocked", asyncio.get_running_loop())
+        blocked.set()
+        go_on.wait()
+        opened.remove(entry)
+
+    thread = threading.Thread(target=asyncio.run, args=(live(),))
+    thread.start()
+    blocked.wait()
+    await _publish(state)
+    go_on.set()
+    thread.join()
+    async with MultiprocessPublisher(interval_s=SELDOM_S) as another:
+        for _ in range(3):
+            await another._publish()
+            await _publish(state)
+
+
+async def test_a_loop_that_did_not_answer_once_is_counted_once_however_many_publish(folder: Path) -> None:
+    async with two_workers(folder, interval_s=SELDOM_S) as both:
+        await both.workers[0].call(_publish_twice_over_after_a_timeout)
+        assert scrape(both.registry())["aiotensor_scrape_timeouts_total", ()] == 1
 
 
 async def _publish_after_another_process(state: State, earlier: int) -> None:

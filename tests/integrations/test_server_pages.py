@@ -1,0 +1,74 @@
+"""The programs of docs/servers.md do what the page says."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.web import Request, Response
+from fastapi import FastAPI
+
+from aiotensor import OpenMessage, TensorReceiver
+from aiotensor.integrations.fastapi import TensorLifespan
+from tests.channel.parties import Place, place
+from tests.pairs import pattern
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+PAGE = Path(__file__).parents[2] / "docs" / "servers.md"
+PROGRAMS: list[str] = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.M)
+
+
+def run(here: Place, *words: str) -> dict[str, Any]:
+    """Run the one program of the page that has all of these words, at a place, and return its names."""
+    [text] = [text for text in PROGRAMS if all(word in text for word in words)]
+    for kind, address in (("unix", here.tensors), ("ipc", here.messages)):
+        text = re.sub(rf'"{kind}://[^"]+"', repr(address), text)
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(compile(text, "servers.md", "exec"), names)  # noqa: S102 - it is ours
+    return names
+
+
+def http(app: FastAPI) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
+
+
+async def test_a_message_that_was_lost_when_its_handler_returned_is_told_to_the_client() -> None:
+    with place() as here:
+        names = run(here, "MessageLifespan", "Permit")
+        app, engine = names["app"], names["engine"]
+
+        async def handler(permit: OpenMessage) -> None:
+            engine.opened_sender.discard(await permit.send(pattern(1, 5)))
+
+        handler.__annotations__["permit"] = names["Permit"]
+        app.add_api_route("/", handler)
+        async with TensorReceiver(here.tensors), app.router.lifespan_context(app), http(app) as client:
+            answer = await client.get("/")
+            assert (answer.status_code, answer.json()["reason"]) == (503, "engine_lost")
+
+
+async def test_the_lifespan_of_the_page_goes_around_that_of_the_sender() -> None:
+    with place() as here:
+        names = run(here, "TensorLifespan", "asynccontextmanager")
+        app: FastAPI = names["app"]
+        engine: TensorLifespan = names["engine"]
+        async with app.router.lifespan_context(app):
+            assert app.state.sender is engine.opened_sender
+
+
+async def test_the_program_for_aiohttp_has_a_sender_and_a_client() -> None:
+    with place() as here:
+        names = run(here, "web.AppKey")
+        runner = await names["make_runner"]()
+
+        async def handler(request: Request) -> Response:
+            client = request.app[names["CLIENT"]]
+            return Response(text=f"{request.app[names['SENDER']].id} {client.statistics().servers}")
+
+        runner.app.router.add_get("/", handler)
+        async with TestClient(TestServer(runner.app)) as client:
+            answer = await (await client.get("/")).text()
+            assert answer == f"{runner.app[names['SENDER']].id} 0"
