@@ -1,14 +1,11 @@
 """The receiving side, as callers see it; `incoming` deals with the senders."""
 
-import contextlib
-import importlib
 import operator
 import secrets
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-import anyio.to_thread
 import torch
 
 from aiotensor import links, placements
@@ -21,16 +18,11 @@ from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_RECORD_BYTES
 from aiotensor.protocol.mailbox import Key
 from aiotensor.tally import ErrorTally
 from aiotensor.types import Delivery, ReceiverStatistics, TensorHandle, Usage
-from aiotensor.worker import no_thread
+from aiotensor.worker import in_thread
 
 __all__ = ["TensorReceiver"]
 
 logger = logger_of("receiver")
-
-# anyio imports its backend when it is first asked for a thread: longer than an event loop can wait.
-# Should it be called otherwise one day, the first call takes longer again, and that is all.
-with contextlib.suppress(ImportError):
-    importlib.import_module("anyio._backends._asyncio")
 
 
 class TensorReceiver:
@@ -141,19 +133,14 @@ class TensorReceiver:
                 item = await self._hold(key)
                 if not copy:
                     return self._take(key, item)
-                # Whoever keeps an error keeps the frames that it came through. None of them may hold the
-                # tensor, or its block would come back with the error rather than with the tensor.
-                source = [item.tensor]
                 try:
                     # Cancelled, the thread ends a copy that nobody wants; until then it pins the block.
-                    tensor = await anyio.to_thread.run_sync(_copy_only, source)
-                except BaseException as error:
-                    has_begun = not source
-                    source.clear()
+                    tensor = await in_thread(_copy, item.tensor)
+                except BaseException:
+                    # Whoever keeps an error keeps the frames that it came through. None of them may hold the
+                    # tensor, or its block would come back with the error rather than with the tensor.
                     del item
                     self._wake(self._mailbox.put_back(key))
-                    if isinstance(error, RuntimeError) and not has_begun:
-                        raise no_thread(error) from error
                     raise
                 self._tensors_copied += 1
                 self._bytes_copied += tensor.nbytes
@@ -380,11 +367,6 @@ def _limit(name: str, value: int | None) -> int | None:
     if value is not None and operator.index(value) < 1:
         raise ValueError(f"{name} must be at least 1, or None, got {value}")
     return value
-
-
-def _copy_only(source: list[torch.Tensor]) -> torch.Tensor:
-    """Copy the one tensor of a list, and leave the list empty."""
-    return _copy(source.pop())
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

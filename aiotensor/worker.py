@@ -1,20 +1,86 @@
-"""One thread for what may take longer than the event loop can wait."""
+"""Threads for what may take longer than the event loop can wait: those of anyio, and one of one's own."""
 
 import asyncio
 import contextlib
 import errno
+import importlib
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, TypeVarTuple, Unpack
+
+import anyio.to_thread
 
 from aiotensor.logs import logger_of
 
-__all__ = ["Worker", "no_thread"]
+__all__ = ["Worker", "in_thread", "no_thread"]
 
 logger = logger_of("worker")
 
 R = TypeVar("R")
+Arguments = TypeVarTuple("Arguments")
+
+# anyio imports its backend when it is first asked for a thread: longer than an event loop can wait.
+# Should it be called otherwise one day, the first call takes longer again, and that is all.
+with contextlib.suppress(ImportError):
+    importlib.import_module("anyio._backends._asyncio")
+
+
+async def in_thread(work: Callable[[Unpack[Arguments]], R], *arguments: *Arguments) -> R:
+    """Call a function in a thread of anyio, and return what it returns, or raise what it raises.
+
+    An error that anyio itself carries over stays in a future that its traceback leads to, and so do all
+    frames that it came through: the tensors in them would live until the garbage collector runs. For the
+    same reason nothing here holds the arguments once the call was made, or given up.
+
+    Waits for the call. Cancelling by a scope of anyio waits for it, too; by asyncio it leaves it running.
+
+    Raises:
+        OSError: the machine has no thread to give, and nothing was called.
+    """
+    call = _Call(partial(work, *arguments))
+    del work, arguments
+    try:
+        await anyio.to_thread.run_sync(call)
+    except RuntimeError as error:
+        raise no_thread(error) from error
+    finally:
+        call.give_up()
+    return call.outcome()
+
+
+class _Call(Generic[R]):
+    """A call, until it is made, and what came of it."""
+
+    def __init__(self, work: Callable[[], R]) -> None:
+        self._work: Callable[[], R] | None = work
+        self._values: list[R] = []
+        self._error: BaseException | None = None
+
+    def __call__(self) -> None:
+        work, self._work = self._work, None
+        if work is None:
+            return  # given up before it began
+        try:
+            self._values.append(work())
+        except BaseException as error:  # noqa: BLE001 - `outcome` raises it
+            self._error = error
+        finally:
+            del work  # the traceback has this frame
+
+    def give_up(self) -> None:
+        """Let it begin no more."""
+        self._work = None
+
+    def outcome(self) -> R:
+        """Return what was returned, or raise what was raised; once."""
+        error, self._error = self._error, None
+        if error is None:
+            return self._values.pop()
+        try:
+            raise error
+        finally:
+            del error  # it has this frame
 
 
 class _Piece(Generic[R]):

@@ -1,13 +1,16 @@
 """The thread for what takes long: what becomes of work that fails, or that nobody wants any more."""
 
 import asyncio
+import gc
 import threading
-from collections.abc import AsyncIterator
+import weakref
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
+import anyio
 import pytest
 
-from aiotensor.worker import Worker
+from aiotensor.worker import Worker, in_thread
 from tests.pairs import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -106,3 +109,85 @@ async def test_work_that_runs_when_the_worker_is_closed_can_still_hand_over_a_pa
     assert await future == 7
     worker.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("worker under test")]
+
+
+# Threads of anyio
+
+
+class Thing:
+    """Something that is to be gone as soon as nobody wants it."""
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """Let only that be freed which nobody refers to."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collections")
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, asyncio.CancelledError])
+async def test_what_a_thread_raises_comes_out_and_keeps_nothing_once_it_was_seen(
+    error: type[BaseException],
+) -> None:
+    def fail(thing: Thing) -> None:
+        raise error("on purpose")
+
+    things: list[weakref.ref[Thing]] = []
+
+    async def work() -> None:
+        thing = Thing()
+        things.append(weakref.ref(thing))
+        await in_thread(fail, thing)
+
+    with pytest.raises(error, match="on purpose") as caught:
+        await work()
+    del caught
+    assert await in_thread(int, "7") == 7  # the thread has forgotten it by now
+    assert things[0]() is None
+
+
+@pytest.mark.usefixtures("no_collections")
+async def test_a_call_that_is_given_up_before_it_begins_is_not_made_and_holds_no_arguments() -> None:
+    called: list[Thing] = []
+    thing = Thing()
+    alive = weakref.ref(thing)
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await in_thread(called.append, thing)
+    calling = asyncio.ensure_future(in_thread(called.append, thing))
+    await asyncio.sleep(0)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await calling
+    assert caught.value.__traceback__ is not None
+    del thing, calling
+    assert alive() is None
+    await in_thread(int)
+    assert not called
+
+
+@pytest.mark.usefixtures("no_collections")
+async def test_a_call_that_asyncio_cancels_goes_on_and_holds_no_arguments_when_it_is_over() -> None:
+    begun, go_on, over = threading.Event(), threading.Event(), threading.Event()
+
+    def work(thing: Thing) -> Thing:
+        begun.set()
+        go_on.wait()
+        over.set()
+        return thing
+
+    thing = Thing()
+    alive = weakref.ref(thing)
+    calling = asyncio.ensure_future(in_thread(work, thing))
+    del thing
+    await asyncio.to_thread(begun.wait)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    assert alive() is not None
+    go_on.set()
+    await asyncio.to_thread(over.wait)
+    await until(lambda: alive() is None)

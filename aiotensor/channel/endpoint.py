@@ -4,7 +4,6 @@ import os
 import socket
 from collections.abc import Mapping
 
-import anyio.to_thread
 import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
 
@@ -13,6 +12,7 @@ from aiotensor.channel.sockets import LoopSocket, SocketEvents, begin, check_des
 from aiotensor.errors import UsageError
 from aiotensor.links.records import close_after_fork
 from aiotensor.links.socket_file import SocketFile
+from aiotensor.worker import in_thread
 
 __all__ = ["Endpoint"]
 
@@ -98,5 +98,5 @@ class Endpoint:
         self._file = SocketFile(path, sock)
         close_after_fork(sock)
         # In a thread: it waits for another process that does the same in this folder.
-        await anyio.to_thread.run_sync(self._file.take)
+        await in_thread(self._file.take)
         self._listener = sock

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-import anyio.to_thread
 import torch
 import zmq
 
@@ -16,7 +15,7 @@ from aiotensor.errors import ClosedError, ProtocolError
 from aiotensor.home import FreedItems
 from aiotensor.sender import OpenMessage, TensorSender
 from aiotensor.types import TensorHandle
-from aiotensor.worker import Worker
+from aiotensor.worker import Worker, in_thread
 
 __all__ = ["Disposal", "Loans", "Parcel", "pack", "unpack"]
 
@@ -113,7 +112,7 @@ async def pack(message: object, *, has_sender: bool) -> Parcel:
         parcel.parts = TensorEncoder(parcel.place).encode(message)
     except _TakesLongError:
         parcel = Parcel(has_sender=has_sender, may_take_long=True)
-        parcel.parts = await anyio.to_thread.run_sync(TensorEncoder(parcel.place).encode, message)
+        parcel.parts = await in_thread(TensorEncoder(parcel.place).encode, message)
     return parcel
 
 
@@ -137,7 +136,7 @@ async def unpack(decoder: TensorDecoder[Any], parts: Sequence[memoryview], found
         return found[handle]
 
     if len(parts[0]) > _QUICK_BODY_BYTES or sum(map(len, parts)) > placements.QUICK_BYTES:
-        message = await anyio.to_thread.run_sync(decoder.decode, parts, find)
+        message = await in_thread(decoder.decode, parts, find)
     else:
         message = decoder.decode(parts, find)
     if len(used) != len(found):

@@ -15,7 +15,6 @@ from math import inf
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
-import anyio.to_thread
 from prometheus_client import values
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -27,7 +26,7 @@ from aiotensor.logs import logger_of
 from aiotensor.opened import Counts, Place, Report, Statistics
 from aiotensor.tally import ERROR_NAMES
 from aiotensor.types import SenderStatistics
-from aiotensor.worker import no_thread
+from aiotensor.worker import in_thread
 
 __all__ = ["AioTensorCollector", "MultiprocessPublisher"]
 
@@ -271,16 +270,9 @@ class MultiprocessPublisher:
 
     async def _publish(self) -> None:
         # Files grow now and then, and other loops may take their time to answer.
-        begun: list[bool] = []
-        try:
-            await anyio.to_thread.run_sync(self._publish_now, begun)
-        except RuntimeError as error:
-            if begun:
-                raise
-            raise no_thread(error) from error
+        await in_thread(self._publish_now)
 
-    def _publish_now(self, begun: list[bool]) -> None:
-        begun.append(True)
+    def _publish_now(self) -> None:
         with _publishing:
             report = _totals.take(opened.look(self._timeout_s))
             _write(_families(report, _totals.timeouts))

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from functools import partial
 from urllib.parse import unquote, urlsplit
 
-import anyio.to_thread
-
 from aiotensor.descriptors import close_all
 from aiotensor.errors import AccessDeniedError, AioTensorError, PeerLostError, UsageError
 from aiotensor.gates import Waiters
@@ -21,6 +19,7 @@ from aiotensor.links.records import RecordSocket, close_after_fork
 from aiotensor.links.socket_file import SocketFile
 from aiotensor.links.users import check_user
 from aiotensor.logs import logger_of
+from aiotensor.worker import in_thread
 
 __all__ = ["UnixListener", "UnixSenderLink", "path_of"]
 
@@ -294,7 +293,7 @@ class UnixListener:
         file = SocketFile(self._path, sock)
         try:
             # In a thread: it waits for another process that does the same in this folder.
-            await anyio.to_thread.run_sync(file.take)
+            await in_thread(file.take)
         except BaseException:
             file.leave()  # cancelled, the thread may still be at it
             raise

@@ -36,6 +36,24 @@ def everybody(ends: Channel) -> list[Any]:
     return [ends.sender, ends.receiver, ends.client, ends.server]
 
 
+async def test_what_a_thread_refuses_to_encode_keeps_no_tensor_until_a_collection() -> None:
+    async with channel() as ends:
+
+        async def ask() -> None:
+            tensor = await ends.sender.allocate((BIG,), torch.uint8)
+            # So many are left to a thread. What it raises comes through this frame, which has the tensor.
+            await ends.client.request({"tensor": tensor, "many": [torch.zeros(1)] * 300, "wrong": object()})
+
+        gc.disable()
+        try:
+            with pytest.raises(TypeError, match="a message cannot hold a 'object'") as caught:
+                await ask()
+            del caught
+            await until(lambda: ends.sender.statistics().bytes_in_use == 0)
+        finally:
+            gc.enable()
+
+
 async def test_a_cancelled_request_cancels_the_task_of_the_server_and_gives_everything_back() -> None:
     async with channel() as ends:
         begun, ended = asyncio.Event(), asyncio.Event()

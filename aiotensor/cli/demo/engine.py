@@ -9,7 +9,6 @@ from pathlib import Path
 
 import anyio
 import anyio.from_thread
-import anyio.to_thread
 import torch
 import uvloop
 
@@ -19,6 +18,7 @@ from aiotensor.cli.demo.fingerprint import fingerprint
 from aiotensor.cli.demo.messages import AnalyseVideo, VideoAnalysis
 from aiotensor.cli.demo.processes import parent_gone, report_ready
 from aiotensor.cli.demo.scene import SceneCuts
+from aiotensor.worker import in_thread
 
 __all__ = ["Engine", "run_engine"]
 
@@ -49,7 +49,7 @@ class Engine:
         transport_seconds = time.monotonic() - max(request.sent_at, self._free_since)
         self._busy += 1
         try:
-            return await anyio.to_thread.run_sync(partial(self._work, request, transport_seconds))
+            return await in_thread(partial(self._work, request, transport_seconds))
         finally:
             if self._busy == VIDEOS_AT_ONCE:
                 self._free_since = time.monotonic()

@@ -6,7 +6,6 @@ from functools import partial
 from typing import BinaryIO, NamedTuple
 
 import anyio.from_thread
-import anyio.to_thread
 import numpy as np
 import torch
 
@@ -27,6 +26,7 @@ from aiotensor.cli.demo.messages import (
     VideoAnswer,
     WorkerReport,
 )
+from aiotensor.worker import in_thread
 
 __all__ = ["Videos"]
 
@@ -113,7 +113,7 @@ class Videos:
         decoded = await self._decode(file)
         video = decoded.video
         facts = _Facts(
-            fingerprints=await anyio.to_thread.run_sync(_fingerprints, video),
+            fingerprints=await in_thread(_fingerprints, video),
             bytes=video.times.nbytes + video.frames.nbytes,
             bytes_in_place=video.frames.nbytes if decoded.in_place else 0,
             decode_seconds=decoded.decode_seconds,
@@ -130,13 +130,13 @@ class Videos:
         """
         max_bytes = self._sender.statistics().arena_bytes
         began = time.monotonic()
-        size = await anyio.to_thread.run_sync(measure, file)
+        size = await in_thread(measure, file)
         measured = time.monotonic()
         room = await self._room(size, max_bytes)
         allocated = time.monotonic()
         checkpoint = anyio.from_thread.check_cancelled
         work = partial(decode, file, max_bytes=max_bytes, into=room, checkpoint=checkpoint)
-        video = await anyio.to_thread.run_sync(work)
+        video = await in_thread(work)
         return _Decoded(
             video=video,
             in_place=np.may_share_memory(video.frames, room.frames),
