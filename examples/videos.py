@@ -5,13 +5,16 @@ the file that has just come. The decoder asks for the next piece when it has use
 engine makes the client upload more slowly.
 """
 
+import asyncio
 import os
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar, TypeVarTuple
 
 import anyio.from_thread
+import anyio.lowlevel
 import anyio.to_thread
 import av
 import numpy as np
@@ -22,6 +25,9 @@ from aiotensor import TensorSender
 from aiotensor.channel import MessageClient
 
 BATCH_FRAMES = 32
+
+R = TypeVar("R")
+Arguments = TypeVarTuple("Arguments")
 
 
 class UnreadableVideoError(ValueError):
@@ -40,7 +46,7 @@ class Upload:
     """
 
     def __init__(self, pieces: AsyncIterator[bytes], size: int | None) -> None:
-        self.failure: BaseException | None = None  # the client hung up, or another error while it arrived
+        self.failure: Exception | None = None  # the client hung up, or another error while it arrived
         self._pieces = pieces
         self._size = size
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it has no name, and `close` ends it
@@ -85,10 +91,7 @@ class Upload:
         self._file.close()
 
     def _wait_for_more(self) -> None:
-        try:
-            piece = anyio.from_thread.run(self._next_piece)
-        except BaseException as error:  # noqa: BLE001 - the decoder cannot pass it on: its caller raises it
-            self.failure, piece = error, None
+        piece = anyio.from_thread.run(self._next_piece)
         if piece is None:
             self._is_whole, self._size = True, self._here
         else:
@@ -97,14 +100,24 @@ class Upload:
             self._here += len(piece)
 
     async def _next_piece(self) -> bytes | None:
-        if not self._is_given_up:
-            with anyio.CancelScope() as self._waiting:
-                return await anext(self._pieces, None)
+        """Wait for the next piece; there is none at the end, after an error, and when this is cancelled.
+
+        Nothing is raised here: the decoder could not pass it on, and what anyio raises in a thread leads to
+        itself, so that the batch there would be kept until the garbage collector runs.
+        """
+        try:
+            if not self._is_given_up:
+                with anyio.CancelScope() as self._waiting:
+                    return await anext(self._pieces, None)
+        except asyncio.CancelledError:
+            pass  # whoever waits for the thread is cancelled, too
+        except Exception as error:  # noqa: BLE001 - `Decoder.check` raises it
+            self.failure = error
         return None
 
 
 class Decoder:
-    """Decode an upload, a batch at a time. Everything here blocks: call it in a thread."""
+    """Decode an upload, a batch at a time. What blocks is to be called in a thread, by `_in_thread`."""
 
     def __init__(self, upload: Upload) -> None:
         # A task that asyncio cancels leaves its thread at work, and what that reads must not be closed yet.
@@ -113,18 +126,21 @@ class Decoder:
         self._video: av.container.InputContainer | None = None
         self._frames: Iterator[av.VideoFrame] = iter(())
         self._first: av.VideoFrame | None = None
+        self._failure: Exception | None = None
 
     def open(self) -> tuple[int, int]:
-        """Read as far as the first frame, and return its height and width."""
+        """Read as far as the first frame, and return its height and width. Blocks."""
+        size = 0, 0
         with self._lock, self._errors("this is no video"):
             # A playlist may name other files and addresses: an upload never makes us open one.
             self._video = av.open(self._upload, "r", container_options={"protocol_whitelist": "none"})
             self._frames = self._video.decode(video=0)
             self._first = next(self._frames)
-        return self._first.height, self._first.width
+            size = self._first.height, self._first.width
+        return size
 
     def read(self, batch: np.ndarray) -> int:
-        """Decode into a batch of shape (frames, height, width, 3), and return how many frames there were."""
+        """Decode into a batch of shape (frames, height, width, 3), and return how many there were. Blocks."""
         count = 0
         with self._lock, self._errors("the video is damaged"):
             while count < len(batch) and (frame := self._next()) is not None:
@@ -133,8 +149,21 @@ class Decoder:
                 count += 1
         return count
 
+    def check(self) -> None:
+        """Raise what was wrong with the upload or the video, once; on the event loop.
+
+        Not in the thread, for the reason that `Upload._next_piece` has.
+        """
+        failure = self._upload.failure or self._failure
+        self._upload.failure = self._failure = None
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure  # it has this frame
+
     def close(self) -> None:
-        """Let go of the decoder, and of the upload."""
+        """Let go of the decoder, and of the upload. Blocks."""
         with self._lock:
             self._frames, self._first = iter(()), None
             if self._video is not None:
@@ -150,10 +179,7 @@ class Decoder:
         try:
             yield
         except (av.FFmpegError, IndexError, StopIteration) as error:
-            if self._upload.failure is None:
-                raise UnreadableVideoError(f"{what}: {error}") from error
-        if self._upload.failure is not None:
-            raise self._upload.failure
+            self._failure = UnreadableVideoError(f"{what}: {error}")
 
 
 async def colours(upload: Upload, sender: TensorSender, client: MessageClient[Summary]) -> list[list[float]]:
@@ -169,7 +195,7 @@ async def colours(upload: Upload, sender: TensorSender, client: MessageClient[Su
     decoder = Decoder(upload)
     found: list[list[float]] = []
     try:
-        size = await anyio.to_thread.run_sync(decoder.open)
+        size = await _in_thread(decoder, decoder.open)
         while more := await _next_colours(decoder, size, sender, client):
             found += more
     finally:
@@ -177,6 +203,14 @@ async def colours(upload: Upload, sender: TensorSender, client: MessageClient[Su
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(decoder.close)
     return found
+
+
+async def _in_thread(decoder: Decoder, work: Callable[[*Arguments], R], *arguments: *Arguments) -> R:
+    """Have the decoder do something in a thread, and raise what was wrong."""
+    result = await anyio.to_thread.run_sync(work, *arguments)
+    await anyio.lowlevel.checkpoint_if_cancelled()  # or what had come by then would be taken for all
+    decoder.check()
+    return result
 
 
 async def _next_colours(
@@ -190,7 +224,7 @@ async def _next_colours(
     # First a permit, then memory, then the frames: what is decoded is bounded, and not only what is sent.
     async with sender.message() as permit:
         frames = await sender.allocate((BATCH_FRAMES, *size, 3), torch.uint8)
-        count = await anyio.to_thread.run_sync(decoder.read, frames.numpy())
+        count = await _in_thread(decoder, decoder.read, frames.numpy())
         if not count:
             return []
         summary = await client.request(Batch(frames[:count]), inside=permit)

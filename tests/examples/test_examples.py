@@ -186,7 +186,10 @@ def film(path: Path, frames: int) -> None:
             video.mux(packet)
 
 
-async def test_clients_that_hang_up_while_their_videos_are_decoded_harm_no_server(folder: Path) -> None:
+@pytest.mark.parametrize("example", PORTS)
+async def test_clients_that_hang_up_while_their_videos_are_decoded_harm_no_server(
+    example: str, folder: Path
+) -> None:
     path = folder / "long.mkv"
     film(path, 60)
     body = path.read_bytes()
@@ -196,7 +199,7 @@ async def test_clients_that_hang_up_while_their_videos_are_decoded_harm_no_serve
         senders = (await inspect(tensors, patience_s=5)).senders
         return sum(one.statistics.bytes_in_use for one in senders if one.statistics is not None)
 
-    async with server("aiohttp_server", folder) as (program, http, url):
+    async with server(example, folder) as (program, http, url):
         assert (await http.post(url, content=body)).status_code == 200
         head = f"POST {url} HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         for _ in range(10):
