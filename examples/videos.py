@@ -127,17 +127,16 @@ class Decoder:
         self._frames: Iterator[av.VideoFrame] = iter(())
         self._first: av.VideoFrame | None = None
         self._failure: Exception | None = None
+        self.size = (0, 0)  # height and width, when it is open
 
-    def open(self) -> tuple[int, int]:
-        """Read as far as the first frame, and return its height and width. Blocks."""
-        size = 0, 0
+    def open(self) -> None:
+        """Read as far as the first frame. Blocks."""
         with self._lock, self._errors("this is no video"):
             # A playlist may name other files and addresses: an upload never makes us open one.
             self._video = av.open(self._upload, "r", container_options={"protocol_whitelist": "none"})
             self._frames = self._video.decode(video=0)
             self._first = next(self._frames)
-            size = self._first.height, self._first.width
-        return size
+            self.size = self._first.height, self._first.width
 
     def read(self, batch: np.ndarray) -> int:
         """Decode into a batch of shape (frames, height, width, 3), and return how many there were. Blocks."""
@@ -195,8 +194,8 @@ async def colours(upload: Upload, sender: TensorSender, client: MessageClient[Su
     decoder = Decoder(upload)
     found: list[list[float]] = []
     try:
-        size = await _in_thread(decoder, decoder.open)
-        while more := await _next_colours(decoder, size, sender, client):
+        await _in_thread(decoder, decoder.open)
+        while more := await _next_colours(decoder, sender, client):
             found += more
     finally:
         upload.give_up()
@@ -214,7 +213,7 @@ async def _in_thread(decoder: Decoder, work: Callable[[*Arguments], R], *argumen
 
 
 async def _next_colours(
-    decoder: Decoder, size: tuple[int, int], sender: TensorSender, client: MessageClient[Summary]
+    decoder: Decoder, sender: TensorSender, client: MessageClient[Summary]
 ) -> list[list[float]]:
     """Ask for those of the next batch; there are none at the end of the video.
 
@@ -223,7 +222,7 @@ async def _next_colours(
     """
     # First a permit, then memory, then the frames: what is decoded is bounded, and not only what is sent.
     async with sender.message() as permit:
-        frames = await sender.allocate((BATCH_FRAMES, *size, 3), torch.uint8)
+        frames = await sender.allocate((BATCH_FRAMES, *decoder.size, 3), torch.uint8)
         count = await _in_thread(decoder, decoder.read, frames.numpy())
         if not count:
             return []
