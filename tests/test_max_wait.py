@@ -175,5 +175,5 @@ async def test_what_waited_for_a_receiver_that_comes_in_the_turn_in_which_the_wa
             await until(lambda: sender.statistics().in_flight == 1)
             with unread(place):
                 # Afterwards the end of the wait is due, and the next look for a receiver, in one turn.
-                time.sleep(1.5)  # noqa: ASYNC251
+                time.sleep(1.5)  # noqa: ASYNC251 - the loop stands still: no event tells that both are due
                 await sending
