@@ -87,8 +87,10 @@ class Ledger:
         now = self._loop.time()
         held: dict[Message | None, int] = dict.fromkeys(self._messages, 0)
         allocated_since = now
-        for ticket in self._memory.grants():
+        for ticket, is_only_allocated in self._memory.holdings():
             holder = ticket.holder if isinstance(ticket.holder, Message) else None
+            if is_only_allocated and holder is not None and holder.has_ended:
+                holder = None  # it was allocated in the block of a message, and not sent in it
             held[holder] = held.get(holder, 0) + ticket.amount
             if holder is None:
                 allocated_since = min(allocated_since, ticket.since)

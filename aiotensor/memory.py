@@ -101,11 +101,17 @@ class Memory:
             await self._run(block, holder, source)
         self._count(source)
 
-    async def allocate(self, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Wait for a block, get memory for it, and return a tensor over it, which pins it."""
-        block = self.try_acquire(nbytes) or await self.acquire(nbytes)
+    async def tensor_over(
+        self, block: Block, dtype: torch.dtype, shape: tuple[int, ...], holder: Hashable
+    ) -> torch.Tensor:
+        """Get memory for a block, and return a tensor over it, which pins it; the pin is gone if this fails.
+
+        Raises:
+            CopyAbandonedError: `abandon` was called for the holder, or this was closed.
+            OSError: the machine has no memory left.
+        """
         if not block.place.is_warm:
-            await self._run(block, None, None)
+            await self._run(block, holder, None)
         try:
             if self._is_closed:
                 raise CopyAbandonedError
@@ -123,6 +129,14 @@ class Memory:
     def size_of(self, number: int) -> int:
         """Return the bytes granted for a block."""
         return self._leases.grant_of(number).amount
+
+    def is_held(self, number: int) -> bool:
+        """Return whether a block is accounted to a holder that may still wait for more."""
+        return self.gate.budget.holds(self._leases.grant_of(number))
+
+    def account(self, number: int, holder: Hashable) -> None:
+        """Account a block to a holder, or to none."""
+        self.gate.budget.reassign(self._leases.grant_of(number), holder)
 
     def pin(self, number: int) -> None:
         """Pin a block for an announcement."""
@@ -154,9 +168,12 @@ class Memory:
         for ticket in self._leases.unpin_all():
             self._give_back(ticket)
 
-    def grants(self) -> list[Ticket[Place]]:
-        """List what is in use."""
-        return self._leases.grants()
+    def holdings(self) -> list[tuple[Ticket[Place], bool]]:
+        """List what is in use, and whether it was allocated and no announcement pins it."""
+        return [
+            (ticket, number in self.allocations and not self._leases.is_sent(number))
+            for number, ticket in self._leases.grants().items()
+        ]
 
     @property
     def warm_bytes(self) -> int:

@@ -44,6 +44,7 @@ class Message:
         "permit",
         "since",
         "state",
+        "task",
     )
 
     def __init__(self, permit: Ticket[None]) -> None:
@@ -56,6 +57,7 @@ class Message:
         self.awaits_bytes = 0  # sends that wait for bytes
         self.awaits_room = 0  # sends that wait for the link
         self.has_bytes = False  # of shared memory, or had
+        self.task: object = None  # the one in whose block it is open
 
     @property
     def has_ended(self) -> bool:

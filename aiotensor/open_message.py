@@ -1,7 +1,10 @@
 """A message of several tensors, as callers of a sender see it."""
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
+
+import torch
 
 from aiotensor.errors import DiscardedError, TooLargeError, UsageError
 from aiotensor.message import Message, State
@@ -39,10 +42,39 @@ class OpenMessage:
             self._sender._check()
             self._is_beginning = True
             try:
-                self._message = await self._sender._outgoing.begin()
+                self._message = await self._sender._outgoing.enter()
             finally:
                 self._is_beginning = False
         return self
+
+    async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialized tensor in shared memory for this message; sending it copies nothing.
+
+        As `TensorSender.allocate`, but the memory is accounted to this message: if all of `arena_bytes` is
+        held by messages that wait for more of it, one of them is refused instead of all waiting forever.
+
+        Args:
+            shape: the sizes of its dimensions, in elements.
+            dtype: the type of its elements.
+
+        Waits for bytes of shared memory, in the order of the calls. Cancelling returns them.
+
+        Raises:
+            TypeError: the dtype is no torch dtype.
+            UnsupportedTensorError: a tensor of this dtype cannot be sent.
+            ValueError: a size is negative.
+            TooLargeError: it would be larger than `arena_bytes`.
+            WouldBlockError: all of `arena_bytes` is held by messages that wait for more of it, so that
+                waiting would never end; or it waited for longer than `max_wait_s`.
+            PeerLostError: the receiver died or closed.
+            DiscardedError: the message was discarded, by either side, or its block has ended.
+            UsageError: the message was not begun yet.
+            ClosedError: the sender was closed, perhaps while waiting.
+            OSError: the machine has no shared memory or no descriptors left.
+        """
+        with self._sender._errors:
+            message = self._open_message()
+            return await self._sender._allocate(shape, dtype, message)
 
     async def send(self, tensor: Sendable) -> TensorHandle:
         """Send one tensor of the message, and return its handle.
@@ -59,15 +91,11 @@ class OpenMessage:
             TooLargeError: the message has as many tensors as a message may have.
             DiscardedError: the message was discarded, by either side, or its block has ended.
         """
-        message = self._message
         try:
-            if message is None:
+            if self._message is None:
                 raise UsageError(_NOT_BEGUN)
             source, plan = self._sender._prepare(tensor)
-            if message.loss is not None:
-                raise self._sender._outgoing.why_not(message)
-            if message.state is not State.OPEN:
-                raise DiscardedError("this message has ended: begin a new one")
+            message = self._open_message()
             if message.count + self._sending >= MAX_TENSORS:
                 raise TooLargeError(
                     f"a message has at most {MAX_TENSORS} tensors: stack small ones, or begin another one",
@@ -82,6 +110,17 @@ class OpenMessage:
         except Exception as error:
             self._sender._errors.add(error)
             raise
+
+    def _open_message(self) -> Message:
+        """Return the message, to which something can be added."""
+        message = self._message
+        if message is None:
+            raise UsageError(_NOT_BEGUN)
+        if message.loss is not None:
+            raise self._sender._outgoing.why_not(message)
+        if message.state is not State.OPEN:
+            raise DiscardedError("this message has ended: begin a new one")
+        return message
 
     def finish(self) -> None:
         """Make the message whole now, and not only at the end of the block.

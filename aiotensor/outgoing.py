@@ -70,6 +70,7 @@ class Outgoing:
         )
         self._is_closed = False
         self._messages: dict[Message, None] = {}  # in flight, the oldest first
+        self._by_task: dict[object, Message] = {}  # open, each in the block of a task
         self._parked = 0
         self._drainers = Waiters()
         self._wakes_room = False
@@ -119,6 +120,13 @@ class Outgoing:
 
     # One message
 
+    async def enter(self) -> Message:
+        """Wait for a permit, and give it to a new message in whose block this task is from now on."""
+        message = await self.begin()
+        message.task = asyncio.current_task()
+        self._by_task[message.task] = message
+        return message
+
     async def begin(self, allocation: Allocation | None = None) -> Message:
         """Wait for a permit, and give it to a new message.
 
@@ -162,11 +170,20 @@ class Outgoing:
             if not plan.new_bytes:
                 return self._announce(message, source, placements.place_inline(source), None, last=last)
         elif allocation.can_be_sent:
-            placed = placements.place_allocated(source, allocation)
-            return self._announce(message, source, placed, allocation.block, last=last)
+            return self._announce_allocated(message, source, allocation, last=last)
         else:
             self._check_moves(source.nbytes, allocation.block)
         return await self._put_copy(message, source, last=last)
+
+    def _announce_allocated(
+        self, message: Message, source: torch.Tensor, allocation: Allocation, *, last: bool
+    ) -> TensorHandle:
+        """Announce a tensor where it lies. From here on its memory is accounted to the message."""
+        placed = placements.place_allocated(source, allocation)
+        if not self.memory.is_held(allocation.block.number):
+            self.memory.account(allocation.block.number, message)
+        message.has_bytes = True
+        return self._announce(message, source, placed, allocation.block, last=last)
 
     async def _put_copy(self, message: Message, source: torch.Tensor, *, last: bool) -> TensorHandle:
         block = await self._acquire_bytes(source.nbytes, message)
@@ -191,8 +208,7 @@ class Outgoing:
         """Do the same for the one tensor of a message, on this thread, or raise `WouldBlockError`."""
         allocation = plan.allocation
         if allocation is not None and allocation.can_be_sent:
-            placed = placements.place_allocated(source, allocation)
-            return self._announce(message, source, placed, allocation.block, last=True)
+            return self._announce_allocated(message, source, allocation, last=True)
         if not plan.new_bytes:
             return self._announce(message, source, placements.place_inline(source), None, last=True)
         message.has_bytes = True
@@ -235,12 +251,38 @@ class Outgoing:
             self.abandon(message)
         return len(messages)
 
-    async def allocate(self, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Wait for a block that the caller owns, and return a tensor over it."""
+    async def allocate(
+        self, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...], message: Message | None = None
+    ) -> torch.Tensor:
+        """Wait for a block that the caller owns, and return a tensor over it.
+
+        Args:
+            nbytes: the size of the tensor.
+            dtype: of its elements.
+            shape: in elements.
+            message: the open message that the memory is for, and accounted to. If there is none, the wait is
+                accounted to the message in whose block this task is, since that message cannot end while
+                the task waits; the memory is not, since another task may free it meanwhile.
+        """
+        block = self.memory.try_acquire(nbytes, message)
+        if block is None:
+            waiting = message or self._by_task.get(asyncio.current_task())
+            block = await (
+                self.memory.acquire(nbytes) if waiting is None else self._acquire_bytes(nbytes, waiting)
+            )
+            self.memory.account(block.number, message)
+        elif message is not None:
+            message.has_bytes = True
         try:
-            tensor = await self.memory.allocate(nbytes, dtype, shape)
+            if message is not None:
+                self._check_open(message)  # it may have ended while waiting
+        except BaseException:
+            self.memory.unpin_owner(block.number)
+            raise
+        try:
+            tensor = await self.memory.tensor_over(block, dtype, shape, message)
         except placements.CopyAbandonedError:
-            raise self.why_not() from None
+            raise self.why_not(message) from None
         if self._is_closed:
             raise self.why_not()
         return tensor
@@ -348,6 +390,7 @@ class Outgoing:
         self._check_open(message)
 
     def _make_whole(self, message: Message) -> None:
+        self._left(message)
         message.state = State.WHOLE
         self.messages_sent += 1
         if message.has_bytes:
@@ -356,6 +399,7 @@ class Outgoing:
     def _end(self, message: Message, state: State) -> None:
         """Give the permit back, and stop whatever of the message is still being sent."""
         was_open = message.state is State.OPEN
+        self._left(message)
         message.state = state
         del self._messages[message]
         self.conversation.forget(message)
@@ -368,6 +412,13 @@ class Outgoing:
         self.permits.release(message.permit)
         if self._drainers:
             self._drainers.wake()
+
+    def _left(self, message: Message) -> None:
+        """Note that a message is not open any more: its task may allocate for another one."""
+        if message.task is not None:
+            if self._by_task.get(message.task) is message:
+                del self._by_task[message.task]
+            message.task = None
 
     def _wake_room(self) -> None:
         """Tell those who wait for the link that their messages may have ended: once for all of a turn."""

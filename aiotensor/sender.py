@@ -183,31 +183,23 @@ class TensorSender:
             shape: the sizes of its dimensions, in elements.
             dtype: the type of its elements.
 
-        Waits for bytes of shared memory, in the order of the calls; cancelling gives them back. For a
-        message of several tensors, allocate inside its block: who holds memory while waiting for a permit
-        may wait for somebody who has a permit and waits for memory.
+        Waits for bytes of shared memory, in the order of the calls; cancelling returns them. For a message
+        of several tensors, call `OpenMessage.allocate` in its block: a task that holds memory while it waits
+        for a permit may wait for a message that has the permit and waits for memory.
 
         Raises:
             TypeError: the dtype is no torch dtype.
-            UnsupportedTensorError: a tensor of this dtype cannot travel.
+            UnsupportedTensorError: a tensor of this dtype cannot be sent.
             ValueError: a size is negative.
             TooLargeError: it would be larger than `arena_bytes`.
-            WouldBlockError: it waited for longer than `max_wait_s`.
+            WouldBlockError: it waited for longer than `max_wait_s`; or this task is in the block of a
+                message, and all of `arena_bytes` is held by messages that wait for more of it.
             PeerLostError: the receiver died or closed.
             ClosedError: this sender was closed, perhaps while waiting.
             OSError: the machine has no shared memory or no descriptors left.
         """
         with self._errors:
-            self._check()
-            sizes = tuple(map(operator.index, shape))
-            if min(sizes, default=0) < 0:
-                raise ValueError(f"the sizes of a shape are not negative, got {sizes}")
-            placements.check_dtype(dtype)
-            nbytes = math.prod(sizes) * dtype.itemsize
-            self._check_fits(nbytes)
-            if nbytes == 0:
-                return placements.new_tensor(sizes, dtype)
-            return await self._outgoing.allocate(nbytes, dtype, sizes)
+            return await self._allocate(shape, dtype)
 
     def discard(self, handle: TensorHandle) -> None:
         """Take back the whole message of a handle, because nobody wants it any more.
@@ -289,6 +281,20 @@ class TensorSender:
         if was_open:
             with self._home.leaving():
                 await self._outgoing.close()
+
+    async def _allocate(
+        self, shape: Sequence[int], dtype: torch.dtype, message: Message | None = None
+    ) -> torch.Tensor:
+        self._check()
+        sizes = tuple(map(operator.index, shape))
+        if min(sizes, default=0) < 0:
+            raise ValueError(f"the sizes of a shape are not negative, got {sizes}")
+        placements.check_dtype(dtype)
+        nbytes = math.prod(sizes) * dtype.itemsize
+        self._check_fits(nbytes)
+        if nbytes == 0:
+            return placements.new_tensor(sizes, dtype)
+        return await self._outgoing.allocate(nbytes, dtype, sizes, message)
 
     def _prepare(self, value: Sendable) -> tuple[torch.Tensor, Plan]:
         """Refuse what could never be sent, before anything is taken for it."""

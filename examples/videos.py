@@ -222,7 +222,7 @@ async def _next_colours(
     """
     # First a permit, then memory, then the frames: what is decoded is bounded, and not only what is sent.
     async with sender.message() as permit:
-        frames = await sender.allocate((BATCH_FRAMES, *decoder.size, 3), torch.uint8)
+        frames = await permit.allocate((BATCH_FRAMES, *decoder.size, 3), torch.uint8)
         count = await _in_thread(decoder, decoder.read, frames.numpy())
         if not count:
             return []

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from aiotensor import (
+    DiscardedError,
     TensorReceiver,
     TensorSender,
     UnsupportedTensorError,
@@ -135,4 +136,94 @@ async def test_a_tensor_of_many_dimensions_is_allocated_and_travels_if_a_frame_c
                 await sender.send(tensor)
         del tensor
         gc.collect()
+        await settled(sender)
+
+
+async def _allocate_twice(sender: TensorSender, shape: tuple[int], *, by_message: bool) -> None:
+    async with sender.message() as message:
+        allocate = message.allocate if by_message else sender.allocate
+        tensor = await allocate(shape, torch.int64)
+        await message.send(tensor)
+        del tensor
+        await message.send(await allocate(shape, torch.int64))
+
+
+@pytest.mark.parametrize("by_message", [True, False], ids=["message.allocate", "sender.allocate"])
+async def test_of_two_messages_that_wait_for_each_others_memory_one_is_refused(by_message: bool) -> None:
+    async with pair(arena_bytes=10 * BIG * 8) as (sender, receiver):
+        both = [_allocate_twice(sender, (4 * BIG,), by_message=by_message) for _ in range(2)]
+        ended = await asyncio.gather(*both, return_exceptions=True)
+        assert sorted(map(type, ended), key=str) == [type(None), WouldBlockError]
+        assert "waiting would never end" in str(next(filter(None, ended)))
+        for _ in range(2):
+            await anext(receiver)
+        await settled(sender)
+
+
+async def test_memory_that_is_allocated_and_not_sent_counts_for_the_message_in_whose_block_it_is() -> None:
+    async def hold_and_ask_for_more(sender: TensorSender) -> bool:
+        async with sender.message() as message:
+            held = await message.allocate((4 * BIG,), torch.int64)
+            try:
+                await message.allocate((4 * BIG,), torch.int64)
+            except WouldBlockError:
+                return False
+            del held
+            return True
+
+    async with pair(arena_bytes=10 * BIG * 8) as (sender, _):
+        both = [hold_and_ask_for_more(sender) for _ in range(2)]
+        assert sorted(await asyncio.gather(*both)) == [False, True]
+
+
+async def test_a_task_in_no_message_waits_for_memory_that_open_messages_hold() -> None:
+    async with pair(arena_bytes=10 * BIG * 8) as (sender, receiver):
+        async with sender.message() as message:
+            await message.send(await message.allocate((8 * BIG,), torch.int64))
+            outside = asyncio.create_task(sender.allocate((8 * BIG,), torch.int64))
+            await until(lambda: sender.statistics().waiting == 1)
+        await anext(receiver)
+        await outside
+
+
+async def test_memory_that_the_receiver_has_is_not_listed_as_allocated() -> None:
+    async with pair(arena_bytes=10 * BIG * 8) as (sender, receiver):
+        tensor = await sender.allocate((BIG,), torch.int64)
+        (holder,) = sender.statistics().holders
+        assert (holder.message, holder.state, holder.bytes) == (None, "allocated", BIG * 8)
+        handle = await sender.send(tensor)
+        (holder,) = sender.statistics().holders
+        assert (holder.message, holder.bytes) == (handle.message, BIG * 8)
+        del tensor
+        received = await receiver.receive(handle)
+        await until(lambda: sender.statistics().in_flight == 0)
+        (holder,) = sender.statistics().holders
+        assert (holder.message, holder.state) == (handle.message, "taken, its tensors still in use")
+        del received
+
+
+async def test_memory_that_a_message_did_not_send_is_listed_as_allocated_when_the_message_has_ended() -> None:
+    async with pair() as (sender, _):
+        async with sender.message() as message:
+            kept = await message.allocate((BIG,), torch.int64)
+            (holder,) = sender.statistics().holders
+            assert holder.state == "being sent"
+        (holder,) = sender.statistics().holders
+        assert (holder.state, holder.bytes) == ("allocated", kept.nbytes)
+
+
+async def test_allocating_in_a_message_that_is_discarded_meanwhile_fails_and_returns_the_memory() -> None:
+    async with pair(arena_bytes=10 * BIG * 8) as (sender, _):
+        held = await sender.allocate((8 * BIG,), torch.int64)
+        with pytest.raises(DiscardedError):  # of the end of the block
+            async with sender.message() as message:
+                await message.send(pattern(0, 3))
+                waiting = asyncio.create_task(message.allocate((8 * BIG,), torch.int64))
+                await until(lambda: sender.statistics().waiting == 1)
+                sender.discard_all()
+                del held
+                with pytest.raises(DiscardedError):
+                    await waiting
+                with pytest.raises(DiscardedError):
+                    await message.allocate((1,), torch.int64)
         await settled(sender)

@@ -151,6 +151,23 @@ class OpenMessage:
         self._is_begun = True
         return self
 
+    def allocate(
+        self, shape: Sequence[int], dtype: torch.dtype, *, timeout: float | None = None
+    ) -> torch.Tensor:
+        """Return an uninitialized tensor in shared memory for this message; sending it copies nothing.
+
+        As `aiotensor.OpenMessage.allocate`.
+
+        Args:
+            shape: the sizes of its dimensions, in elements.
+            dtype: the type of its elements.
+            timeout: after how many seconds to give up, as by cancelling; None for never.
+
+        Raises:
+            TimeoutError: it took longer than that.
+        """
+        return self._sender._wait(self._inner.allocate, shape, dtype, timeout=timeout)
+
     def send(self, tensor: Sendable, *, timeout: float | None = None) -> TensorHandle:
         """Send one tensor of the message, and return its handle.
 

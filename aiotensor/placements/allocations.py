@@ -58,6 +58,9 @@ class Allocations:
         """Note, in the event loop, that a block's storage was freed."""
         self._by_number.pop(number, None)
 
+    def __contains__(self, number: int) -> bool:
+        return number in self._by_number
+
     def find(self, tensor: torch.Tensor) -> Allocation | None:
         """Return the block that a contiguous tensor lies in, or None if it lies in none."""
         if not self._by_number or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():

@@ -111,6 +111,17 @@ class Budget(Generic[P]):
                 self._space.free(ticket.place)
         return self._grant_in_order() if self._line else []
 
+    def holds(self, ticket: Ticket[P]) -> bool:
+        """Return whether what was granted belongs to a holder that is not settled."""
+        return ticket.holder in self._held
+
+    def reassign(self, ticket: Ticket[P], holder: Hashable) -> None:
+        """Account what was granted to another holder; None as in `request`."""
+        if ticket.holder is not None:
+            self._let_go(ticket)
+        ticket.holder = holder
+        self._hold(ticket)
+
     def settle(self, holder: Hashable) -> None:
         """Note that what a holder has will come back, whatever that holder waits for."""
         self._held.pop(holder, None)
@@ -144,9 +155,12 @@ class Budget(Generic[P]):
         ticket.granted = True
         self.in_use += ticket.amount
         self.peak = max(self.peak, self.in_use)
+        self._hold(ticket)
+        return True
+
+    def _hold(self, ticket: Ticket[P]) -> None:
         if ticket.holder is not None and ticket.amount:
             self._held[ticket.holder] = self._held.get(ticket.holder, 0) + ticket.amount
-        return True
 
     def _let_go(self, ticket: Ticket[P]) -> None:
         left = self._held.get(ticket.holder, 0) - ticket.amount

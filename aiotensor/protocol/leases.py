@@ -79,9 +79,13 @@ class Leases(Generic[G]):
             freed.append(self._freed(number, block))
         return [one for one in freed if one is not None]
 
-    def grants(self) -> list[G]:
-        """List what was granted for the blocks in use."""
-        return [block.grant for block in self._blocks.values()]
+    def grants(self) -> dict[int, G]:
+        """Return what was granted for each block in use, by its number."""
+        return {number: block.grant for number, block in self._blocks.items()}
+
+    def is_sent(self, number: int) -> bool:
+        """Return whether an announcement pins a block."""
+        return self._blocks[number].sent > 0
 
     def _freed(self, number: int, block: _Block[G]) -> G | None:
         if block.is_owned or block.sent:

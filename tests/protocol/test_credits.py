@@ -132,6 +132,16 @@ class BudgetMachine(RuleBasedStateMachine):
         self.budget.settle(holder)
         del self.held[holder]
 
+    @precondition(lambda self: self.grants)
+    @rule(data=st.data(), holder=holders)
+    def reassign(self, data: st.DataObject, holder: str | None) -> None:
+        ticket = data.draw(st.sampled_from(self.grants))
+        assert self.budget.holds(ticket) == (ticket.holder is not None and self.held[ticket.holder] > 0)
+        self.held[ticket.holder] = max(0, self.held[ticket.holder] - ticket.amount)
+        self.held[holder] += ticket.amount
+        self.budget.reassign(ticket, holder)
+        assert ticket.holder == holder
+
     @precondition(lambda self: self.line)
     @rule(elsewhere=st.integers(1, LIMIT))
     def ask_whether_it_is_stuck(self, elsewhere: int) -> None:

@@ -76,6 +76,7 @@ async def meet_at_an_address(address: str) -> None:
 async def send_several(sender: TensorSender, tensors: Sequence[torch.Tensor]) -> list[TensorHandle]:
     async with sender.message() as message:
         assert_type(message, OpenMessage)
+        assert_type(await message.allocate((2, 3), torch.float32), torch.Tensor)
         return [await message.send(tensor) for tensor in tensors]
 
 
