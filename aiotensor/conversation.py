@@ -58,8 +58,13 @@ class ConversationEvents(Protocol):
             ProtocolError: it did not have them.
         """
 
-    def receiver_lost(self, error: AioTensorError) -> int:
-        """Note that the receiver is gone, or will not have us; return how many messages that loses."""
+    def receiver_lost(self, error: AioTensorError, pid: int | None) -> int:
+        """Note that the receiver is gone, or refuses this sender; return how many messages that loses.
+
+        Args:
+            error: why.
+            pid: of its process; None if that is not known.
+        """
 
 
 class Conversation:
@@ -94,11 +99,16 @@ class Conversation:
         self._accountant = Accountant(self.link, self._outbox.add, statistics)
         await self.link.open(self)
 
-    async def say_goodbye(self) -> None:
-        """Tell the receiver that this is the end; wait until the link has taken it."""
+    async def say_goodbye(self, *, uses_memory: bool) -> None:
+        """Tell the receiver that this is the end; wait until the link has taken it.
+
+        Args:
+            uses_memory: whether tensors that were allocated here are left, so that the receiver must not
+                return memory to the system that it does not use itself.
+        """
         self._accountant.stop()
         if self.is_connected:
-            self._outbox.add(Bye())
+            self._outbox.add(Bye(uses_memory=uses_memory))
             self._outbox.flush()
             await self.link.flush()
         await self._accountant.settle()
@@ -244,7 +254,7 @@ class Conversation:
                 self._outbox.max_bytes = min(frame.max_frame_bytes, MAX_RECORD_BYTES)
             case Inquire():
                 self._accountant.ask()
-            case Bye(reason=""):
+            case Bye(""):
                 self._drop("it closed", retry=True)
             case Bye():
                 self._drop(f"it refused this sender: {frame.reason}", retry=False)
@@ -280,7 +290,7 @@ class Conversation:
         pid, self.receiver_pid, self.receiver_id = self.receiver_pid, None, None
         self._outbox.clear()
         self._accountant.forget()
-        lost = self._events.receiver_lost(error)
+        lost = self._events.receiver_lost(error, pid if self.link.peer_pid is None else self.link.peer_pid)
         if was_connected:
             self.receivers_lost += 1
             logger.log(

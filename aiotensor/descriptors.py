@@ -1,12 +1,56 @@
-"""File descriptors that this process was given."""
+"""File descriptors of this process, none of which a forked child keeps."""
 
 import os
+import weakref
 from collections.abc import Iterable
+from typing import Protocol
 
-__all__ = ["close_all"]
+__all__ = ["Descriptor", "close_after_fork", "close_all"]
+
+
+class SupportsClose(Protocol):
+    """Anything that owns a descriptor."""
+
+    def close(self) -> object:
+        """Close it."""
+
+
+# A child that kept one of these would keep memory alive, and hide the end of this process from its peers.
+_ours: weakref.WeakSet[SupportsClose] = weakref.WeakSet()
+
+
+def close_after_fork(one: SupportsClose) -> None:
+    """Close a socket, a file or a descriptor in every child that is forked from now on."""
+    _ours.add(one)
+
+
+def _close_in_child() -> None:
+    for one in list(_ours):
+        one.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class Descriptor:
+    """A file descriptor that no forked child keeps.
+
+    Args:
+        number: the descriptor; it belongs to this object from now on.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        close_after_fork(self)
+
+    def close(self) -> None:
+        """Close the descriptor, once."""
+        number, self.number = self.number, -1
+        if number >= 0:
+            os.close(number)
 
 
 def close_all(descriptors: Iterable[int]) -> None:
-    """Close descriptors that nobody wants."""
+    """Close descriptors that nothing needs any more."""
     for descriptor in descriptors:
         os.close(descriptor)

@@ -133,12 +133,13 @@ class Incoming:
         """
         # An observer hears of it by the end of its connection: it may not read, and is not waited for.
         peers = [peer for peer in self._peers.values() if peer.link not in self._observers]
+        # Before the last words: they tell the senders which blocks are not used here any more.
+        self.mailbox.clear()
         for peer in peers:
             self.answers.goodbye(peer.link)
         self.answers.flush()
         for peer in list(self._peers.values()):
             self._forget(peer)
-        self.mailbox.clear()
         try:
             for peer in peers:
                 await peer.link.flush()
@@ -233,6 +234,10 @@ class Incoming:
                 keys = self.mailbox.leave(sender)
                 self._forget(peer)
                 peer.link.close()
+                if frame.uses_memory:
+                    self._take_over_later(peer)
+                else:
+                    self.mappings.take_over(peer.segments)
                 return keys
             case Account():
                 self._observers.answered(peer.link, sender, frame)
@@ -377,10 +382,10 @@ class Incoming:
         handle = TensorHandle(sender, put.message, put.tensor, put.dtype, put.shape, put.device)
         key = Key(sender, put.message, put.tensor)
         keys = mailbox.put(key, Delivery(handle, tensor), tensor.nbytes, last=put.last)
-        if opened.owner is not None and opened.segment is not None:
+        if opened.owner is not None:
             if put.block is None:
                 raise ProtocolError("it placed a tensor in a block without a number")
-            self.mappings.lease(peer.segments, opened.segment, opened.owner, put.block)
+            self.mappings.lease(peer.segments, opened, put.block)
         return keys
 
     # Ends
@@ -404,6 +409,13 @@ class Incoming:
         if peer.sender is not None:
             self.senders_lost += not was_refused
             self._wake(self.mailbox.lose(peer.sender, error))
+        self.mappings.collect()  # its tensors that no task has taken were freed just now
+        self._take_over_later(peer)
+
+    def _take_over_later(self, peer: _Peer) -> None:
+        # A sender whose connection broke may live, and have tensors in its memory.
+        pid = peer.link.peer_pid
+        self.mappings.take_over_after(peer.segments, peer.pid if pid is None else pid)
 
     def _forget(self, peer: _Peer) -> None:
         self._peers.pop(peer.link, None)

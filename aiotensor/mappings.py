@@ -1,11 +1,14 @@
 """What is mapped here of the memory of senders, and the living tensors that pin it.
 
 A segment stays mapped while its sender has it attached, or a tensor over it lives. A block of it goes back
-to the sender when the tensor over it is freed, unless there is nobody to tell any more.
+to the sender when the tensor over it is freed. Of a segment whose sender is gone, and that no other process
+uses, everything that no tensor lies in is returned to the system.
 """
 
 import asyncio
+import mmap
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -13,7 +16,9 @@ from aiotensor import placements
 from aiotensor.errors import ProtocolError
 from aiotensor.home import FreedItems
 from aiotensor.links.base import ReceiverLink
-from aiotensor.placements import MappedSegment, Owner, Watch
+from aiotensor.placements import MappedSegment, Opened, Watch
+from aiotensor.process_end import ProcessEnd
+from aiotensor.protocol.pages import gaps
 from aiotensor.worker import Worker
 
 __all__ = ["MAX_SEGMENTS", "Mappings", "Segments"]
@@ -40,12 +45,12 @@ class Segments:
     @property
     def leases(self) -> int:
         """Count the blocks of this sender that living tensors pin."""
-        return sum(segment.leases for segment in self.held)
+        return sum(len(segment.leases) for segment in self.held)
 
     @property
     def leased_bytes(self) -> int:
         """Count the bytes of the tensors that pin them."""
-        return sum(segment.leased_bytes for segment in self.held)
+        return sum(stop - start for segment in self.held for start, stop in segment.leases.values())
 
 
 class _Segment:
@@ -54,8 +59,10 @@ class _Segment:
     def __init__(self, mapped: MappedSegment, segments: Segments) -> None:
         self.mapped = mapped
         self.segments = segments
-        self.leases = self.leased_bytes = 0
+        self.leases: dict[int, tuple[int, int]] = {}  # where each of these tensors begins and ends
         self.is_attached = True
+        self.is_ours = False  # no other process uses the memory
+        self.lingering_bytes = 0
 
 
 class _Lease(msgspec.Struct, frozen=True):
@@ -63,7 +70,6 @@ class _Lease(msgspec.Struct, frozen=True):
 
     segment: _Segment
     block: int
-    nbytes: int
     watch: Watch
 
 
@@ -74,6 +80,7 @@ class Mappings:
         self.leased_bytes = self.peak_leased_bytes = 0
         self.lingering_bytes = 0  # of segments whose sender is gone, and that living views keep
         self._leases: dict[int, _Lease] = {}
+        self._ends: dict[Segments, ProcessEnd] = {}  # of senders that are gone and whose processes may live
         self._next_lease = 0
         self._is_closed = False
 
@@ -103,6 +110,9 @@ class Mappings:
     def close(self) -> None:
         """End the worker; what living tensors keep is unmapped with the last of them."""
         self._is_closed = True
+        for end in self._ends.values():
+            end.cancel()
+        self._ends.clear()
         self._worker.close()
 
     def check(self, segments: Segments, number: int, nbytes: int) -> None:
@@ -151,15 +161,29 @@ class Mappings:
         segments.attached.clear()
         segments.mapped.clear()
 
-    def lease(self, segments: Segments, number: int, owner: Owner, block: int) -> None:
+    def take_over(self, segments: Segments) -> None:
+        """Note that a sender that is gone does not use its memory any more, nor does its process."""
+        self._ends.pop(segments, None)
+        for segment in segments.held:
+            segment.is_ours = True
+            self._trim(segment)
+
+    def take_over_after(self, segments: Segments, pid: int) -> None:
+        """Do the same once the sender's process has ended: until then it may use the memory."""
+        if segments.held:
+            self._ends[segments] = ProcessEnd(pid, partial(self.take_over, segments))
+
+    def lease(self, segments: Segments, opened: Opened, block: int) -> None:
         """Keep a block of an attached segment from its sender for as long as a tensor over it lives."""
-        segment = segments.attached[number]
+        owner = opened.owner
+        if owner is None or opened.segment is None:
+            raise AssertionError("a tensor without a segment leases nothing")
+        segment = segments.attached[opened.segment]
         number = self._next_lease
         self._next_lease += 1
         watch = placements.watch(owner, self._storage_ended, number)
-        self._leases[number] = _Lease(segment, block, owner.nbytes, watch)
-        segment.leases += 1
-        segment.leased_bytes += owner.nbytes
+        self._leases[number] = _Lease(segment, block, watch)
+        segment.leases[number] = (opened.offset, opened.offset + owner.nbytes)
         self.leased_bytes += owner.nbytes
         self.peak_leased_bytes = max(self.peak_leased_bytes, self.leased_bytes)
 
@@ -168,26 +192,50 @@ class Mappings:
         self._freed(watch.number)
 
     def _leases_ended(self, numbers: Sequence[int]) -> None:
+        lingering = set()
         for number in numbers:
             lease = self._leases.pop(number)
-            self.leased_bytes -= lease.nbytes
-            lease.segment.leases -= 1
-            lease.segment.leased_bytes -= lease.nbytes
-            if lease.segment.is_attached:
-                self._released(lease.segment.segments.link, lease.block)
-            elif not lease.segment.leases:
-                self.lingering_bytes -= lease.segment.mapped.nbytes
-                self._unmap(lease.segment)
+            segment = lease.segment
+            start, stop = segment.leases.pop(number)
+            self.leased_bytes -= stop - start
+            if segment.is_attached:
+                self._released(segment.segments.link, lease.block)
+            else:
+                lingering.add(segment)
+        for segment in lingering:
+            if not segment.leases:
+                self._unmap(segment)
+            elif segment.is_ours:
+                self._trim(segment)
 
     def _let_go(self, segment: _Segment) -> None:
         segment.is_attached = False
         if segment.leases:
-            self.lingering_bytes += segment.mapped.nbytes
+            # It has more addresses than memory.
+            arena = placements.whole_pages(segment.segments.arena_bytes)
+            self._lingers(segment, min(segment.mapped.nbytes, arena))
         else:
             self._unmap(segment)
 
+    def _lingers(self, segment: _Segment, nbytes: int) -> None:
+        self.lingering_bytes += nbytes - segment.lingering_bytes
+        segment.lingering_bytes = nbytes
+
+    def _trim(self, segment: _Segment) -> None:
+        """Return the memory to the system that no tensor here lies in."""
+        if self._is_closed:
+            return
+        unused = gaps(0, segment.mapped.nbytes, list(segment.leases.values()), mmap.PAGESIZE)
+        self._lingers(segment, segment.mapped.nbytes - sum(length for _, length in unused))
+        # Much memory takes milliseconds.
+        self._worker.begin("giving memory back", partial(segment.mapped.remove, unused))
+
     def _unmap(self, segment: _Segment) -> None:
-        segment.segments.held.discard(segment)
+        self._lingers(segment, 0)
+        segments = segment.segments
+        segments.held.discard(segment)
+        if not segments.held and (end := self._ends.pop(segments, None)) is not None:
+            end.cancel()
         if self._is_closed:
             segment.mapped.close()
         else:

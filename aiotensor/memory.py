@@ -9,8 +9,10 @@ import torch
 from aiotensor import placements
 from aiotensor.gates import Gate
 from aiotensor.placements import Allocations, Block, CopyAbandonedError, Place, Segment
+from aiotensor.process_end import ProcessEnd
 from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.leases import Leases
+from aiotensor.protocol.pages import Range
 from aiotensor.worker import Worker
 
 __all__ = ["Memory"]
@@ -19,12 +21,13 @@ __all__ = ["Memory"]
 class _Copy:
     """A copy in the worker, or only the memory for one."""
 
-    def __init__(self, block: Block, holder: Hashable, cold: list[int]) -> None:
+    def __init__(self, block: Block, holder: Hashable, idle: list[Range], cold: list[Range]) -> None:
         self.block = block
         self.holder = holder
-        self.cold = cold
+        self.idle = idle  # what is given back first
+        self.cold = cold  # what has to be filled
         self.is_running = True
-        self.filled: list[int] = []  # those of the cold chunks that have memory now
+        self.filled: list[Range] = []
         self.is_abandoned = False
         self.unpins = False  # who asked for it has gone: the end of it takes the pin back
 
@@ -58,6 +61,8 @@ class Memory:
         self._copies: set[_Copy] = set()
         self._keep_warm_s = keep_warm_s
         self._trimming: asyncio.TimerHandle | None = None
+        self._trims_soon = False
+        self._readers: dict[Segment, ProcessEnd] = {}  # those of retired segments
         self._is_closed = False
 
     async def acquire(self, nbytes: int, holder: Hashable = None) -> Block:
@@ -75,10 +80,17 @@ class Memory:
 
     def copy_now(self, source: torch.Tensor, block: Block) -> None:
         """Copy a tensor on this thread."""
-        segment = block.place.segment
-        for chunk in block.place.cold:
-            segment.fill([chunk])
-            segment.filled([chunk])
+        if not block.place.is_warm:
+            segment = block.place.segment
+            idle, cold = self._arena.prepare(block.place)
+            filled: list[Range] = []
+            try:
+                segment.give_back(idle)
+                for one in cold:
+                    segment.fill([one])
+                    filled.append(one)
+            finally:
+                segment.filled(cold, filled)
         placements.copy_now(source, block.place)
         self._count(source)
 
@@ -161,12 +173,21 @@ class Memory:
             self.allocations.forget(number)
             self.unpin_owner(number)
 
-    def peer_lost(self) -> None:
-        """Take back what the other side had; what it may still read is not written to any more."""
-        # Tensors that it received may live on, with nobody left to say when they end.
-        self._arena.detach(retire=self._leases.are_sent)
+    def peer_lost(self, pid: int | None) -> None:
+        """Take back what the receiver had; what it may still read is not written to any more.
+
+        Args:
+            pid: of its process, whose end ends every view of the memory there; None if that is not known.
+        """
+        # Tensors that it received may live on, and nothing says when they end.
+        sent = [ticket.place for ticket in self._leases.sent() if ticket.place is not None]
+        retired = self._arena.detach(sent)
         for ticket in self._leases.unpin_all():
             self._give_back(ticket)
+        if retired is not None and retired.is_used and not self._is_closed:
+            self._trim_retired()
+            if pid is not None:
+                self._readers[retired] = ProcessEnd(pid, partial(self._reader_ended, retired))
 
     def holdings(self) -> list[tuple[Ticket[Place], bool]]:
         """List what is in use, and whether it was allocated and no announcement pins it."""
@@ -174,6 +195,17 @@ class Memory:
             (ticket, number in self.allocations and not self._leases.is_sent(number))
             for number, ticket in self._leases.grants().items()
         ]
+
+    @property
+    def has_allocations(self) -> bool:
+        """Return whether there are allocated tensors."""
+        return bool(self.allocations)
+
+    @property
+    def largest_free(self) -> int:
+        """Return the bytes of the largest block that could be granted now if no call waited."""
+        budget = self.gate.budget
+        return min(budget.limit - budget.in_use, self._arena.largest_free)
 
     @property
     def warm_bytes(self) -> int:
@@ -204,6 +236,9 @@ class Memory:
         if self._trimming is not None:
             self._trimming.cancel()
             self._trimming = None
+        for reader in self._readers.values():
+            reader.cancel()
+        self._readers.clear()
 
     def _count(self, copied: torch.Tensor) -> None:
         self.tensors_copied += 1
@@ -222,10 +257,12 @@ class Memory:
 
     async def _run(self, block: Block, holder: Hashable, source: torch.Tensor | None) -> None:
         """Fill a block in the worker; if that fails, the pin is gone when it has ended."""
-        copy = _Copy(block, holder, block.place.cold)
+        idle, cold = self._arena.prepare(block.place)
+        copy = _Copy(block, holder, idle, cold)
         try:
             running = self._worker.submit(partial(self._work, copy, source), partial(self._copied, copy))
         except BaseException:
+            block.place.segment.filled(cold, [])
             self.unpin_owner(block.number)
             raise
         self._copies.add(copy)
@@ -242,40 +279,72 @@ class Memory:
     def _work(self, copy: _Copy, source: torch.Tensor | None) -> None:
         """Get memory for a block, and copy a tensor into it; in the worker."""
         place = copy.block.place
-        for chunk in copy.cold:
+        place.segment.give_back(copy.idle)
+        for one in copy.cold:
             if copy.is_abandoned:
                 raise CopyAbandonedError
-            place.segment.fill([chunk])
-            copy.filled.append(chunk)
+            place.segment.fill([one])
+            copy.filled.append(one)
         if source is not None:
             placements.copy_in_threads(source, place, lambda: copy.is_abandoned, self._worker.helper)
 
     def _copied(self, copy: _Copy) -> None:
         copy.is_running = False
         self._copies.discard(copy)
-        copy.block.place.segment.filled(copy.filled)
+        copy.block.place.segment.filled(copy.cold, copy.filled)
         if copy.unpins:
             self.unpin_owner(copy.block.number)
 
     def _let_go(self, segment: Segment) -> None:
         """Unmap a segment: in the worker, behind the copies into it, since much memory takes milliseconds."""
+        reader = self._readers.pop(segment, None)
+        if reader is not None:
+            reader.cancel()
         if segment.is_open:
-            self._worker.begin("unmapping", segment.close)
+            # A receiver may map it for long yet, because of a tensor that is small.
+            free = segment.take_free() if segment.is_attached or segment.is_retired else []
+            self._worker.begin("unmapping", partial(_close, segment, free))
 
     def _give_back(self, ticket: Ticket[Place] | None) -> None:
         if ticket is None:
             return
         self.gate.release(ticket)
-        if self._trimming is None and self._keep_warm_s is not None and not self._is_closed:
+        if self._is_closed:
+            return
+        if ticket.place is not None and ticket.place.segment.is_retired:
+            if not self._trims_soon:
+                self._trims_soon = True
+                self._loop.call_soon(self._trim_retired)
+        elif self._trimming is None and self._keep_warm_s is not None:
             self._trimming = self._loop.call_later(self._keep_warm_s, self._trim)
+
+    def _reader_ended(self, segment: Segment) -> None:
+        """Note that the process of the receiver that a segment was retired for has ended."""
+        self._readers.pop(segment, None)
+        segment.reader_ended()
+        self._trim_retired()
+
+    def _trim_retired(self) -> None:
+        """Give back what no block of a retired segment uses: nothing new is placed there."""
+        self._trims_soon = False
+        if self._is_closed:
+            return
+        for segment in self._arena.segments():
+            if segment.is_retired and (free := segment.take_free()):
+                self._worker.begin("giving memory back", partial(segment.give_back, free))
 
     def _trim(self) -> None:
         """Give back what has been idle for long; come again if something may be by then."""
         self._trimming = None
         if self._keep_warm_s is None:
             return
-        segment, chunks = self._arena.take_idle(self._loop.time() - self._keep_warm_s)
-        if chunks:
-            self._worker.begin("giving memory back", partial(segment.give_back, chunks))
+        segment, idle = self._arena.take_idle(self._loop.time() - self._keep_warm_s)
+        if idle:
+            self._worker.begin("giving memory back", partial(segment.give_back, idle))
         if segment.has_idle:
             self._trimming = self._loop.call_later(self._keep_warm_s, self._trim)
+
+
+def _close(segment: Segment, free: list[Range]) -> None:
+    segment.give_back(free)
+    segment.close()

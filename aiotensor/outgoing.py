@@ -99,7 +99,7 @@ class Outgoing:
             self.abandon_all(State.OPEN)
             # First, and before anything is waited for: whoever goes without it is taken for lost, with all
             # that it had sent.
-            await self.conversation.say_goodbye()
+            await self.conversation.say_goodbye(uses_memory=self.memory.has_allocations)
             self.conversation.close()
             await self.memory.aclose()
         finally:
@@ -436,7 +436,7 @@ class Outgoing:
         """Take blocks back."""
         self.memory.unpin(blocks)
 
-    def receiver_lost(self, error: AioTensorError) -> int:
+    def receiver_lost(self, error: AioTensorError, pid: int | None) -> int:
         """End what is on its way, and what waits."""
         if not self._link.comes_back:
             self.failure = error
@@ -449,7 +449,7 @@ class Outgoing:
         for message in lost:
             message.loss = error
             self._end(message, State.LOST)
-        self.memory.peer_lost()
+        self.memory.peer_lost(pid)
         self._drainers.wake()
         return len(lost)
 

@@ -279,6 +279,7 @@ class TensorSender:
         was_open = self._home.is_open
         self._home.is_closed = True
         if was_open:
+            self._freed.collect()
             with self._home.leaving():
                 await self._outgoing.close()
 

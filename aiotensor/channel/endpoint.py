@@ -9,8 +9,8 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from aiotensor.channel.options import Address
 from aiotensor.channel.sockets import LoopSocket, SocketEvents, begin, check_descriptors, end
+from aiotensor.descriptors import close_after_fork
 from aiotensor.errors import UsageError
-from aiotensor.links.records import close_after_fork
 from aiotensor.links.socket_file import SocketFile
 from aiotensor.worker import in_thread
 

@@ -17,7 +17,7 @@ from typing import Protocol, TypeAlias
 import zmq
 from zmq.utils.garbage import gc as collector
 
-from aiotensor.links.records import close_after_fork
+from aiotensor.descriptors import close_after_fork
 from aiotensor.protocol.frames import MAX_TENSORS
 from aiotensor.worker import Worker, no_thread
 

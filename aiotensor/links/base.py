@@ -41,6 +41,10 @@ class SenderLink(Protocol):
     """A sender's end of a link."""
 
     @property
+    def peer_pid(self) -> int | None:
+        """The process id of the receiver, as the kernel knows it, 0 for one without; None if it does not."""
+
+    @property
     def comes_back(self) -> bool:
         """Say whether the link connects again after it was lost."""
 
@@ -92,6 +96,10 @@ class SenderLink(Protocol):
 
 class ReceiverLink(Protocol):
     """A receiver's end of a link to one sender."""
+
+    @property
+    def peer_pid(self) -> int | None:
+        """The process id of the sender, as the kernel knows it, 0 for one without; None if it does not."""
 
     def write(self, data: bytes) -> None:
         """Send a record; never block. A sender that leaves `MAX_UNREAD_BYTES` unread loses its link."""

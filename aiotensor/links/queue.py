@@ -18,14 +18,13 @@ from collections.abc import Sequence
 from multiprocessing import connection, context
 from typing import Any, BinaryIO, TypeAlias
 
-from aiotensor.descriptors import close_all
+from aiotensor.descriptors import close_after_fork, close_all
 from aiotensor.errors import PeerLostError, UsageError
 from aiotensor.links.base import MAX_UNREAD_BYTES, ReceiverEvents, SenderEvents
 from aiotensor.links.records import (
     RECORDS_A_TURN,
     RecordReader,
     RecordSocket,
-    close_after_fork,
     pipe_of,
     record_pair,
 )
@@ -69,6 +68,7 @@ class TensorQueue:
         self._writer = connection.Connection(writer.detach())
         # An empty file, locked by the one receiver.
         self._turn = connection.Connection(os.memfd_create("aiotensor-receiver"))
+        self._close_after_fork()
 
     def __getstate__(self) -> tuple[object, ...]:
         if context.get_spawning_popen() is None:
@@ -81,6 +81,7 @@ class TensorQueue:
     def __setstate__(self, state: tuple[_Connection, _Connection, _Connection]) -> None:
         self._reader, self._writer, self._turn = state
         self._pid = os.getpid()
+        self._close_after_fork()
 
     def __repr__(self) -> str:
         return f"<TensorQueue {'closed' if self._reader.closed else 'open'}>"
@@ -94,6 +95,10 @@ class TensorQueue:
         """
         for end in (self._reader, self._writer, self._turn):
             end.close()
+
+    def _close_after_fork(self) -> None:
+        for end in (self._reader, self._writer, self._turn):
+            close_after_fork(end)
 
     def _lock(self) -> BinaryIO:
         """Take the turn of the one receiver; the kernel ends it with the file, or with the process."""
@@ -144,6 +149,7 @@ class QueueSenderLink:
         self._pipe: RecordSocket | None = None
         self._events: SenderEvents | None = None
 
+    peer_pid = None  # the pair of sockets was made by neither side's process
     comes_back = False  # whoever drains the queue next knows nothing of this sender's pipe
     is_kept_waiting = False  # nobody has to accept it
 
@@ -222,6 +228,8 @@ class _QueueReceiverLink:
         sender: its id.
         sock: the pipe, or None if it did not arrive; then what is written is lost.
     """
+
+    peer_pid = None  # as at the sender's end
 
     def __init__(self, listener: "QueueListener", sender: str, sock: socket.socket | None) -> None:
         self.sender = sender

@@ -14,12 +14,10 @@ import select
 import socket
 import struct
 import termios
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
-from aiotensor.descriptors import close_all
+from aiotensor.descriptors import close_after_fork, close_all
 from aiotensor.gates import Waiters
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
 
@@ -27,7 +25,6 @@ __all__ = [
     "RECORDS_A_TURN",
     "RecordReader",
     "RecordSocket",
-    "close_after_fork",
     "pipe_of",
     "record_pair",
 ]
@@ -63,29 +60,6 @@ def pipe_of(descriptor: int) -> socket.socket | None:
             return sock
         sock.close()
     return None
-
-
-class SupportsClose(Protocol):
-    """A socket or a file."""
-
-    def close(self) -> object: ...
-
-
-# A forked child would hold our ends open, and the other side would not hear of our death.
-_ours: weakref.WeakSet[SupportsClose] = weakref.WeakSet()
-
-
-def close_after_fork(one: SupportsClose) -> None:
-    """Have a socket or file closed in every child that is forked from now on."""
-    _ours.add(one)
-
-
-def _close_in_child() -> None:
-    for one in list(_ours):
-        one.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 class RecordReader:
@@ -152,6 +126,20 @@ def _descriptors_of(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     return found.tolist()
 
 
+class _Queued:
+    """The descriptors of records that wait to be sent: copies that a forked child would keep."""
+
+    def __init__(self, outbox: deque[tuple[bytes, Sequence[int]]]) -> None:
+        self._outbox = outbox
+        close_after_fork(self)
+
+    def close(self) -> None:
+        """Close the child's copies."""
+        for _, descriptors in self._outbox:
+            close_all(descriptors)
+        self._outbox.clear()
+
+
 class RecordSocket:
     """Write records without ever blocking, and read them as they come.
 
@@ -186,6 +174,7 @@ class RecordSocket:
         self._flushers = Waiters()
         self._is_closed = False
         self._is_unheard = False  # nobody reads what is written, but there may be something to read
+        self._queued = _Queued(self._outbox)
         if on_record is not None:
             self._reader = RecordReader(sock, max_bytes)
             self._loop.add_reader(sock.fileno(), self._readable)

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from functools import partial
 from urllib.parse import unquote, urlsplit
 
-from aiotensor.descriptors import close_all
+from aiotensor.descriptors import close_after_fork, close_all
 from aiotensor.errors import AccessDeniedError, AioTensorError, PeerLostError, UsageError
 from aiotensor.gates import Waiters
 from aiotensor.links.base import MAX_UNREAD_BYTES, ReceiverEvents, SenderEvents
-from aiotensor.links.records import RecordSocket, close_after_fork
+from aiotensor.links.records import RecordSocket
 from aiotensor.links.socket_file import SocketFile
 from aiotensor.links.users import check_user
 from aiotensor.logs import logger_of
@@ -79,6 +79,7 @@ class UnixSenderLink:
         self._events: SenderEvents | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._delay = _FIRST_RETRY_S
+        self.peer_pid = 0
         self.is_kept_waiting = False
         self._is_starved = False  # this process has no descriptors or no memory, and that was logged
         self._waiters = Waiters()
@@ -160,7 +161,7 @@ class UnixSenderLink:
         sock = _new_socket()
         try:
             sock.connect(self._path)
-            check_user(sock)
+            self.peer_pid = check_user(sock)
         except (FileNotFoundError, ConnectionRefusedError, BlockingIOError) as error:
             sock.close()  # it is not there, it is gone, or as many as can wait to be accepted do
             self.is_kept_waiting = isinstance(error, BlockingIOError)
@@ -229,8 +230,14 @@ class _UnixReceiverLink:
     """A receiver's end of one connection."""
 
     def __init__(
-        self, listener: "UnixListener", sock: socket.socket, events: ReceiverEvents, max_record_bytes: int
+        self,
+        listener: "UnixListener",
+        sock: socket.socket,
+        peer_pid: int,
+        events: ReceiverEvents,
+        max_record_bytes: int,
     ) -> None:
+        self.peer_pid = peer_pid
         self._listener = listener
         self._sock = RecordSocket(
             sock,
@@ -348,7 +355,7 @@ class UnixListener:
                 return
             sock.setblocking(False)
             try:
-                check_user(sock)
+                pid = check_user(sock)
             except AccessDeniedError as error:
                 logger.error(
                     "a sender was refused: %s",
@@ -357,7 +364,7 @@ class UnixListener:
                 )
                 sock.close()
                 continue
-            link = _UnixReceiverLink(self, sock, self._events, self._max_record_bytes)
+            link = _UnixReceiverLink(self, sock, pid, self._events, self._max_record_bytes)
             self._links.add(link)
             self._events.link_opened(link)
 

@@ -11,8 +11,8 @@ __all__ = ["check_user"]
 _CREDENTIALS = struct.Struct("3i")  # of the peer: pid, uid, gid
 
 
-def check_user(sock: socket.socket) -> None:
-    """Refuse a peer that is another user.
+def check_user(sock: socket.socket) -> int:
+    """Refuse a peer that is another user, and return its process id; 0 if it has none here.
 
     Raises:
         AccessDeniedError: it is.
@@ -24,3 +24,4 @@ def check_user(sock: socket.socket) -> None:
             f"the other side (pid {pid}) runs as user {uid}, this process as user {os.geteuid()}: "
             "run both as the same user"
         )
+    return int(pid)

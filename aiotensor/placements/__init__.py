@@ -12,21 +12,15 @@ import torch
 
 from aiotensor.errors import ProtocolError
 from aiotensor.placements.allocations import Allocation, Allocations, Block
-from aiotensor.placements.arena import (
-    Arena,
-    MappedSegment,
-    Place,
-    Segment,
-    open_segment,
-    read_where,
-    segment_bytes,
-)
+from aiotensor.placements.arena import Arena, Place, read_where, segment_bytes
 from aiotensor.placements.buffers import buffer_of, lies_flat, open_buffer
 from aiotensor.placements.copying import QUICK_BYTES, CopyAbandonedError, copy_in_threads, copy_now
 from aiotensor.placements.dtypes import DTYPE_NAMES, dtype_from_name
 from aiotensor.placements.inline import MAX_INLINE_BYTES, bytes_of, open_inline
 from aiotensor.placements.leaves import as_leaf
+from aiotensor.placements.mapped import MappedSegment, open_segment
 from aiotensor.placements.raw import copy_of, new_tensor
+from aiotensor.placements.segments import Segment, whole_pages
 from aiotensor.placements.source import Sendable, SupportsDLPack, as_tensor, check_dtype
 from aiotensor.placements.views import Owner, Watch, watch
 
@@ -71,6 +65,7 @@ __all__ = [
     "plan",
     "segment_bytes",
     "watch",
+    "whole_pages",
 ]
 
 ARENA = "arena"
@@ -126,11 +121,12 @@ def place_copy(place: Place) -> Placed:
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A tensor that arrived; if it lies in a segment, which, and the object whose end frees its block."""
+    """A tensor that arrived; if it lies in a segment, where, and the object whose end frees its block."""
 
     tensor: torch.Tensor
     segment: int | None = None
     owner: Owner | None = None
+    offset: int = 0
 
 
 Segments = Mapping[int, MappedSegment]
@@ -146,7 +142,7 @@ def _open_in_arena(payload: bytes, dtype: torch.dtype, shape: tuple[int, ...], s
     if segment is None:
         raise ProtocolError(f"the peer placed a tensor in segment {number}, which it never attached")
     view = segment.tensor(offset, dtype, shape)
-    return Opened(view.tensor, number, view.owner)
+    return Opened(view.tensor, number, view.owner, offset)
 
 
 _OPENERS: dict[str, Callable[[bytes, torch.dtype, tuple[int, ...], Segments], Opened]] = {

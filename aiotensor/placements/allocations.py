@@ -58,6 +58,9 @@ class Allocations:
         """Note, in the event loop, that a block's storage was freed."""
         self._by_number.pop(number, None)
 
+    def __len__(self) -> int:
+        return len(self._by_number)
+
     def __contains__(self, number: int) -> bool:
         return number in self._by_number
 

@@ -15,6 +15,7 @@ memory grows with their number.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 
 __all__ = ["ALIGNMENT", "LARGE_BYTES", "Blocks"]
 
@@ -121,6 +122,10 @@ class Blocks:
     def free_runs(self) -> list[tuple[int, int]]:
         """List the free runs as (start, one past the last byte), in order of offset."""
         return sorted(self._stop_of.items())
+
+    def longest_free_runs(self) -> Iterator[tuple[int, int]]:
+        """Go through the free runs as (start, one past the last byte), the longest first."""
+        return ((start, start + length) for length, start in reversed(self._by_length))
 
     def _add_run(self, start: int, stop: int) -> None:
         insort(self._by_length, (stop - start, start))

@@ -209,9 +209,14 @@ class Look(msgspec.Struct, frozen=True, array_like=True, tag="look"):
 
 
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
-    """Close cleanly: nothing follows. A reason says that the other side is not welcome."""
+    """Close cleanly: nothing follows. A reason says that the other side is not welcome.
+
+    A sender whose process does not use its memory any more leaves it to the receiver, which then returns to
+    the system what it does not use either.
+    """
 
     reason: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+    uses_memory: bool = True
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):

@@ -33,10 +33,9 @@ class Leases(Generic[G]):
     def __len__(self) -> int:
         return len(self._blocks)
 
-    @property
-    def are_sent(self) -> bool:
-        """Say whether the other side has a pin of any block."""
-        return any(block.sent for block in self._blocks.values())
+    def sent(self) -> list[G]:
+        """Return what was granted for the blocks that announcements pin."""
+        return [block.grant for block in self._blocks.values() if block.sent]
 
     def own(self, grant: G) -> int:
         """Number a new block, whose owner may still write to it."""

@@ -8,6 +8,8 @@ __all__ = ["Unwritable"]
 class Unwritable:
     """A link that the kernel refuses to write to, as it does where memory is short."""
 
+    peer_pid = 0
+
     def __init__(self, receiver: TensorReceiver) -> None:
         self._events = receiver._incoming
 

@@ -1,5 +1,6 @@
 """What the tests of shared memory share: a clock, places, and memory to look at."""
 
+import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +9,11 @@ import numpy as np
 import torch
 
 from aiotensor import placements
-from aiotensor.placements import Arena, MappedSegment, Place, open_segment
-from aiotensor.placements.arena import Segment
+from aiotensor.placements import Arena, MappedSegment, Place, Segment, open_segment
+from aiotensor.protocol.pages import Range
 
 MIB = 1 << 20
+PAGE = mmap.PAGESIZE
 
 
 class Clock:
@@ -53,11 +55,23 @@ def place_in(arena: Arena, nbytes: int) -> Place:
     return place
 
 
+def chunk(number: int, nbytes: int = MIB) -> Range:
+    """Name a chunk, of which the last of a segment may be shorter."""
+    return number * MIB, nbytes
+
+
+def filled(segment: Segment, *ranges: Range) -> None:
+    """Get memory for ranges."""
+    segment.fill(list(ranges))
+    segment.filled([], list(ranges))
+
+
 def warm(place: Place) -> Place:
     """Get memory for a block."""
-    cold = place.cold
+    idle, cold = place.segment.prepare(place.offset, place.nbytes, place.segment.nbytes)
+    assert not idle
     place.segment.fill(cold)
-    place.segment.filled(cold)
+    place.segment.filled(cold, cold)
     return place
 
 

@@ -247,7 +247,9 @@ def can_be_sent(desk: Desk, tensor: torch.Tensor) -> bool:
 def test_a_block_of_a_connection_that_ended_is_copied_and_stays_usable(desk: Desk) -> None:
     tensor = desk.allocate((4, 6))
     tensor.fill_(3)
-    desk.arena.detach(retire=True)
+    allocation = desk.allocations.find(tensor)
+    assert allocation is not None
+    desk.arena.detach([allocation.block.place])
 
     assert not can_be_sent(desk, tensor)
     assert tensor.tolist() == [[3] * 6] * 4
@@ -263,7 +265,7 @@ def test_a_block_of_a_connection_that_ended_is_copied_and_stays_usable(desk: Des
 
 def test_a_block_whose_peer_left_nothing_behind_is_sent_to_the_next_one(desk: Desk) -> None:
     tensor = desk.allocate((4, 6))
-    desk.arena.detach(retire=False)
+    desk.arena.detach()
 
     assert is_found(desk, tensor)
 

@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 
 from aiotensor import placements
 from aiotensor.errors import ProtocolError
-from aiotensor.placements import open_segment
-from aiotensor.placements.arena import Segment, read_where
+from aiotensor.placements import Segment, open_segment
+from aiotensor.placements.arena import read_where
 from aiotensor.placements.dtypes import DTYPES
 from tests.placements.segments import (
     MIB,
     arena_of,
     bytes_of,
+    chunk,
+    filled,
     open_files,
     other_side_of,
     place_in,
@@ -26,12 +28,7 @@ from tests.placements.segments import (
     segment_of,
     warm,
 )
-
-
-def filled(segment: Segment, *chunks: int) -> None:
-    segment.fill(list(chunks))
-    segment.filled(list(chunks))
-
+from tests.processes import watch
 
 # How a place is named
 
@@ -86,7 +83,7 @@ def test_what_was_opened_stays_for_as_long_as_a_view_of_it_lives_and_no_longer()
     before = open_files()
     with segment_of() as segment:
         mapped = other_side_of(segment)
-        filled(segment, 0)
+        filled(segment, chunk(0))
         segment.view(0, 64)[:] = b"\7" * 64
         opened = mapped.tensor(0, torch.uint8, (64,))
     gone: list[bool] = []
@@ -97,11 +94,12 @@ def test_what_was_opened_stays_for_as_long_as_a_view_of_it_lives_and_no_longer()
     del opened
     assert not gone
     assert view.tolist() == [7]
-    assert open_files() != before  # the mapping keeps a descriptor of its own
+    assert open_files() == before
+    assert watch.memfds(os.getpid()) == 1
 
     del view
     assert gone
-    assert open_files() == before
+    assert watch.memfds(os.getpid()) == 0
 
 
 def test_the_end_of_one_tensor_is_not_the_end_of_another_in_the_same_segment() -> None:

@@ -74,8 +74,9 @@ class LeasesMachine(RuleBasedStateMachine):
         assert all(self.leases.grant_of(number) == grant for number, grant in self.granted.items())
 
     @invariant()
-    def it_knows_whether_the_other_side_has_any(self) -> None:
-        assert self.leases.are_sent == any(self.pins[number] for number in self.granted)
+    def it_knows_which_the_other_side_has(self) -> None:
+        expected = [grant for number, grant in self.granted.items() if self.pins[number]]
+        assert self.leases.sent() == expected
 
 
 TestAnyOrderOfPinsAndUnpins = LeasesMachine.TestCase
