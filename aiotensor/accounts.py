@@ -20,6 +20,7 @@ def account_of(statistics: SenderStatistics) -> Account:
         bytes_in_use=statistics.bytes_in_use,
         peak_bytes_in_use=statistics.peak_bytes_in_use,
         warm_bytes=statistics.warm_bytes,
+        largest_free_bytes=statistics.largest_free_bytes,
         messages_sent=statistics.messages_sent,
         messages_discarded=statistics.messages_discarded,
         tensors_sent=statistics.tensors_sent,

@@ -256,6 +256,7 @@ def _statistics(row: SenderRow, account: Account) -> SenderStatistics:
         bytes_in_use=account.bytes_in_use,
         peak_bytes_in_use=account.peak_bytes_in_use,
         warm_bytes=account.warm_bytes,
+        largest_free_bytes=account.largest_free_bytes,
         messages_sent=account.messages_sent,
         messages_discarded=account.messages_discarded,
         tensors_sent=account.tensors_sent,

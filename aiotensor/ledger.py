@@ -32,6 +32,7 @@ class MemoryUsage(NamedTuple):
     in_use: int
     peak: int
     warm: int
+    largest_free: int
     waiting: int
     longest_wait_s: float
     holders: list[Holder]
@@ -74,6 +75,7 @@ class Ledger:
             budget.in_use,
             budget.peak,
             self._memory.warm_bytes,
+            self._memory.largest_free,
             budget.waiting,
             longest,
             self.holders(),
@@ -143,7 +145,7 @@ class Ledger:
         permits, memory = self._permits.budget, self._memory.gate.budget
         return WouldBlockError(
             f"{reason} ({permits.in_use} of {permits.limit} messages and {memory.in_use} of {memory.limit} "
-            f"bytes in use, {nbytes} bytes requested)",
+            f"bytes in use, {nbytes} bytes requested, {self._memory.largest_free} bytes free in one piece)",
             messages=Usage(permits.limit, permits.in_use, messages),
             bytes=Usage(memory.limit, memory.in_use, nbytes),
         )

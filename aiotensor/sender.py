@@ -23,7 +23,7 @@ from aiotensor.types import MAX_NUMBER, SenderStatistics, TensorHandle
 
 __all__ = ["OpenMessage", "TensorSender"]
 
-_UNUSED = MemoryUsage(0, 0, 0, 0, 0.0, [], WaitTally().waits(), 0, 0)
+_UNUSED = MemoryUsage(0, 0, 0, 0, 0, 0.0, [], WaitTally().waits(), 0, 0)
 
 
 class TensorSender:
@@ -255,6 +255,7 @@ class TensorSender:
             bytes_in_use=usage.in_use,
             peak_bytes_in_use=usage.peak,
             warm_bytes=usage.warm,
+            largest_free_bytes=usage.largest_free if self._home.was_entered else out.max_bytes,
             messages_sent=out.messages_sent,
             messages_discarded=out.messages_discarded,
             tensors_sent=out.tensors_sent,

@@ -135,6 +135,7 @@ class SenderStatistics(msgspec.Struct, frozen=True):
         bytes_in_use: bytes of shared memory in use, taken by the receiver or not.
         peak_bytes_in_use: the most bytes that were in use at once.
         warm_bytes: bytes of shared memory that the system has given, in use or kept for the next tensor.
+        largest_free_bytes: bytes of the largest tensor that would get shared memory now if no call waited.
         messages_sent: messages announced in full to the receiver.
         messages_discarded: messages discarded by either side.
         tensors_sent: tensors announced to the receiver.
@@ -158,6 +159,7 @@ class SenderStatistics(msgspec.Struct, frozen=True):
     bytes_in_use: int
     peak_bytes_in_use: int
     warm_bytes: int
+    largest_free_bytes: int
     messages_sent: int
     messages_discarded: int
     tensors_sent: int

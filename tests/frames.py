@@ -6,7 +6,7 @@ from aiotensor.tally import WaitTally
 NO_WAITS = WaitTally().waits()
 
 # Of a sender that holds nothing and has done nothing.
-ACCOUNT = Account(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, NO_WAITS, NO_WAITS, 0, 0, {})
+ACCOUNT = Account(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NO_WAITS, NO_WAITS, 0, 0, {})
 
 
 def put(**changes: object) -> Put:

@@ -481,7 +481,7 @@ def test_all_that_is_said_is_either_a_count_or_of_the_moment() -> None:
             "waiting",
             "longest_wait_s",
         }
-        | {"holders", "arena_bytes", "bytes_in_use", "peak_bytes_in_use", "warm_bytes"},
+        | {"holders", "arena_bytes", "bytes_in_use", "peak_bytes_in_use", "warm_bytes", "largest_free_bytes"},
         ReceiverStatistics: {"senders", "max_senders", "waiting", "unclaimed_tensors", "unclaimed_bytes"}
         | {"mapped_bytes", "max_mapped_bytes", "promised_messages", "max_unclaimed_messages"}
         | {"leases", "leased_bytes", "peak_leased_bytes"},

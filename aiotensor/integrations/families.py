@@ -52,6 +52,12 @@ TABLE: _Rows = (
                 "warm_bytes",
                 "Shared memory that the system has given, in use or kept for the next tensor.",
             ),
+            Gauge(
+                "aiotensor_sender_memory_largest_free_bytes",
+                "largest_free_bytes",
+                "The largest tensor that would get shared memory now if no other call waited.",
+                is_largest=True,
+            ),
             Gauge("aiotensor_sender_waiting_calls", "waiting", "Calls that wait for a permit or for memory."),
             Gauge(
                 "aiotensor_sender_longest_wait_seconds",

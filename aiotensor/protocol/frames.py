@@ -187,6 +187,7 @@ class Account(msgspec.Struct, frozen=True, array_like=True, tag="account"):
     bytes_in_use: Number
     peak_bytes_in_use: Number
     warm_bytes: Number
+    largest_free_bytes: Number
     messages_sent: Number
     messages_discarded: Number
     tensors_sent: Number

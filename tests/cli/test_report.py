@@ -24,6 +24,7 @@ def report(pid: int, *, peak_in_flight: int = 2, videos: int = 4) -> WorkerRepor
         bytes_in_use=0,
         peak_bytes_in_use=700_000_000,
         warm_bytes=0,
+        largest_free_bytes=1_000_000_000,
         messages_sent=videos,
         messages_discarded=0,
         tensors_sent=2 * videos,

@@ -40,9 +40,7 @@ def test_blocks_do_not_overlap_and_come_from_one_segment_until_it_is_full() -> N
 def test_memory_stays_warm_for_the_next_block() -> None:
     with arena_of() as arena:
         place = place_in(arena, 2 * MIB)
-        assert not place.is_warm
-        warm(place)
-        assert place.is_warm
+        assert [place.is_warm, warm(place).is_warm] == [False, True]
         arena.free(place)
 
         assert place_in(arena, 2 * MIB).is_warm

@@ -1,0 +1,212 @@
+"""Memory follows use: a small tensor that lives keeps no large idle memory, in no process."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from aiotensor import TensorReceiver, TensorSender
+from aiotensor.links import Endpoint
+from tests.conformance.links import LINKS
+from tests.pairs import pattern, settled, until
+from tests.processes import peers, watch
+from tests.processes.peers import Peer, State
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+MIB = 1 << 20
+ARENA = 64 * MIB
+LARGE, SMALL = 48 * MIB // 8, 16 * 1024 // 8  # elements of int64
+
+
+@pytest.fixture(params=LINKS)
+def place(request: pytest.FixtureRequest) -> Iterator[Endpoint]:
+    """Name a place for a receiver on each transport."""
+    with LINKS[request.param].place() as place:
+        yield place.endpoint
+
+
+def shared_mib() -> int:
+    """Count the shared memory that this process has touched and the system still keeps."""
+    return watch.status(os.getpid(), "RssShmem") >> 10
+
+
+async def allocate(state: State, seed: int) -> None:
+    tensor = await state.sender.allocate((SMALL,), torch.int64)
+    state.tensors.append(tensor.copy_(pattern(seed, SMALL)))
+
+
+async def send_allocated(state: State, seed: int) -> object:
+    await allocate(state, seed)
+    return await state.sender.send(state.tensors[-1])
+
+
+async def has_kept(state: State, seed: int) -> bool:
+    return torch.equal(state.tensors[-1], pattern(seed, SMALL))
+
+
+async def end(peer: Peer, how: str) -> None:
+    if how == "kill":
+        peer.kill()
+        await peer.ended()
+    else:
+        await peer.call(peers.close_sender)
+
+
+async def receive_both(receiver: TensorReceiver, peer: Peer, generation: int) -> torch.Tensor:
+    """Receive a large and a small tensor, and keep the small one."""
+    large = await peer.call(peers.send_pattern, generation, LARGE)
+    small = await peer.call(peers.send_pattern, generation, SMALL)
+    assert (await receiver.receive(large)).sum() > 0
+    return await receiver.receive(small)
+
+
+@pytest.mark.parametrize("how", ["close", "kill"])
+async def test_a_small_view_keeps_nothing_else_of_a_sender_that_is_gone(place: Endpoint, how: str) -> None:
+    before = shared_mib()
+    async with (
+        peers.peers(place, 6) as senders,
+        TensorReceiver(place, max_mapped_bytes=4 * ARENA) as receiver,
+    ):
+        kept = []
+        for generation, peer in enumerate(senders):
+            await peer.call(peers.open_sender, 8, ARENA)
+            kept.append(await receive_both(receiver, peer, generation))
+            await end(peer, how)
+            await until(lambda: receiver.statistics().senders == 0)
+            await until(lambda: receiver.statistics().mapped_bytes < MIB)
+            await until(lambda: shared_mib() <= before + 1)
+        assert all(torch.equal(tensor, pattern(seed, SMALL)) for seed, tensor in enumerate(kept))
+        kept.clear()
+        await until(lambda: receiver.statistics().mapped_bytes == 0)
+
+
+async def test_tensors_that_end_one_after_the_other_return_their_memory_one_by_one(place: Endpoint) -> None:
+    before = shared_mib()
+    async with peers.peers(place, 1) as [peer], TensorReceiver(place) as receiver:
+        await peer.call(peers.open_sender, 8, ARENA)
+        handles = [await peer.call(peers.send_pattern, seed, 2 * MIB) for seed in range(4)]
+        kept = {seed: await receiver.receive(handle) for seed, handle in enumerate(handles)}
+        assert all(torch.equal(tensor, pattern(seed, 2 * MIB)) for seed, tensor in kept.items())
+        await peer.call(peers.close_sender)
+        await until(lambda: receiver.statistics().senders == 0)
+        for left, seed in zip((3, 2, 1, 0), (1, 3, 0, 2), strict=True):
+            del kept[seed]
+            await until(lambda left=left: receiver.statistics().mapped_bytes == left * 16 * MIB)  # type: ignore[misc]
+            await until(lambda left=left: shared_mib() <= before + left * 16 + 1)  # type: ignore[misc]
+            assert all(torch.equal(tensor, pattern(seed, 2 * MIB)) for seed, tensor in kept.items())
+
+
+@pytest.mark.parametrize("send", [allocate, send_allocated])
+async def test_a_tensor_that_a_closed_sender_still_uses_stays_as_it_is_until_its_process_ends(
+    place: Endpoint, send: object
+) -> None:
+    async with peers.peers(place, 1) as [peer], TensorReceiver(place) as receiver:
+        await peer.call(peers.open_sender, 8, ARENA)
+        handle = await peer.call(send_allocated if send is send_allocated else allocate, 7)  # type: ignore[arg-type]
+        kept = await receive_both(receiver, peer, 1)
+        if handle is not None:
+            assert torch.equal(await receiver.receive(handle), pattern(7, SMALL))
+        await peer.call(peers.close_sender)
+        await until(lambda: receiver.statistics().senders == 0)
+        assert await peer.call(has_kept, 7)
+        assert receiver.statistics().mapped_bytes == ARENA
+        peer.kill()
+        await until(lambda: receiver.statistics().mapped_bytes < MIB)
+        assert torch.equal(kept, pattern(1, SMALL))
+
+
+@pytest.mark.parametrize("how", ["close", "kill"])
+async def test_a_small_allocated_tensor_keeps_nothing_else_when_the_engine_is_restarted(
+    address: str, how: str
+) -> None:
+    async with peers.peers(address, 5) as engines, TensorSender(address, 4, ARENA) as sender:
+        kept: list[torch.Tensor] = []
+        counts = []
+        for generation, engine in enumerate(engines):
+            await engine.call(peers.open_receiver)
+            tensor = await sender.allocate((SMALL,), torch.int64)
+            kept.append(tensor.copy_(pattern(generation, SMALL)))
+            handle = await sender.send(pattern(generation, LARGE))
+            assert await engine.call(peers.receive_pattern, handle, generation, keep=how == "kill")
+            await sender.send(pattern(generation, SMALL))  # it is on its way when the engine ends
+            if how == "kill":
+                engine.kill()
+                await engine.ended()
+            else:
+                await engine.call(peers.close_receiver)
+            await until(lambda: sender.statistics().in_flight == 0)
+            await until(lambda: sender.statistics().warm_bytes <= ARENA + 2 * MIB)
+            counts.append(watch.descriptors(os.getpid()))
+        assert len(set(counts[1:])) == 1, "a retired segment keeps no descriptor"
+        assert all(torch.equal(tensor, pattern(seed, SMALL)) for seed, tensor in enumerate(kept))
+
+
+async def test_what_the_old_engine_still_reads_is_left_alone_until_its_process_ends(address: str) -> None:
+    async with peers.peers(address, 2) as [old, new], TensorSender(address, 4, ARENA) as sender:
+        await old.call(peers.open_receiver)
+        tensor = await sender.allocate((SMALL,), torch.int64)
+        handle = await sender.send(pattern(1, LARGE))
+        assert await old.call(peers.receive_pattern, handle, 1, keep=True)
+        await old.call(peers.close_receiver)
+        await new.call(peers.open_receiver)
+        for seed in range(3):
+            assert await new.call(peers.receive_pattern, await sender.send(pattern(seed, LARGE)), seed)
+        assert await old.call(still_equals, 1)
+        assert sender.statistics().warm_bytes > ARENA
+        old.kill()
+        await until(lambda: sender.statistics().warm_bytes <= ARENA + 2 * MIB)
+        del tensor
+        await settled(sender)
+
+
+async def still_equals(state: State, seed: int) -> bool:
+    return all(torch.equal(tensor, pattern(seed, tensor.numel())) for tensor in state.tensors)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+async def test_a_forked_child_keeps_neither_memory_nor_descriptors_of_the_library(place: Endpoint) -> None:
+    async with peers.peers(place, 1) as [peer], TensorReceiver(place) as receiver:
+        await peer.call(peers.open_sender, 8, ARENA)
+        tensor = await receiver.receive(await peer.call(peers.send_pattern, 1, LARGE))
+        assert watch.memfds(os.getpid()) == watch.memfds(peer.pid) == 1
+        children = [await peers.fork_and_sleep(State(place)), await peer.call(peers.fork_and_sleep)]
+        try:
+            for child in children:
+                await until(lambda child=child: not kept_by(child))  # type: ignore[misc]
+            assert torch.equal(tensor, pattern(1, LARGE))
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+            await asyncio.to_thread(os.waitpid, children[0], 0)
+        del tensor
+
+
+def kept_by(pid: int) -> list[str]:
+    """Name what a process has of the library: memory, and sockets and files of its own."""
+    found = [target for target in watch.targets(pid) if "memfd" in target]
+    return found + ["memory"] * watch.memfds(pid)
+
+
+async def test_a_large_tensor_finds_memory_that_is_free_in_several_pieces(place: Endpoint) -> None:
+    piece = 10 * MIB
+    async with TensorReceiver(place), TensorSender(place, arena_bytes=6 * piece) as sender:
+        blocks = [await sender.allocate((piece,), torch.uint8) for _ in range(6)]
+        for number, block in enumerate(blocks):
+            block.fill_(number)
+        del block
+        kept = blocks[::2]
+        blocks.clear()
+        await until(lambda: sender.statistics().bytes_in_use == 3 * piece)
+        statistics = sender.statistics()
+        assert statistics.largest_free_bytes == 3 * piece
+        large = await asyncio.wait_for(sender.allocate((2 * piece,), torch.uint8), 60)
+        large.fill_(7)
+        small = sender.send_nowait(torch.zeros(MIB, dtype=torch.uint8))
+        assert sender.statistics().warm_bytes <= 6 * piece
+        assert [int(block.min()) for block in kept] == [0, 2, 4]
+        assert bool((large == 7).all())
+        sender.discard(small)
