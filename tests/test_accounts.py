@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 def test_an_account_tells_what_the_statistics_say_and_names_no_more_holders_than_it_may() -> None:
     holders = tuple(Holder(number, "being sent", number, 100.0 - number) for number in range(MAX_HOLDERS + 1))
     statistics = SenderStatistics(
-        *(1, 2, 3, 4, 5.0, holders, 6, 7, 8, 9, 10, 11, 12, 13, 14),
+        *(1, 2, 3, 4, 5.0, holders, 6, 7, 8, 9, 18, 10, 11, 12, 13, 14),
         *(Waits((1.0,), (2, 3), 4.0), NO_WAITS, 15, 16, {"OSError": 17}),
     )
 
@@ -42,7 +42,7 @@ def test_no_account_of_ours_takes_more_than_the_outbox_counts_a_frame_as() -> No
     longest = max((state.value for state in State), key=len)
     holders = tuple(Holder(MAX_NUMBER, longest, MAX_NUMBER, 2.0**63) for _ in range(MAX_HOLDERS))
     errors = dict.fromkeys(ERROR_NAMES, MAX_NUMBER)
-    most = (MAX_NUMBER,) * 9
+    most = (MAX_NUMBER,) * 10
     statistics = SenderStatistics(*most[:4], 2.0**63, holders, *most, waits, waits, *most[:2], errors)
 
     assert 1024 < len(encode(account_of(statistics))) <= outbox._FRAME_BYTES

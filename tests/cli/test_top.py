@@ -304,7 +304,7 @@ def _of_sender(
 ) -> SenderInspection:
     statistics = SenderStatistics(
         *(8, 8 if waiting else 2, 8, waiting, longest_wait_s, holders),
-        *(1 << 30, 700 << 20, 700 << 20, 700 << 20, sent, 0, sent, sent << 20, 0),
+        *(1 << 30, 700 << 20, 700 << 20, 700 << 20, 300 << 20, sent, 0, sent, sent << 20, 0),
         *(NO_WAITS, NO_WAITS, 0, 0, {}),
     )
     return SenderInspection(sender * 32, 4194303, 8, 1 << 30, 999, 999 << 20, 3, 100 << 20, statistics, at)

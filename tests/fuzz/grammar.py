@@ -76,7 +76,7 @@ class Talk:
                 del self._segments[number]
                 return ["detach", number]
             case 8 if happens(chooser, 4):
-                return ["bye", one_of(chooser, ("", "a reason"))]
+                return ["bye", one_of(chooser, ("", "a reason")), chooser.number(0, 1) == 1]
             case 9 if happens(chooser, 4):
                 return self.hello()
             case 10 | 11:
@@ -91,9 +91,11 @@ class Talk:
     def account(self) -> Frame:
         """Tell of what is held; nobody asked, unless somebody looks."""
         chooser = self._chooser
-        numbers = [chooser.number(0, 9) for _ in range(12)]
+        numbers = [chooser.number(0, 9) for _ in range(15)]
+        waits = {"bounds_s": [0.5], "counts": [chooser.number(0, 9), 1], "total_s": 0.5}
         holders = [[0, "being sent", 0, 0.5]] * one_of(chooser, (0, 1, MAX_HOLDERS, MAX_HOLDERS + 1))
-        return ["account", *numbers, holders, one_of(chooser, ("", STAND_IN))]
+        told = [*numbers[:13], waits, waits, *numbers[13:], {"OSError": 1}, holders]
+        return ["account", *told, one_of(chooser, ("", STAND_IN))]
 
     def _begin(self) -> int:
         self._next_message += 1

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from aiotensor import TensorReceiver, TensorSender
+from aiotensor import TensorHandle, TensorReceiver, TensorSender
 from aiotensor.links import Endpoint
 from tests.conformance.links import LINKS
 from tests.pairs import pattern, settled, until
@@ -39,7 +39,7 @@ async def allocate(state: State, seed: int) -> None:
     state.tensors.append(tensor.copy_(pattern(seed, SMALL)))
 
 
-async def send_allocated(state: State, seed: int) -> object:
+async def send_allocated(state: State, seed: int) -> TensorHandle:
     await allocate(state, seed)
     return await state.sender.send(state.tensors[-1])
 
@@ -100,16 +100,18 @@ async def test_tensors_that_end_one_after_the_other_return_their_memory_one_by_o
             assert all(torch.equal(tensor, pattern(seed, 2 * MIB)) for seed, tensor in kept.items())
 
 
-@pytest.mark.parametrize("send", [allocate, send_allocated])
+@pytest.mark.parametrize("is_sent", [True, False], ids=["sent", "unsent"])
 async def test_a_tensor_that_a_closed_sender_still_uses_stays_as_it_is_until_its_process_ends(
-    place: Endpoint, send: object
+    place: Endpoint, is_sent: bool
 ) -> None:
     async with peers.peers(place, 1) as [peer], TensorReceiver(place) as receiver:
         await peer.call(peers.open_sender, 8, ARENA)
-        handle = await peer.call(send_allocated if send is send_allocated else allocate, 7)  # type: ignore[arg-type]
         kept = await receive_both(receiver, peer, 1)
-        if handle is not None:
+        if is_sent:
+            handle = await peer.call(send_allocated, 7)
             assert torch.equal(await receiver.receive(handle), pattern(7, SMALL))
+        else:
+            await peer.call(allocate, 7)
         await peer.call(peers.close_sender)
         await until(lambda: receiver.statistics().senders == 0)
         assert await peer.call(has_kept, 7)

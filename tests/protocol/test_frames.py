@@ -83,7 +83,7 @@ accounts = st.builds(
     Account,
     *[numbers] * 3,
     seconds,
-    *[numbers] * 8,
+    *[numbers] * 9,
     *[waits] * 2,
     *[numbers] * 2,
     st.dictionaries(names, numbers, max_size=4),
@@ -99,7 +99,7 @@ frames_to_receiver = st.one_of(
     st.builds(Discard, numbers),
     accounts,
     st.builds(Look, versions, numbers),
-    st.builds(Bye, reasons),
+    st.builds(Bye, reasons, st.booleans()),
 )
 many_numbers = st.lists(numbers, max_size=20).map(tuple)
 frames_to_sender = st.one_of(
@@ -108,7 +108,7 @@ frames_to_sender = st.one_of(
     st.builds(Discarded, many_numbers),
     st.builds(Release, many_numbers),
     st.just(Inquire()),
-    st.builds(Bye, reasons),
+    st.builds(Bye, reasons, st.booleans()),
 )
 rows = st.builds(SenderRow, names, *[numbers] * 7)
 limits = st.none() | numbers
@@ -126,7 +126,7 @@ frames_to_observer = st.one_of(
     st.builds(Welcome, versions, numbers, st.integers(LEAST_FRAME_BYTES, LARGEST), st.text(max_size=64)),
     st.builds(Report, statistics, st.lists(rows, max_size=4).map(tuple), st.booleans()),
     accounts,
-    st.builds(Bye, reasons),
+    st.builds(Bye, reasons, st.booleans()),
 )
 batches_to_receiver = st.lists(frames_to_receiver, max_size=4)
 batches_to_sender = st.lists(frames_to_sender, max_size=4)
@@ -337,38 +337,38 @@ def _waited(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *((field, -1) for field in (*range(1, 13), 15, 16)),
-        *((field, 2**63) for field in (1, 12, 15)),
+        *((field, -1) for field in (*range(1, 14), 16, 17)),
+        *((field, 2**63) for field in (1, 13, 16)),
         (4, float("nan")),
         (4, float("inf")),
         (4, None),
-        (13, None),
-        (14, _waited(bounds_s=[float(n) for n in range(MAX_BOUNDS + 1)], counts=[0] * (MAX_BOUNDS + 2))),
-        (14, {"bounds_s": [], "counts": [0]}),
-        *((13, _waited(counts=counts)) for counts in ([], [1], [1, 2, 3], [1, -2], [1, 2**63], [1, None])),
-        *((14, _waited(bounds_s=[wrong])) for wrong in WRONG_SECONDS),
-        *((14, _waited(total_s=wrong)) for wrong in WRONG_SECONDS),
-        *((14, _waited(bounds_s=bounds, counts=[0] * 3)) for bounds in ([1.0, 0.5], [1.0, 1.0])),
-        (17, {"": 1}),
-        (17, {"x" * 65: 1}),
-        (17, {"OSError": -1}),
-        (17, {f"E{number}": 1 for number in range(MAX_ERROR_NAMES + 1)}),
-        (17, None),
-        (18, [[0, "open", 0, 0.0]] * (MAX_HOLDERS + 1)),
-        (18, [[-1, "open", 0, 0.0]]),
-        (18, [[0, "", 0, 0.0]]),
-        (18, [[0, "x" * 65, 0, 0.0]]),
-        (18, [[0, "open", -1, 0.0]]),
-        (18, [[0, "open", 0, -0.5]]),
-        (18, [[0, "open", 0]]),
+        (14, None),
+        (15, _waited(bounds_s=[float(n) for n in range(MAX_BOUNDS + 1)], counts=[0] * (MAX_BOUNDS + 2))),
+        (15, {"bounds_s": [], "counts": [0]}),
+        *((14, _waited(counts=counts)) for counts in ([], [1], [1, 2, 3], [1, -2], [1, 2**63], [1, None])),
+        *((15, _waited(bounds_s=[wrong])) for wrong in WRONG_SECONDS),
+        *((15, _waited(total_s=wrong)) for wrong in WRONG_SECONDS),
+        *((15, _waited(bounds_s=bounds, counts=[0] * 3)) for bounds in ([1.0, 0.5], [1.0, 1.0])),
+        (18, {"": 1}),
+        (18, {"x" * 65: 1}),
+        (18, {"OSError": -1}),
+        (18, {f"E{number}": 1 for number in range(MAX_ERROR_NAMES + 1)}),
         (18, None),
-        (19, "x" * 65),
+        (19, [[0, "open", 0, 0.0]] * (MAX_HOLDERS + 1)),
+        (19, [[-1, "open", 0, 0.0]]),
+        (19, [[0, "", 0, 0.0]]),
+        (19, [[0, "x" * 65, 0, 0.0]]),
+        (19, [[0, "open", -1, 0.0]]),
+        (19, [[0, "open", 0, -0.5]]),
+        (19, [[0, "open", 0]]),
         (19, None),
+        (20, "x" * 65),
+        (20, None),
     ],
     ids=lambda value: str(value)[:20],
 )
 def test_an_account_with_one_wrong_field_is_refused(field: int, value: object) -> None:
-    items: list[object] = ["account", *[0] * 12, _waited(), _waited(), 0, 0, {"OSError": 1}]
+    items: list[object] = ["account", *[0] * 13, _waited(), _waited(), 0, 0, {"OSError": 1}]
     items += [[[None, "allocated", 1, 0.5]], "s"]
     decode_to_receiver(record_of(items))  # which is right as it is
 
