@@ -142,9 +142,20 @@ class Memory:
         """Return the bytes granted for a block."""
         return self._leases.grant_of(number).amount
 
-    def is_held(self, number: int) -> bool:
-        """Return whether a block is accounted to a holder that may still wait for more."""
-        return self.gate.budget.holds(self._leases.grant_of(number))
+    def announced(self, number: int, holder: Hashable, *, is_whole: bool) -> None:
+        """Account an allocated block to the message that announces it.
+
+        Args:
+            number: of the block; if an open message has it already, it stays so.
+            holder: the message.
+            is_whole: whether the message needs nothing more, so that the block will come back in any case.
+        """
+        ticket, budget = self._leases.grant_of(number), self.gate.budget
+        if ticket.holder is None or not budget.holds(ticket):
+            if is_whole:
+                ticket.holder = holder
+            else:
+                budget.reassign(ticket, holder)
 
     def account(self, number: int, holder: Hashable) -> None:
         """Account a block to a holder, or to none."""
@@ -184,7 +195,7 @@ class Memory:
         retired = self._arena.detach(sent)
         for ticket in self._leases.unpin_all():
             self._give_back(ticket)
-        if retired is not None and retired.is_used and not self._is_closed:
+        if retired is not None and retired.used and not self._is_closed:
             self._trim_retired()
             if pid is not None:
                 self._readers[retired] = ProcessEnd(pid, partial(self._reader_ended, retired))

@@ -180,8 +180,7 @@ class Outgoing:
     ) -> TensorHandle:
         """Announce a tensor where it lies. From here on its memory is accounted to the message."""
         placed = placements.place_allocated(source, allocation)
-        if not self.memory.is_held(allocation.block.number):
-            self.memory.account(allocation.block.number, message)
+        self.memory.announced(allocation.block.number, message, is_whole=last)
         message.has_bytes = True
         return self._announce(message, source, placed, allocation.block, last=last)
 
@@ -390,7 +389,8 @@ class Outgoing:
         self._check_open(message)
 
     def _make_whole(self, message: Message) -> None:
-        self._left(message)
+        if message.task is not None:
+            self._left(message)
         message.state = State.WHOLE
         self.messages_sent += 1
         if message.has_bytes:
@@ -399,7 +399,8 @@ class Outgoing:
     def _end(self, message: Message, state: State) -> None:
         """Give the permit back, and stop whatever of the message is still being sent."""
         was_open = message.state is State.OPEN
-        self._left(message)
+        if message.task is not None:
+            self._left(message)
         message.state = state
         del self._messages[message]
         self.conversation.forget(message)
@@ -415,10 +416,9 @@ class Outgoing:
 
     def _left(self, message: Message) -> None:
         """Note that a message is not open any more: its task may allocate for another one."""
-        if message.task is not None:
-            if self._by_task.get(message.task) is message:
-                del self._by_task[message.task]
-            message.task = None
+        if self._by_task.get(message.task) is message:
+            del self._by_task[message.task]
+        message.task = None
 
     def _wake_room(self) -> None:
         """Tell those who wait for the link that their messages may have ended: once for all of a turn."""

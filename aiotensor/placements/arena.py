@@ -39,7 +39,7 @@ class Place(msgspec.Struct, frozen=True):
     @property
     def is_warm(self) -> bool:
         """Return whether the block has memory, so that writing to it takes no longer than the writing."""
-        return self.segment.is_warm(self.offset, self.nbytes)
+        return self.segment.warm.has(self.offset, self.nbytes)
 
     def describe(self, inner_offset: int) -> bytes:
         """Name a byte of the block for the receiver."""
@@ -77,8 +77,11 @@ class Arena:
     def allocate(self, nbytes: int) -> Place | None:
         """Take a block, or None if no free run is long enough."""
         segment = self._segment
-        offset = segment.allocate(nbytes)
-        return None if offset is None else Place(segment, offset, nbytes)
+        offset = segment.blocks.allocate(nbytes)
+        if offset is None:
+            return None
+        segment.used.add(offset)
+        return Place(segment, offset, nbytes)
 
     def prepare(self, place: Place) -> tuple[list[Range], list[Range]]:
         """Return what its segment is to give back and to fill, so that a block has memory."""
@@ -88,7 +91,7 @@ class Arena:
         """Take a block back; its memory stays warm for a while."""
         segment = place.segment
         segment.free(place.offset, place.nbytes, self._now())
-        if segment.is_retired and not segment.is_used and segment in self._retired:
+        if segment.is_retired and not segment.used and segment in self._retired:
             self._retired.remove(segment)
             self._let_go(segment)
 
@@ -120,7 +123,7 @@ class Arena:
     @property
     def warm_bytes(self) -> int:
         """Count the bytes that have memory, in use or not."""
-        return sum(segment.warm_bytes for segment in self.segments())
+        return sum(segment.warm.nbytes for segment in self.segments())
 
     def close(self) -> None:
         """Release all memory; a view that is left keeps its segment."""

@@ -42,11 +42,11 @@ class Segment:
         self.is_attached = False  # the receiver has it
         self.is_retired = False  # nothing new is placed in it
         self.memory = memoryview(b"")  # all of it, while it is open
-        self._used: set[int] = set()  # offsets of the blocks that this process uses
+        self.used: set[int] = set()  # offsets of the blocks that this process uses
         self._elsewhere: set[int] = set()  # and of those that a lost receiver may still read
         self._mapping: Mapping | None = None
         self._descriptor = Descriptor(-1)
-        self._warm = WarmPages(0, mmap.PAGESIZE)
+        self.warm = WarmPages(0, mmap.PAGESIZE)
         self._awaited_bytes = 0  # that were promised by `prepare` and are not filled yet
         self._leaving: dict[int, list[Range]] = {}  # what is to be given back, by its chunk
         self._changing = threading.Lock()  # filling a chunk and giving it back exclude each other
@@ -67,7 +67,7 @@ class Segment:
             os.ftruncate(descriptor.number, self.nbytes)
             fcntl.fcntl(descriptor.number, fcntl.F_ADD_SEALS, _SEALS)
             mapping = Mapping(descriptor.number, self.nbytes)
-            self._warm = WarmPages(self.nbytes, mmap.PAGESIZE)
+            self.warm = WarmPages(self.nbytes, mmap.PAGESIZE)
             self._left = np.zeros(-(-self.nbytes // CHUNK_BYTES))
         except BaseException:
             descriptor.close()
@@ -99,25 +99,12 @@ class Segment:
 
     # Blocks
 
-    def allocate(self, nbytes: int) -> int | None:
-        """Return the offset of a new block, or None if no free run is long enough."""
-        offset = self.blocks.allocate(nbytes)
-        if offset is not None:
-            self._used.add(offset)
-        return offset
-
     def free(self, offset: int, nbytes: int, now: float) -> None:
         """Take a block back at a time; its memory stays warm for a while."""
-        self._used.discard(offset)
+        self.used.discard(offset)
         if offset not in self._elsewhere:
             self.blocks.free(offset)
-            chunks = _chunks(offset, nbytes)
-            self._left[chunks.start : chunks.stop] = now
-
-    @property
-    def is_used(self) -> bool:
-        """Return whether this process uses any block."""
-        return bool(self._used)
+            self._left[offset // CHUNK_BYTES : (offset + nbytes - 1) // CHUNK_BYTES + 1] = now
 
     def retire(self, elsewhere: Iterable[int]) -> None:
         """Place nothing new here, since a receiver that was lost may still read some blocks.
@@ -132,20 +119,11 @@ class Segment:
 
     def reader_ended(self) -> None:
         """Note that the process of the lost receiver has ended, and reads nothing any more."""
-        for offset in self._elsewhere - self._used:
+        for offset in self._elsewhere - self.used:
             self.blocks.free(offset)
         self._elsewhere = set()
 
     # Memory
-
-    @property
-    def warm_bytes(self) -> int:
-        """Bytes that the system has given."""
-        return self._warm.nbytes
-
-    def is_warm(self, offset: int, nbytes: int) -> bool:
-        """Return whether all of a range has memory."""
-        return self._warm.has(offset, nbytes)
 
     def prepare(self, offset: int, nbytes: int, limit: int) -> tuple[list[Range], list[Range]]:
         """Return what to give back and what to fill, so that a block has memory.
@@ -158,10 +136,10 @@ class Segment:
             nbytes: of the block.
             limit: the most bytes of memory, but for pages that blocks share in part.
         """
-        present, idle = self.warm_bytes + self._awaited_bytes, []
-        cold = self._warm.missing(offset, nbytes, whole_chunks=True)
+        present, idle = self.warm.nbytes + self._awaited_bytes, []
+        cold = self.warm.missing(offset, nbytes, whole_chunks=True)
         if present + _total(cold) > limit:
-            cold = self._warm.missing(offset, nbytes, whole_chunks=False)
+            cold = self.warm.missing(offset, nbytes, whole_chunks=False)
             excess = present + _total(cold) - limit
             if excess > 0:
                 idle = self._take_idle_pages(excess)
@@ -187,14 +165,14 @@ class Segment:
     def filled(self, cold: list[Range], done: list[Range]) -> None:
         """Note which ranges have memory, of those that `prepare` returned."""
         self._awaited_bytes -= _total(cold)
-        self._warm.add(done)
+        self.warm.add(done)
 
     def take_idle(self, before: float) -> list[Range]:
         """Return the chunks that are in no block and were left before a time; they count as cold now."""
         taken = []
         for chunk in list(self._idle()):
             if self._left[chunk] <= before:
-                taken += self._warm.take(chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.nbytes))
+                taken += self.warm.take(chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.nbytes))
         return self._leave(taken)
 
     def take_free(self) -> list[Range]:
@@ -228,7 +206,7 @@ class Segment:
         taken: list[Range] = []
         left = most
         for start, stop in self.blocks.longest_free_runs():
-            found = self._warm.take(start, stop, left)
+            found = self.warm.take(start, stop, left)
             taken += found
             if left is not None:
                 left -= _total(found)
@@ -242,16 +220,12 @@ class Segment:
         for start, stop in self.blocks.free_runs():
             # The last chunk of the segment may be shorter than the others.
             last = stop // CHUNK_BYTES if stop < self.blocks.size else -(-stop // CHUNK_BYTES)
-            yield from self._warm.chunks(-(-start // CHUNK_BYTES), last)
+            yield from self.warm.chunks(-(-start // CHUNK_BYTES), last)
 
 
 def whole_pages(nbytes: int) -> int:
     """Return a number of bytes, rounded up to whole pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _chunks(offset: int, nbytes: int) -> range:
-    return range(offset // CHUNK_BYTES, (offset + nbytes - 1) // CHUNK_BYTES + 1)
 
 
 def _total(ranges: list[Range]) -> int:

@@ -155,7 +155,8 @@ class Budget(Generic[P]):
         ticket.granted = True
         self.in_use += ticket.amount
         self.peak = max(self.peak, self.in_use)
-        self._hold(ticket)
+        if ticket.holder is not None:
+            self._hold(ticket)
         return True
 
     def _hold(self, ticket: Ticket[P]) -> None:

@@ -60,8 +60,8 @@ def test_a_segment_has_no_name_and_no_child_inherits_it() -> None:
 def test_a_segment_takes_no_memory_until_it_is_filled() -> None:
     with segment_of(1 << 36) as segment:
         assert bytes_given(segment) == 0
-        assert segment.warm_bytes == 0
-        assert not segment.is_warm(0, 1)
+        assert segment.warm.nbytes == 0
+        assert not segment.warm.has(0, 1)
         assert not segment.has_idle
 
 
@@ -71,7 +71,7 @@ def test_a_segment_is_whole_pages_and_holds_what_was_asked_for(nbytes: int) -> N
         assert segment.nbytes == whole_pages(nbytes) == os.fstat(segment.descriptor).st_size
         assert nbytes <= segment.nbytes < nbytes + mmap.PAGESIZE
         assert segment.nbytes % mmap.PAGESIZE == 0
-        assert segment.allocate(nbytes) is not None
+        assert segment.blocks.allocate(nbytes) is not None
 
 
 def test_a_segment_that_is_open_stays_as_it_is() -> None:
@@ -99,7 +99,7 @@ def test_a_range_is_warm_when_it_was_noted_as_filled() -> None:
         _, cold = segment.prepare(MIB - 1, 2, segment.nbytes)
         assert cold == [chunk(0), chunk(1)]
         segment.fill(cold)
-        assert not segment.is_warm(MIB, 1), "the worker fills, and only then the loop takes note"
+        assert not segment.warm.has(MIB, 1), "the worker fills, and only then the loop takes note"
         segment.filled(cold, cold[1:])
 
         assert segment.prepare(MIB - 1, 2, segment.nbytes)[1] == [chunk(0)]
@@ -111,15 +111,15 @@ def test_a_range_is_warm_when_it_was_noted_as_filled() -> None:
             (2 * MIB - 1, 2, False),
             (0, MIB, False),
         ]:
-            assert segment.is_warm(offset, nbytes) == expected
-        assert segment.warm_bytes == MIB
+            assert segment.warm.has(offset, nbytes) == expected
+        assert segment.warm.nbytes == MIB
 
 
 def test_the_last_chunk_ends_where_the_segment_ends() -> None:
     with segment_of(5 * MIB // 2) as segment:
         filled(segment, chunk(0), chunk(2, MIB // 2))
 
-        assert segment.warm_bytes == bytes_given(segment) == 3 * MIB // 2
+        assert segment.warm.nbytes == bytes_given(segment) == 3 * MIB // 2
         assert segment.has_idle
         idle = segment.take_idle(0)
         assert idle == [chunk(0), chunk(2, MIB // 2)]
@@ -145,7 +145,7 @@ def test_memory_that_is_given_back_is_free_and_reads_as_zero_when_it_comes_again
         segment.view(MIB, MIB)[:] = b"y" * MIB
         segment.give_back(idle)
 
-        assert bytes_given(segment) == segment.warm_bytes == MIB
+        assert bytes_given(segment) == segment.warm.nbytes == MIB
         filled(segment, chunk(0))
         assert bytes(segment.view(0, MIB)) == bytes(MIB)
         assert bytes(segment.view(MIB, MIB)) == b"y" * MIB
@@ -154,12 +154,12 @@ def test_memory_that_is_given_back_is_free_and_reads_as_zero_when_it_comes_again
 def test_only_chunks_that_no_block_touches_are_idle() -> None:
     with segment_of(8 * MIB) as segment:
         sizes = {"low": 2 * MIB, "middle": 3 * MIB // 2, "high": 64}
-        blocks = {name: segment.allocate(nbytes) or 0 for name, nbytes in sizes.items()}
+        blocks = {name: segment.blocks.allocate(nbytes) or 0 for name, nbytes in sizes.items()}
         assert blocks == {"low": 0, "middle": 2 * MIB, "high": 8 * MIB - 64}
         filled(segment, *map(chunk, range(8)))
 
         assert segment.take_idle(0) == [chunk(4), chunk(5), chunk(6)]
-        assert segment.warm_bytes == 5 * MIB
+        assert segment.warm.nbytes == 5 * MIB
         segment.free(blocks["middle"], sizes["middle"], 0)
         assert segment.take_idle(0) == [chunk(2), chunk(3)]
         for name in ("low", "high"):
@@ -169,22 +169,22 @@ def test_only_chunks_that_no_block_touches_are_idle() -> None:
 
 def test_all_pages_that_no_block_touches_are_free() -> None:
     with segment_of(2 * MIB) as segment:
-        offset = segment.allocate(MIB)
+        offset = segment.blocks.allocate(MIB)
         assert offset == 0
         filled(segment, chunk(0), chunk(1))
-        small = segment.allocate(PAGE + 64)
+        small = segment.blocks.allocate(PAGE + 64)
         assert small == 2 * MIB - PAGE - 64
 
         assert segment.take_free() == [(MIB, MIB - 2 * PAGE)]
-        assert segment.warm_bytes == MIB + 2 * PAGE
-        assert segment.is_warm(small, PAGE + 64)
-        assert not segment.is_warm(small - PAGE, 1)
+        assert segment.warm.nbytes == MIB + 2 * PAGE
+        assert segment.warm.has(small, PAGE + 64)
+        assert not segment.warm.has(small - PAGE, 1)
         assert segment.take_free() == []
 
 
 def test_there_is_something_idle_until_it_is_taken() -> None:
     with segment_of(2 * MIB) as segment:
-        offset = segment.allocate(2 * MIB)
+        offset = segment.blocks.allocate(2 * MIB)
         assert offset is not None
         filled(segment, chunk(0))
         seen = [segment.has_idle]
@@ -200,7 +200,7 @@ def test_a_chunk_is_idle_from_when_the_last_block_left_it() -> None:
     with segment_of(4 * MIB) as segment:
         filled(segment, *map(chunk, range(4)))
         for now, nbytes in ((10.0, 2 * MIB), (20.0, MIB)):
-            offset = segment.allocate(nbytes)
+            offset = segment.blocks.allocate(nbytes)
             assert offset == 0
             segment.free(offset, nbytes, now)
 
@@ -224,7 +224,7 @@ def test_a_warm_chunk_is_idle_exactly_if_no_block_has_a_byte_in_it(
     nbytes: int, wanted: list[tuple[int, bool]], chunks: set[int]
 ) -> None:
     with segment_of(nbytes) as segment:
-        blocks = {offset: size for size, _ in wanted if (offset := segment.allocate(size)) is not None}
+        blocks = {offset: size for size, _ in wanted if (offset := segment.blocks.allocate(size)) is not None}
         for offset, (_, is_freed) in zip(list(blocks), wanted, strict=False):
             if is_freed:
                 segment.free(offset, blocks.pop(offset), 0)
@@ -239,7 +239,7 @@ def test_a_warm_chunk_is_idle_exactly_if_no_block_has_a_byte_in_it(
 
         assert segment.has_idle == bool(warm_chunks - touched)
         assert segment.take_idle(0) == [all_warm[number] for number in sorted(warm_chunks - touched)]
-        assert all(segment.is_warm(number * MIB, 1) for number in warm_chunks & touched)
+        assert all(segment.warm.has(number * MIB, 1) for number in warm_chunks & touched)
 
 
 # More addresses than memory
@@ -247,11 +247,11 @@ def test_a_warm_chunk_is_idle_exactly_if_no_block_has_a_byte_in_it(
 
 def test_where_memory_would_exceed_its_limit_what_lies_idle_is_given_back_first() -> None:
     with segment_of(8 * MIB) as segment:
-        first, second, third = (segment.allocate(MIB) for _ in range(3))
+        first, second, third = (segment.blocks.allocate(MIB) for _ in range(3))
         assert (first, second, third) == (0, MIB, 2 * MIB)
         filled(segment, *map(chunk, range(3)))
         segment.free(MIB, MIB, 0)
-        offset = segment.allocate(2 * MIB)  # the hole is too short
+        offset = segment.blocks.allocate(2 * MIB)  # the hole is too short
         assert offset == 3 * MIB
         idle, cold = segment.prepare(offset, 2 * MIB, 4 * MIB)
 
@@ -260,13 +260,13 @@ def test_where_memory_would_exceed_its_limit_what_lies_idle_is_given_back_first(
         segment.give_back(idle)
         segment.fill(cold)
         segment.filled(cold, cold)
-        assert bytes_given(segment) == segment.warm_bytes == 4 * MIB
+        assert bytes_given(segment) == segment.warm.nbytes == 4 * MIB
 
 
 def test_no_more_memory_is_given_back_than_is_needed() -> None:
     with segment_of(8 * MIB) as segment:
         filled(segment, *map(chunk, range(4)))
-        offset = segment.allocate(100)
+        offset = segment.blocks.allocate(100)
         assert offset == 8 * MIB - 128
         idle, cold = segment.prepare(offset, 100, 4 * MIB)
 
@@ -279,10 +279,10 @@ def test_no_more_memory_is_given_back_than_is_needed() -> None:
 def test_what_is_being_filled_counts_against_the_limit() -> None:
     with segment_of(8 * MIB) as segment:
         filled(segment, chunk(7))
-        offset = segment.allocate(MIB)
+        offset = segment.blocks.allocate(MIB)
         assert offset == 0
         assert segment.prepare(0, MIB, 2 * MIB) == ([], [chunk(0)])
-        other = segment.allocate(MIB)
+        other = segment.blocks.allocate(MIB)
         assert other == MIB
         assert segment.prepare(MIB, MIB, 2 * MIB) == ([chunk(7)], [chunk(1)])
         segment.filled([chunk(0)], [])  # it failed
@@ -357,4 +357,4 @@ def test_memory_that_the_machine_does_not_have_is_an_error_and_not_warm(
         with pytest.raises(OSError, match="No space left"):
             segment.fill([chunk(0)])
 
-        assert not segment.is_warm(0, 1)
+        assert not segment.warm.has(0, 1)
