@@ -341,8 +341,8 @@ class Memory:
         if self._is_closed:
             return
         for segment in self._arena.segments():
-            if segment.is_retired and (free := segment.take_free()):
-                self._worker.begin("giving memory back", partial(segment.give_back, free))
+            if segment.is_retired:
+                self._worker.begin("giving memory back", partial(segment.give_back, segment.take_free()))
 
     def _trim(self) -> None:
         """Give back what has been idle for long; come again if something may be by then."""

@@ -49,6 +49,7 @@ class Segment:
         self.warm = WarmPages(0, mmap.PAGESIZE)
         self._awaited_bytes = 0  # that were promised by `prepare` and are not filled yet
         self._leaving: dict[int, list[Range]] = {}  # what is to be given back, by its chunk
+        self._noting = threading.Lock()  # of what is leaving; never held for long
         self._changing = threading.Lock()  # filling a chunk and giving it back exclude each other
         self._left = np.zeros(0)  # when a chunk was last left by a block
 
@@ -114,8 +115,6 @@ class Segment:
         """
         self.is_retired = True
         self._elsewhere = set(elsewhere)
-        with self._changing:
-            self._descriptor.close()  # it is sent to no other receiver
 
     def reader_ended(self) -> None:
         """Note that the process of the lost receiver has ended, and reads nothing any more."""
@@ -189,14 +188,19 @@ class Segment:
         for start, _ in ranges:
             with self._changing:
                 self._give_back(start // CHUNK_BYTES, self._mapping)
+        if self.is_retired:  # it is sent to no other receiver
+            with self._changing:
+                self._descriptor.close()
 
     def _give_back(self, chunk: int, mapping: Mapping | None) -> None:
-        for start, length in self._leaving.pop(chunk, ()):
-            if mapping is not None:
+        with self._noting:
+            leaving = self._leaving.pop(chunk, ())
+        if mapping is not None:
+            for start, length in leaving:
                 mapping.remove(start, length)
 
     def _leave(self, ranges: list[Range]) -> list[Range]:
-        with self._changing:
+        with self._noting:
             for one in ranges:
                 self._leaving.setdefault(one[0] // CHUNK_BYTES, []).append(one)
         return ranges

@@ -45,8 +45,7 @@ class Segments(NamedTuple):
 
     def allows(self, mapped: int, descriptors: int) -> bool:
         """Say whether so many mappings, and descriptors of such memory, are as they should be."""
-        of_own = descriptors - mapped  # a mapping has one, and who made the memory keeps another
-        return 0 <= of_own <= self.own and 0 <= mapped - of_own <= self.others
+        return descriptors <= self.own and 0 <= mapped - descriptors <= self.others  # a mapping has none
 
 
 class Play:

@@ -146,6 +146,7 @@ def test_a_retired_segment_has_no_descriptor_any_more() -> None:
         before = open_files()
         place = warm(place_in(arena, MIB))
         arena.detach([place])
+        place.segment.give_back([])
 
         assert open_files() == before
         filled(place.segment, chunk(1))  # what was begun before goes on
