@@ -44,10 +44,10 @@ lint: $(VENV)/.test
 types: $(VENV)/.test
 	$(BIN)/mypy
 
-# Most tests wait for processes: in as many parts as there are cores the suite takes half the time. A test that
-# hangs takes its part with it, and is not tried again: the run would wait for ever for a part that never gets one.
+# Most tests wait for processes: with as many workers as there are cores the suite takes half the time. A test
+# that hangs ends its worker and counts as failed; another worker runs what is left (see tests/workers.py).
 unit: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --max-worker-restart 0 $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --max-worker-restart 8 $(ARGS)
 
 # Not part of `test`: it takes three times as long.
 coverage: $(VENV)/.test

@@ -10,10 +10,15 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 import torch
 
-from tests import loops
+from tests import loops, workers
 from tests.conformance.links import LINKS
 from tests.pairs import Links
 from tests.processes import watch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let tests send signals to the processes that they start, and see to workers that die."""
+    workers.configure(config)
 
 
 def pytest_collection_finish() -> None:
