@@ -8,7 +8,8 @@ from aiotensor.protocol.frames import Bye, Discarded, Release, Taken, ToSender, 
 
 __all__ = ["Answers"]
 
-_NUMBERS_A_FRAME = 4096
+# A sender handles one record in an iteration of its loop, and frees each block of it.
+_NUMBERS_A_FRAME = 128
 
 
 class _Pending:
@@ -50,7 +51,7 @@ class Answers:
 
     Args:
         loop: the loop whose turns count.
-        complete: called before they are sent, to add what else is known by then.
+        complete: called before they are sent, to add what else is known by then, if it is not much.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, complete: Callable[[], None]) -> None:

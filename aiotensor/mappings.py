@@ -100,8 +100,12 @@ class Mappings:
         return len(self._leases)
 
     def collect(self) -> None:
-        """Give back the blocks whose tensors were freed until now."""
+        """Give back the blocks whose tensors were freed until now; of many only some."""
         self._freed.collect()
+
+    def collect_all(self) -> None:
+        """Give back every block whose tensor was freed until now."""
+        self._freed.collect_all()
 
     async def settle(self) -> None:
         """Wait until everything that is to be unmapped is unmapped."""

@@ -12,7 +12,7 @@ import zmq
 from aiotensor.channel import options
 from aiotensor.channel.connection import Answered, Asked, Connection, Handles
 from aiotensor.channel.options import Key
-from aiotensor.channel.parcels import Disposal, Loans, pack, unpack
+from aiotensor.channel.parcels import QUICK_TENSORS, Disposal, Loans, pack, unpack
 from aiotensor.channel.sockets import begin, end
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import (
@@ -381,7 +381,10 @@ class MessageClient(Generic[R]):
                     "the server named tensors of a sender that is not connected to this client"
                 )
             try:
-                found = [await receiver.receive(handle) for handle in answered.handles]
+                for count, handle in enumerate(answered.handles):
+                    if count and not count % QUICK_TENSORS:
+                        await asyncio.sleep(0)
+                    found.append(await receiver.receive(handle))
             except (AlreadyTakenError, DiscardedError, ValueError) as error:
                 raise ProtocolError(f"the server named tensors that cannot be taken: {error}") from error
         answer: R = await unpack(self._decoder, answered.parts, found)

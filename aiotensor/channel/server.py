@@ -16,7 +16,7 @@ from aiotensor.channel.asked import Asked, State
 from aiotensor.channel.clients import Clients, ClientsEvents, Limits
 from aiotensor.channel.endpoint import Endpoint
 from aiotensor.channel.options import Key
-from aiotensor.channel.parcels import Disposal, Loans, pack, unpack
+from aiotensor.channel.parcels import QUICK_TENSORS, Disposal, Loans, pack, unpack
 from aiotensor.channel.request import Answerer, Request, text_of
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import ClosedError, ProtocolError, UsageError
@@ -24,7 +24,7 @@ from aiotensor.gates import Waiters
 from aiotensor.home import FreedItems, Home
 from aiotensor.receiver import TensorReceiver
 from aiotensor.sender import TensorSender
-from aiotensor.types import ServerStatistics
+from aiotensor.types import ServerStatistics, TensorHandle
 
 __all__ = ["MessageServer"]
 
@@ -296,10 +296,10 @@ class MessageServer(Generic[M]):
     async def _take(self, asked: Asked) -> Request[M] | None:
         """Take a message with its tensors, or None if it cannot be taken; cancelled, it is the next again."""
         try:
-            found = self._found.pop(asked, None)
-            if found is None:
-                found = self._take_tensors(asked)
+            found = self._found.pop(asked, None) or []
             try:
+                if asked.handles and self._receiver is not None:
+                    await self._take_tensors(self._receiver, asked.handles, found)
                 message: M = await unpack(self._decoder, asked.parts, found)
             except asyncio.CancelledError:
                 if asked.state is State.WAITING and self._home.is_closed:
@@ -323,9 +323,14 @@ class MessageServer(Generic[M]):
         self._count_out(asked)  # last: telling the client may show that it is gone
         return request
 
-    def _take_tensors(self, asked: Asked) -> list[torch.Tensor]:
-        receiver = self._receiver
-        return [] if receiver is None else [receiver.receive_nowait(handle) for handle in asked.handles]
+    async def _take_tensors(
+        self, receiver: TensorReceiver, handles: Sequence[TensorHandle], found: list[torch.Tensor]
+    ) -> None:
+        """Take those tensors of a message that are not in `found`; yields to the loop between many."""
+        for count in range(len(found), len(handles)):
+            if count and not count % QUICK_TENSORS:
+                await asyncio.sleep(0)
+            found.append(receiver.receive_nowait(handles[count]))
 
     def _refuse(self, asked: Asked, error: Exception) -> None:
         """Tell a client that its message cannot be taken."""

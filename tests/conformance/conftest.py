@@ -8,7 +8,7 @@ import pytest
 from aiotensor.links import Endpoint
 from tests import loops
 from tests.conformance.links import LINKS
-from tests.conformance.makers import PairMaker
+from tests.conformance.makers import PairMaker, pairs_over
 
 
 @pytest.fixture(params=loops.MODES, autouse=True)
@@ -27,10 +27,8 @@ async def mode(request: pytest.FixtureRequest, nothing_left_behind: None) -> Asy
 @pytest.fixture(params=LINKS)
 def pairs(request: pytest.FixtureRequest) -> Iterator[PairMaker]:
     """Make pairs over each of the links."""
-    link = LINKS[request.param]
-    with link.place() as place:
-        yield PairMaker(place.endpoint, link.comes_back)
-        assert len(place.names()) <= 1  # the socket of a receiver that was killed
+    with pairs_over(request.param) as pairs:
+        yield pairs
 
 
 @pytest.fixture

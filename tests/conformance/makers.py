@@ -1,17 +1,18 @@
 """Pairs over a link: one end here, the other in a process of its own. The same for every link."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from aiotensor import TensorHandle, TensorReceiver, TensorSender, WouldBlockError
 from aiotensor.links import Endpoint
+from tests.conformance.links import LINKS
 from tests.pairs import pattern, settled
 from tests.processes import peers
 from tests.processes.peers import Peer
 
-__all__ = ["Clogged", "NearReceiver", "NearSender", "PairMaker", "stopped"]
+__all__ = ["Clogged", "NearReceiver", "NearSender", "PairMaker", "pairs_over", "stopped"]
 
 _FILLING = 1000  # elements of what clogs a link: so much rides in a frame
 
@@ -91,6 +92,14 @@ class PairMaker:
             stopped(sender, engine) as handles,
         ):
             yield Clogged(sender, engine, handles)
+
+
+@contextmanager
+def pairs_over(link: str) -> Iterator[PairMaker]:
+    """Make a place where pairs meet over a link, and see that nothing of it is left in the end."""
+    with LINKS[link].place() as place:
+        yield PairMaker(place.endpoint, LINKS[link].comes_back)
+        assert len(place.names()) <= 1  # the socket of a receiver that was killed
 
 
 @asynccontextmanager

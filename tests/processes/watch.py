@@ -1,10 +1,14 @@
 """What a process has: memory, descriptors, time. Of any process of this user, by its number."""
 
+import asyncio
 import contextlib
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
+_SPAN_S = 2.0
+_SPANS = 5
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -67,3 +71,20 @@ def switches(pid: int) -> int:
     texts = [Path(f"/proc/{pid}/task/{task}/status").read_text() for task in tasks]
     found = [re.search(r"^voluntary_ctxt_switches:\s+(\d+)", text, re.MULTILINE) for text in texts]
     return sum(int(match.group(1)) for match in found if match is not None)
+
+
+async def become_idle(pids: Sequence[int]) -> bool:
+    """Return whether no thread of some processes wakes up or runs for two seconds.
+
+    What was freed is yet to be released to the other side, which may take a while under load, so there are
+    several attempts. What wakes up by itself does so in each of them.
+    """
+    for _ in range(_SPANS):
+        before = [(switches(pid), seconds(pid)) for pid in pids]
+        await asyncio.sleep(_SPAN_S)  # nothing is waited for: what is shown is that nothing happens
+        if all(
+            switches(pid) == slept and seconds(pid) - ran < _SPAN_S / 10  # one that spins never sleeps
+            for pid, (slept, ran) in zip(pids, before, strict=True)
+        ):
+            return True
+    return False
