@@ -3,13 +3,14 @@
 import asyncio
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Awaitable, Callable
-from types import FrameType, TracebackType
-from typing import Any, Self
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
 
 from tests.loops import let_threads_run
+from tests.steps import counted_calls
 
 __all__ = ["Calls", "Changes", "Lengths", "Turns", "too_long"]
 
@@ -141,15 +142,12 @@ class Calls(Changes):
     """Find the most calls of functions, written in Python or C, that one iteration makes on this thread."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: self._calls)
-        self._calls = 0
+        super().__init__(lambda: self._calls.number)
+        self._stack = ExitStack()
 
     def _begin(self) -> None:
+        self._calls = self._stack.enter_context(counted_calls())
         super()._begin()
-        sys.setprofile(self._count)
-
-    def _count(self, frame: FrameType, event: str, argument: Any) -> None:
-        self._calls += event in ("call", "c_call")
 
     def _end(self) -> None:
-        sys.setprofile(None)
+        self._stack.close()

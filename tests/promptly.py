@@ -1,0 +1,38 @@
+"""Durations that are promised, on machines that are slower or busier than the promise assumes."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["promptly"]
+
+_CALLS = 1_000_000
+_USUAL_S = 0.05  # for so many calls, where the promises were made
+
+
+@contextmanager
+def promptly(seconds: float = 1.0) -> Iterator[None]:
+    """Fail if a block takes longer than it may.
+
+    Args:
+        seconds: how long it may take. Where a fixed workload takes longer than usual, so may the block; the
+            workload is measured only if the block took longer than this.
+    """
+    began = time.monotonic()
+    yield
+    took = time.monotonic() - began
+    if took >= seconds:
+        allowed = seconds * _slowness()
+        assert took < allowed, f"it took {took:.2f} s, and {allowed:.2f} s are promised on this machine"
+
+
+def _slowness() -> float:
+    """Return how many times longer than usual a fixed workload takes, in time of the clock on the wall."""
+    before = time.monotonic()
+    for number in range(_CALLS):
+        _called(number)
+    return max(1.0, (time.monotonic() - before) / _USUAL_S)
+
+
+def _called(number: int) -> int:
+    return number
