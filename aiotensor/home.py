@@ -158,7 +158,7 @@ class FreedItems(Generic[T]):
             return  # the loop is closed: nobody is left to tell
 
     def collect(self) -> None:
-        """Handle what was freed until now, but of many items only some: the others follow soon; in the loop."""
+        """Handle what was freed until now; of many items some, and the others soon. Called in the loop."""
         if not self._items:
             return
         items: list[T] = []

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["promptly"]
+__all__ = ["allowed_s", "promptly"]
 
 _CALLS = 1_000_000
 _USUAL_S = 0.05  # for so many calls, where the promises were made
@@ -22,16 +22,19 @@ def promptly(seconds: float = 1.0) -> Iterator[None]:
     yield
     took = time.monotonic() - began
     if took >= seconds:
-        allowed = seconds * _slowness()
+        allowed = allowed_s(seconds)
         assert took < allowed, f"it took {took:.2f} s, and {allowed:.2f} s are promised on this machine"
 
 
-def _slowness() -> float:
-    """Return how many times longer than usual a fixed workload takes, in time of the clock on the wall."""
+def allowed_s(seconds: float) -> float:
+    """Return how long something may take here that is promised to take so many seconds at most.
+
+    Blocks for as long as a fixed workload takes: 50 ms, or longer on a machine that is slower or busier.
+    """
     before = time.monotonic()
     for number in range(_CALLS):
         _called(number)
-    return max(1.0, (time.monotonic() - before) / _USUAL_S)
+    return seconds * max(1.0, (time.monotonic() - before) / _USUAL_S)
 
 
 def _called(number: int) -> int:

@@ -22,10 +22,12 @@ __all__ = ["QUICK_TENSORS", "Disposal", "Loans", "Parcel", "pack", "unpack"]
 # Of the tensors that ride in the body of a message which has a sender for the others.
 _MAX_INLINE_BYTES = 8 * placements.MAX_INLINE_BYTES
 
-# As many are encoded, sent or taken in one iteration of the event loop, each in 3 to 30 microseconds.
+# So many tensors are sent or taken in one iteration of the event loop, each in 3 to 30 microseconds.
 QUICK_TENSORS = 64
 
-# A longer body may take a millisecond to decode, since all of it may be tiny tensors, and is left to a thread.
+# What is more than this may take a millisecond, and is left to a thread: tensors to be encoded, bytes of a
+# body to be decoded, which may all be of tiny tensors.
+_QUICK_ENCODED_TENSORS = 128
 _QUICK_BODY_BYTES = 16 * 1024
 _QUICK_FREED_BYTES = 8 << 20
 
@@ -53,7 +55,7 @@ class Parcel:
         """Choose how a tensor goes; one for the sender is known in the body by its number."""
         nbytes = tensor.nbytes
         self._count += 1
-        if self._count > QUICK_TENSORS and not self._may_take_long:
+        if self._count > _QUICK_ENCODED_TENSORS and not self._may_take_long:
             raise _TakesLongError
         if self._has_sender:
             if nbytes <= placements.MAX_INLINE_BYTES and self._inline_bytes + nbytes <= _MAX_INLINE_BYTES:
