@@ -410,7 +410,7 @@ class Incoming:
         if peer.sender is not None:
             self.senders_lost += not was_refused
             self._wake(self.mailbox.lose(peer.sender, error))
-        self.mappings.collect()  # its tensors that no task has taken were freed just now
+        self.mappings.collect_all()  # its tensors that no task has taken were freed just now
         self._take_over_later(peer)
 
     def _take_over_later(self, peer: _Peer) -> None:

@@ -102,8 +102,8 @@ async def test_three_thousand_tiny_tensors_are_handled_in_many_iterations() -> N
                     assert len((await asking).tensors) == len(tensors)
                 return calls.most
 
-            for few in (tensors[:1], tensors[:100]):
-                calls_of_few = await ask(few)
+            await ask(tensors[:1])  # what is done for the first one alone does not count
+            calls_of_few = await ask(tensors[:100])
             # More than that is left to threads, which do it again from the beginning.
             assert await ask(tensors) < 1.3 * calls_of_few
 
@@ -124,6 +124,7 @@ async def test_many_tensors_that_go_by_a_sender_are_sent_and_taken_in_many_itera
             MessageClient(here.messages, sender=asker, receiver=answers, reply_type=Several) as client,
         ):
             both = [(asker, questions), (answerer, answers)]
+            changes: list[Changes] = []
             for _ in range(2):  # memory that is new is filled by a thread, so each send waits
                 with ExitStack() as stack:
                     changes = [
