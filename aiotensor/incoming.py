@@ -131,11 +131,11 @@ class Incoming:
 
         Waits until the links have taken what the senders are to be told.
         """
-        self.mappings.collect_all()
         # An observer hears of it by the end of its connection: it may not read, and is not waited for.
         peers = [peer for peer in self._peers.values() if peer.link not in self._observers]
         # Before the last words: they tell the senders which blocks are not used here any more.
         self.mailbox.clear()
+        self.mappings.collect_all()
         for peer in peers:
             self.answers.goodbye(peer.link)
         self.answers.flush()

@@ -280,7 +280,7 @@ class TensorSender:
         was_open = self._home.is_open
         self._home.is_closed = True
         if was_open:
-            self._freed.collect()
+            self._freed.collect_all()
             with self._home.leaving():
                 await self._outgoing.close()
 
