@@ -14,7 +14,15 @@ from torch.nn import Parameter
 
 from aiotensor import placements
 from aiotensor.accounts import Accountant
-from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError
+from aiotensor.errors import (
+    AioTensorError,
+    ClosedError,
+    PeerLostError,
+    ProtocolError,
+    RefusedError,
+    again,
+)
+from aiotensor.gates import Waiters
 from aiotensor.links.base import SenderLink
 from aiotensor.logs import logger_of
 from aiotensor.message import Message, State
@@ -83,6 +91,11 @@ class Conversation:
     ) -> None:
         self.link = link
         self.is_connected = False
+        self.is_admitted = False  # and the receiver has said so
+        self.refusal: RefusedError | None = (
+            None  # of the last receiver; None once one has admitted this sender
+        )
+        self.failure: AioTensorError | None = None  # why no receiver is looked for, until somebody asks again
         self.receiver_pid: int | None = None
         self.receiver_id: str | None = None
         self.receivers_lost = 0
@@ -91,6 +104,8 @@ class Conversation:
         self._max_bytes = max_bytes
         self._events = events
         self._announced: dict[int, Message] = {}
+        self._admissions = Waiters()
+        self._is_ending = False
         self._next_number = 0
 
     async def open(self, statistics: Callable[[], SenderStatistics]) -> None:
@@ -106,6 +121,8 @@ class Conversation:
             uses_memory: whether tensors that were allocated here are left, so that the receiver must not
                 return memory to the system that it does not use itself.
         """
+        self._is_ending = True
+        self._admissions.wake()
         self._accountant.stop()
         if self.is_connected:
             self._outbox.add(Bye(uses_memory=uses_memory))
@@ -113,9 +130,53 @@ class Conversation:
             await self.link.flush()
         await self._accountant.settle()
 
+    async def admission(self) -> None:
+        """Wait until a receiver has admitted this sender, through all that come and go meanwhile.
+
+        Raises:
+            RefusedError: a receiver refused this sender since this was called.
+            AioTensorError: no other receiver will be looked for, for the reason that it gives.
+            ClosedError: the sender was closed.
+        """
+        if self.link.comes_back and not self.is_connected:
+            self.failure = None  # of an earlier attempt
+            self.link.look_again()
+        while not self.is_admitted:
+            if self._is_ending:
+                raise ClosedError("this TensorSender was closed")
+            if self.failure is not None:
+                raise again(self.failure)
+            await self._admissions.wait()
+
+    @property
+    def has_room(self) -> bool:
+        """Return whether a message can be announced.
+
+        After a refusal it cannot before a receiver has admitted this sender: it would be lost with the next
+        refusal, unnoticed, since its call had returned.
+        """
+        return self.link.is_ready and self.refusal is None
+
+    async def room(self) -> None:
+        """Wait until `has_room` may have changed, or `wake` is called."""
+        if self.refusal is not None and self.is_connected:
+            await self._admissions.wait()
+        else:
+            await self.link.ready()
+
+    def wake(self) -> None:
+        """Wake the calls in `room`."""
+        self.link.wake()
+        self._admissions.wake()
+
+    def ask_again(self) -> AioTensorError | None:
+        """Connect to a receiver that refused this sender, without waiting; return why it did, if it did."""
+        self.link.look_again()
+        return None if self.refusal is None else again(self.refusal)
+
     def close(self) -> None:
         """Close the link."""
-        self.is_connected = False
+        self.is_connected = self.is_admitted = False
         self._outbox.clear()
         self.link.close()
 
@@ -190,7 +251,8 @@ class Conversation:
 
     def introduction(self) -> bytes:
         """Make the first record of a connection."""
-        self.is_connected = True
+        self.is_connected, self.is_admitted = True, False
+        self.failure = None
         self._outbox.clear()
         return encode(
             Hello(
@@ -227,8 +289,9 @@ class Conversation:
     def link_lost(self, error: AioTensorError) -> None:
         """Note that the receiver is gone, or will not have us."""
         if isinstance(error, PeerLostError):
-            error = self._peer_lost(str(error))
-        self._lose(error)
+            self._lose(self._peer_lost(str(error)), is_retried=self.link.comes_back)
+        else:
+            self._lose(error, is_retried=False)
 
     def _handle_frame(self, frame: ToSender) -> None:
         match frame:
@@ -249,15 +312,24 @@ class Conversation:
             case Welcome():
                 self.receiver_pid, self.receiver_id = frame.pid, frame.receiver
                 if frame.version != VERSION:
-                    raise ProtocolError(f"it speaks version {frame.version}, this sender speaks {VERSION}")
+                    self._refused(
+                        f"it speaks version {frame.version} of the protocol, this sender speaks {VERSION}: "
+                        "install the same aiotensor on both sides"
+                    )
+                    return
                 # Not beyond what this side's sockets take, whatever the other one does.
                 self._outbox.max_bytes = min(frame.max_frame_bytes, MAX_RECORD_BYTES)
+                if frame.is_admitted:
+                    self.is_admitted, self.refusal = True, None
+                    self._admissions.wake()
             case Inquire():
                 self._accountant.ask()
             case Bye(""):
                 self._drop("it closed", retry=True)
+            case Bye(is_refusal=True):
+                self._refused(frame.reason)
             case Bye():
-                self._drop(f"it refused this sender: {frame.reason}", retry=False)
+                self._drop(f"it closed the connection: {frame.reason}", retry=False)
 
     def _answered(self, number: int) -> Message | None:
         """Find the message of an answer, or None if it was discarded here in the meantime."""
@@ -278,23 +350,35 @@ class Conversation:
         self.link.drop(retry=retry)
         error = self._peer_lost(reason)
         error.__cause__ = cause
-        self._lose(error)
+        self._lose(error, is_retried=retry and self.link.comes_back)
+
+    def _refused(self, reason: str) -> None:
+        """Take no for an answer: nothing connects again until a call asks for it."""
+        self.link.drop(retry=False)
+        text = f"{self._receiver_name} refused this sender: {reason}"
+        self.refusal = RefusedError(text, pid=self.receiver_pid)
+        self._lose(self.refusal, is_retried=False)
+
+    @property
+    def _receiver_name(self) -> str:
+        return "the receiver" if self.receiver_pid is None else f"the receiver (pid {self.receiver_pid})"
 
     def _peer_lost(self, reason: str) -> PeerLostError:
-        pid = self.receiver_pid
-        name = "the receiver" if pid is None else f"the receiver (pid {pid})"
-        return PeerLostError(f"{name} is gone: {reason}", pid=pid)
+        return PeerLostError(f"{self._receiver_name} is gone: {reason}", pid=self.receiver_pid)
 
-    def _lose(self, error: AioTensorError) -> None:
+    def _lose(self, error: AioTensorError, *, is_retried: bool) -> None:
         was_connected, self.is_connected = self.is_connected, False
+        self.is_admitted = False
+        self.failure = None if is_retried else error
         pid, self.receiver_pid, self.receiver_id = self.receiver_pid, None, None
         self._outbox.clear()
         self._accountant.forget()
         lost = self._events.receiver_lost(error, pid if self.link.peer_pid is None else self.link.peer_pid)
+        self._admissions.wake()
         if was_connected:
             self.receivers_lost += 1
             logger.log(
-                logging.WARNING if lost else logging.INFO,
+                logging.WARNING if lost or isinstance(error, RefusedError) else logging.INFO,
                 "%s; %s messages in flight are lost",
                 error,
                 lost,

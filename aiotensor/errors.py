@@ -3,6 +3,7 @@
     AioTensorError
     |-- ClosedError             you closed this object
     |-- PeerLostError           the other side died or broke the link
+    |-- RefusedError            the other side does not admit this one: a limit, or another version
     |-- DiscardedError          the message of this tensor was discarded
     |-- AlreadyTakenError       this handle was received before
     |-- WouldBlockError         a call would have to wait, or has waited, for longer than it may
@@ -27,6 +28,7 @@ __all__ = [
     "DiscardedError",
     "PeerLostError",
     "ProtocolError",
+    "RefusedError",
     "RemoteError",
     "TooLargeError",
     "UnsupportedTensorError",
@@ -55,6 +57,23 @@ class PeerLostError(AioTensorError):
 
     Attributes:
         pid: the process id of the other side, or None if it never introduced itself.
+    """
+
+    def __init__(self, text: str, *, pid: int | None = None) -> None:
+        super().__init__(text)
+        self.pid = pid
+
+
+class RefusedError(AioTensorError):
+    """The other side is there and does not admit this one.
+
+    It has reached one of its limits (`max_senders`, `max_mapped_bytes`, `max_unclaimed_messages`,
+    `max_clients`), or the two sides speak different versions of the protocol. The text names the limit or the
+    versions. Nothing is retried in the background, since waiting does not help: change the limit or the
+    version. The next call asks again.
+
+    Attributes:
+        pid: the process id of the other side, or None if it is unknown.
     """
 
     def __init__(self, text: str, *, pid: int | None = None) -> None:

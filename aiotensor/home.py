@@ -48,7 +48,7 @@ class Home:
         """Move into the running loop, once.
 
         Raises:
-            UsageError: the object is open already, or came here by a fork.
+            UsageError: the object is open already, came here by a fork, or no event loop of asyncio runs here.
             ClosedError: the object was closed.
         """
         self._check_process()
@@ -56,9 +56,19 @@ class Home:
             raise ClosedError(f"this {self._name} was closed: make a new one")
         if self._loop is not None:
             raise UsageError(f"this {self._name} is open already: enter it once and share it between tasks")
-        self._loop = asyncio.get_running_loop()
+        self._loop = self._running_loop()
         self._thread = threading.get_ident()
         return self._loop
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio._get_running_loop()
+        if loop is None:  # a coroutine that runs all the same is driven by another library, such as trio
+            raise UsageError(
+                f"no asyncio event loop is running in this thread, so this {self._name} cannot be opened: "
+                "aiotensor requires asyncio (or uvloop) and does not run under trio; with anyio choose the "
+                "asyncio backend, or use aiotensor.blocking in worker threads"
+            )
+        return loop
 
     def settle(self, owner: opened.Watched, endpoint: str) -> None:
         """Let the object be found by who watches this process, now that it is open.

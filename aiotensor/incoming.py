@@ -12,7 +12,7 @@ from typing import NamedTuple
 from aiotensor import placements
 from aiotensor.answers import Answers
 from aiotensor.descriptors import close_all
-from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError
+from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError, RefusedError
 from aiotensor.links.base import ReceiverLink
 from aiotensor.logs import logger_of
 from aiotensor.mappings import Mappings, Segments
@@ -288,65 +288,67 @@ class Incoming:
             peer.segments.leased_bytes,
         )
 
-    def _welcome(self, peer: _Peer) -> None:
-        peer.link.write(encode(Welcome(VERSION, os.getpid(), self.limits.frame_bytes, self._receiver)))
+    def _welcome(self, peer: _Peer, *, is_admitted: bool = False) -> None:
+        welcome = Welcome(VERSION, os.getpid(), self.limits.frame_bytes, self._receiver, is_admitted)
+        peer.link.write(encode(welcome))
 
     def _admit(self, peer: _Peer, hello: Hello) -> Sequence[Key]:
+        """Give a sender its place, or refuse it; either way it is told."""
         peer.pid = hello.pid
-        self._welcome(peer)  # first: it says what differs
-        if peer.link not in self._peers:
-            return ()  # writing to it failed
         if hello.version != VERSION:
-            reason = f"it speaks version {hello.version}, this receiver speaks {VERSION}"
-            self._wake_in_vain(hello, ProtocolError(reason))
-            raise ProtocolError(reason)
+            reason = (
+                f"it speaks version {hello.version} of the protocol, this receiver speaks {VERSION}: install "
+                "the same aiotensor on both sides"
+            )
+            self._turn_away(peer, hello, reason)
+            return ()
         earlier = self._senders.get(hello.sender)
         if earlier is not None:  # it broke off and came back, and the end of the old connection is unread
             self._lose(earlier, PeerLostError("it connected again"))
             earlier.link.close()
-        most = self.limits.senders
-        if most is not None and len(self._senders) >= most:
-            self._turn_away(peer, hello, f"it has as many senders as max_senders={most} allows")
+        exceeded = self._limit_exceeded_by(hello)
+        if exceeded is not None:
+            self._turn_away(peer, hello, exceeded)
             return ()
-        for limit, present, wanted, what, name in (
-            (
-                self.limits.mapped_bytes,
-                self.mapped_bytes,
-                hello.arena_bytes,
-                "bytes of shared memory",
-                "max_mapped_bytes",
-            ),
-            (
-                self.limits.unclaimed_messages,
-                self.promised_messages,
-                hello.max_concurrent_videos,
-                "messages in flight",
-                "max_unclaimed_messages",
-            ),
-        ):
-            if limit is not None and present + wanted > limit:
-                self._turn_away(
-                    peer,
-                    hello,
-                    f"{present} {what} are promised to others and this sender wants {wanted}, which is more "
-                    f"than {name}={limit} allows",
-                )
-                return ()
         keys = self.mailbox.join(hello.sender, hello.pid, hello.max_concurrent_videos, hello.first_message)
         peer.sender = hello.sender
         peer.max_messages = hello.max_concurrent_videos
         peer.segments.arena_bytes = hello.arena_bytes
         self._senders[hello.sender] = peer
+        self._welcome(peer, is_admitted=True)
         return keys
 
-    def _turn_away(self, peer: _Peer, hello: Hello, reason: str) -> None:
-        """Refuse a sender that has said who it is."""
-        self._refuse(peer, reason, hello.sender)
-        self._wake_in_vain(hello, PeerLostError(reason))
+    def _limit_exceeded_by(self, hello: Hello) -> str | None:
+        """Return which limit a sender would exceed, and what to change; None if it can be admitted."""
+        limits = self.limits
+        if limits.senders is not None and len(self._senders) >= limits.senders:
+            return (
+                f"max_senders={limits.senders} senders are connected already: raise max_senders of the "
+                "receiver, or close another sender"
+            )
+        mapped = self.mapped_bytes
+        if limits.mapped_bytes is not None and mapped + hello.arena_bytes > limits.mapped_bytes:
+            return (
+                f"{mapped} bytes of shared memory are reserved for others and this sender wants "
+                f"{hello.arena_bytes}, more than max_mapped_bytes={limits.mapped_bytes} allows: raise "
+                "max_mapped_bytes of the receiver, or lower arena_bytes of the senders"
+            )
+        promised, wanted = self.promised_messages, hello.max_concurrent_videos
+        if limits.unclaimed_messages is not None and promised + wanted > limits.unclaimed_messages:
+            return (
+                f"{promised} messages in flight are reserved for others and this sender wants {wanted}, "
+                f"more than max_unclaimed_messages={limits.unclaimed_messages} allows: raise "
+                "max_unclaimed_messages of the receiver, or lower max_concurrent_videos of the senders"
+            )
+        return None
 
-    def _wake_in_vain(self, hello: Hello, error: AioTensorError) -> None:
-        """Tell those who wait for a sender's tensors that it was not admitted: its handles may be here."""
+    def _turn_away(self, peer: _Peer, hello: Hello, reason: str) -> None:
+        """Refuse a sender that has said who it is, and end the waits for its tensors."""
+        self._welcome(peer)  # first: the two sides may speak different versions
+        if peer.link in self._peers:  # or writing to it failed
+            self._refuse(peer, reason, hello.sender, is_refusal=True)
         if hello.sender not in self._senders:
+            error = RefusedError(reason, pid=hello.pid)
             self._wake(self.mailbox.lose(hello.sender, error, hello.pid))
 
     def _attach(self, peer: _Peer, frame: Attach, descriptors: list[int]) -> None:
@@ -391,7 +393,10 @@ class Incoming:
 
     # Ends
 
-    def _refuse(self, peer: _Peer, reason: str, newcomer: str | None = None) -> None:
+    def _refuse(
+        self, peer: _Peer, reason: str, newcomer: str | None = None, *, is_refusal: bool = False
+    ) -> None:
+        """End a connection with a reason; a refusal is one that trying again does not change."""
         self.senders_refused += 1
         sender, pid = peer.sender or newcomer, peer.pid or None
         logger.warning(
@@ -401,7 +406,7 @@ class Incoming:
             reason,
             extra={"event": "sender_refused", "sender_id": sender, "peer_pid": pid, "reason": reason},
         )
-        peer.link.write(encode(Bye(reason)))
+        peer.link.write(encode(Bye(reason, is_refusal=is_refusal)))
         self._lose(peer, PeerLostError(reason), was_refused=True)
         peer.link.close()
 

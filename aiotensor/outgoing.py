@@ -150,10 +150,10 @@ class Outgoing:
 
     def begin_nowait(self, nbytes: int) -> Message:
         """Give a permit to a new message, or raise `WouldBlockError`."""
-        if not self._link.is_ready:
+        if not self._link.is_ready or self.conversation.refusal is not None:
             is_here = self.conversation.is_connected
             reason = "the receiver is slow to read the link" if is_here else "no receiver is here"
-            raise self.ledger.would_block(reason, 1, nbytes)
+            raise self.conversation.ask_again() or self.ledger.would_block(reason, 1, nbytes)
         permit = self.permits.try_acquire(1)
         if permit is None:
             raise self.ledger.would_block("no permit is free", 1, nbytes)
@@ -162,7 +162,7 @@ class Outgoing:
     async def put(self, message: Message, source: torch.Tensor, plan: Plan, *, last: bool) -> TensorHandle:
         """Take a tensor from its bytes to its announcement."""
         # The link's queue is bounded only by this: nobody adds to it while it is behind.
-        if not self._link.is_ready:
+        if not self._link.is_ready or self.conversation.refusal is not None:
             await self._room(message)
         self._check_open(message)
         allocation = plan.allocation
@@ -196,7 +196,7 @@ class Outgoing:
         except placements.CopyAbandonedError:
             raise self.why_not(message) from None
         try:
-            if not self._link.is_ready:
+            if not self._link.is_ready or self.conversation.refusal is not None:
                 await self._room(message)
             self._check_open(message)
             return self._announce(message, source, placements.place_copy(block.place), block, last=last)
@@ -306,11 +306,11 @@ class Outgoing:
         message.awaits_room += 1
         try:
             async with at_most(self._patience.max_wait_s, self._no_room):
-                while not self._link.is_ready:
-                    await self._link.ready()
+                while not self.conversation.has_room:
+                    await self.conversation.room()
                     self._check_open(message)
         except WouldBlockError:
-            if not self._link.is_ready:  # it may have become so in this very turn
+            if not self.conversation.has_room:  # it may have become so in this very turn
                 raise
             self._check_open(message)
         finally:
@@ -423,7 +423,7 @@ class Outgoing:
     def _wake_room(self) -> None:
         """Tell those who wait for the link that their messages may have ended: once for all of a turn."""
         self._wakes_room = False
-        self._link.wake()
+        self.conversation.wake()
 
     # What the receiver says
 

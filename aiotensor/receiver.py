@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from aiotensor import links, placements
-from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, WouldBlockError
+from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, RefusedError, WouldBlockError
 from aiotensor.gates import Waiters
 from aiotensor.home import Home
 from aiotensor.incoming import Incoming, Limits
@@ -305,7 +305,7 @@ class TensorReceiver:
         """Reserve a tensor if it is here."""
         try:
             return self._mailbox.hold(key)
-        except PeerLostError:
+        except (PeerLostError, RefusedError):
             self._listener.look()  # its sender may be back
         return self._mailbox.hold(key)
 

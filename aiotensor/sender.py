@@ -10,8 +10,8 @@ from typing import Self
 import torch
 
 from aiotensor import links, placements
-from aiotensor.errors import TooLargeError
-from aiotensor.gates import seconds_or_never
+from aiotensor.errors import TooLargeError, WouldBlockError
+from aiotensor.gates import at_most, seconds_or_never
 from aiotensor.home import FreedItems, Home
 from aiotensor.ledger import MemoryUsage, Patience
 from aiotensor.message import Message, State
@@ -69,15 +69,17 @@ class TensorSender:
         self._home = Home("TensorSender")
         self._endpoint = links.name_of(endpoint)
         self._errors = ErrorTally()
+        patience = Patience(
+            seconds_or_never("long_wait_s", long_wait_s), seconds_or_never("max_wait_s", max_wait_s)
+        )
+        self._max_wait_s = patience.max_wait_s
         self._outgoing = Outgoing(
             self._id,
             links.connect(endpoint, self._id),
             _positive("max_concurrent_videos", max_concurrent_videos),
             _positive("arena_bytes", arena_bytes),
             seconds_or_never("keep_warm_s", keep_warm_s),
-            Patience(
-                seconds_or_never("long_wait_s", long_wait_s), seconds_or_never("max_wait_s", max_wait_s)
-            ),
+            patience,
         )
 
     @property
@@ -111,6 +113,42 @@ class TensorSender:
     ) -> None:
         await self.aclose()
 
+    async def ready(self) -> None:
+        """Wait until a receiver has admitted this sender.
+
+        Use it in a readiness probe, or to find out at the start whether a receiver would refuse this sender:
+        opening a sender does not wait for the receiver. Returns at once while an admitted sender stays
+        connected.
+
+        Waits for a receiver that is not there yet, and for the next one if the receiver closes meanwhile, at
+        most `max_wait_s`. Cancelling changes nothing.
+
+        Raises:
+            RefusedError: the receiver refused this sender, because of a limit or of its version.
+            WouldBlockError: no receiver admitted this sender within `max_wait_s`.
+            PeerLostError: the receiver of a `TensorQueue` is gone, or a receiver broke the protocol.
+            AccessDeniedError: the receiver is another user.
+            UsageError: what is at the address is no receiver.
+            ClosedError: this sender was closed, perhaps while waiting.
+        """
+        with self._errors:
+            self._check()
+            conversation = self._outgoing.conversation
+            if conversation.is_admitted:
+                return
+            try:
+                async with at_most(self._max_wait_s, self._not_ready):
+                    await conversation.admission()
+            except WouldBlockError:
+                if not conversation.is_admitted:  # it may have come in the turn in which the time was up
+                    raise
+
+    def _not_ready(self) -> WouldBlockError:
+        conversation = self._outgoing.conversation
+        is_there = conversation.is_connected or conversation.link.is_kept_waiting
+        reason = "the receiver has not answered" if is_there else "no receiver was here"
+        return self._outgoing.ledger.overdue(reason, 0, 0)
+
     async def send(self, tensor: Sendable) -> TensorHandle:
         """Send a message of one tensor, and return the handle that names it for the receiver.
 
@@ -130,6 +168,8 @@ class TensorSender:
             TooLargeError: it is larger than `arena_bytes`; nothing was taken for it.
             WouldBlockError: it waited for longer than `max_wait_s`.
             PeerLostError: the receiver died or closed.
+            RefusedError: the receiver refused this sender, because of a limit or of its version. The next
+                call asks again.
             DiscardedError: the receiver discarded the message before it was sent.
             ClosedError: this sender was closed, perhaps while waiting.
             OSError: the machine has no shared memory or no descriptors left.
@@ -232,6 +272,7 @@ class TensorSender:
 
         Raises:
             PeerLostError: the receiver died or closed before it took them.
+            RefusedError: the receiver refused this sender, and has taken nothing.
             ClosedError: this sender was closed meanwhile.
         """
         with self._errors:

@@ -4,10 +4,13 @@ import os
 import selectors
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 import pytest
 
+from aiotensor import TensorReceiver, TensorSender
+from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.home import FreedItems, Home
 
@@ -50,6 +53,28 @@ def in_a_fork(work: Callable[[], object]) -> str:
 
 
 forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+class Opened(Protocol):
+    """What is opened with ``async with``."""
+
+    def __aenter__(self) -> Coroutine[Any, Any, object]: ...
+
+
+def _sender() -> Opened:
+    return TensorSender("unix:///tmp/nobody")
+
+
+def _receiver() -> Opened:
+    return TensorReceiver("unix:///tmp/nobody")
+
+
+def _client() -> Opened:
+    return MessageClient("ipc:///tmp/nobody", reply_type=dict)
+
+
+def _server() -> Opened:
+    return MessageServer("ipc:///tmp/nobody", dict)
 
 
 async def opened() -> Home:
@@ -109,6 +134,18 @@ def test_an_object_cannot_be_opened_without_a_running_loop() -> None:
     with pytest.raises(RuntimeError, match="no running event loop"):
         home.enter()
     assert not home.is_open
+
+
+@pytest.mark.parametrize("open_", [_sender, _receiver, _client, _server])
+def test_under_another_async_library_an_object_says_that_it_requires_asyncio(
+    open_: Callable[[], Opened],
+) -> None:
+    # As trio does, this drives the coroutine by hand in a thread where no loop of asyncio runs.
+    opening = open_().__aenter__()
+    with pytest.raises(
+        UsageError, match=r"no asyncio event loop.*requires asyncio \(or uvloop\).*trio.*anyio"
+    ):
+        opening.send(None)
 
 
 async def test_another_thread_is_told_how_to_hand_the_work_over() -> None:

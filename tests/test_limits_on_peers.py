@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aiotensor import PeerLostError, TensorHandle, TensorQueue, TensorReceiver, TensorSender
+from aiotensor import PeerLostError, RefusedError, TensorHandle, TensorQueue, TensorReceiver, TensorSender
 from aiotensor.incoming import MAX_STRANGERS
 from aiotensor.links import Endpoint, queue, unix
 from aiotensor.links.records import RecordSocket
@@ -187,7 +187,7 @@ async def test_messages_that_closed_senders_left_count_against_the_limit() -> No
             await until(lambda: receiver.statistics().senders == 0)
             assert receiver.statistics().promised_messages == 4
             async with TensorSender(place, 1) as refused:
-                with pytest.raises(PeerLostError, match="max_unclaimed_messages=4"):
+                with pytest.raises(RefusedError, match="max_unclaimed_messages=4"):
                     await _lost(refused)
             await receiver.receive(sent.pop())
             async with TensorSender(place, 1) as admitted:

@@ -37,7 +37,6 @@ from aiotensor.protocol.frames import (
     Taken,
     ToReceiver,
     ToSender,
-    Welcome,
     decode_to_sender,
     encode,
 )
@@ -92,7 +91,6 @@ WHERE = struct.Struct("<QQ")
 BROKEN: dict[str, list[ToReceiver | bytes]] = {
     "random bytes": [b"\xff\x00nonsense"],
     "a frame for the other direction": [encode(Taken((0,)))],
-    "another version": [],
     "a second introduction": [hello()],
     "an unknown dtype": [put(dtype="float7")],
     "a dtype that is a name in torch": [put(dtype="nn")],
@@ -123,7 +121,7 @@ async def test_a_sender_that_breaks_the_protocol_is_cut_off_and_harms_no_other(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with endpoint() as place:
-        await _cut_off(place, BROKEN[name], caplog, VERSION + (name == "another version"))
+        await _cut_off(place, BROKEN[name], caplog)
 
 
 # What is said of a segment of one page that is there.
@@ -228,7 +226,6 @@ async def _cut_off(
     place: Endpoint,
     frames: Sequence[ToReceiver | bytes],
     caplog: pytest.LogCaptureFixture,
-    version: int = VERSION,
     *,
     segments: Sequence[ToReceiver] = (),
     size: int = 4096,
@@ -238,7 +235,7 @@ async def _cut_off(
     async with TensorReceiver(place) as receiver, TensorSender(place) as honest:
         before = await honest.send(pattern(1, BIG))
         rogue = Rogue(place)
-        await rogue.open(version=version)
+        await rogue.open()
         for segment in segments:
             _attach(rogue, segment, size, seals)
         for frame in frames:
@@ -321,7 +318,6 @@ async def _say_with_descriptors(place: Endpoint) -> None:
 
 FORBIDDEN: dict[str, ToSender | bytes] = {
     "random bytes": b"\x00\x01",
-    "another version": Welcome(VERSION + 1, 1),
     "taking what was never sent": Taken((99,)),
     "discarding what was never sent": Discarded((99,)),
     "a block that nobody sent": Release((99,)),

@@ -17,6 +17,7 @@ from aiotensor import (
     Delivery,
     DiscardedError,
     PeerLostError,
+    RefusedError,
     TensorHandle,
     TensorQueue,
     TensorReceiver,
@@ -395,7 +396,7 @@ async def test_nobody_waits_for_a_tensor_of_a_sender_that_is_refused(limit: str,
             async with sender:
                 handle = await sender.send(pattern(0, 3))
                 for receiving in (waiting, receiver.receive(handle)):
-                    with pytest.raises(PeerLostError, match=limit) as caught:
+                    with pytest.raises(RefusedError, match=limit) as caught:
                         await receiving
                     assert caught.value.pid == os.getpid()
 

@@ -53,6 +53,19 @@ class TensorSender(BlockingObject[aiotensor.TensorSender]):
         """The id of the receiver at the other end; None while there is none."""
         return self._inner.receiver_id
 
+    def ready(self, *, timeout: float | None = None) -> None:
+        """Wait until a receiver has admitted this sender.
+
+        As `aiotensor.TensorSender.ready`.
+
+        Args:
+            timeout: after how many seconds to give up; None for never.
+
+        Raises:
+            TimeoutError: it took longer than that.
+        """
+        self._wait(self._inner.ready, timeout=timeout)
+
     def send(self, tensor: Sendable, *, timeout: float | None = None) -> TensorHandle:
         """Send a message of one tensor, and return the handle that names it for the receiver.
 

@@ -181,8 +181,9 @@ class MessageClient(Generic[R]):
         Raises:
             RemoteError: the server's handler raised, or it could not take this message; `type_name` says
             what.
-            PeerLostError: the server died, closed or refused this client, before it answered; it may have
-                done the work.
+            PeerLostError: the server died or closed before it answered; it may have done the work.
+            RefusedError: the server, or the receiver of the sender, refused this client: because of a limit,
+                or of its version. The next call asks again.
             AccessDeniedError: the server is another user, or does not know this client's key.
             ProtocolError: the answer is not of the type that it should be, or its tensors cannot be taken.
             WouldBlockError: all of the sender's memory is held by messages that wait for more of it, or
@@ -305,7 +306,8 @@ class MessageClient(Generic[R]):
         """Wait until a server is there, and return the number of the one with the least to do.
 
         Raises:
-            PeerLostError: all have refused this client, one of them just now.
+            RefusedError: all have refused this client, one of them just now.
+            PeerLostError: the same.
             AccessDeniedError: the same.
         """
         asked: Connection | None = None  # again, when all had refused

@@ -270,21 +270,22 @@ class Clients:
     def _introduced(self, identity: bytes, hello: FromClient) -> None:
         if not isinstance(hello, ClientHello):
             raise ProtocolError("it did not introduce itself")
-        if hello.version != VERSION:
-            raise ProtocolError(f"it speaks version {hello.version}, this server speaks {VERSION}")
         limits = self.limits
+        if hello.version != VERSION:
+            self._refuse(
+                identity,
+                hello,
+                f"it speaks version {hello.version} of the protocol, this server speaks {VERSION}: install "
+                "the same aiotensor on both sides",
+            )
+            return
         if self._is_full():
             reason = f"the server has max_clients={limits.clients} clients already"
             if self._leftovers:
                 reason += f", with {len(self._leftovers)} that left messages to be taken"
-            logger.warning(
-                "a client (pid %s) is refused: %s",
-                hello.pid,
-                reason,
-                extra={"event": "client_refused", "peer_pid": hello.pid, "reason": reason},
+            self._refuse(
+                identity, hello, f"{reason}: raise max_clients of the server, or close another client"
             )
-            self.refused_clients += 1
-            self._turn_away(identity, reason)
             return
         tally = Tally(limits.waiting, limits.waiting_bytes)
         client = self._clients[identity] = Client(identity, hello, tally, self._outbox_to(identity))
@@ -310,12 +311,23 @@ class Clients:
 
     # Ends
 
-    def _turn_away(self, identity: bytes, reason: str) -> None:
-        """Say goodbye, and listen no more."""
+    def _refuse(self, identity: bytes, hello: ClientHello, reason: str) -> None:
+        """Refuse a client that has said who it is."""
+        logger.warning(
+            "a client (pid %s) is refused: %s",
+            hello.pid,
+            reason,
+            extra={"event": "client_refused", "peer_pid": hello.pid, "reason": reason},
+        )
+        self.refused_clients += 1
+        self._turn_away(identity, reason, is_refusal=True)
+
+    def _turn_away(self, identity: bytes, reason: str, *, is_refusal: bool = False) -> None:
+        """Say goodbye, and listen no more; a refusal is one that trying again does not change."""
         client = self._clients.get(identity)
         outbox = self._outbox_to(identity) if client is None else client.outbox
         self._turned_away[identity] = outbox
-        outbox.post([write(Farewell(reason[:1024]))])
+        outbox.post([write(Farewell(reason[:1024], is_refusal))])
 
     def _went(self, identity: bytes) -> None:
         """Note that nobody has this identity any more."""

@@ -27,6 +27,7 @@ from aiotensor.errors import (
     AioTensorError,
     PeerLostError,
     ProtocolError,
+    RefusedError,
     RemoteError,
     WouldBlockError,
     again,
@@ -141,7 +142,8 @@ class Connection:
         """Wait until a server is there.
 
         Raises:
-            PeerLostError: it refused this client. The next one who asks tries again.
+            RefusedError: it refused this client. The next call tries again.
+            PeerLostError: nothing can connect there, or it broke the protocol. The next call tries again.
             AccessDeniedError: it is another user, or does not know the key.
             WouldBlockError: none was there for so long as this waits.
             ClosedError: this client was closed.
@@ -173,7 +175,8 @@ class Connection:
 
     def try_again(self, at_most_every_s: float = 0.0) -> None:
         """Connect again to a server that refused this client, unless that was just now."""
-        can_try = self._socket is None and isinstance(self._failure, PeerLostError | AccessDeniedError)
+        may_have_changed = isinstance(self._failure, PeerLostError | RefusedError | AccessDeniedError)
+        can_try = self._socket is None and may_have_changed
         if can_try and asyncio.get_running_loop().time() >= self.refused_at + at_most_every_s:
             self.connect()
 
@@ -302,6 +305,8 @@ class Connection:
                     self._welcome(header)
                 case Farewell(""):
                     self._lose("it closed", retry=True)
+                case Farewell(reason, is_refusal=True):
+                    self._lose(reason, retry=False, is_refusal=True)
                 case Farewell(reason):
                     self._lose(f"it refused this client: {reason}", retry=False)
         except ProtocolError as error:
@@ -318,7 +323,12 @@ class Connection:
             raise ProtocolError("it introduced itself twice")
         self._pid, self.leads_to = hello.pid, hello.receiver
         if hello.version != VERSION:
-            raise ProtocolError(f"it speaks version {hello.version}, this client speaks {VERSION}")
+            reason = (
+                f"it speaks version {hello.version} of the protocol, this client speaks {VERSION}: install "
+                "the same aiotensor on both sides"
+            )
+            self._lose(reason, retry=False, is_refusal=True)
+            return
         self._outbox.window = Window(hello.max_waiting, hello.max_waiting_bytes)
         self.is_ready = True
         self._outbox.flush(is_retry=False)
@@ -345,15 +355,22 @@ class Connection:
 
     # Ends
 
-    def _lose(self, reason: str, cause: ProtocolError | None = None, *, retry: bool) -> None:
-        who = "the server" if self._pid is None else f"the server (pid {self._pid})"
-        error = PeerLostError(f"{who} at {self._address.text} is gone: {reason}", pid=self._pid)
+    def _lose(
+        self, reason: str, cause: ProtocolError | None = None, *, retry: bool, is_refusal: bool = False
+    ) -> None:
+        name = "the server" if self._pid is None else f"the server (pid {self._pid})"
+        name = f"{name} at {self._address.text}"
+        error: PeerLostError | RefusedError
+        if is_refusal:
+            error = RefusedError(f"{name} refused this client: {reason}", pid=self._pid)
+        else:
+            error = PeerLostError(f"{name} is gone: {reason}", pid=self._pid)
         error.__cause__ = cause
         lost = len(self._open)
         self.session += self.is_ready
         self._end(error)
         logger.log(
-            logging.WARNING if lost else logging.INFO,
+            logging.WARNING if lost or is_refusal else logging.INFO,
             "%s; %s messages get no answer",
             error,
             lost,

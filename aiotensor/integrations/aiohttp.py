@@ -81,8 +81,9 @@ def client_context(key: web.AppKey[MessageClient[R]], make: Callable[[], Message
 def problem_middleware(*, retry_after_s: float = 5.0) -> Middleware:
     """Make a middleware that answers errors of this library as problem JSON.
 
-    A wait longer than the sender's `max_wait_s`, and a receiver that was lost, are answered with 503 and
-    ``Retry-After``.
+    A wait longer than the sender's `max_wait_s`, a receiver that was lost, and a call of this library that
+    found no descriptors or memory left are answered with 503 and ``Retry-After``. A receiver that refuses the
+    sender is answered with 500. Other errors are left alone.
 
     Args:
         retry_after_s: when a client that got a 503 is to try again, in seconds.
@@ -94,7 +95,7 @@ def problem_middleware(*, retry_after_s: float = 5.0) -> Middleware:
         nonlocal has_warned
         try:
             response = await handler(request)
-        except AioTensorError as error:
+        except (AioTensorError, OSError) as error:
             problem = problem_of(error, retry_after_s)
             if problem is None or request.writer.output_size:  # another answer is on its way already
                 raise

@@ -24,6 +24,7 @@ in all. All of it works for Starlette alone, too, where a handler writes ``await
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Generic, TypeVar
 
 from starlette.applications import Starlette
@@ -35,6 +36,7 @@ from starlette.websockets import WebSocket, WebSocketState
 
 from aiotensor.channel import MessageClient
 from aiotensor.errors import AioTensorError, UsageError
+from aiotensor.integrations.exhaustion import Exhaustion
 from aiotensor.integrations.hangups import HangUps, watch
 from aiotensor.integrations.problems import ANSWERED_ERRORS, MEDIA_TYPE, problem_of
 from aiotensor.integrations.serving import serving
@@ -51,7 +53,8 @@ class TensorLifespan:
 
     A request whose handler has asked for the sender is cancelled when its client hangs up, so that what it
     holds comes back at once. What the sender raises is answered as problem JSON: with 503 and ``Retry-After``
-    for a wait longer than the sender's `max_wait_s` and for a receiver that was lost.
+    for a wait longer than the sender's `max_wait_s`, for a receiver that was lost, and where no descriptors
+    or memory are left; with 500 for a receiver that refuses the sender.
 
     Args:
         make_sender: makes the sender; called when the application starts, in each worker.
@@ -70,6 +73,7 @@ class TensorLifespan:
 
     def install(self, app: Starlette) -> None:
         """Have an application answer errors as problems, and cancel requests whose clients hang up."""
+        app.add_middleware(Exhaustion, problem_of=partial(problem_of, retry_after_s=self._retry_after_s))
         app.add_middleware(HangUps)
         for error in ANSWERED_ERRORS:
             app.add_exception_handler(error, self.answer_error)

@@ -4,8 +4,10 @@ The bound on what is in flight reaches the client here: as a status that says "l
 errors say themselves (process ids, paths, the engine's own words) is for the log and not for clients.
 """
 
+import errno
 import logging
 import math
+import traceback
 from http import HTTPStatus
 from typing import Final
 
@@ -17,6 +19,7 @@ from aiotensor.errors import (
     DiscardedError,
     PeerLostError,
     ProtocolError,
+    RefusedError,
     RemoteError,
     TooLargeError,
     WouldBlockError,
@@ -28,6 +31,9 @@ __all__ = ["ANSWERED_ERRORS", "MEDIA_TYPE", "Problem", "problem_of"]
 logger = logger_of("integrations")
 
 MEDIA_TYPE: Final = "application/problem+json"
+
+# No descriptors, memory or threads are left, here or in the whole machine: later there may be some again.
+_EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.ENOBUFS, errno.EAGAIN))
 
 # What the engine's side of a channel says if a message was lost on its way, or the engine stops.
 _LOSSES = frozenset(error.__name__ for error in (PeerLostError, DiscardedError, ClosedError)) | {
@@ -42,7 +48,8 @@ class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
         status: the HTTP status.
         title: its phrase.
         detail: what is the matter, in a sentence.
-        reason: the same for programs: ``busy``, ``engine_lost``, ``engine_failed`` or ``too_large``.
+        reason: the same for programs: ``busy``, ``exhausted``, ``engine_lost``, ``engine_failed``,
+            ``refused`` or ``too_large``.
         retry_after: after how many seconds to try again; None if that would not help.
     """
 
@@ -63,8 +70,10 @@ class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
         return msgspec.json.encode(self)
 
 
-def problem_of(error: AioTensorError, retry_after_s: float) -> Problem | None:
-    """Say what a client is told of an error, and log the error; None for one that is a bug of the server.
+def problem_of(error: AioTensorError | OSError, retry_after_s: float) -> Problem | None:
+    """Return what a client is told of an error, and log the error; None for one that is not answered here.
+
+    Bugs of the server are not, nor is an `OSError` that did not come from a call of this library.
 
     Args:
         error: what a handler raised.
@@ -73,12 +82,20 @@ def problem_of(error: AioTensorError, retry_after_s: float) -> Problem | None:
     later = max(math.ceil(retry_after_s), 1)
     match error:
         case WouldBlockError():
+            problem = _busy(later)
+        case OSError() if error.errno in _EXHAUSTED and _is_of_library(error):
             problem = _problem(
                 HTTPStatus.SERVICE_UNAVAILABLE,
-                "the server has as much to do as it can take: try again later",
-                "busy",
+                "the server has no descriptors, memory or threads left: try again later",
+                "exhausted",
                 later,
             )
+        case RefusedError():
+            problem = _refused()
+        case RemoteError(type_name=RefusedError.__name__):
+            problem = _refused()
+        case RemoteError(type_name=WouldBlockError.__name__):
+            problem = _busy(later)
         case PeerLostError() | DiscardedError() | ClosedError():
             problem = _engine_lost(later)
         case RemoteError() if error.type_name in _LOSSES:
@@ -95,9 +112,9 @@ def problem_of(error: AioTensorError, retry_after_s: float) -> Problem | None:
             )
         case _:
             return None
-    is_bug = problem.reason == "engine_failed"
+    needs_operator = problem.reason in ("engine_failed", "refused", "exhausted")
     logger.log(
-        logging.ERROR if is_bug else logging.INFO,
+        logging.ERROR if needs_operator else logging.INFO,
         "a request is answered with %s, because of %s: %s",
         problem.status,
         type(error).__name__,
@@ -115,12 +132,39 @@ def problem_of(error: AioTensorError, retry_after_s: float) -> Problem | None:
 ANSWERED_ERRORS: Final = (
     WouldBlockError,
     PeerLostError,
+    RefusedError,
     DiscardedError,
     ClosedError,
     RemoteError,
     ProtocolError,
     TooLargeError,
 )
+
+
+def _is_of_library(error: OSError) -> bool:
+    """Return whether a call of this library raised an error, and not the application by itself."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    # The frames of this package are those of middleware and dependencies around the application, too.
+    return any(
+        name.startswith("aiotensor.") and not name.startswith("aiotensor.integrations.") for name in modules
+    )
+
+
+def _busy(later: int) -> Problem:
+    return _problem(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "the server has as much to do as it can take: try again later",
+        "busy",
+        later,
+    )
+
+
+def _refused() -> Problem:
+    return _problem(
+        HTTPStatus.INTERNAL_SERVER_ERROR,
+        "the engine does not admit this server: see the server's log",
+        "refused",
+    )
 
 
 def _engine_lost(later: int) -> Problem:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
-from aiotensor.errors import ClosedError, PeerLostError
+from aiotensor.errors import ClosedError, PeerLostError, RefusedError
 from aiotensor.logs import logger_of
 from aiotensor.sender import TensorSender
 
@@ -31,7 +31,7 @@ async def serving(make: Callable[[], TensorSender], drain_s: float) -> AsyncIter
             try:
                 # A receiver that is lost takes all of it along, which the sender has logged. A sender that
                 # the application has closed has nothing left to drain.
-                with suppress(PeerLostError, ClosedError):
+                with suppress(PeerLostError, RefusedError, ClosedError):
                     async with asyncio.timeout(drain_s):
                         await sender.drain()
             except TimeoutError:

@@ -11,7 +11,7 @@
       |      Answer(number, body, handles, ...) |
       |   Failure(number, type_name, text, ...) |   or: there will be no answer
       |                   Taken(messages, bytes)|   credit comes back
-      |                       Farewell(reason)  |   nothing follows
+      |           Farewell(reason, is_refusal)  |   nothing follows
       | <-------------------------------------- |
 
 The server reads whatever comes, and says at first how many messages, and how many bytes of them, a client may
@@ -119,9 +119,13 @@ class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
 
 
 class Farewell(msgspec.Struct, frozen=True, array_like=True, tag="farewell"):
-    """Close. A reason says that the other side is not welcome."""
+    """Close. A reason says that the other side is not welcome.
+
+    `is_refusal` says that a new attempt fails too, until a limit or the version of one side is changed.
+    """
 
     reason: _Text = ""
+    is_refusal: bool = False
 
 
 FromClient = ClientHello | Ask | Cancel

@@ -3,7 +3,7 @@
     sender                                   receiver
       | Hello(version, pid, sender, limits)     |   once, first
       | --------------------------------------> |
-      |           Welcome(version, pid, limits) |   once, first
+      |           Welcome(version, pid, limits) |   once, first; says whether the sender is admitted
       | <-------------------------------------- |
       | Attach(segment)                         |   before the first tensor in it; its descriptor beside it
       | Detach(segment)                         |   after the last one
@@ -75,7 +75,7 @@ __all__ = [
     "encode",
 ]
 
-VERSION = 1
+VERSION = 2
 
 # More than any tensor of use has; the bound keeps frames small.
 MAX_DIMENSIONS = 64
@@ -214,19 +214,26 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
 
     A sender whose process does not use its memory any more leaves it to the receiver, which then returns to
     the system what it does not use either.
+
+    `is_refusal` says that a new attempt fails too, until a limit or the version of one side is changed.
     """
 
     reason: Annotated[str, msgspec.Meta(max_length=1024)] = ""
     uses_memory: bool = True
+    is_refusal: bool = False
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """Answer a `Hello` or a `Look` with the longest record that the receiver takes, and the receiver's id."""
+    """Answer a `Hello` or a `Look` with the longest record that the receiver takes, and the receiver's id.
+
+    `is_admitted` says that the sender of the `Hello` has a place. Without it a `Bye` with the reason follows.
+    """
 
     version: int
     pid: Number
     max_frame_bytes: Annotated[int, msgspec.Meta(ge=LEAST_FRAME_BYTES)] = LEAST_FRAME_BYTES
     receiver: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    is_admitted: bool = False
 
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):

@@ -29,6 +29,7 @@ from aiotensor.errors import (
     DiscardedError,
     PeerLostError,
     ProtocolError,
+    RefusedError,
 )
 from aiotensor.protocol.claims import Claims, Key
 from aiotensor.protocol.frames import MAX_TENSORS
@@ -240,6 +241,7 @@ class Mailbox(Generic[T]):
             AlreadyTakenError: it was taken before, or somebody holds it.
             DiscardedError: its message was discarded or ended without it, or its sender closed without it.
             PeerLostError: its sender died or broke the link.
+            RefusedError: its sender was not admitted.
         """
         record = self._senders.get(key.sender)
         if record is None:
@@ -266,11 +268,11 @@ class Mailbox(Generic[T]):
         if key.message in record.ended:
             if key.message in record.discarded:
                 if record.loss is not None or key.message < record.first:
-                    return _lost(key.sender, record)
+                    return _lost(key, record)
                 return DiscardedError(f"{name} was discarded")
             return AlreadyTakenError(f"{name} was received before; keep the tensor, or send it again")
         if record.loss is not None or key.message < record.first:
-            return _lost(key.sender, record)
+            return _lost(key, record)
         message = record.messages.get(key.message)
         if message is None or message.count is None:
             if record.left:
@@ -364,9 +366,14 @@ class Mailbox(Generic[T]):
                 del senders[oldest], self._senders[oldest]
 
 
-def _lost(sender: str, record: SenderRecord[T]) -> PeerLostError:
+def _lost(key: Key, record: SenderRecord[T]) -> AioTensorError:
+    # What a sender had sent over an earlier connection went with that one, and not by the refusal.
+    if isinstance(record.loss, RefusedError) and key.message >= record.next:
+        return RefusedError(
+            f"sender {key.sender} (pid {record.pid}) was refused: {record.loss}", pid=record.pid
+        )
     error = PeerLostError(
-        f"the connection to sender {sender} (pid {record.pid}) was lost before its tensors were taken: "
+        f"the connection to sender {key.sender} (pid {record.pid}) was lost before its tensors were taken: "
         f"{record.last_loss or 'it was to another receiver'}",
         pid=record.pid,
     )

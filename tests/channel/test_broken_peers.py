@@ -14,7 +14,7 @@ import torch
 import zmq
 import zmq.asyncio
 
-from aiotensor import PeerLostError, ProtocolError, RemoteError, TensorHandle
+from aiotensor import PeerLostError, ProtocolError, RefusedError, RemoteError, TensorHandle
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.channel.clients import _NEWCOMERS, MAX_UNREAD
 from aiotensor.codec import TensorEncoder
@@ -68,7 +68,6 @@ FORBIDDEN: dict[str, list[Parts]] = {
     "no hello": [[ask()]],
     "nothing": [[b""]],
     "noise before the hello": [[b"\xc1noise"]],
-    "another version": [[write(ClientHello(VERSION + 1, 1))]],
     "two hellos": [[HELLO], [HELLO]],
     "a hello of a server": [[write(ServerHello(VERSION, 1))]],
     "noise": [[HELLO], [b"\xc1noise"]],
@@ -102,6 +101,18 @@ async def test_a_client_that_breaks_the_protocol_is_told_so_and_cut_off(said_: l
         assert (await ends.client.request(Question(2))).seed == 2
         assert not await rogue.poll(0)
         await until(lambda: ends.server.statistics().clients == 1)
+
+
+async def test_a_client_of_another_version_is_refused_and_told_what_to_do() -> None:
+    async with served() as ends, raw(zmq.DEALER, ends.place.messages) as rogue:
+        await rogue.send_multipart([write(ClientHello(VERSION + 1, 1))])
+        farewell = read_from_server((await rogue.recv_multipart())[0])
+        assert isinstance(farewell, Farewell)
+        assert farewell.is_refusal
+        assert f"version {VERSION + 1} of the protocol, this server speaks {VERSION}" in farewell.reason
+        assert "install the same aiotensor" in farewell.reason
+        assert ends.server.statistics().clients_refused == 1
+        assert (await ends.client.request(Question(2))).seed == 2
 
 
 async def test_a_client_that_sends_more_than_may_wait_is_cut_off() -> None:
@@ -395,7 +406,7 @@ async def test_a_server_of_another_version_is_left_and_the_next_one_is_asked() -
                 identity, _ = await hear(rogue)
                 asking = await _waiting(client)
                 await rogue.send_multipart([identity, write(ServerHello(VERSION + 1, 77))])
-                with pytest.raises(PeerLostError, match=f"speaks version {VERSION + 1}"):
+                with pytest.raises(RefusedError, match=f"speaks version {VERSION + 1}"):
                     await asking
             os.unlink(here.messages.removeprefix("ipc://"))
             asking = asyncio.create_task(client.request(Question(2)))  # who asks looks for a server again

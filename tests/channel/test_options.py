@@ -12,6 +12,7 @@ import zmq
 from aiotensor import (
     AccessDeniedError,
     PeerLostError,
+    RefusedError,
     RemoteError,
     TensorReceiver,
     TensorSender,
@@ -231,7 +232,7 @@ async def test_one_client_too_many_is_refused_and_the_others_are_served() -> Non
         await until(lambda: ends.server.statistics().clients == 1)
         async with MessageClient(ends.place.messages, reply_type=Answer) as other:
             for _ in range(2):
-                with pytest.raises(PeerLostError, match=r"refused this client.*max_clients=1"):
+                with pytest.raises(RefusedError, match=r"refused this client.*max_clients=1"):
                     await other.request(Question(1))
             assert ends.server.statistics().clients_refused >= 2
             await ends.client.send(Question(2))

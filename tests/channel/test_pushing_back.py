@@ -11,7 +11,7 @@ import torch
 import zmq
 import zmq.asyncio
 
-from aiotensor import ClosedError, PeerLostError, RemoteError, TensorHandle, TensorReceiver, TensorSender
+from aiotensor import ClosedError, RefusedError, RemoteError, TensorHandle, TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.codec import TensorEncoder
 from aiotensor.protocol.exchange import VERSION, Ask, ClientHello, write
@@ -195,7 +195,7 @@ async def test_servers_that_all_refuse_a_client_do_not_leave_it_hanging() -> Non
             await until(lambda: first.statistics().servers == 2)
             async with MessageClient([here.messages, there.messages], reply_type=Answer) as second:
                 for _ in range(3):
-                    with pytest.raises(PeerLostError, match="max_clients=1"):
+                    with pytest.raises(RefusedError, match="max_clients=1"):
                         await second.request(Question(1))
 
 
@@ -305,7 +305,7 @@ async def test_clients_that_leave_messages_keep_their_places_until_these_are_tak
                     await client.send(Question(seed))
             await until(lambda: server.statistics().clients_lost == 2)
             async with MessageClient(here.messages, reply_type=Answer) as client:
-                with pytest.raises(PeerLostError, match="with 2 that left messages to be taken"):
+                with pytest.raises(RefusedError, match="with 2 that left messages to be taken"):
                     await client.send(Question(2))
                 assert [(await anext(server)).message.seed for _ in range(2)] == [0, 1]
                 await client.send(Question(2))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from aiotensor import DiscardedError, PeerLostError, TensorHandle, TensorReceiver, WouldBlockError
+from aiotensor import DiscardedError, RefusedError, TensorHandle, TensorReceiver, WouldBlockError
 from aiotensor.links import Endpoint
 from tests.conformance.makers import PairMaker
 from tests.pairs import BIG, pattern, settled, until
@@ -104,7 +104,7 @@ async def test_a_sender_beyond_a_limit_over_all_senders_is_told_which_and_harms_
         assert await _arrives(receiver, first)
         await second.call(peers.open_sender)
         for _ in range(3):
-            with pytest.raises(PeerLostError, match=limit):
+            with pytest.raises(RefusedError, match=limit):
                 await second.call(_send_and_drain)
         assert receiver.statistics().senders_refused > 0
         assert await _arrives(receiver, first)

@@ -195,7 +195,8 @@ def _to_sender(chooser: Chooser) -> list[Step]:
     steps: list[Step] = []
     frames: list[Frame] = []
     if not happens(chooser, 10):
-        frames.append(["welcome", VERSION, 1, one_of(chooser, (MAX_RECORD_BYTES, LEAST_FRAME_BYTES))])
+        longest = one_of(chooser, (MAX_RECORD_BYTES, LEAST_FRAME_BYTES))
+        frames.append(["welcome", VERSION, 1, longest, "r", not happens(chooser, 5)])
     for _ in range(chooser.number(0, 5)):
         for _ in range(chooser.number(0, 3)):
             frame = _answer(chooser, one_in)
@@ -217,10 +218,10 @@ def _answer(chooser: Chooser, one_in: int) -> Frame:
     if tag == "inquire":
         return ["inquire"]
     if tag == "bye":
-        return ["bye", one_of(chooser, ("", "no room"))]
+        return ["bye", one_of(chooser, ("", "no room")), True, happens(chooser, 2)]
     if tag == "welcome":
         longest = one_of(chooser, (MAX_RECORD_BYTES, LEAST_FRAME_BYTES, 2**31, 2**63 - 1))
-        return ["welcome", VERSION, 1, longest]
+        return ["welcome", VERSION, 1, longest, "r", happens(chooser, 2)]
     numbers = [chooser.number(0, 2) for _ in range(chooser.number(1, 2))]
     if happens(chooser, one_in):
         numbers.append(boundary(chooser))

@@ -58,7 +58,7 @@ class _Words:
         return [self._header(["failure", self._chooser.number(0, 3), "ValueError", text])]
 
     def farewell(self) -> list[bytes]:
-        return [self._header(["farewell", one_of(self._chooser, ("", "no room"))])]
+        return [self._header(["farewell", one_of(self._chooser, ("", "no room")), happens(self._chooser, 2)])]
 
     def message(self, elsewhere: int) -> list[bytes]:
         """Make a body and the buffers beside it; so many of its tensors are known by their numbers."""

@@ -25,6 +25,9 @@ WORDS = "pid 77 at /run/secret"
         (errors.RemoteError(WORDS, type_name="CancelledError"), 503, "engine_lost"),
         (errors.RemoteError(WORDS, type_name="ValueError"), 502, "engine_failed"),
         (errors.ProtocolError(WORDS), 502, "engine_failed"),
+        (errors.RefusedError(WORDS, pid=77), 500, "refused"),
+        (errors.RemoteError(WORDS, type_name="RefusedError"), 500, "refused"),
+        (errors.RemoteError(WORDS, type_name="WouldBlockError"), 503, "busy"),
         (errors.TooLargeError(WORDS, limit=5, requested=7), 413, "too_large"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
@@ -44,7 +47,7 @@ def test_each_error_has_its_answer_and_its_words_go_to_the_log_alone(
     assert told.get("retry_after") == (3 if status == 503 else None)
     [record] = caplog.records
     assert WORDS in record.getMessage()
-    assert (record.levelno >= logging.ERROR) == (reason == "engine_failed")
+    assert (record.levelno >= logging.ERROR) == (reason in ("engine_failed", "refused"))
 
 
 @pytest.mark.parametrize("seconds", [0, 0.001, 1])
