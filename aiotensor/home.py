@@ -48,7 +48,7 @@ class Home:
         """Move into the running loop, once.
 
         Raises:
-            UsageError: the object is open already, came here by a fork, or no event loop of asyncio runs here.
+            UsageError: the object is open already, came here by a fork, or no asyncio loop is running.
             ClosedError: the object was closed.
         """
         self._check_process()

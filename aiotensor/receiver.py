@@ -3,6 +3,7 @@
 import operator
 import secrets
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -10,7 +11,7 @@ import torch
 
 from aiotensor import links, placements
 from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, RefusedError, WouldBlockError
-from aiotensor.gates import Waiters
+from aiotensor.gates import Waiters, at_most, seconds_or_never
 from aiotensor.home import Home
 from aiotensor.incoming import Incoming, Limits
 from aiotensor.logs import logger_of
@@ -35,8 +36,9 @@ class TensorReceiver:
     as long as it or a view of it lives, whatever becomes of its sender or of this receiver; the memory
     goes back to the sender when the last one is freed.
 
-    A sender that would exceed a limit is refused when it connects: its sends raise `PeerLostError`, which
-    says why. What it may ever use counts from then on, so that nothing fails later.
+    A sender that would exceed a limit is refused when it connects: its calls raise `RefusedError`, which
+    names the limit, and so does `receive` for its handles. What it may ever use counts from then on, so that
+    nothing fails later.
 
     Args:
         endpoint: where the senders send to: an address such as ``unix:///run/user/1000/engine.sock``, where
@@ -48,6 +50,9 @@ class TensorReceiver:
             the sum of their `max_concurrent_videos`; None for no limit.
         max_frame_bytes: the longest record that is read, from 16 KiB to 64 KiB. Senders keep to it; one
             that does not loses its link.
+        max_wait_s: after how many seconds `receive` and `arrived` stop waiting for a tensor and raise
+            `WouldBlockError`: its sender may be unknown here, and never come. None for never. Iterations wait
+            without limit.
 
     Raises:
         TypeError: the endpoint or a limit is of a wrong type.
@@ -62,6 +67,7 @@ class TensorReceiver:
         max_mapped_bytes: int | None = 64 << 30,
         max_unclaimed_messages: int | None = 1024,
         max_frame_bytes: int = MAX_RECORD_BYTES,
+        max_wait_s: float | None = None,
     ) -> None:
         self._id = secrets.token_hex(16)
         self._home = Home("TensorReceiver")
@@ -79,6 +85,7 @@ class TensorReceiver:
                 f"max_frame_bytes lies between {LEAST_FRAME_BYTES} and {MAX_RECORD_BYTES}, "
                 f"got {max_frame_bytes}"
             )
+        self._max_wait_s = seconds_or_never("max_wait_s", max_wait_s)
         self._incoming = Incoming(self._id, limits, self._wake, self._failed, self.statistics)
         self._mailbox = self._incoming.mailbox
         self._waiters: dict[Key, Waiters] = {}
@@ -115,13 +122,15 @@ class TensorReceiver:
             copy: return a copy with memory of its own, made in a worker thread, so that the sender gets
                 its shared memory back at once.
 
-        Waits until the whole message of the tensor has arrived. Cancelling leaves the tensor claimable,
-        also in the middle of the copy.
+        Waits until the whole message of the tensor has arrived, at most `max_wait_s`. Cancelling leaves the
+        tensor claimable, also in the middle of the copy.
 
         Raises:
             AlreadyTakenError: it was received before, or somebody else receives it now.
             DiscardedError: its message was discarded, or its sender closed without sending it.
             PeerLostError: its sender died or broke the link; `pid` says which.
+            RefusedError: its sender was refused, because of a limit or of its version.
+            WouldBlockError: it has not arrived within `max_wait_s`; the text says whether the sender is known.
             ClosedError: this receiver was closed, perhaps while waiting.
             OSError: the copy needs a thread, and the machine has none to give; receive it again.
         """
@@ -198,7 +207,12 @@ class TensorReceiver:
         return self
 
     async def __anext__(self) -> Delivery:
-        """Return the next tensor in the order of arrival, of those that nobody awaits by handle.
+        """Return the next tensor in the order of arrival, of those that no call awaits by handle.
+
+        The tensors of a message are delivered consecutively: a message that has been begun is finished before
+        the next one, whichever tasks iterate. `Delivery.tensors` is the size of the message. A tensor that a
+        call awaits by its handle is left out; if that call gives up, it is delivered next. What is left of a
+        message that is discarded, or lost with its sender, is not delivered.
 
         Cancelling loses nothing. Ends when this receiver is closed.
         """
@@ -206,7 +220,7 @@ class TensorReceiver:
             raise StopAsyncIteration
         try:
             self._home.check()
-            while (key := self._mailbox.next_unclaimed()) is None:
+            while (found := self._mailbox.hold_next()) is None:
                 self._raise_if_failed()
                 await self._iterators.wait()
                 if self._home.is_closed:
@@ -214,11 +228,9 @@ class TensorReceiver:
         except AioTensorError as error:  # the end of an iteration is none
             self._errors.add(error)
             raise
-        item = self._mailbox.hold(key)
-        if item is None:
-            raise AssertionError("an arrival was gone between two lines without an await")
+        key, item, count = found
         self._take(key, item)
-        return item
+        return item if count == 1 else Delivery(item.handle, item.tensor, count)
 
     def discard(self, handle: TensorHandle) -> None:
         """Drop the whole message of a handle, because nobody wants it any more.
@@ -289,6 +301,31 @@ class TensorReceiver:
 
     async def _hold(self, key: Key) -> Delivery:
         """Wait for a tensor, and reserve it."""
+        item = self._find(key)
+        if item is not None:
+            return item
+        if self._max_wait_s is None:
+            return await self._await(key)
+        try:
+            async with at_most(self._max_wait_s, partial(self._overdue, key)):
+                return await self._await(key)
+        except WouldBlockError:
+            item = self._find(key)  # it may have come in the turn in which the time was up
+            if item is None:
+                raise
+            return item
+
+    def _overdue(self, key: Key) -> WouldBlockError:
+        tensor = f"tensor {key.tensor} of message {key.message} of sender {key.sender}"
+        if self._knows(key.sender):
+            reason = "its sender is connected, and has not sent the whole message"
+        else:
+            reason = "no sender of this id has connected here: it is not open, or sends to another endpoint"
+        return WouldBlockError(
+            f"{tensor} has not arrived within {self._max_wait_s:g} s: {reason}", messages=Usage(requested=1)
+        )
+
+    async def _await(self, key: Key) -> Delivery:
         while (item := self._find(key)) is None:
             self._raise_if_failed()
             waiters = self._waiters.setdefault(key, Waiters())

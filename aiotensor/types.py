@@ -49,10 +49,18 @@ class TensorHandle(msgspec.Struct, frozen=True):
 
 
 class Delivery(msgspec.Struct, frozen=True):
-    """One tensor as the receiver's iterator gives it, with the handle that names it."""
+    """One tensor as the receiver's iterator gives it.
+
+    Attributes:
+        handle: names it; `handle.tensor` is its position in the message, from 0.
+        tensor: the tensor itself.
+        tensors: how many tensors the message has. They are delivered consecutively, so a consumer can collect
+            them: those of one message agree in `handle.sender` and `handle.message`.
+    """
 
     handle: TensorHandle
     tensor: "torch.Tensor"
+    tensors: int = 1
 
 
 class Usage(msgspec.Struct, frozen=True):

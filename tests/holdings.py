@@ -169,7 +169,7 @@ def _of_receiver(receiver: TensorReceiver) -> dict[str, object]:
         # What no statistics tell.
         "lines of waiters": len(receiver._waiters),
         "claims": bool(receiver._mailbox._claims),
-        "arrivals": len(receiver._mailbox._arrivals),
+        "arrivals": len(receiver._mailbox._whole),
         "answers": len(receiver._incoming.answers._pending),
     }
 

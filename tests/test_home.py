@@ -131,7 +131,7 @@ def test_an_object_that_was_closed_before_it_was_opened_stays_closed() -> None:
 def test_an_object_cannot_be_opened_without_a_running_loop() -> None:
     home = Home("TensorSender")
 
-    with pytest.raises(RuntimeError, match="no running event loop"):
+    with pytest.raises(UsageError, match="no asyncio event loop is running in this thread"):
         home.enter()
     assert not home.is_open
 

@@ -223,6 +223,7 @@ class TensorReceiver(BlockingObject[aiotensor.TensorReceiver]):
         max_mapped_bytes: int | None = 64 << 30,
         max_unclaimed_messages: int | None = 1024,
         max_frame_bytes: int = 64 * 1024,
+        max_wait_s: float | None = None,
     ) -> None:
         super().__init__(
             aiotensor.TensorReceiver(
@@ -231,6 +232,7 @@ class TensorReceiver(BlockingObject[aiotensor.TensorReceiver]):
                 max_mapped_bytes=max_mapped_bytes,
                 max_unclaimed_messages=max_unclaimed_messages,
                 max_frame_bytes=max_frame_bytes,
+                max_wait_s=max_wait_s,
             )
         )
 

@@ -187,7 +187,7 @@ class MessageClient(Generic[R]):
             AccessDeniedError: the server is another user, or does not know this client's key.
             ProtocolError: the answer is not of the type that it should be, or its tensors cannot be taken.
             WouldBlockError: all of the sender's memory is held by messages that wait for more of it, or
-            something was waited for longer than `max_wait_s`, of this client or of the sender.
+            something was waited for longer than `max_wait_s`, of this client, the sender or the receiver.
             OSError: the machine has no shared memory, no descriptors or no threads left.
             TypeError: something in the message cannot be encoded; `TensorEncoder.encode` says what else is
                 raised for that.

@@ -19,7 +19,7 @@ from aiotensor.channel.options import Key
 from aiotensor.channel.parcels import QUICK_TENSORS, Disposal, Loans, pack, unpack
 from aiotensor.channel.request import Answerer, Request, text_of
 from aiotensor.codec import TensorDecoder
-from aiotensor.errors import ClosedError, ProtocolError, UsageError
+from aiotensor.errors import ClosedError, ProtocolError, UsageError, WouldBlockError
 from aiotensor.gates import Waiters
 from aiotensor.home import FreedItems, Home
 from aiotensor.receiver import TensorReceiver
@@ -44,7 +44,8 @@ class MessageServer(Generic[M]):
         address: where clients connect: ``ipc://`` and an absolute path, where only this user can, or
             ``tcp://`` with a host and a port, 0 for any that is free.
         message_type: of the messages, as msgspec takes it; they are checked.
-        receiver: an open receiver for the senders of the clients. Do not iterate over it.
+        receiver: an open receiver for the senders of the clients. Do not iterate over it. Its `max_wait_s`
+            bounds the wait for the tensors of a message, which is then answered with `WouldBlockError`.
         sender: an open sender to the receiver of a client, by which the tensors of answers to that client go;
             for several clients, several senders. Without one they travel in the answer.
         max_clients: the most clients at once, with those that have gone and left messages to be taken; None
@@ -281,6 +282,9 @@ class MessageServer(Generic[M]):
             for handle in asked.handles:
                 await receiver.arrived(handle)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is told and logged
+            if isinstance(error, WouldBlockError):  # what comes later is not to stay here untaken
+                for handle in asked.handles:
+                    receiver.discard(handle)
             self._refuse(asked, error)
         else:
             self._make_ready(asked)

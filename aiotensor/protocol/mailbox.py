@@ -15,8 +15,10 @@ A tensor can be taken only from a whole message, so a message arrives whole or n
                            '-----join------'        what it sent before stays lost
 
 Taking has two steps, so that a taker can change its mind: `hold` reserves the tensor, then `finish`
-takes it or `put_back` leaves it claimable. A *claim* says that somebody waits for one tensor by its
-handle; `next_unclaimed`, which serves those who take whatever comes, passes it by.
+takes it or `put_back` leaves it claimable. A *claim* says that a call waits for one tensor by its
+handle; `hold_next`, which serves iterations, passes it by. It gives the tensors of one message one after the
+other: messages in the order in which they became whole, except that one of which it has given something is
+finished first.
 """
 
 from collections import OrderedDict
@@ -59,7 +61,9 @@ class Mailbox(Generic[T]):
         self.messages_discarded = 0
         self._departed: OrderedDict[str, None] = OrderedDict()
         self._strangers: OrderedDict[str, None] = OrderedDict()  # known only by the discard of a handle
-        self._arrivals: OrderedDict[Key, None] = OrderedDict()  # whole, neither taken nor held
+        self._whole: OrderedDict[Key, Message[T]] = (
+            OrderedDict()
+        )  # by their first keys, in the order to iterate
         self._claims = Claims()
         self.unclaimed = Unclaimed()  # of all senders
 
@@ -259,7 +263,6 @@ class Mailbox(Generic[T]):
                 raise reason
             return None
         message.held.add(key.tensor)
-        self._arrivals.pop(key, None)
         return message.tensors[key.tensor]
 
     def _why_never(self, key: Key, record: SenderRecord[T]) -> AioTensorError | None:
@@ -292,29 +295,44 @@ class Mailbox(Generic[T]):
         record.unclaimed.add(-1, -message.sizes[key.tensor])
         if message.tensors:
             return False
-        del record.messages[key.message]
+        del record.messages[key.message], self._whole[message.keys[0]]
         record.end(key.message, discarded=False)
         return True
 
     def put_back(self, key: Key) -> Sequence[Key]:
-        """Leave a held tensor claimable, as the first of the arrivals."""
+        """Leave a held tensor claimable, in its place among the others."""
         record = self._senders.get(key.sender)
         message = record.messages.get(key.message) if record is not None else None
         if message is None:
             return []  # discarded or lost while it was held
         message.held.discard(key.tensor)
-        self._arrivals[key] = None
-        self._arrivals.move_to_end(key, last=False)
         return [key]
 
     def next_unclaimed(self) -> Key | None:
-        """Return the earliest arrival that nobody waits for by its handle, or None."""
-        if not self._claims:
-            return next(iter(self._arrivals), None)
-        for key in self._arrivals:
-            if key not in self._claims:
-                return key
+        """Return what `hold_next` would hold, or None if it would find nothing."""
+        claims = self._claims
+        for message in self._whole.values():
+            for tensor in message.tensors:
+                key = message.keys[tensor]
+                if tensor not in message.held and not (claims and key in claims):
+                    return key
         return None
+
+    def hold_next(self) -> tuple[Key, T, int] | None:
+        """Reserve the next tensor that no call waits for by its handle; None if there is none.
+
+        Returns:
+            its key, the tensor itself, and how many tensors its message had.
+        """
+        key = self.next_unclaimed()
+        if key is None:
+            return None
+        message = self._senders[key.sender].messages[key.message]
+        message.held.add(key.tensor)
+        count = len(message.keys)
+        if count > 1:
+            self._whole.move_to_end(message.keys[0], last=False)
+        return key, message.tensors[key.tensor], count
 
     # What is there
 
@@ -327,12 +345,11 @@ class Mailbox(Generic[T]):
         for record in self._senders.values():
             record.messages.clear()
             record.unclaimed.add(-record.unclaimed.tensors, -record.unclaimed.nbytes)
-        self._arrivals.clear()
+        self._whole.clear()
 
     def _make_whole(self, sender: str, number: int, message: Message[T]) -> Sequence[Key]:
         count = message.count = len(message.tensors)
-        for key in message.keys:
-            self._arrivals[key] = None
+        self._whole[message.keys[0]] = message
         if self._claims:
             claimed = self._claims.of_message(sender, number)
             return message.keys + [key for key in claimed if not 0 <= key.tensor < count]
@@ -353,8 +370,7 @@ class Mailbox(Generic[T]):
     def _drop(self, sender: str, record: SenderRecord[T], number: int) -> None:
         message = record.drop(number)
         if message is not None:
-            for tensor in message.tensors:
-                self._arrivals.pop(Key(sender, number, tensor), None)
+            self._whole.pop(message.keys[0], None)  # of one that is not whole it has none
 
     def _remember(self, senders: OrderedDict[str, None], sender: str) -> None:
         """Remember a sender that is not here, and forget the oldest of its kind beyond a limit."""

@@ -52,7 +52,7 @@ class MailboxMachine(RuleBasedStateMachine):
         self.limit = dict.fromkeys("abc", 2)
         self.messages: dict[tuple[str, int], Known] = {}
         self.ended: dict[tuple[str, int], str] = {}
-        self.arrivals: list[Key] = []
+        self.whole: list[tuple[str, int]] = []  # in the order in which they are to be given
         self.held: dict[Key, bool] = {}  # and whether the message is still there
         self.claims: Counter[Key] = Counter()
         self.taken: set[Key] = set()
@@ -67,8 +67,18 @@ class MailboxMachine(RuleBasedStateMachine):
     def drop(self, sender: str, number: int) -> None:
         self.messages.pop((sender, number), None)
         self.ended[sender, number] = "discarded"
-        self.arrivals = [key for key in self.arrivals if key[:2] != (sender, number)]
+        self.whole = [message for message in self.whole if message != (sender, number)]
         self.held.update({key: False for key in self.held if key[:2] == (sender, number)})
+
+    @property
+    def arrivals(self) -> list[Key]:
+        """What can be taken, in the order in which it is to be given."""
+        return [
+            Key(*message, tensor)
+            for message in self.whole
+            for tensor in sorted(self.messages[message].arrived - self.messages[message].taken)
+            if Key(*message, tensor) not in self.held
+        ]
 
     def of(self, sender: str) -> list[int]:
         return [number for owner, number in self.messages if owner == sender]
@@ -212,7 +222,7 @@ class MailboxMachine(RuleBasedStateMachine):
         known = self.messages[sender, number]
         known.is_whole = True
         new = [Key(sender, number, tensor) for tensor in sorted(known.arrived)]
-        self.arrivals += new
+        self.whole.append((sender, number))
         self.same_keys(woken, {*new, *self.claimed(sender, number)})
 
     @rule(sender=senders, is_meant=seldom)
@@ -327,7 +337,6 @@ class MailboxMachine(RuleBasedStateMachine):
             return
         assert self.mailbox.hold(key) == finds
         if finds is not None:
-            self.arrivals.remove(key)
             self.held[key] = True
 
     @precondition(lambda self: self.arrivals)
@@ -360,6 +369,7 @@ class MailboxMachine(RuleBasedStateMachine):
             known.taken.add(key.tensor)
             if is_last := known.taken == known.arrived:
                 del self.messages[key[:2]]
+                self.whole.remove(key[:2])
                 self.ended[key[:2]] = "taken"
         assert self.mailbox.finish(key) == is_last
         assert key not in self.taken, "a tensor was taken twice"
@@ -371,8 +381,18 @@ class MailboxMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.held)))
         is_there = self.held.pop(key)
         assert self.mailbox.put_back(key) == ([key] if is_there else [])
-        if is_there:
-            self.arrivals.insert(0, key)
+
+    @rule()
+    def hold_next(self) -> None:
+        unclaimed = [key for key in self.arrivals if not self.claims[key]]
+        if not unclaimed:
+            assert self.mailbox.hold_next() is None
+            return
+        [key, *_], message = unclaimed, unclaimed[0][:2]
+        assert self.mailbox.hold_next() == (key, item_of(key), len(self.messages[message].arrived))
+        self.held[key] = True
+        self.whole.remove(message)
+        self.whole.insert(0, message)  # the rest of it comes next
 
     # What must always be so
 

@@ -1,0 +1,142 @@
+"""A wait for a tensor by its handle ends after the receiver's `max_wait_s`, and says what it waited for."""
+
+import asyncio
+
+import pytest
+import torch
+
+from aiotensor import (
+    RemoteError,
+    TensorHandle,
+    TensorReceiver,
+    TensorSender,
+    WouldBlockError,
+    blocking,
+)
+from aiotensor.channel import MessageClient, MessageServer
+from tests.channel.parties import Answer, Question, answer, place
+from tests.pairs import BIG, beyond, endpoint, pattern, settled, until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+SHORT_S = 0.02
+LONG_S = 3600.0
+
+UNKNOWN = TensorHandle("f" * 32, 3, 1, "int64", (3,), "cpu")
+
+
+@pytest.mark.usefixtures("link")
+async def test_a_handle_of_an_unknown_sender_is_not_waited_for_without_end() -> None:
+    with endpoint() as here:
+        async with TensorReceiver(here, max_wait_s=SHORT_S) as receiver:
+            for waiting in (
+                receiver.receive(UNKNOWN),
+                receiver.receive(UNKNOWN, copy=True),
+                receiver.arrived(UNKNOWN),
+            ):
+                with pytest.raises(
+                    WouldBlockError,
+                    match=r"tensor 1 of message 3 of sender f{32} has not arrived within 0\.02 s: no sender",
+                ) as no:
+                    await waiting
+                assert no.value.messages.requested == 1
+            assert receiver.statistics().waiting == 0
+            assert receiver.statistics().errors == {"WouldBlockError": 3}
+            async with TensorSender(here) as sender:
+                first = await sender.send(pattern(0, BIG))
+                with pytest.raises(WouldBlockError, match="its sender is connected, and has not sent"):
+                    await receiver.receive(beyond(first))
+                # What ended left no claim: an iteration has it all.
+                assert torch.equal((await anext(receiver)).tensor, pattern(0, BIG))
+
+
+async def test_what_comes_in_time_is_received_and_an_iteration_waits_without_limit() -> None:
+    with endpoint("unix") as here:
+        async with (
+            TensorReceiver(here, max_wait_s=SHORT_S) as impatient,
+            TensorSender(here) as sender,
+        ):
+            iterating = asyncio.create_task(anext(impatient))
+            with pytest.raises(WouldBlockError):
+                await impatient.receive(UNKNOWN)
+            assert not iterating.done()
+            await sender.send(pattern(0, 3))
+            assert torch.equal((await iterating).tensor, pattern(0, 3))
+    with endpoint("unix") as here:
+        async with TensorReceiver(here, max_wait_s=LONG_S) as receiver, TensorSender(here) as sender:
+            coming = TensorHandle(sender.id, 0, 0, "int64", (3,), "cpu")
+            waiting = [
+                asyncio.create_task(receiver.arrived(coming)),
+                asyncio.create_task(receiver.receive(coming)),
+            ]
+            await until(lambda: receiver.statistics().waiting == 2)
+            await sender.send(pattern(1, 3))
+            await waiting[0]
+            assert torch.equal(await waiting[1], pattern(1, 3))
+
+
+async def test_a_tensor_that_arrives_in_the_turn_in_which_the_time_is_up_is_received() -> None:
+    with endpoint("unix") as here:
+        async with TensorReceiver(here, max_wait_s=SHORT_S) as receiver, TensorSender(here) as sender:
+            await sender.ready()
+            coming = TensorHandle(sender.id, 0, 0, "int64", (3,), "cpu")
+            waiting = asyncio.create_task(receiver.receive(coming))
+            await until(lambda: receiver.statistics().waiting == 1)
+            loop = asyncio.get_running_loop()
+            over = loop.time() + SHORT_S
+            await sender.send(pattern(0, 3))  # it is on the socket, and nobody has read it
+            while loop.time() < over + SHORT_S:
+                pass  # the loop finds the record and the end of the time at once
+            assert torch.equal(await waiting, pattern(0, 3))
+
+
+async def test_a_message_whose_tensors_never_come_is_answered_and_what_comes_later_is_dropped() -> None:
+    with place() as here, endpoint("unix") as elsewhere:
+        async with (
+            TensorReceiver(here.tensors, max_wait_s=SHORT_S) as receiver,
+            TensorReceiver(elsewhere),
+            TensorSender(elsewhere) as astray,
+            MessageServer(here.messages, Question, receiver=receiver) as server,
+            MessageClient(here.messages, reply_type=Answer) as client,
+        ):
+            serving = asyncio.create_task(server.serve(answer))
+            connection = client._connections[0]
+            await connection.ready()
+            handle = await astray.send(pattern(0, BIG))
+            asked = await connection.ask(connection.session, (handle,), [b"\x80"], wants_answer=True)
+            assert asked.answered is not None
+            with pytest.raises(RemoteError, match="no sender of this id has connected here") as no:
+                await asked.answered
+            assert no.value.type_name == "WouldBlockError"
+            assert (server.statistics().waiting, server.statistics().failures) == (0, 1)
+            assert receiver.statistics().messages_discarded == 1
+            astray.discard(handle)
+            await settled(astray)
+            await server.aclose()
+            await serving
+
+
+def test_a_thread_does_not_wait_without_end_either() -> None:
+    with endpoint("unix") as here, blocking.TensorReceiver(here, max_wait_s=SHORT_S) as receiver:
+        with pytest.raises(WouldBlockError, match="no sender of this id"):
+            receiver.receive(UNKNOWN)
+        with pytest.raises(WouldBlockError, match="no sender of this id"):
+            receiver.arrived(UNKNOWN)
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan")])
+def test_a_limit_that_is_no_span_of_time_is_refused(wrong: float) -> None:
+    with pytest.raises(ValueError, match="max_wait_s"):
+        TensorReceiver("unix:///tmp/nobody", max_wait_s=wrong)
+
+
+async def test_a_wait_that_is_over_at_once_sets_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with endpoint("unix") as here:
+        async with TensorReceiver(here, max_wait_s=LONG_S) as receiver, TensorSender(here) as sender:
+            handle = await sender.send(pattern(0, 3))
+            await receiver.arrived(handle)
+            timers: list[object] = []
+            monkeypatch.setattr("aiotensor.receiver.at_most", lambda *_: timers.append(1))
+            await receiver.arrived(handle)
+            assert torch.equal(await receiver.receive(handle), pattern(0, 3))
+            assert not timers
