@@ -130,7 +130,7 @@ class TensorReceiver:
             DiscardedError: its message was discarded, or its sender closed without sending it.
             PeerLostError: its sender died or broke the link; `pid` says which.
             RefusedError: its sender was refused, because of a limit or of its version.
-            WouldBlockError: it has not arrived within `max_wait_s`; the text says whether the sender is known.
+            WouldBlockError: it has not arrived within `max_wait_s`; the text says if the sender is known.
             ClosedError: this receiver was closed, perhaps while waiting.
             OSError: the copy needs a thread, and the machine has none to give; receive it again.
         """

@@ -1,12 +1,14 @@
 """The small values that users hold: handles, deliveries and statistics. No behaviour."""
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 
-if TYPE_CHECKING:  # these records hold tensors and make none: the pure rooms import this module
+if TYPE_CHECKING:  # these records hold tensors and make none: the pure modules import this one
     import torch
+    from pydantic_core import CoreSchema
 
 __all__ = [
     "MAX_BOUNDS",
@@ -31,6 +33,9 @@ class TensorHandle(msgspec.Struct, frozen=True):
     A handle is a few dozen bytes and survives msgpack, JSON and pickle unchanged, so it travels over
     any channel that you already have. It may reach the receiver before its tensor does.
 
+    It can be a field of a pydantic model, and the response or the body (``Annotated[TensorHandle, Body()]``)
+    of a FastAPI endpoint. ``dict(handle)`` gives its fields.
+
     Attributes:
         sender: the sender's id, unique for each opened sender.
         message: counts up per sender, from 0.
@@ -46,6 +51,47 @@ class TensorHandle(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     device: str
+
+    __iter__: ClassVar[None] = None  # `__getitem__` alone would make it a sequence of what it has not
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the names of the fields, so that ``dict(handle)`` works, as FastAPI's encoder expects."""
+        return self.__struct_fields__
+
+    def __getitem__(self, name: str) -> str | int | tuple[int, ...]:
+        if name not in self.__struct_fields__:
+            raise KeyError(name)
+        value: str | int | tuple[int, ...] = getattr(self, name)
+        return value
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: object) -> "CoreSchema":
+        """Describe a handle to pydantic: an instance, or an object with exactly typed fields."""
+        from pydantic_core import core_schema  # only pydantic calls this
+
+        text = core_schema.str_schema(strict=True)
+        number = core_schema.int_schema(strict=True, ge=0, le=MAX_NUMBER)
+        fields = core_schema.typed_dict_schema(
+            {
+                "sender": core_schema.typed_dict_field(text),
+                "message": core_schema.typed_dict_field(number),
+                "tensor": core_schema.typed_dict_field(number),
+                "dtype": core_schema.typed_dict_field(text),
+                "shape": core_schema.typed_dict_field(core_schema.tuple_variable_schema(number)),
+                "device": core_schema.typed_dict_field(text),
+            },
+            extra_behavior="ignore",  # as msgspec does: a later version may add fields
+        )
+
+        def validate(given: object, read: Callable[[object], dict[str, Any]]) -> "TensorHandle":
+            return given if isinstance(given, cls) else cls(**read(given))
+
+        return core_schema.no_info_wrap_validator_function(
+            validate,
+            fields,
+            serialization=core_schema.plain_serializer_function_ser_schema(dict, return_schema=fields),
+            ref=f"{cls.__module__}.{cls.__qualname__}:{id(cls)}",  # one schema, which others refer to by name
+        )
 
 
 class Delivery(msgspec.Struct, frozen=True):

@@ -15,6 +15,8 @@ APPLICATIONS = [
     "uvloop",
     "fastapi",
     "starlette",
+    "pydantic",
+    "pydantic_core",
     "uvicorn",
     "rich",
     "click",

@@ -1,0 +1,153 @@
+"""A handle is a field of pydantic models, and a body and a response of FastAPI, without importing them."""
+
+import copy
+import json
+import pickle
+from typing import Annotated, Any
+
+import msgspec
+import pytest
+from fastapi import Body, Depends, FastAPI
+from fastapi.encoders import jsonable_encoder
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from aiotensor import TensorHandle, TensorReceiver, TensorSender
+from aiotensor.integrations.fastapi import TensorLifespan
+from tests.integrations.test_fastapi import http
+from tests.pairs import BIG, endpoint, pattern
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+HANDLE = TensorHandle("a" * 32, 2**63 - 1, 0, "uint8", (2, 0, 3), "cuda:0")
+FIELDS: dict[str, Any] = {
+    "sender": "a" * 32,
+    "message": 2**63 - 1,
+    "tensor": 0,
+    "dtype": "uint8",
+    "shape": (2, 0, 3),
+    "device": "cuda:0",
+}
+
+
+class Job(BaseModel):
+    name: str
+    handle: TensorHandle
+    others: list[TensorHandle] = []
+    maybe: TensorHandle | None = None
+
+
+JOB = Job(name="one", handle=HANDLE, others=[HANDLE, TensorHandle("s", 0, 1, "int8", (), "cpu")])
+
+
+def test_a_model_with_handles_goes_through_json_and_comes_back() -> None:
+    assert JOB.handle is HANDLE
+    assert Job.model_validate_json(JOB.model_dump_json()) == JOB
+    assert Job.model_validate(JOB.model_dump()) == JOB
+    assert Job.model_validate(json.loads(JOB.model_dump_json())) == JOB
+    assert pickle.loads(pickle.dumps(JOB)) == copy.deepcopy(JOB) == JOB
+    assert Job.model_validate({"name": "", "handle": HANDLE, "maybe": FIELDS}).maybe == HANDLE
+
+
+def test_pydantic_and_msgspec_write_the_same_json() -> None:
+    adapter = TypeAdapter(TensorHandle)
+    written = adapter.dump_json(HANDLE)
+    assert msgspec.json.decode(written, type=TensorHandle) == HANDLE
+    assert adapter.validate_json(msgspec.json.encode(HANDLE)) == HANDLE
+    assert adapter.validate_json(msgspec.json.encode({**FIELDS, "of_a_later_version": 1})) == HANDLE
+
+
+WRONG: dict[str, tuple[str, object]] = {
+    "a number as text": ("message", "7"),
+    "a negative message": ("message", -1),
+    "a message beyond all numbers": ("message", 2**63),
+    "a bool": ("tensor", True),
+    "a float": ("tensor", 1.0),
+    "a negative tensor": ("tensor", -1),
+    "a negative size": ("shape", [2, -1]),
+    "a size as text": ("shape", ["2"]),
+    "a shape as text": ("shape", "23"),
+    "a shape that is a number": ("shape", 2),
+    "a sender that is a number": ("sender", 7),
+    "no dtype": ("dtype", None),
+    "a device that is bytes": ("device", [1]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_fields_are_validated_strictly_and_named_in_the_error(name: str) -> None:
+    field, value = WRONG[name]
+    wrong = {"name": "", "handle": {**FIELDS, field: value}}
+    for validate in (lambda: Job.model_validate(wrong), lambda: Job.model_validate_json(json.dumps(wrong))):
+        with pytest.raises(ValidationError) as caught:
+            validate()
+        assert {error["loc"][:2] for error in caught.value.errors()} == {("handle", field)}
+
+
+@pytest.mark.parametrize("missing", FIELDS)
+def test_every_field_is_needed(missing: str) -> None:
+    fields = {name: value for name, value in FIELDS.items() if name != missing}
+    with pytest.raises(ValidationError) as caught:
+        Job.model_validate({"name": "", "handle": fields})
+    assert [(error["loc"], error["type"]) for error in caught.value.errors()] == [
+        (("handle", missing), "missing")
+    ]
+
+
+@pytest.mark.parametrize("mode", ["validation", "serialization"])
+def test_the_schema_names_the_handle_once(mode: Any) -> None:
+    schema = Job.model_json_schema(mode=mode)
+    [handle] = schema["$defs"].values()
+    assert schema["properties"]["handle"] == {"$ref": "#/$defs/TensorHandle"}
+    assert set(handle["required"]) == set(FIELDS)
+    message, shape = handle["properties"]["message"], handle["properties"]["shape"]
+    assert (message["type"], message["minimum"]) == ("integer", 0)
+    assert (shape["type"], shape["items"]["type"], shape["items"]["minimum"]) == ("array", "integer", 0)
+
+
+def test_a_handle_gives_its_fields_and_is_no_sequence() -> None:
+    assert dict(HANDLE) == FIELDS
+    assert {**HANDLE} == FIELDS
+    assert jsonable_encoder({"jobs": [JOB, HANDLE]})["jobs"][1] == {**FIELDS, "shape": [2, 0, 3]}
+    with pytest.raises(KeyError, match="keys"):
+        HANDLE["keys"]
+    with pytest.raises(TypeError, match="not iterable"):
+        list(HANDLE)  # type: ignore[call-overload]
+
+
+async def test_an_endpoint_takes_and_returns_handles() -> None:
+    with endpoint("unix") as place:
+        engine = TensorLifespan(lambda: TensorSender(place))
+        app = FastAPI(lifespan=engine.lifespan)
+        engine.install(app)
+        here = TensorReceiver(place)
+
+        @app.post("/sent")
+        async def sent(sender: Annotated[TensorSender, Depends(engine.sender)]) -> TensorHandle:
+            return await sender.send(pattern(3, BIG))
+
+        @app.post("/jobs", response_model=Job)
+        async def jobs(sender: Annotated[TensorSender, Depends(engine.sender)]) -> object:
+            return {"name": "job", "handle": await sender.send(pattern(4, BIG))}
+
+        @app.post("/untyped")
+        async def untyped(handle: Annotated[TensorHandle, Body()]):  # type: ignore[no-untyped-def]
+            return {"handle": handle, "sum": int((await here.receive(handle)).sum())}
+
+        @app.post("/sum")
+        async def total(job: Job) -> int:
+            return int((await here.receive(job.handle)).sum())
+
+        async with here, app.router.lifespan_context(app), http(app) as client:
+            handle = (await client.post("/sent")).json()
+            answer = (await client.post("/untyped", json=handle)).json()
+            assert answer == {"handle": handle, "sum": int(pattern(3, BIG).sum())}
+            job = (await client.post("/jobs")).json()
+            assert (await client.post("/sum", json=job)).json() == int(pattern(4, BIG).sum())
+            wrong = await client.post("/untyped", json={**handle, "message": "0"})
+            assert (wrong.status_code, wrong.json()["detail"][0]["loc"]) == (422, ["body", "message"])
+            schema = (await client.get("/openapi.json")).json()
+        content = schema["paths"]["/sent"]["post"]["responses"]["200"]["content"]["application/json"]
+        assert content["schema"] == {"$ref": "#/components/schemas/TensorHandle"}
+        body = schema["paths"]["/untyped"]["post"]["requestBody"]["content"]["application/json"]
+        assert body["schema"]["$ref"] == "#/components/schemas/TensorHandle"
+        assert set(schema["components"]["schemas"]["TensorHandle"]["required"]) == set(FIELDS)
