@@ -46,6 +46,7 @@ from aiotensor.protocol.frames import (
     decode_to_sender,
     encode,
 )
+from aiotensor.protocol.versions import mismatch
 from aiotensor.types import SenderStatistics, TensorHandle
 
 __all__ = ["Conversation", "ConversationEvents"]
@@ -312,10 +313,7 @@ class Conversation:
             case Welcome():
                 self.receiver_pid, self.receiver_id = frame.pid, frame.receiver
                 if frame.version != VERSION:
-                    self._refused(
-                        f"it speaks version {frame.version} of the protocol, this sender speaks {VERSION}: "
-                        "install the same aiotensor on both sides"
-                    )
+                    self._refused(mismatch(frame.version, VERSION))
                     return
                 # Not beyond what this side's sockets take, whatever the other one does.
                 self._outbox.max_bytes = min(frame.max_frame_bytes, MAX_RECORD_BYTES)

@@ -35,6 +35,7 @@ from aiotensor.protocol.frames import (
     encode,
 )
 from aiotensor.protocol.mailbox import Key, Mailbox
+from aiotensor.protocol.versions import mismatch
 from aiotensor.types import Delivery, ReceiverStatistics, TensorHandle
 
 __all__ = ["MAX_STRANGERS", "Incoming", "Limits"]
@@ -296,11 +297,7 @@ class Incoming:
         """Give a sender its place, or refuse it; either way it is told."""
         peer.pid = hello.pid
         if hello.version != VERSION:
-            reason = (
-                f"it speaks version {hello.version} of the protocol, this receiver speaks {VERSION}: install "
-                "the same aiotensor on both sides"
-            )
-            self._turn_away(peer, hello, reason)
+            self._turn_away(peer, hello, mismatch(hello.version, VERSION))
             return ()
         earlier = self._senders.get(hello.sender)
         if earlier is not None:  # it broke off and came back, and the end of the old connection is unread

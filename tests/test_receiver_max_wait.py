@@ -65,14 +65,12 @@ async def test_what_comes_in_time_is_received_and_an_iteration_waits_without_lim
     with endpoint("unix") as here:
         async with TensorReceiver(here, max_wait_s=LONG_S) as receiver, TensorSender(here) as sender:
             coming = TensorHandle(sender.id, 0, 0, "int64", (3,), "cpu")
-            waiting = [
-                asyncio.create_task(receiver.arrived(coming)),
-                asyncio.create_task(receiver.receive(coming)),
-            ]
+            arriving = asyncio.create_task(receiver.arrived(coming))
+            waiting = asyncio.create_task(receiver.receive(coming))
             await until(lambda: receiver.statistics().waiting == 2)
             await sender.send(pattern(1, 3))
-            await waiting[0]
-            assert torch.equal(await waiting[1], pattern(1, 3))
+            await arriving
+            assert torch.equal(await waiting, pattern(1, 3))
 
 
 async def test_a_tensor_that_arrives_in_the_turn_in_which_the_time_is_up_is_received() -> None:

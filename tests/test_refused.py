@@ -41,7 +41,7 @@ def test_a_refusal_is_no_loss_and_survives_pickle() -> None:
 @pytest.mark.parametrize("limit", LIMITS)
 async def test_a_limit_of_the_receiver_refuses_a_sender_and_the_next_call_asks_again(limit: str) -> None:
     with endpoint() as place:
-        async with TensorReceiver(place, **{limit: LIMITS[limit]}) as receiver:  # type: ignore[arg-type]
+        async with TensorReceiver(place, **{limit: LIMITS[limit]}) as receiver:
             first = TensorSender(place)
             async with first, TensorSender(place) as second:
                 await first.ready()

@@ -25,6 +25,7 @@ from aiotensor.errors import (
 )
 from aiotensor.gates import Waiters, at_most, seconds_or_never
 from aiotensor.home import Home
+from aiotensor.links.address import label_of
 from aiotensor.receiver import TensorReceiver
 from aiotensor.sender import OpenMessage, TensorSender
 from aiotensor.tally import ErrorTally
@@ -151,7 +152,7 @@ class MessageClient(Generic[R]):
         ]
         for connection in self._connections:
             connection.connect()
-        self._home.settle(self, ",".join(address.text for address in self._addresses))
+        self._home.settle(self, ",".join(label_of(address.text) for address in self._addresses))
         return self
 
     async def __aexit__(

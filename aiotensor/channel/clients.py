@@ -33,6 +33,7 @@ from aiotensor.protocol.exchange import (
     read_from_client,
     write,
 )
+from aiotensor.protocol.versions import mismatch
 from aiotensor.protocol.window import Tally
 from aiotensor.types import TensorHandle
 
@@ -272,12 +273,7 @@ class Clients:
             raise ProtocolError("it did not introduce itself")
         limits = self.limits
         if hello.version != VERSION:
-            self._refuse(
-                identity,
-                hello,
-                f"it speaks version {hello.version} of the protocol, this server speaks {VERSION}: install "
-                "the same aiotensor on both sides",
-            )
+            self._refuse(identity, hello, mismatch(hello.version, VERSION))
             return
         if self._is_full():
             reason = f"the server has max_clients={limits.clients} clients already"

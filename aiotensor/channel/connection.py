@@ -21,7 +21,7 @@ import zmq
 
 from aiotensor.channel.options import Address
 from aiotensor.channel.outbox import Outbox, flush_all
-from aiotensor.channel.sockets import MAX_PARTS, LoopSocket
+from aiotensor.channel.sockets import MAX_PARTS, LoopSocket, copy_of
 from aiotensor.errors import (
     AccessDeniedError,
     AioTensorError,
@@ -48,6 +48,7 @@ from aiotensor.protocol.exchange import (
     read_from_server,
     write,
 )
+from aiotensor.protocol.versions import mismatch
 from aiotensor.protocol.window import Window
 from aiotensor.types import TensorHandle, Usage
 
@@ -127,7 +128,7 @@ class Connection:
         self._failed_handshakes = 0
         try:
             self._socket = LoopSocket(self._context, zmq.DEALER, self._options, self)
-            self._socket.connect(self._address.text)
+            self._socket.connect(self._address.target)
         except zmq.ZMQError as error:
             self._end(PeerLostError(f"nobody can connect to {self._address.text}: {error.strerror}"))
             self.refused_at = asyncio.get_running_loop().time()
@@ -244,7 +245,7 @@ class Connection:
         if self._address.path is None:
             return
         try:
-            with _copy_of(descriptor) as peer:
+            with copy_of(descriptor) as peer:
                 if peer.family == socket.AF_UNIX:  # it may have ended by now, and the number be another's
                     check_user(peer)
         except AccessDeniedError as error:
@@ -323,11 +324,7 @@ class Connection:
             raise ProtocolError("it introduced itself twice")
         self._pid, self.leads_to = hello.pid, hello.receiver
         if hello.version != VERSION:
-            reason = (
-                f"it speaks version {hello.version} of the protocol, this client speaks {VERSION}: install "
-                "the same aiotensor on both sides"
-            )
-            self._lose(reason, retry=False, is_refusal=True)
+            self._lose(mismatch(hello.version, VERSION), retry=False, is_refusal=True)
             return
         self._outbox.window = Window(hello.max_waiting, hello.max_waiting_bytes)
         self.is_ready = True
@@ -358,13 +355,10 @@ class Connection:
     def _lose(
         self, reason: str, cause: ProtocolError | None = None, *, retry: bool, is_refusal: bool = False
     ) -> None:
-        name = "the server" if self._pid is None else f"the server (pid {self._pid})"
-        name = f"{name} at {self._address.text}"
-        error: PeerLostError | RefusedError
-        if is_refusal:
-            error = RefusedError(f"{name} refused this client: {reason}", pid=self._pid)
-        else:
-            error = PeerLostError(f"{name} is gone: {reason}", pid=self._pid)
+        pid = "" if self._pid is None else f" (pid {self._pid})"
+        kind: type[PeerLostError | RefusedError] = RefusedError if is_refusal else PeerLostError
+        what = "refused this client" if is_refusal else "is gone"
+        error = kind(f"the server{pid} at {self._address.text} {what}: {reason}", pid=self._pid)
         error.__cause__ = cause
         lost = len(self._open)
         self.session += self.is_ready
@@ -424,12 +418,3 @@ class Connection:
         if self._socket is None:
             raise AssertionError("a ready connection has a socket")
         return self._socket
-
-
-def _copy_of(descriptor: int) -> socket.socket:
-    copy = os.dup(descriptor)
-    try:
-        return socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise

@@ -40,6 +40,7 @@ class Endpoint:
         self, address: Address, options: Mapping[int, int | bytes], allowed: frozenset[bytes]
     ) -> None:
         self.address = address.text
+        self._target = address.target
         self._path = address.path
         # Without this a ROUTER drops what is for a client that is gone, or slow, and says nothing.
         self._options = {**options, **address.options, zmq.ROUTER_MANDATORY: 1}
@@ -72,13 +73,14 @@ class Endpoint:
                 raise OSError(error.errno, error.strerror) from error
             descriptor = None if self._listener is None else os.dup(self._listener.fileno())
             try:
-                self._socket.bind(self.address, descriptor)
+                self._socket.bind(self._target, descriptor)
             except zmq.ZMQError as error:
                 raise UsageError(f"nobody can listen at {self.address}: {error.strerror}") from error
         except BaseException:
             await self.close(0.0)
             raise
-        self.address = self._socket.address
+        if self._path is None:
+            self.address = self._socket.address  # with the port that was free
         return self._socket
 
     async def close(self, linger_s: float) -> None:

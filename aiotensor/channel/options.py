@@ -2,12 +2,15 @@
 
 import ipaddress
 import operator
+import os
 from collections.abc import Collection, Mapping
 from typing import NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 import zmq
 from zmq.utils import z85
+
+from aiotensor.links.address import socket_path
 
 __all__ = ["Address", "Key", "client_keys", "limits", "parse", "positive", "seconds", "server_keys"]
 
@@ -23,13 +26,15 @@ class Address(NamedTuple):
     """Where a server is.
 
     Attributes:
-        text: as ZeroMQ takes it.
+        text: as it was given.
+        target: as ZeroMQ takes it.
         path: of the socket's file; None if there is none.
         is_local: whether both sides are on this machine, whose kernel says at once when one is gone.
         options: those of a socket that only this address asks for.
     """
 
     text: str
+    target: str | bytes
     path: str | None
     is_local: bool
     options: Mapping[int, int]
@@ -50,14 +55,9 @@ def parse(address: str, *, has_keys: bool, how: str, is_client: bool = False) ->
     """
     if not isinstance(address, str):
         raise TypeError(f"an address is a text such as 'ipc:///run/user/1000/m.sock', got {address!r}")
-    if address.startswith("ipc:///"):
-        path = address.removeprefix("ipc://")
-        if len(path.encode()) > zmq.IPC_PATH_MAX_LEN or path.endswith("/") or "\0" in path:
-            raise ValueError(
-                f"the address {address!r} does not name a file, or its path is longer than the "
-                f"{zmq.IPC_PATH_MAX_LEN} bytes that a socket's address has: choose a shorter folder"
-            )
-        return Address(address, path, True, {})
+    if address.lower().startswith("ipc:///"):
+        path = socket_path(address, "ipc")
+        return Address(address, b"ipc://" + os.fsencode(path), path, True, {})
     host, port = _host_and_port(address)
     if host is None:
         raise ValueError(
@@ -74,7 +74,7 @@ def parse(address: str, *, has_keys: bool, how: str, is_client: bool = False) ->
             f"anybody could connect to {address}: give {how}, made by zmq.curve_keypair(), or use ipc:// or "
             "the address 127.0.0.1"
         )
-    return Address(address, None, is_local, {} if _is_ipv4(host) else {zmq.IPV6: 1})
+    return Address(address, address, None, is_local, {} if _is_ipv4(host) else {zmq.IPV6: 1})
 
 
 def _host_and_port(address: str) -> tuple[str | None, int | None]:

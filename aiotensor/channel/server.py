@@ -22,6 +22,7 @@ from aiotensor.codec import TensorDecoder
 from aiotensor.errors import ClosedError, ProtocolError, UsageError, WouldBlockError
 from aiotensor.gates import Waiters
 from aiotensor.home import FreedItems, Home
+from aiotensor.links.address import label_of
 from aiotensor.receiver import TensorReceiver
 from aiotensor.sender import TensorSender
 from aiotensor.types import ServerStatistics, TensorHandle
@@ -130,7 +131,7 @@ class MessageServer(Generic[M]):
         except BaseException:
             self._home.is_closed = True
             raise
-        self._home.settle(self, self.address)
+        self._home.settle(self, label_of(self.address))
         return self
 
     async def __aexit__(

@@ -21,7 +21,16 @@ from aiotensor.descriptors import close_after_fork
 from aiotensor.protocol.frames import MAX_TENSORS
 from aiotensor.worker import Worker, no_thread
 
-__all__ = ["MAX_PARTS", "LoopSocket", "PeerGoneError", "SocketEvents", "begin", "check_descriptors", "end"]
+__all__ = [
+    "MAX_PARTS",
+    "LoopSocket",
+    "PeerGoneError",
+    "SocketEvents",
+    "begin",
+    "check_descriptors",
+    "copy_of",
+    "end",
+]
 
 _Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
@@ -94,6 +103,20 @@ class _InChild:
             os.close(self._descriptor)
 
 
+def copy_of(descriptor: int) -> socket.socket:
+    """Return a socket of one's own for a descriptor of ZeroMQ.
+
+    Raises:
+        OSError: it is none any more, or this process has no descriptors left.
+    """
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+
+
 class LoopSocket:
     """A socket that tells its owner what happens; belongs to the running loop.
 
@@ -133,16 +156,16 @@ class LoopSocket:
         for descriptor, look in zip(self._descriptors, (self._look, self.look_for_events), strict=True):
             self._loop.add_reader(descriptor, look)
 
-    def connect(self, address: str) -> None:
+    def connect(self, address: str | bytes) -> None:
         """Begin to connect, and go on until it succeeds.
 
         Raises:
             zmq.ZMQError: nobody can.
         """
-        self._socket.connect(address)
+        self._socket.connect(address)  # type: ignore[arg-type]  # which is bytes as well
         self._begin()
 
-    def bind(self, address: str, descriptor: int | None = None) -> None:
+    def bind(self, address: str | bytes, descriptor: int | None = None) -> None:
         """Listen.
 
         Args:
@@ -154,7 +177,7 @@ class LoopSocket:
         """
         if descriptor is not None:
             self._socket.set(zmq.USE_FD, descriptor)
-        self._socket.bind(address)
+        self._socket.bind(address)  # type: ignore[arg-type]  # which is bytes as well
         self._begin()
 
     @property

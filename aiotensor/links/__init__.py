@@ -2,9 +2,10 @@
 
 from typing import TypeAlias
 
+from aiotensor.links.address import label_of, socket_path
 from aiotensor.links.base import Listener, SenderLink
 from aiotensor.links.queue import QueueListener, QueueSenderLink, TensorQueue
-from aiotensor.links.unix import UnixListener, UnixSenderLink, path_of
+from aiotensor.links.unix import UnixListener, UnixSenderLink
 
 __all__ = ["Endpoint", "TensorQueue", "connect", "listen", "name_of"]
 
@@ -20,7 +21,7 @@ def connect(endpoint: Endpoint, sender: str) -> SenderLink:
     """
     if isinstance(endpoint, TensorQueue):
         return QueueSenderLink(endpoint, sender)
-    return UnixSenderLink(path_of(_address(endpoint)))
+    return UnixSenderLink(socket_path(_address(endpoint), "unix"))
 
 
 def listen(endpoint: Endpoint) -> Listener:
@@ -32,17 +33,12 @@ def listen(endpoint: Endpoint) -> Listener:
     """
     if isinstance(endpoint, TensorQueue):
         return QueueListener(endpoint)
-    return UnixListener(path_of(_address(endpoint)))
+    return UnixListener(socket_path(_address(endpoint), "unix"))
 
 
 def name_of(endpoint: Endpoint) -> str:
-    """Return what an endpoint is called where names are to be few: its address, or ``queue``.
-
-    Bytes of a path that are no UTF-8 are escaped: a name that cannot be encoded could not be told to anybody.
-    """
-    if not isinstance(endpoint, str):
-        return "queue"
-    return endpoint.encode(errors="backslashreplace").decode()
+    """Return the name of an endpoint in metrics: its address, or ``queue``."""
+    return label_of(endpoint) if isinstance(endpoint, str) else "queue"
 
 
 def _address(endpoint: object) -> str:

@@ -9,7 +9,6 @@ import os
 import socket
 from collections.abc import Sequence
 from functools import partial
-from urllib.parse import unquote, urlsplit
 
 from aiotensor.descriptors import close_after_fork, close_all
 from aiotensor.errors import AccessDeniedError, AioTensorError, PeerLostError, UsageError
@@ -21,11 +20,10 @@ from aiotensor.links.users import check_user
 from aiotensor.logs import logger_of
 from aiotensor.worker import in_thread
 
-__all__ = ["UnixListener", "UnixSenderLink", "path_of"]
+__all__ = ["UnixListener", "UnixSenderLink"]
 
 logger = logger_of("links")
 
-_MAX_PATH_BYTES = 107  # of a socket's address on Linux
 _ACCEPTS_A_TURN = 16  # who connects without end must not keep the loop from everybody else
 
 # Nothing tells when a socket appears at a path, so a sender without a receiver looks for it now and then,
@@ -35,29 +33,6 @@ _LAST_RETRY_S = 0.25
 
 # With no descriptor left, a listening socket would stay readable and keep the loop busy.
 _ACCEPT_PAUSE_S = 1.0
-
-
-def path_of(address: str) -> str:
-    """Return the path of an address such as ``unix:///run/user/1000/engine.sock``.
-
-    Raises:
-        ValueError: it is no such address, or its path is too long for a socket.
-    """
-    parts = urlsplit(address)
-    path = unquote(parts.path)
-    if parts.scheme != "unix" or parts.netloc or parts.query or parts.fragment or not path.startswith("/"):
-        raise ValueError(
-            f"no link serves the address {address!r}: write unix:// and an absolute path, "
-            "for example unix:///run/user/1000/engine.sock"
-        )
-    if path.endswith("/") or "\0" in path:
-        raise ValueError(f"the address {address!r} does not name a file")
-    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
-        raise ValueError(
-            f"the path {path!r} is longer than the {_MAX_PATH_BYTES} bytes that a socket's address has: "
-            "choose a shorter folder"
-        )
-    return path
 
 
 def _new_socket() -> socket.socket:

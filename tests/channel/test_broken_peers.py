@@ -109,7 +109,7 @@ async def test_a_client_of_another_version_is_refused_and_told_what_to_do() -> N
         farewell = read_from_server((await rogue.recv_multipart())[0])
         assert isinstance(farewell, Farewell)
         assert farewell.is_refusal
-        assert f"version {VERSION + 1} of the protocol, this server speaks {VERSION}" in farewell.reason
+        assert f"version {VERSION + 1} of the protocol, this side speaks {VERSION}" in farewell.reason
         assert "install the same aiotensor" in farewell.reason
         assert ends.server.statistics().clients_refused == 1
         assert (await ends.client.request(Question(2))).seed == 2

@@ -13,7 +13,7 @@ import pytest
 
 from aiotensor.errors import PeerLostError, UsageError
 from aiotensor.links.records import RecordSocket
-from aiotensor.links.unix import UnixSenderLink, path_of
+from aiotensor.links.unix import UnixSenderLink
 from tests.links.ends import open_sockets, turns
 from tests.links.unix_ends import Receiver, Sender, connecting, leave_stale, listening
 
@@ -30,39 +30,6 @@ def look_now(sender: Sender) -> None:
     assert sender.link._retry is not None
     sender.link._retry.cancel()
     sender.link._look()
-
-
-# Addresses
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        "",
-        "/run/engine.sock",
-        "unix:",
-        "unix://",
-        "unix://engine.sock",
-        "unix:engine.sock",
-        "unix://host/run/engine.sock",
-        "unix:///run/engine.sock?mode=1",
-        "unix:///run/engine.sock#part",
-        "tcp:///run/engine.sock",
-        "unix:///run/folder/",
-        "unix:///run/%00",
-        "unix:///" + "x" * 107,
-        "unix:///" + "é" * 54,
-    ],
-)
-def test_an_address_that_names_no_socket_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match=r"address|path"):
-        path_of(address)
-
-
-def test_an_address_names_a_path_as_other_addresses_do() -> None:
-    assert path_of("unix:///run/engine.sock") == "/run/engine.sock"
-    assert path_of("unix:///run/two%20words") == "/run/two words"
-    assert path_of("unix:///" + "x" * 106) == "/" + "x" * 106
 
 
 # Connecting

@@ -9,16 +9,16 @@ from aiotensor.cli.extras import missing_extra
 
 __all__ = ["doctor"]
 
-_SCHEME = "unix://"
-
 
 def _path(_: click.Context, option: click.Parameter, address: str | None) -> Path | None:
     if address is None:
         return None
-    path = address.removeprefix(_SCHEME)
-    if not address.startswith(f"{_SCHEME}/") or path.endswith("/") or "\0" in path:
-        raise click.BadParameter(f"{address!r} is not of the form unix:///folder/name", param=option)
-    return Path(path)
+    from aiotensor.links.address import socket_path
+
+    try:
+        return Path(socket_path(address, "unix"))
+    except ValueError as error:
+        raise click.BadParameter(str(error), param=option) from error
 
 
 @click.command()

@@ -75,10 +75,10 @@ def _run(address: str, as_json: bool, is_live: bool, interval_s: float, patience
     from aiotensor.cli.top.words import printable
     from aiotensor.errors import AioTensorError
     from aiotensor.inspection import inspect
-    from aiotensor.links.unix import path_of
+    from aiotensor.links.address import socket_path
 
     try:
-        path_of(address)
+        socket_path(address, "unix")
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="'unix:///PATH'") from error
     try:

@@ -1,0 +1,46 @@
+"""Addresses that name the file of a socket: ``unix://`` for tensors, ``ipc://`` for messages."""
+
+import os
+from urllib.parse import unquote_to_bytes
+
+__all__ = ["label_of", "socket_path"]
+
+_MAX_PATH_BYTES = 107  # of a socket's address on Linux
+
+
+def socket_path(address: str, scheme: str) -> str:
+    """Return the path that an address such as ``unix:///run/user/1000/engine.sock`` names.
+
+    ``%`` and two hexadecimal digits stand for a byte, as in other URLs. A byte that is not UTF-8 is returned
+    as `os.fsdecode` does.
+
+    Args:
+        address: the scheme, ``://`` and an absolute path.
+        scheme: that it is to have.
+
+    Raises:
+        ValueError: it is no such address, or its path is too long for a socket.
+    """
+    found, _, rest = address.partition("://")
+    if found.lower() != scheme or not rest.startswith("/") or "?" in rest or "#" in rest:
+        raise ValueError(
+            f"the address {address!r} is not {scheme}:// and an absolute path, such as "
+            f"{scheme}:///run/user/1000/engine.sock; a question mark is written %3F there, and a # %23"
+        )
+    try:
+        path = unquote_to_bytes(os.fsencode(rest))
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the address {address!r} names no path: {error.reason}") from None
+    if path.endswith(b"/") or b"\0" in path:
+        raise ValueError(f"the address {address!r} does not name a file")
+    if len(path) > _MAX_PATH_BYTES:
+        raise ValueError(
+            f"the path of the address {address!r} has {len(path)} bytes, and that of a socket at most "
+            f"{_MAX_PATH_BYTES}: choose a shorter folder"
+        )
+    return os.fsdecode(path)
+
+
+def label_of(address: str) -> str:
+    """Return an address for logs and metrics; bytes that are not UTF-8 are escaped."""
+    return address.encode(errors="backslashreplace").decode()
