@@ -233,7 +233,7 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
         senders: senders that are connected now.
         max_senders: the limit on them.
         senders_lost: senders that died or broke the link.
-        senders_refused: senders that were turned away, because of a limit.
+        senders_refused: senders that were refused, because of a limit or of their version.
         waiting: `receive` calls and iterations that wait now.
         unclaimed_tensors: tensors that arrived and that nobody has taken.
         unclaimed_bytes: bytes of those tensors.
@@ -315,7 +315,7 @@ class ServerStatistics(msgspec.Struct, frozen=True):
         failures: messages that were answered with an error.
         cancelled: messages that their clients gave up, or were lost with.
         clients_lost: clients that died, closed or broke the protocol.
-        clients_refused: clients that were turned away, because of a limit.
+        clients_refused: clients that were refused, because of a limit or of their version.
     """
 
     clients: int

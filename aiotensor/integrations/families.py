@@ -147,7 +147,7 @@ TABLE: _Rows = (
             Counter(
                 "aiotensor_receiver_senders_refused",
                 "senders_refused",
-                "Senders that were turned away, because of a limit.",
+                "Senders that were refused, because of a limit or of their version.",
             ),
         ),
     ),
@@ -207,7 +207,7 @@ TABLE: _Rows = (
             Counter(
                 "aiotensor_server_clients_refused",
                 "clients_refused",
-                "Clients that were turned away, because of a limit.",
+                "Clients that were refused, because of a limit or of their version.",
             ),
         ),
     ),

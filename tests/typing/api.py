@@ -44,6 +44,7 @@ async def send_one(queue: TensorQueue, tensor: torch.Tensor, array: npt.NDArray[
         assert_type(await sender.send(box), TensorHandle)
         assert_type(await sender.send(torch.nn.Parameter(tensor)), TensorHandle)
         assert_type(sender.send_nowait(tensor), TensorHandle)
+        await sender.ready()
 
         await sender.send([tensor])  # type: ignore[arg-type]
         await sender.send(b"bytes")  # type: ignore[arg-type]
@@ -58,6 +59,7 @@ async def meet_at_an_address(address: str) -> None:
             max_mapped_bytes=None,
             max_unclaimed_messages=None,
             max_frame_bytes=1 << 15,
+            max_wait_s=2.5,
         ) as receiver,
         TensorSender(address, keep_warm_s=None, long_wait_s=2.5) as sender,
     ):
@@ -70,6 +72,7 @@ async def meet_at_an_address(address: str) -> None:
     TensorSender(address, keep_warm_s="30")  # type: ignore[arg-type]
     TensorReceiver(address, 4)  # type: ignore[call-arg]
     TensorReceiver(address, max_frame_bytes=None)  # type: ignore[arg-type]
+    TensorReceiver(address, max_wait_s="5")  # type: ignore[arg-type]
     TensorReceiver(b"unix:///run/user/1000/engine.sock")  # type: ignore[arg-type]
 
 
@@ -102,6 +105,7 @@ async def receive(queue: TensorQueue, handle: TensorHandle) -> None:
             assert_type(delivery, Delivery)
             assert_type(delivery.handle, TensorHandle)
             assert_type(delivery.tensor, torch.Tensor)
+            assert_type(delivery.tensors, int)
         receiver.discard(handle)
 
         await receiver.receive(handle, True)  # type: ignore[call-arg]
@@ -128,6 +132,7 @@ def look_at_a_handle(handle: TensorHandle) -> bytes:
     assert_type(handle.shape, tuple[int, ...])
     assert_type(handle.device, str)
     hash(handle)
+    assert_type(dict(handle), dict[str, str | int | tuple[int, ...]])
     again = msgspec.json.decode(msgspec.json.encode(handle), type=TensorHandle)
     assert_type(again, TensorHandle)
 
@@ -174,6 +179,9 @@ async def tell_errors_apart(receiver: TensorReceiver, sender: TensorSender, hand
     except aiotensor.PeerLostError as error:
         assert_type(error.pid, int | None)
         return "it died"
+    except aiotensor.RefusedError as error:
+        assert_type(error.pid, int | None)
+        return "500: a limit or a version has to be changed"
     except (aiotensor.DiscardedError, aiotensor.AlreadyTakenError):
         return "gone"
     except aiotensor.WouldBlockError as error:
