@@ -35,8 +35,8 @@ def socket_path(address: str, scheme: str) -> str:
         raise ValueError(f"the address {address!r} does not name a file")
     if len(path) > _MAX_PATH_BYTES:
         raise ValueError(
-            f"the path of the address {address!r} has {len(path)} bytes, and that of a socket at most "
-            f"{_MAX_PATH_BYTES}: choose a shorter folder"
+            f"the path of the address {address!r} is longer than the {_MAX_PATH_BYTES} bytes that a socket's "
+            "address has: choose a shorter folder"
         )
     return os.fsdecode(path)
 

@@ -36,6 +36,7 @@ async def _in_child(address: str, work: Callable[[peers.State], Awaitable[Any]])
 
 
 async def _send_without_descriptors(sender: TensorSender) -> None:
+    await sender.ready()  # without descriptors it could not connect, and would wait for that
     with no_descriptors():
         await sender.send(pattern(0, BIG))  # whose memory needs one
 
@@ -61,6 +62,7 @@ async def _ask_fastapi(state: peers.State) -> tuple[Answer, Answer, int, tuple[i
 
     @app.post("/handler")
     async def handler(permit: Annotated[OpenMessage, Depends(engine.permit, scope="function")]) -> None:
+        await permit.sender.ready()
         with no_descriptors():
             await permit.send(pattern(0, BIG))
 
