@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from aiotensor import PeerLostError, TensorReceiver, TensorSender, UsageError
+from aiotensor import PeerLostError, RefusedError, TensorReceiver, TensorSender, UsageError
 from aiotensor.channel import MessageClient
 from tests.chaos.here import ARENA_BYTES, here
 from tests.chaos.journal import Broken
@@ -149,7 +149,7 @@ async def probe(state: State) -> None:
     is_answered = False
     # A sender that was refused, for want of a descriptor perhaps, comes again with a later answer.
     while not is_answered or any(receiver.statistics().senders != 1 for receiver in state.receivers):
-        with contextlib.suppress(PeerLostError):
+        with contextlib.suppress(PeerLostError, RefusedError):
             is_answered = is_answer(await _ends.client.request(question), question)
             if not is_answered:
                 here.journal(Broken("a probe was not answered as it should be"))

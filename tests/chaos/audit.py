@@ -141,7 +141,7 @@ class _Audit:
         if message.is_withdrawn or (taken.sender, taken.message) in self.dropped:
             allowed |= {"DiscardedError"}  # with what was left of its message
         if self._may_be_lost(message, handle):
-            allowed |= {"PeerLostError"}
+            allowed |= {"PeerLostError", "RefusedError"}
         return "" if error in allowed else f"taken as {taken}, and asking again raised {error}"
 
     def _untaken(self, message: _Message, handle: Sent | None, tally: Tally) -> str:
@@ -155,7 +155,7 @@ class _Audit:
             tally.lost += 1
             allowed = set[str]()
         if self._may_be_lost(message, handle):
-            allowed |= {"PeerLostError"}
+            allowed |= {"PeerLostError", "RefusedError"}
         if not allowed:
             return (
                 f"it was sent as {handle} and is lost ({error}), though no connection ended since: "
@@ -186,7 +186,7 @@ class _Audit:
                 return plan.has(slot, (FaultKind.CLOSE,))
             case "OSError":
                 return plan.has(slot, RESOURCES)
-            case "PeerLostError":
+            case "PeerLostError" | "RefusedError":
                 return (
                     plan.ends_the_receiver
                     or account.is_new

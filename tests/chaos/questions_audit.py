@@ -91,7 +91,7 @@ class _Questions:
                 return order.fate == "cancel"
             case "ClosedError":
                 return plan.has(slot, (FaultKind.CLOSE,))
-            case "PeerLostError":
+            case "PeerLostError" | "RefusedError":
                 return plan.ends_the_receiver or account.is_new or starved
             case "RemoteError":
                 name = text.partition(":")[0]
@@ -99,7 +99,7 @@ class _Questions:
                     return True
                 if name == "WouldBlockError":  # answers that wait for each other's memory
                     return len(order.answer) > 1 and slot in ANSWERED_BY_SENDER
-                return starved and name in ("OSError", "PeerLostError", "DiscardedError")
+                return starved and name in ("OSError", "PeerLostError", "RefusedError", "DiscardedError")
             case "WouldBlockError":  # questions that wait for each other's memory
                 return len(order.counts) > 1 and slot in ASKS_BY_SENDER
             case "OSError":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from aiotensor import PeerLostError, SenderStatistics, TensorHandle, TensorQueue, TensorSender
+from aiotensor import PeerLostError, RefusedError, SenderStatistics, TensorHandle, TensorQueue, TensorSender
 from tests.chaos.here import ARENA_BYTES, here
 from tests.chaos.journal import Broken, Sent, Withdrawn
 from tests.chaos.plan import Order, SenderPlan
@@ -115,7 +115,7 @@ async def probe(state: State, plan: SenderPlan) -> TensorHandle:
     while True:
         # A process that is being killed has its listening socket a little longer than its connections, and
         # one that is refused because of a limit is let in when there is room.
-        with contextlib.suppress(PeerLostError):
+        with contextlib.suppress(PeerLostError, RefusedError):
             return await state.sender.send(pattern(0, 3))
         if isinstance(state.endpoint, TensorQueue):  # who was refused there has to be opened again
             await reopen(state, plan)

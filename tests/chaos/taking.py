@@ -15,6 +15,7 @@ from aiotensor import (
     DiscardedError,
     PeerLostError,
     ReceiverStatistics,
+    RefusedError,
     TensorHandle,
     TensorReceiver,
     UsageError,
@@ -81,7 +82,7 @@ class _Taking:
         """Wait for what never comes, and hear of the end of the sender."""
         try:
             await self.receiver.receive(_handle(sender, _NEVER))
-        except PeerLostError as error:
+        except (PeerLostError, RefusedError) as error:
             self.losses[sender].set_result(error.pid)
         except AioTensorError:
             self.losses[sender].set_result(None)
@@ -194,7 +195,7 @@ async def take_probe(state: State, handle: TensorHandle) -> bool:
     """
     try:
         return token_of(await state.receiver.receive(handle)) == 0
-    except (DiscardedError, PeerLostError):
+    except (DiscardedError, PeerLostError, RefusedError):
         return False
 
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable
 
 import torch
 
-from aiotensor import DiscardedError, PeerLostError, TensorSender, WouldBlockError
+from aiotensor import DiscardedError, PeerLostError, RefusedError, TensorSender, WouldBlockError
 from tests.pairs import BIG, pattern, until
 
 __all__ = ["ARENA_BYTES", "PERMITS", "check_all_is_back", "is_whole", "work"]
@@ -22,7 +22,7 @@ async def work(sender: TensorSender) -> Counter[str]:
     async def ends(sending: Awaitable[object]) -> None:
         try:
             await sending
-        except (PeerLostError, DiscardedError, WouldBlockError) as error:
+        except (PeerLostError, RefusedError, DiscardedError, WouldBlockError) as error:
             outcomes[type(error).__name__] += 1
         else:
             outcomes["sent"] += 1

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import torch
 
-from aiotensor import PeerLostError, ProtocolError, RemoteError
+from aiotensor import PeerLostError, ProtocolError, RefusedError, RemoteError
 from aiotensor.channel import MessageClient, Request
 from aiotensor.links import Endpoint
 from tests.pairs import BIG, pattern
@@ -18,7 +18,7 @@ from tests.pairs import BIG, pattern
 __all__ = ["Note", "ask_rightly", "messages_at", "respond", "work"]
 
 # How a request may end whose server says what it likes.
-_ENDS = (RemoteError, PeerLostError, ProtocolError)
+_ENDS = (RemoteError, PeerLostError, RefusedError, ProtocolError)
 
 
 class Note(msgspec.Struct):

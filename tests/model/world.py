@@ -19,6 +19,7 @@ from aiotensor import (
     ClosedError,
     DiscardedError,
     PeerLostError,
+    RefusedError,
     TensorHandle,
     TensorQueue,
     WouldBlockError,
@@ -148,7 +149,7 @@ class World(RuleBasedStateMachine):
             if outcome.is_cancelled:
                 assert call.is_cancelled, f"nobody cancelled {call}"
             elif call.must_be_lost:
-                assert isinstance(outcome.error, PeerLostError | ClosedError), (
+                assert isinstance(outcome.error, PeerLostError | RefusedError | ClosedError), (
                     f"{call} did not hear of the loss"
                 )
             call.finish(call, outcome)
@@ -187,7 +188,7 @@ class World(RuleBasedStateMachine):
         sender, message = call.side, call.message
         assert isinstance(sender, Sender)
         match error:
-            case PeerLostError():
+            case PeerLostError() | RefusedError():
                 began = message.began if message is not None else call.began
                 assert sender.may_have_lost(began), f"{call}: nothing was lost"
             case ClosedError():
@@ -265,7 +266,7 @@ class World(RuleBasedStateMachine):
                 is_over = message is None and sender.end
                 given_up = (receiver, key[0], key[1]) in self.discards
                 assert is_known or is_over or given_up, f"{tensor or key} was not discarded: {error}"
-            case PeerLostError():
+            case PeerLostError() | RefusedError():
                 began = message.began if message is not None else 0
                 is_killed = sender.end == "killed" or sender.losses
                 assert is_killed or sender.may_have_lost(began), f"{tensor or key} was not lost: {error}"
