@@ -22,6 +22,7 @@ from aiotensor import (
 )
 from aiotensor.links import Endpoint, connect
 from aiotensor.mappings import MAX_SEGMENTS
+from aiotensor.placements import segment_bytes
 from aiotensor.protocol.frames import (
     MAX_RECORD_BYTES,
     VERSION,
@@ -154,7 +155,7 @@ async def test_a_tensor_is_never_opened_outside_its_segment(
         (4096, fcntl.F_SEAL_GROW, 4096),
         (4096, fcntl.F_SEAL_SHRINK, 8192),
         (8192, fcntl.F_SEAL_SHRINK, 4096),
-        (2 * ARENA, fcntl.F_SEAL_SHRINK, 2 * ARENA),
+        (segment_bytes(ARENA) + 4096, fcntl.F_SEAL_SHRINK, segment_bytes(ARENA) + 4096),
         (0, fcntl.F_SEAL_SHRINK, 0),
     ],
 )
@@ -201,7 +202,7 @@ async def test_segments_that_were_detached_and_are_not_in_use_make_room_for_othe
 async def test_what_tensors_keep_of_detached_segments_counts_against_the_arena(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    half = ARENA // 2
+    half = segment_bytes(ARENA) // 2
     frames: list[ToReceiver] = [
         Attach(0, "arena", half),
         put(shape=(1,), placement="arena", payload=WHERE.pack(0, 0), block=0),
@@ -210,7 +211,7 @@ async def test_what_tensors_keep_of_detached_segments_counts_against_the_arena(
     ]
     with endpoint() as place:
         await _cut_off(place, [], caplog, segments=frames, size=half)
-    assert f"attached {ARENA + 1} bytes" in caplog.text
+    assert f"attached {2 * half + 1} bytes" in caplog.text
 
 
 def _attach(rogue: Rogue, segment: ToReceiver, size: int, seals: int = fcntl.F_SEAL_SHRINK) -> None:
