@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-import torch
 from torch.nn import Parameter
 
 from aiotensor import placements
@@ -27,7 +26,7 @@ from aiotensor.links.base import SenderLink
 from aiotensor.logs import logger_of
 from aiotensor.message import Message, State
 from aiotensor.outbox import Outbox
-from aiotensor.placements import Block, Placed
+from aiotensor.placements import Block, Placed, Source
 from aiotensor.protocol.frames import (
     MAX_RECORD_BYTES,
     VERSION,
@@ -204,7 +203,7 @@ class Conversation:
             segment.is_attached = True
 
     def announce(
-        self, message: Message, source: torch.Tensor, placed: Placed, block: int | None, *, last: bool
+        self, message: Message, source: Source, placed: Placed, block: int | None, *, last: bool
     ) -> TensorHandle:
         """Tell of a tensor. From here on it is the receiver's."""
         if message.number is None:

@@ -8,7 +8,7 @@ import torch
 
 from aiotensor import placements
 from aiotensor.gates import Gate
-from aiotensor.placements import Allocations, Block, CopyAbandonedError, Place, Segment
+from aiotensor.placements import Allocations, Block, CopyAbandonedError, Place, Segment, Source
 from aiotensor.process_end import ProcessEnd
 from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.leases import Leases
@@ -78,7 +78,7 @@ class Memory:
         ticket = self.gate.try_acquire(nbytes, holder)
         return None if ticket is None else self._own(ticket)
 
-    def copy_now(self, source: torch.Tensor, block: Block) -> None:
+    def copy_now(self, source: Source, block: Block) -> None:
         """Copy a tensor on this thread."""
         if not block.place.is_warm:
             segment = block.place.segment
@@ -94,7 +94,7 @@ class Memory:
         placements.copy_now(source, block.place)
         self._count(source)
 
-    async def copy(self, source: torch.Tensor, block: Block, holder: Hashable) -> None:
+    async def copy(self, source: Source, block: Block, holder: Hashable) -> None:
         """Copy a tensor, in the worker if that takes long; the pin is gone if this fails.
 
         Cancelling stops the copy; the block is free when the worker has let go of it.
@@ -251,7 +251,7 @@ class Memory:
             reader.cancel()
         self._readers.clear()
 
-    def _count(self, copied: torch.Tensor) -> None:
+    def _count(self, copied: Source) -> None:
         self.tensors_copied += 1
         self.bytes_copied += copied.nbytes
 
@@ -266,7 +266,7 @@ class Memory:
             raise
         return Block(self._leases.own(ticket), place)
 
-    async def _run(self, block: Block, holder: Hashable, source: torch.Tensor | None) -> None:
+    async def _run(self, block: Block, holder: Hashable, source: Source | None) -> None:
         """Fill a block in the worker; if that fails, the pin is gone when it has ended."""
         idle, cold = self._arena.prepare(block.place)
         copy = _Copy(block, holder, idle, cold)
@@ -287,7 +287,7 @@ class Memory:
         finally:
             del running  # it has the error, whose traceback has this frame, and the callers' with the source
 
-    def _work(self, copy: _Copy, source: torch.Tensor | None) -> None:
+    def _work(self, copy: _Copy, source: Source | None) -> None:
         """Get memory for a block, and copy a tensor into it; in the worker."""
         place = copy.block.place
         place.segment.give_back(copy.idle)

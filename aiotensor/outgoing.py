@@ -22,7 +22,7 @@ from aiotensor.ledger import Ledger, Patience
 from aiotensor.links.base import SenderLink
 from aiotensor.memory import Memory
 from aiotensor.message import Message, State
-from aiotensor.placements import Allocation, Arena, Block, Place, Placed, Plan
+from aiotensor.placements import Allocation, Arena, Block, Place, Placed, Plan, Source
 from aiotensor.protocol.credits import Ticket
 from aiotensor.types import SenderStatistics, TensorHandle
 
@@ -159,7 +159,7 @@ class Outgoing:
             raise self.ledger.would_block("no permit is free", 1, nbytes)
         return self._new_message(permit)
 
-    async def put(self, message: Message, source: torch.Tensor, plan: Plan, *, last: bool) -> TensorHandle:
+    async def put(self, message: Message, source: Source, plan: Plan, *, last: bool) -> TensorHandle:
         """Take a tensor from its bytes to its announcement."""
         # The link's queue is bounded only by this: nobody adds to it while it is behind.
         if not self._link.is_ready or self.conversation.refusal is not None:
@@ -176,7 +176,7 @@ class Outgoing:
         return await self._put_copy(message, source, last=last)
 
     def _announce_allocated(
-        self, message: Message, source: torch.Tensor, allocation: Allocation, *, last: bool
+        self, message: Message, source: Source, allocation: Allocation, *, last: bool
     ) -> TensorHandle:
         """Announce a tensor where it lies. From here on its memory is accounted to the message."""
         placed = placements.place_allocated(source, allocation)
@@ -184,7 +184,7 @@ class Outgoing:
         message.has_bytes = True
         return self._announce(message, source, placed, allocation.block, last=last)
 
-    async def _put_copy(self, message: Message, source: torch.Tensor, *, last: bool) -> TensorHandle:
+    async def _put_copy(self, message: Message, source: Source, *, last: bool) -> TensorHandle:
         block = await self._acquire_bytes(source.nbytes, message)
         try:
             self._check_open(message)  # it may have ended while waiting
@@ -203,7 +203,7 @@ class Outgoing:
         finally:
             self.memory.unpin_owner(block.number)
 
-    def put_nowait(self, message: Message, source: torch.Tensor, plan: Plan) -> TensorHandle:
+    def put_nowait(self, message: Message, source: Source, plan: Plan) -> TensorHandle:
         """Do the same for the one tensor of a message, on this thread, or raise `WouldBlockError`."""
         allocation = plan.allocation
         if allocation is not None and allocation.can_be_sent:
@@ -362,7 +362,7 @@ class Outgoing:
         return message
 
     def _announce(
-        self, message: Message, source: torch.Tensor, placed: Placed, block: Block | None, *, last: bool
+        self, message: Message, source: Source, placed: Placed, block: Block | None, *, last: bool
     ) -> TensorHandle:
         """Put the frame on the link. From here on the tensor is the receiver's."""
         number: int | None = None

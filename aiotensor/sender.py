@@ -17,7 +17,7 @@ from aiotensor.ledger import MemoryUsage, Patience
 from aiotensor.message import Message, State
 from aiotensor.open_message import OpenMessage
 from aiotensor.outgoing import Outgoing
-from aiotensor.placements import Plan, Sendable
+from aiotensor.placements import Plan, Sendable, Source
 from aiotensor.tally import ErrorTally, WaitTally
 from aiotensor.types import MAX_NUMBER, SenderStatistics, TensorHandle
 
@@ -339,10 +339,10 @@ class TensorSender:
             return placements.new_tensor(sizes, dtype)
         return await self._outgoing.allocate(nbytes, dtype, sizes, message)
 
-    def _prepare(self, value: Sendable) -> tuple[torch.Tensor, Plan]:
+    def _prepare(self, value: Sendable) -> tuple[Source, Plan]:
         """Refuse what could never be sent, before anything is taken for it."""
         self._check()
-        source = placements.as_tensor(value)
+        source = placements.as_source(value)
         plan = placements.plan(source, self._outgoing.memory.allocations)
         if plan.new_bytes:
             self._check_fits(plan.new_bytes)

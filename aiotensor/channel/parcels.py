@@ -10,9 +10,10 @@ import torch
 import zmq
 
 from aiotensor import placements
-from aiotensor.codec import TensorDecoder, TensorEncoder
+from aiotensor.codec import SourceEncoder, TensorDecoder
 from aiotensor.errors import ClosedError, ProtocolError
 from aiotensor.home import FreedItems
+from aiotensor.placements import ArraySource, Sendable, Source
 from aiotensor.sender import OpenMessage, TensorSender
 from aiotensor.types import TensorHandle
 from aiotensor.worker import Worker, in_thread
@@ -46,14 +47,14 @@ class Parcel:
 
     def __init__(self, *, has_sender: bool, may_take_long: bool = False) -> None:
         self.parts: list[bytes | memoryview] = []
-        self.tensors: list[torch.Tensor] = []
+        self.tensors: list[Sendable] = []
         self._has_sender = has_sender
         self._inline_bytes = self._gathered_bytes = self._count = 0
         self._may_take_long = may_take_long
 
-    def place(self, tensor: torch.Tensor) -> int | None:
+    def place(self, source: Source) -> int | None:
         """Choose how a tensor goes; one for the sender is known in the body by its number."""
-        nbytes = tensor.nbytes
+        nbytes = source.nbytes
         self._count += 1
         if self._count > _QUICK_ENCODED_TENSORS and not self._may_take_long:
             raise _TakesLongError
@@ -61,9 +62,9 @@ class Parcel:
             if nbytes <= placements.MAX_INLINE_BYTES and self._inline_bytes + nbytes <= _MAX_INLINE_BYTES:
                 self._inline_bytes += nbytes
                 return None
-            self.tensors.append(tensor)
+            self.tensors.append(source.array if isinstance(source, ArraySource) else source)
             return len(self.tensors) - 1
-        if not (self._may_take_long or placements.lies_flat(tensor)):
+        if not (self._may_take_long or placements.is_flat(source)):
             self._gathered_bytes += nbytes
             if self._gathered_bytes > placements.QUICK_BYTES:
                 raise _TakesLongError
@@ -126,10 +127,10 @@ async def pack(message: object, *, has_sender: bool) -> Parcel:
     """
     parcel = Parcel(has_sender=has_sender)
     try:
-        parcel.parts = TensorEncoder(parcel.place).encode(message)
+        parcel.parts = SourceEncoder(parcel.place).encode(message)
     except _TakesLongError:
         parcel = Parcel(has_sender=has_sender, may_take_long=True)
-        parcel.parts = await in_thread(TensorEncoder(parcel.place).encode, message)
+        parcel.parts = await in_thread(SourceEncoder(parcel.place).encode, message)
     return parcel
 
 

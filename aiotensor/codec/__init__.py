@@ -17,7 +17,7 @@ handle, or None for "not mine"; and the decoder a `find`, which turns the handle
 """
 
 from aiotensor.codec.decoder import Find, TensorDecoder
-from aiotensor.codec.encoder import Place, TensorEncoder
+from aiotensor.codec.encoder import Place, SourceEncoder, TensorEncoder
 from aiotensor.codec.meta import TensorMeta
 
-__all__ = ["Find", "Place", "TensorDecoder", "TensorEncoder", "TensorMeta"]
+__all__ = ["Find", "Place", "SourceEncoder", "TensorDecoder", "TensorEncoder", "TensorMeta"]

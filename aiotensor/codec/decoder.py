@@ -181,7 +181,7 @@ def _convert(type_: Any, value: object) -> object:
         if isinstance(array, np.ndarray):
             _check_array(array, type_)
         return array
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    return placements.tensor_over(value) if isinstance(value, np.ndarray) else value
 
 
 def _check_array(array: np.ndarray[Any, Any], type_: Any) -> None:

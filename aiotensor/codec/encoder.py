@@ -1,7 +1,7 @@
 """From a message to bytes, and buffers beside them."""
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -10,9 +10,9 @@ from torch.nn import Parameter
 
 from aiotensor import placements
 from aiotensor.codec.wire import ARRAY, TENSOR, Beside, Elsewhere, Inside, Meaning, write
-from aiotensor.placements import SupportsDLPack
+from aiotensor.placements import Sendable, Source, SupportsDLPack
 
-__all__ = ["Place", "TensorEncoder"]
+__all__ = ["Place", "SourceEncoder", "TensorEncoder"]
 
 Place: TypeAlias = Callable[[torch.Tensor], object | None]
 
@@ -22,26 +22,24 @@ Buffers: TypeAlias = list[bytes | memoryview]
 _TENSORS = (torch.Tensor, np.ndarray, SupportsDLPack)
 
 
-def _not_mine(tensor: torch.Tensor) -> None:
+def _not_mine(source: Source) -> None:
     return None
 
 
-class TensorEncoder:
-    """Encode messages that hold tensors and numpy arrays.
-
-    An encoder keeps nothing of a message, and may be used in several threads at once. The msgpack extensions
-    with the codes 65 and 84 are taken; others pass through.
+class SourceEncoder:
+    """Encode messages for a `place` that can send a source which torch cannot view; see `TensorEncoder`.
 
     Args:
-        place: called with each tensor in the order of the message, a numpy array as a tensor over its
-            memory; returns a handle, which is anything that msgpack can carry, or None for a tensor that is
-            to travel with the message. What it raises, `encode` raises.
-        inline_bytes: tensors of at most so many bytes ride in the body; larger ones become buffers.
+        place: called with each source in the order of the message; returns a handle, or None.
+        inline_bytes: sources of at most so many bytes ride in the body.
     """
 
-    def __init__(self, place: Place = _not_mine, *, inline_bytes: int = placements.MAX_INLINE_BYTES) -> None:
+    def __init__(
+        self, place: Callable[[Source], object | None], *, inline_bytes: int = placements.MAX_INLINE_BYTES
+    ) -> None:
         self._place = place
         self._inline_bytes = inline_bytes
+        self._open: Callable[[Sendable], Source] = placements.as_source
 
     def encode(self, message: object) -> Buffers:
         """Return the body of a message, and the buffers beside it.
@@ -76,18 +74,38 @@ class TensorEncoder:
                 f"a message cannot hold a {type(value).__name__!r}: use a msgspec Struct, a dataclass, a "
                 "list, a dict, a plain value, a tensor or an array"
             )
-        tensor = placements.as_tensor(value)
+        source = self._open(value)
         code = ARRAY if isinstance(value, np.ndarray) else TENSOR
-        handle = self._place(tensor)
+        handle = self._place(source)
         if handle is not None:
             return write(code, Elsewhere(handle))
         meaning = Meaning(
-            placements.DTYPE_NAMES[tensor.dtype],
-            tuple(tensor.shape),
-            tensor.requires_grad,
-            type(tensor) is Parameter,
+            placements.DTYPE_NAMES[source.dtype],
+            tuple(source.shape),
+            source.requires_grad,
+            type(source) is Parameter,
         )
-        if tensor.nbytes <= self._inline_bytes:
-            return write(code, Inside(meaning, memoryview(placements.bytes_of(tensor))))
-        buffers.append(placements.buffer_of(tensor).data.toreadonly())
+        if source.nbytes <= self._inline_bytes:
+            return write(code, Inside(meaning, memoryview(placements.bytes_of(source))))
+        buffers.append(placements.buffer_of(source).data.toreadonly())
         return write(code, Beside(meaning, len(buffers) - 1))
+
+
+class TensorEncoder(SourceEncoder):
+    """Encode messages that hold tensors and numpy arrays.
+
+    An encoder keeps nothing of a message, and may be used in several threads at once. The msgpack extensions
+    with the codes 65 and 84 are taken; others pass through.
+
+    Args:
+        place: called with each tensor in the order of the message. A numpy array is passed as a tensor over
+            its memory, or as a copy where torch cannot view that memory, as with negative strides. Returns a
+            handle, which is anything that msgpack can carry, or None for a tensor that is to travel with the
+            message. What it raises, `encode` raises.
+        inline_bytes: tensors of at most so many bytes ride in the body; larger ones become buffers.
+    """
+
+    def __init__(self, place: Place = _not_mine, *, inline_bytes: int = placements.MAX_INLINE_BYTES) -> None:
+        super().__init__(cast(Callable[[Source], object | None], place), inline_bytes=inline_bytes)
+        if place is not _not_mine:
+            self._open = placements.as_tensor

@@ -13,16 +13,25 @@ import torch
 from aiotensor.errors import ProtocolError
 from aiotensor.placements.allocations import Allocation, Allocations, Block
 from aiotensor.placements.arena import Arena, Place, read_where, segment_bytes
-from aiotensor.placements.buffers import buffer_of, lies_flat, open_buffer
+from aiotensor.placements.buffers import buffer_of, open_buffer
 from aiotensor.placements.copying import QUICK_BYTES, CopyAbandonedError, copy_in_threads, copy_now
 from aiotensor.placements.dtypes import DTYPE_NAMES, dtype_from_name
+from aiotensor.placements.gathering import as_tensor
 from aiotensor.placements.inline import MAX_INLINE_BYTES, bytes_of, open_inline
 from aiotensor.placements.leaves import as_leaf
 from aiotensor.placements.mapped import MappedSegment, open_segment
 from aiotensor.placements.raw import copy_of, new_tensor
 from aiotensor.placements.segments import Segment, whole_pages
-from aiotensor.placements.source import Sendable, SupportsDLPack, as_tensor, check_dtype
-from aiotensor.placements.views import Owner, Watch, watch
+from aiotensor.placements.source import (
+    ArraySource,
+    Sendable,
+    Source,
+    SupportsDLPack,
+    as_source,
+    check_dtype,
+    is_flat,
+)
+from aiotensor.placements.views import Owner, Watch, tensor_over, watch
 
 __all__ = [
     "ARENA",
@@ -32,6 +41,7 @@ __all__ = [
     "Allocation",
     "Allocations",
     "Arena",
+    "ArraySource",
     "Block",
     "CopyAbandonedError",
     "MappedSegment",
@@ -42,9 +52,11 @@ __all__ = [
     "Plan",
     "Segment",
     "Sendable",
+    "Source",
     "SupportsDLPack",
     "Watch",
     "as_leaf",
+    "as_source",
     "as_tensor",
     "buffer_of",
     "bytes_of",
@@ -53,7 +65,7 @@ __all__ = [
     "copy_now",
     "copy_of",
     "dtype_from_name",
-    "lies_flat",
+    "is_flat",
     "new_tensor",
     "open_buffer",
     "open_inline",
@@ -64,6 +76,7 @@ __all__ = [
     "place_inline",
     "plan",
     "segment_bytes",
+    "tensor_over",
     "watch",
     "whole_pages",
 ]
@@ -94,7 +107,7 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
 _INLINE = Plan(0, None)
 
 
-def plan(source: torch.Tensor, allocations: Allocations) -> Plan:
+def plan(source: Source, allocations: Allocations) -> Plan:
     """Choose how a tensor travels: in the frame if small, where it lies if allocated, else by a copy."""
     nbytes = source.nbytes
     if nbytes == 0:
@@ -105,12 +118,12 @@ def plan(source: torch.Tensor, allocations: Allocations) -> Plan:
     return _INLINE if nbytes <= MAX_INLINE_BYTES else Plan(nbytes, None)
 
 
-def place_inline(source: torch.Tensor) -> Placed:
+def place_inline(source: Source) -> Placed:
     """Put the bytes of a small tensor into the frame."""
     return Placed(INLINE, bytes_of(source))
 
 
-def place_allocated(source: torch.Tensor, allocation: Allocation) -> Placed:
+def place_allocated(source: Source, allocation: Allocation) -> Placed:
     """Name a tensor where it lies."""
     return Placed(ARENA, allocation.block.place.describe(source.data_ptr() - allocation.start))
 

@@ -6,6 +6,7 @@ import msgspec
 import torch
 
 from aiotensor.placements.arena import Place
+from aiotensor.placements.source import Source
 from aiotensor.placements.views import Watch, watch
 
 __all__ = ["Allocation", "Allocations", "Block"]
@@ -64,12 +65,16 @@ class Allocations:
     def __contains__(self, number: int) -> bool:
         return number in self._by_number
 
-    def find(self, tensor: torch.Tensor) -> Allocation | None:
-        """Return the block that a contiguous tensor lies in, or None if it lies in none."""
-        if not self._by_number or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    def find(self, source: Source) -> Allocation | None:
+        """Return the block in which a tensor lies so that it can be announced in place, or None."""
+        if not self._by_number or not source.is_contiguous() or source.is_conj() or source.is_neg():
             return None
-        start = tensor.data_ptr()
+        start = source.data_ptr()
         for allocation in self._by_number.values():
             if allocation.start <= start < allocation.stop:
+                # Views made by numpy, unlike those by torch, may be misaligned or end in the next block. No
+                # receiver accepts that.
+                if start % source.dtype.itemsize or start + source.nbytes > allocation.stop:
+                    return None
                 return allocation
         return None

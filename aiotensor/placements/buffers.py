@@ -3,28 +3,21 @@
 import numpy as np
 import torch
 
+from aiotensor.placements.gathering import gathered
 from aiotensor.placements.inline import check_size
-from aiotensor.placements.raw import RawBytes, flat_bytes, new_tensor, pieces
+from aiotensor.placements.raw import RawBytes, flat_bytes, new_tensor
+from aiotensor.placements.source import Source, is_flat
 from aiotensor.placements.views import view_over
 
-__all__ = ["buffer_of", "lies_flat", "open_buffer"]
+__all__ = ["buffer_of", "open_buffer"]
 
 
-def lies_flat(source: torch.Tensor) -> bool:
-    """Say whether a tensor's bytes can be shown as they lie; if not, `buffer_of` copies them."""
-    return flat_bytes(source) is not None
+def buffer_of(source: Source) -> RawBytes:
+    """Return the bytes of a source's values, in row-major order; the array keeps the memory alive.
 
-
-def buffer_of(source: torch.Tensor) -> RawBytes:
-    """Return the bytes of a tensor's values, in row-major order; the array keeps the memory alive."""
-    flat = flat_bytes(source)
-    if flat is not None:
-        return flat
-    gathered, offset = np.empty(source.nbytes, np.uint8), 0
-    for piece in pieces(source):
-        gathered[offset : offset + piece.nbytes] = piece
-        offset += piece.nbytes
-    return gathered
+    They are the source's own where it is flat, and copied otherwise.
+    """
+    return flat_bytes(source) if is_flat(source) else gathered(source)
 
 
 def open_buffer(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

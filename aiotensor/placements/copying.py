@@ -2,14 +2,18 @@
 
 import contextlib
 import ctypes
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from functools import partial
 
 import numpy as np
 import torch
 
 from aiotensor.placements.arena import Place
-from aiotensor.placements.raw import RawBytes, flat_bytes, pieces
+from aiotensor.placements.gathering import Gathering, gather
+from aiotensor.placements.raw import RawBytes
+from aiotensor.placements.source import Source, is_flat
 
 __all__ = ["QUICK_BYTES", "CopyAbandonedError", "copy_in_threads", "copy_now"]
 
@@ -20,8 +24,8 @@ QUICK_BYTES = 1 << 20
 # From here on two threads are faster than one; below, the second comes too late to help.
 _SHARED_COPY_BYTES = 4 << 20
 
-# A copy goes in steps: small enough that whoever stops between two of them stops soon, and few, since after
-# each one a thread waits for the interpreter. They get smaller, so that two threads end together.
+# A flat source is copied in steps: small enough that an abandoned copy stops soon, and few, since after each
+# one a thread waits for the interpreter. They get smaller, so that two threads end together.
 _LONGEST_STEP_BYTES = 8 << 20
 _SHORTEST_STEP_BYTES = 1 << 20
 
@@ -30,18 +34,17 @@ class CopyAbandonedError(Exception):
     """Nobody wants the copy any more."""
 
 
-def copy_now(source: torch.Tensor, place: Place) -> None:
-    """Copy a small tensor into warm memory, on this thread."""
-    view, offset = place.view(), 0
-    for piece in pieces(source):
-        view[offset : offset + piece.nbytes] = piece.data
-        offset += piece.nbytes
+def copy_now(source: Source, place: Place) -> None:
+    """Copy a small source into warm memory, on this thread."""
+    target: RawBytes = np.frombuffer(place.view(), np.uint8)
+    if is_flat(source):
+        ctypes.memmove(_address_of(target), source.data_ptr(), source.nbytes)
+    else:
+        gather(source, target)
 
 
-def copy_in_threads(
-    source: torch.Tensor, place: Place, is_abandoned: Callable[[], bool], helper: Executor
-) -> None:
-    """Copy a tensor of any size on this thread and, if it is large, on a helper's too.
+def copy_in_threads(source: Source, place: Place, is_abandoned: Callable[[], bool], helper: Executor) -> None:
+    """Copy a source of any size on this thread and, if it is large, on a helper's too.
 
     Args:
         source: what to copy.
@@ -52,27 +55,16 @@ def copy_in_threads(
     Raises:
         CopyAbandonedError: `is_abandoned` said so before the copy was complete.
     """
-    target: RawBytes = np.frombuffer(place.view(), dtype=np.uint8)
-    flat = flat_bytes(source)
-    if flat is None:
-        offset = 0
-        for piece in pieces(source):
-            if is_abandoned():
-                raise CopyAbandonedError
-            np.copyto(target[offset : offset + piece.nbytes], piece)
-            offset += piece.nbytes
-        return
-    there, here = _address_of(target), _address_of(flat)
-    steps = iter(_steps(flat.nbytes))  # the threads take turns at it
+    steps = iter(_flat_steps(source, place) if is_flat(source) else _gathering_steps(source, place))
 
     def share() -> None:
-        for start, length in steps:
+        for step in steps:  # the threads take turns at it
             if is_abandoned():
                 return
-            ctypes.memmove(there + start, here + start, length)
+            step()
 
     other: Future[None] | None = None
-    if flat.nbytes >= _SHARED_COPY_BYTES:
+    if source.nbytes >= _SHARED_COPY_BYTES:
         # If it cannot be started, it finds nothing left to do when it is, with the next copy.
         with contextlib.suppress(RuntimeError):
             other = helper.submit(share)
@@ -80,9 +72,24 @@ def copy_in_threads(
         share()
     finally:
         if other is not None:
-            other.result()  # it has only addresses: while it runs, the memory under them must live
+            other.result()
+        deque(steps, maxlen=0)  # a helper that could not be started keeps nothing of the source
     if is_abandoned():
         raise CopyAbandonedError
+
+
+def _flat_steps(source: torch.Tensor, place: Place) -> list[Callable[[], object]]:
+    # These have only addresses: while they are used, the memory under them must live.
+    there, here = _address_of(np.frombuffer(place.view(), np.uint8)), source.data_ptr()
+    return [
+        partial(ctypes.memmove, there + start, here + start, length)
+        for start, length in _steps(source.nbytes)
+    ]
+
+
+def _gathering_steps(source: Source, place: Place) -> list[Callable[[], object]]:
+    gathering = Gathering(source, np.frombuffer(place.view(), np.uint8))
+    return [partial(gathering.copy, box) for box in gathering.boxes]
 
 
 def _address_of(array: RawBytes) -> int:

@@ -6,7 +6,9 @@ import math
 import torch
 
 from aiotensor.errors import ProtocolError
-from aiotensor.placements.raw import is_addressable, new_tensor, pieces
+from aiotensor.placements.gathering import gathered
+from aiotensor.placements.raw import is_addressable, new_tensor
+from aiotensor.placements.source import Source
 from aiotensor.placements.views import view_over
 
 __all__ = ["MAX_INLINE_BYTES", "bytes_of", "check_size", "open_inline"]
@@ -15,11 +17,11 @@ __all__ = ["MAX_INLINE_BYTES", "bytes_of", "check_size", "open_inline"]
 MAX_INLINE_BYTES = 8 * 1024
 
 
-def bytes_of(source: torch.Tensor) -> bytes:
-    """Return the bytes of a tensor's values, in row-major order."""
+def bytes_of(source: Source) -> bytes:
+    """Return the bytes of a source's values, in row-major order."""
     if source.is_contiguous() and not source.is_conj() and not source.is_neg():
         return ctypes.string_at(source.data_ptr(), source.nbytes)  # half the time of any array's
-    return b"".join(piece.tobytes() for piece in pieces(source))
+    return gathered(source).tobytes()
 
 
 def open_inline(payload: bytes | memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

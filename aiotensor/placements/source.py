@@ -1,6 +1,6 @@
-"""What callers hand in: made a torch tensor, and refused if it could not arrive as it is."""
+"""What callers hand in: made a source, and refused if it could not arrive as it is."""
 
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Final, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ from aiotensor.placements.dtypes import DTYPE_NAMES
 from aiotensor.placements.raw import is_addressable
 from aiotensor.protocol.frames import MAX_DIMENSIONS
 
-__all__ = ["Sendable", "SupportsDLPack", "as_tensor", "check_dtype"]
+__all__ = ["ArraySource", "Sendable", "Source", "SupportsDLPack", "as_source", "check_dtype", "is_flat"]
 
 
 @runtime_checkable
@@ -27,8 +27,54 @@ class SupportsDLPack(Protocol):
 Sendable: TypeAlias = torch.Tensor | npt.NDArray[np.generic] | SupportsDLPack
 
 
-def as_tensor(value: Sendable) -> torch.Tensor:
-    """Return a tensor over the memory of `value`, without a copy, or refuse it.
+class ArraySource:
+    """An array that torch cannot view, because of negative strides or strides of fractions of elements.
+
+    It takes the place of a tensor until its values are copied, so that nothing is copied before there is
+    memory for it. It has what sending needs to know of a tensor.
+    """
+
+    __slots__ = ("array", "dtype", "nbytes", "shape")
+
+    is_cpu: Final = True
+    device: Final = torch.device("cpu")
+    requires_grad: Final = False
+
+    def __init__(self, array: npt.NDArray[np.generic], dtype: torch.dtype) -> None:
+        self.array = array
+        self.dtype = dtype
+        self.shape = array.shape
+        self.nbytes = array.nbytes
+
+    def data_ptr(self) -> int:
+        """Return the address of the first element."""
+        address: int = self.array.__array_interface__["data"][0]
+        return address
+
+    def is_contiguous(self) -> bool:
+        """Return False: the values are not in row-major order, or not where torch could read them."""
+        return False
+
+    def is_conj(self) -> bool:
+        """Return False: numpy has no conjugate views."""
+        return False
+
+    def is_neg(self) -> bool:
+        """Return False: numpy has no negative views."""
+        return False
+
+
+# What is sent: memory that is read when there is a place to copy it to.
+Source: TypeAlias = torch.Tensor | ArraySource
+
+
+def is_flat(source: Source) -> TypeGuard[torch.Tensor]:
+    """Return whether the bytes of a source's values lie in memory as they are, in row-major order."""
+    return source.is_contiguous() and not source.is_conj() and not source.is_neg()
+
+
+def as_source(value: Sendable) -> Source:
+    """Return a view of the memory of `value`, without a copy, or refuse it.
 
     Raises:
         TypeError: it is no tensor, no array, and has no ``__dlpack__``.
@@ -37,7 +83,10 @@ def as_tensor(value: Sendable) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         tensor = value
     elif isinstance(value, np.ndarray):
-        tensor = _from_numpy(value)
+        source = _from_numpy(value)
+        if isinstance(source, ArraySource):
+            return source
+        tensor = source
     elif isinstance(value, SupportsDLPack):
         tensor = _from_dlpack(value)
     else:
@@ -110,7 +159,7 @@ class _WritableAlias:
         self.__array_interface__ = interface
 
 
-def _from_numpy(array: npt.NDArray[np.generic]) -> torch.Tensor:
+def _from_numpy(array: npt.NDArray[np.generic]) -> Source:
     if isinstance(array, np.ma.MaskedArray):
         raise UnsupportedTensorError(
             "a masked array would lose its mask: send array.data and array.mask as one message"
@@ -121,9 +170,15 @@ def _from_numpy(array: npt.NDArray[np.generic]) -> torch.Tensor:
             "send array.astype(array.dtype.newbyteorder('='))"
         )
     if any(stride < 0 or stride % max(array.itemsize, 1) for stride in array.strides):
-        array = array.copy(order="C")  # torch knows no such strides
+        if array.nbytes:
+            return ArraySource(array, _view(np.empty(0, array.dtype)).dtype)
+        array = array.copy()  # of nothing
+    return _view(array if array.flags.writeable else np.asarray(_WritableAlias(array)))
+
+
+def _view(array: npt.NDArray[np.generic]) -> torch.Tensor:
     try:
-        return torch.from_numpy(array if array.flags.writeable else np.asarray(_WritableAlias(array)))
+        return torch.from_numpy(array)
     except TypeError as error:
         raise UnsupportedTensorError(
             f"torch has no dtype for an array of dtype {array.dtype}: send it as an array of numbers"

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Owner", "View", "Watch", "view_over", "watch"]
+__all__ = ["Owner", "View", "Watch", "tensor_over", "view_over", "watch"]
 
 # What torch keeps until the storage of a view is freed.
 Owner = npt.NDArray[Any]
@@ -17,7 +17,7 @@ Owner = npt.NDArray[Any]
 # The dtypes that numpy knows too. Through an array a tensor has its shape at once; a second step, to give
 # it a shape or a dtype, takes as long as the first.
 _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
-    dtype: torch.empty(0, dtype=dtype).numpy().dtype
+    dtype: torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     for dtype in (
         torch.bool,
         torch.uint8,
@@ -49,6 +49,10 @@ def view_over(
 ) -> View:
     """Return a tensor over a writable buffer, which lives at least as long.
 
+    It is never an inference tensor, nor a view made without gradients: a task that waits inside
+    `torch.inference_mode` or `torch.no_grad` leaves that mode on for all other tasks of its thread, and
+    tensors made in it would stay so.
+
     Args:
         buffer: the memory.
         offset: where in it the tensor begins, in bytes.
@@ -56,12 +60,24 @@ def view_over(
         shape: in elements.
         nbytes: of all of them; not 0.
     """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(mode=False):
+            return view_over(buffer, offset, dtype, shape, nbytes)
     known = _NUMPY.get(dtype)
     if known is not None and len(shape) <= _NUMPY_DIMENSIONS:
         owner = np.ndarray(shape, known, buffer, offset)
         return View(torch.from_numpy(owner), owner)
     owner = np.ndarray(nbytes, np.uint8, buffer, offset)
-    return View(torch.from_numpy(owner).view(dtype).view(shape), owner)
+    with torch.enable_grad():
+        return View(torch.from_numpy(owner).view(dtype).view(shape), owner)
+
+
+def tensor_over(array: npt.NDArray[Any]) -> torch.Tensor:
+    """Return a tensor over the memory of a writable array; not an inference tensor, either."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(mode=False):
+            return torch.from_numpy(array)
+    return torch.from_numpy(array)
 
 
 class Watch(weakref.ref[Owner]):

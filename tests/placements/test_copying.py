@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiotensor import placements
-from aiotensor.placements import CopyAbandonedError, Place, copy_in_threads, copy_now, copying, raw
+from aiotensor.placements import CopyAbandonedError, Place, copy_in_threads, copy_now, copying, gathering
 from aiotensor.placements.dtypes import DTYPES
 from tests.placements.segments import MIB, Clock, arena_of, bytes_of, place_in, random_tensor, warm
 
@@ -176,7 +176,7 @@ def test_a_copy_ends_only_when_the_helper_has_ended_its_part(helper: Executor) -
 
 
 def test_what_is_gathered_in_pieces_arrives_whole(monkeypatch: pytest.MonkeyPatch, helper: Executor) -> None:
-    monkeypatch.setattr(raw, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(gathering, "_BOX_BYTES", 1000)
     source = random_tensor((123, 457)).t()
 
     for copy in (copy_now, lambda source, place: copy_in_threads(source, place, wanted, helper)):
@@ -199,7 +199,7 @@ def test_conjugate_and_negative_views_are_copied_as_the_values_that_they_show(
     dtype: torch.dtype, view: str, is_cut: bool, helper: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_cut:
-        monkeypatch.setattr(raw, "_PIECE_BYTES", 100)
+        monkeypatch.setattr(gathering, "_BOX_BYTES", 100)
     source = VALUES[view](torch.randn(30, 40, dtype=dtype))
     assert source.is_conj() or source.is_neg()
     expected = source.resolve_conj().resolve_neg().contiguous().numpy().tobytes()
@@ -236,7 +236,7 @@ class After:
 def test_a_copy_that_nobody_wants_any_more_stops_between_two_steps(
     is_contiguous: bool, looks: int, monkeypatch: pytest.MonkeyPatch, helper: Executor
 ) -> None:
-    monkeypatch.setattr(raw, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(gathering, "_BOX_BYTES", 1000)
     monkeypatch.setattr(copying, "_LONGEST_STEP_BYTES", 1000)
     monkeypatch.setattr(copying, "_SHORTEST_STEP_BYTES", 1000)
     source = torch.full((100, 100), 7, dtype=torch.uint8)

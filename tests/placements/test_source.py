@@ -9,12 +9,13 @@ import torch
 
 from aiotensor.errors import UnsupportedTensorError
 from aiotensor.placements import dtypes
-from aiotensor.placements.source import Sendable, SupportsDLPack, as_tensor, check_dtype
+from aiotensor.placements.gathering import as_tensor, gathered
+from aiotensor.placements.source import ArraySource, Sendable, SupportsDLPack, as_source, check_dtype
 
 
 def refusal_of(value: Sendable) -> str:
     with pytest.raises(UnsupportedTensorError) as caught:
-        as_tensor(value)
+        as_source(value)
     return str(caught.value)
 
 
@@ -46,25 +47,25 @@ class Box:
 def test_a_tensor_is_taken_as_it_is() -> None:
     tensor = torch.zeros(3, 4).t()
 
-    assert as_tensor(tensor) is tensor
+    assert as_source(tensor) is tensor
 
 
 def test_a_parameter_is_taken_as_it_is() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
 
-    assert as_tensor(parameter) is parameter
+    assert as_source(parameter) is parameter
 
 
 def test_a_leaf_that_requires_a_gradient_is_taken() -> None:
     leaf = torch.zeros(3, requires_grad=True)
 
-    assert as_tensor(leaf) is leaf
+    assert as_source(leaf) is leaf
 
 
 def test_a_detached_result_is_taken() -> None:
     result = (torch.zeros(3, requires_grad=True) * 2).detach()
 
-    assert as_tensor(result) is result
+    assert as_source(result) is result
 
 
 @pytest.mark.parametrize(
@@ -121,23 +122,50 @@ def test_the_memory_of_a_read_only_array_lives_for_as_long_as_the_tensor() -> No
     assert torch.equal(tensor, torch.full((1 << 20,), 7, dtype=torch.uint8))
 
 
+PACKED = np.dtype([("mark", "u1"), ("value", "<i4"), ("more", "<c16")])
+
+UNVIEWABLE: dict[str, Callable[[], npt.NDArray[np.generic]]] = {
+    "reversed": lambda: np.arange(12, dtype=np.int16).reshape(3, 4)[::-1, ::-2],
+    "reversed colours": lambda: np.arange(24, dtype=np.uint8).reshape(2, 4, 3)[..., ::-1],
+    "a packed field": lambda: np.arange(105, dtype=np.uint8).view(PACKED)["value"],
+    "a packed field of 16 bytes": lambda: np.ones(5, PACKED)["more"],
+    "a packed field reversed": lambda: np.arange(105, dtype=np.uint8).view(PACKED)["value"][::-2],
+    "one element": lambda: np.arange(4.0)[2::-4],
+}
+
+
+@pytest.mark.parametrize("make", UNVIEWABLE.values(), ids=UNVIEWABLE)
 @pytest.mark.parametrize("is_writable", [True, False], ids=["writable", "read-only"])
-def test_an_array_with_negative_strides_is_taken_in_its_order(is_writable: bool) -> None:
-    array = np.arange(12, dtype=np.int16).reshape(3, 4)[::-1, ::-2]
-    tensor = as_tensor(array if is_writable else read_only(array))
+def test_an_array_that_torch_cannot_view_is_taken_without_a_copy_and_gathered_later(
+    make: Callable[[], npt.NDArray[np.generic]], is_writable: bool
+) -> None:
+    array = make() if is_writable else read_only(make())
+    source = as_source(array)
+
+    assert isinstance(source, ArraySource)
+    assert source.data_ptr() == array.__array_interface__["data"][0]
+    assert (source.shape, source.nbytes, source.dtype) == (
+        array.shape,
+        array.nbytes,
+        torch.from_numpy(array.copy()).dtype,
+    )
+    assert gathered(source).tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("make", UNVIEWABLE.values(), ids=UNVIEWABLE)
+def test_an_array_that_torch_cannot_view_becomes_a_tensor_by_a_copy(
+    make: Callable[[], npt.NDArray[np.generic]],
+) -> None:
+    array = make()
+    tensor = as_tensor(array)
 
     assert tensor.tolist() == array.tolist()
-
-
-def test_an_array_whose_strides_are_no_multiple_of_its_elements_is_taken() -> None:
-    records = np.zeros(5, np.dtype([("mark", "u1"), ("value", "<i4")]))
-    records["value"] = range(5)
-
-    assert as_tensor(records["value"]).tolist() == [0, 1, 2, 3, 4]
+    assert tensor.is_contiguous()
 
 
 def test_an_array_of_no_elements_is_taken() -> None:
-    assert as_tensor(read_only(np.zeros((0, 3), np.uint8))).shape == (0, 3)
+    assert as_source(read_only(np.zeros((0, 3), np.uint8))).shape == (0, 3)
+    assert as_source(np.zeros((0, 3), np.uint8)[:, ::-1]).shape == (0, 3)
 
 
 def test_what_speaks_dlpack_is_taken_without_a_copy() -> None:
@@ -175,7 +203,7 @@ def test_a_nested_tensor_is_to_be_sent_in_its_parts() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
 
     assert "tensor.unbind()" in refusal_of(nested)
-    assert all(as_tensor(part) is part for part in nested.unbind())
+    assert all(as_source(part) is part for part in nested.unbind())
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize:UserWarning", "ignore:.*quantize:DeprecationWarning")
@@ -183,7 +211,7 @@ def test_a_quantized_tensor_is_refused() -> None:
     quantized = torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.quint8)
 
     assert "send tensor.int_repr() and its scale and zero point" in refusal_of(quantized)
-    assert as_tensor(quantized.int_repr()).dtype is torch.uint8
+    assert as_source(quantized.int_repr()).dtype is torch.uint8
 
 
 class Named(torch.Tensor):
@@ -195,7 +223,7 @@ def test_a_subclass_is_refused_by_name() -> None:
 
     assert "'Named'" in refusal_of(subclass)
     assert "send tensor.as_subclass(torch.Tensor)" in refusal_of(subclass)
-    assert type(as_tensor(subclass.as_subclass(torch.Tensor))) is torch.Tensor
+    assert type(as_source(subclass.as_subclass(torch.Tensor))) is torch.Tensor
 
 
 def test_a_subclass_of_parameter_is_refused() -> None:
@@ -241,7 +269,7 @@ def test_a_tensor_with_named_dimensions_as_an_earlier_torch_has_is_refused(
     assert "send tensor.rename(None)" in refusal_of(torch.zeros(2, 3))
 
     monkeypatch.setattr(torch.Tensor, "names", (None, None), raising=False)
-    assert as_tensor(torch.zeros(2, 3)).shape == (2, 3)
+    assert as_source(torch.zeros(2, 3)).shape == (2, 3)
 
 
 @pytest.mark.parametrize("is_writable", [True, False], ids=["writable", "read-only"])
@@ -290,14 +318,14 @@ def test_what_cannot_be_exported_by_dlpack_is_refused_with_the_reason(error: typ
 @pytest.mark.parametrize("value", [b"bytes", [1, 2], 3.0, None, "path", np.float32(3)], ids=repr)
 def test_what_is_no_tensor_at_all_is_a_mistake_of_the_caller(value: object) -> None:
     with pytest.raises(TypeError, match="pass a torch tensor, a numpy array") as caught:
-        as_tensor(value)  # type: ignore[arg-type]
+        as_source(value)  # type: ignore[arg-type]
 
     assert not isinstance(caught.value, UnsupportedTensorError)
 
 
 def test_a_list_of_tensors_is_told_how_a_message_is_sent() -> None:
     with pytest.raises(TypeError, match=r"sender\.message\(\)"):
-        as_tensor([torch.zeros(3)])  # type: ignore[arg-type]
+        as_source([torch.zeros(3)])  # type: ignore[arg-type]
 
 
 # Dtypes to allocate
