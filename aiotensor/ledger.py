@@ -70,13 +70,18 @@ class Ledger:
     def usage(self) -> MemoryUsage:
         """Count what is in use."""
         budget, now = self._memory.gate.budget, self._loop.time()
-        longest = max(self._permits.longest_wait_s(now), self._memory.gate.longest_wait_s(now))
+        copies = self._memory.waiting_since
+        longest = max(
+            self._permits.longest_wait_s(now),
+            self._memory.gate.longest_wait_s(now),
+            now - min(copies, default=now),
+        )
         return MemoryUsage(
             budget.in_use,
             budget.peak,
             self._memory.warm_bytes,
             self._memory.largest_free,
-            budget.waiting,
+            budget.waiting + len(copies),
             longest,
             self.holders(),
             self._memory.gate.waited.waits(),

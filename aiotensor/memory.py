@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from aiotensor import placements
+from aiotensor.errors import AioTensorError
 from aiotensor.gates import Gate
 from aiotensor.placements import Allocations, Block, CopyAbandonedError, Place, Segment, Source
 from aiotensor.process_end import ProcessEnd
@@ -17,6 +18,9 @@ from aiotensor.worker import Worker
 
 __all__ = ["Memory"]
 
+# The worker does longer copies apart from the others, which would wait for tens of milliseconds.
+_SHORT_COPY_BYTES = 16 << 20
+
 
 class _Copy:
     """A copy in the worker, or only the memory for one."""
@@ -26,6 +30,8 @@ class _Copy:
         self.holder = holder
         self.idle = idle  # what is given back first
         self.cold = cold  # what has to be filled
+        self.since = asyncio.get_running_loop().time()
+        self.has_begun = False
         self.is_running = True
         self.filled: list[Range] = []
         self.is_abandoned = False
@@ -42,6 +48,8 @@ class Memory:
         gate: makes the gate over the arena.
         on_freed: told of the number of each allocated block whose tensor was freed; from any thread.
         keep_warm_s: after how many seconds idle memory goes back to the system; None for never.
+        max_wait_s: after how many seconds a copy that the worker has not begun fails; None for never.
+        overdue: makes that error, of the bytes to be copied.
     """
 
     def __init__(
@@ -50,6 +58,8 @@ class Memory:
         gate: Callable[[placements.Arena], Gate[Place]],
         on_freed: Callable[[int], None],
         keep_warm_s: float | None,
+        max_wait_s: float | None = None,
+        overdue: Callable[[int], AioTensorError] = lambda nbytes: AioTensorError("waited for too long"),
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._arena = placements.Arena(limit, self._loop.time, self._let_go)
@@ -60,6 +70,8 @@ class Memory:
         self.tensors_copied = self.bytes_copied = 0
         self._copies: set[_Copy] = set()
         self._keep_warm_s = keep_warm_s
+        self._max_wait_s = max_wait_s
+        self._overdue = overdue
         self._trimming: asyncio.TimerHandle | None = None
         self._trims_soon = False
         self._readers: dict[Segment, ProcessEnd] = {}  # those of retired segments
@@ -223,6 +235,11 @@ class Memory:
         """Count the bytes that the system has given, in use or kept warm."""
         return self._arena.warm_bytes
 
+    @property
+    def waiting_since(self) -> list[float]:
+        """The times since when copies wait for the worker to begin them, by the loop's clock."""
+        return [copy.since for copy in self._copies if not copy.has_begun]
+
     async def settle(self) -> None:
         """Wait until no copy runs."""
         await self._worker.settle()
@@ -271,12 +288,21 @@ class Memory:
         idle, cold = self._arena.prepare(block.place)
         copy = _Copy(block, holder, idle, cold)
         try:
-            running = self._worker.submit(partial(self._work, copy, source), partial(self._copied, copy))
+            running = self._worker.submit(
+                partial(self._work, copy, source),
+                partial(self._copied, copy),
+                takes_long=block.place.nbytes > _SHORT_COPY_BYTES,
+            )
         except BaseException:
             block.place.segment.filled(cold, [])
             self.unpin_owner(block.number)
             raise
         self._copies.add(copy)
+        alarm = (
+            None
+            if self._max_wait_s is None
+            else self._loop.call_later(self._max_wait_s, self._end_wait, copy, running)
+        )
         try:
             await running
         except BaseException:
@@ -285,12 +311,24 @@ class Memory:
                 self.unpin_owner(block.number)
             raise
         finally:
-            del running  # it has the error, whose traceback has this frame, and the callers' with the source
+            if alarm is not None:
+                alarm.cancel()
+            del (
+                running,
+                alarm,
+            )  # the future has the error, whose traceback has this frame, and the callers' with the source
+
+    def _end_wait(self, copy: _Copy, running: "asyncio.Future[None]") -> None:
+        """End the wait of a copy that the worker has not begun."""
+        if not copy.has_begun and not running.done():
+            running.set_exception(self._overdue(copy.block.place.nbytes))
 
     def _work(self, copy: _Copy, source: Source | None) -> None:
         """Get memory for a block, and copy a tensor into it; in the worker."""
+        copy.has_begun = True
         place = copy.block.place
         place.segment.give_back(copy.idle)
+        place.segment.make_way(copy.cold)
         for one in copy.cold:
             if copy.is_abandoned:
                 raise CopyAbandonedError

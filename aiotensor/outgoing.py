@@ -80,7 +80,14 @@ class Outgoing:
 
     async def open(self, on_freed: Callable[[int], None], statistics: Callable[[], SenderStatistics]) -> None:
         """Begin to connect; `on_freed` is told of allocated blocks that were freed, from any thread."""
-        self.memory = Memory(self.max_bytes, self._gate_over, on_freed, self._keep_warm_s)
+        self.memory = Memory(
+            self.max_bytes,
+            self._gate_over,
+            on_freed,
+            self._keep_warm_s,
+            self._patience.max_wait_s,
+            lambda nbytes: self.ledger.overdue("other copies were under way", 0, nbytes),
+        )
         self.ledger = Ledger(
             self._messages, self.permits, self.memory, self._patience, lambda: self.conversation.receiver_pid
         )

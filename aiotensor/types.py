@@ -182,7 +182,7 @@ class SenderStatistics(msgspec.Struct, frozen=True):
         max_concurrent_videos: the limit on messages in flight.
         in_flight: messages that hold a permit: begun, and neither wholly taken nor discarded.
         peak_in_flight: the most that were in flight at once.
-        waiting: calls that wait now, for a permit or for bytes.
+        waiting: calls that wait now: for a permit, for bytes, or for other copies to end.
         longest_wait_s: seconds that the longest of these waits has lasted.
         holders: who holds the permits and the memory, the longest first.
         arena_bytes: the limit on bytes of shared memory.

@@ -96,58 +96,65 @@ class _Piece(Generic[R]):
         return self._work()
 
 
-class Worker:
-    """Run work in a thread of its own, one piece after the other; belongs to the running loop.
+class _Lane:
+    """A thread that does one piece of work after the other, started with the first of them."""
 
-    One thread, so that copies neither outnumber the cores nor overtake each other; a piece of work may hand
-    a part of itself to one more, the `helper`.
+    def __init__(self, name: str) -> None:
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self.running = 0  # pieces that have not ended
+
+
+class Worker:
+    """Run work in threads of its own; belongs to the running loop.
+
+    There are two lanes, each a thread that does its work in order: one for work that takes long, so that it
+    delays nothing else, and one for the rest. So copies of a kind do not outnumber the cores. A piece of work
+    may run a part of itself in one more thread, the `helper`, which both lanes share: it must be able to
+    do without.
 
     Args:
-        name: what the thread is called.
+        name: what the threads are called.
     """
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.get_running_loop()
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._short = _Lane(name)
+        self._long = _Lane(f"{name}-long")
         self.helper = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-helper")
-        self._running = 0
         self._is_closed = False
         self._settling: list[asyncio.Future[None]] = []
 
     def submit(
-        self, work: Callable[[], R], on_done: Callable[[], object] = lambda: None
+        self,
+        work: Callable[[], R],
+        on_done: Callable[[], object] = lambda: None,
+        *,
+        takes_long: bool = False,
     ) -> "asyncio.Future[R]":
-        """Begin a piece of work; cancelling the future that is returned leaves work running that has begun.
+        """Begin a piece of work, and return the future of its result.
+
+        Once the future is done, because it was cancelled or was given an error, work that has not begun does
+        not begin any more. Work that has begun goes on.
 
         Args:
             work: what to do, in the thread.
-            on_done: called in the loop when the work has returned or failed, before whoever awaits it wakes.
+            on_done: called in the loop when the work has returned or failed, before those who await it wake.
+            takes_long: the work may take tens of milliseconds, and is to delay no other.
 
         Raises:
             OSError: there is no thread yet, and the machine has none to give.
         """
-        future: asyncio.Future[R] = self._loop.create_future()
-        piece = _Piece(work)
-        try:
-            running = self._executor.submit(piece)
-        except RuntimeError as error:
-            # It is in the executor's queue all the same, and would run before the next piece.
-            piece.is_wanted = False
-            raise no_thread(error) from error
-        self._running += 1
-        running.add_done_callback(lambda done: self._in_loop(done, future, on_done))
-        future.add_done_callback(lambda done: running.cancel() if done.cancelled() else None)
-        return future
+        return self._submit(self._long if takes_long else self._short, work, on_done)
 
     def begin(self, what: str, work: Callable[[], object]) -> None:
-        """Begin work that nobody waits for; if it fails, that is logged.
+        """Begin work that is not awaited, after all work that was submitted before; if it fails, log that.
 
         Args:
             what: what it is called in the log.
-            work: what to do, in the thread; here, if none can be started.
+            work: what to do, in a thread; here, if none can be started.
         """
         try:
-            future = self.submit(work)
+            future = self._submit(self._long, self._behind_short(work), lambda: None)
         except OSError as error:
             logger.warning(
                 "%s on the event loop: %s",
@@ -160,7 +167,7 @@ class Worker:
             future.add_done_callback(partial(_log_failure, what))
 
     async def settle(self) -> None:
-        """Wait until nothing runs; errors are for those who asked for the work.
+        """Wait until no work runs; errors are raised where the work was submitted.
 
         Cancelling leaves the work running.
         """
@@ -171,22 +178,62 @@ class Worker:
 
     def close(self) -> None:
         """End the threads; if work still runs, without waiting for it. May be called again."""
+        executors = self._short.executor, self._long.executor, self.helper
         if not self._running:
-            self._executor.shutdown()
-            self.helper.shutdown()
+            for executor in executors:
+                executor.shutdown()
         elif not self._is_closed:
-            # The last of all work, since what runs may yet hand over a part of itself.
-            self._executor.submit(self.helper.shutdown)
-            self._executor.shutdown(wait=False)
+            # The last of all work, since what runs may yet use the helper.
+            lane = self._long if self._long.running else self._short
+            last = self.helper.shutdown
+            lane.executor.submit(self._behind_short(last) if lane is self._long else last)
+            for executor in executors[:2]:
+                executor.shutdown(wait=False)
         self._is_closed = True
 
-    def _in_loop(self, done: "Future[R]", future: "asyncio.Future[R]", on_done: Callable[[], object]) -> None:
+    @property
+    def _running(self) -> int:
+        return self._short.running + self._long.running
+
+    def _submit(
+        self, lane: _Lane, work: Callable[[], R], on_done: Callable[[], object]
+    ) -> "asyncio.Future[R]":
+        future: asyncio.Future[R] = self._loop.create_future()
+        piece = _Piece(work)
+        try:
+            running = lane.executor.submit(piece)
+        except RuntimeError as error:
+            # It is in the executor's queue all the same, and would run before the next piece.
+            piece.is_wanted = False
+            raise no_thread(error) from error
+        lane.running += 1
+        running.add_done_callback(lambda done: self._in_loop(lane, done, future, on_done))
+        future.add_done_callback(lambda _: running.cancel())
+        return future
+
+    def _behind_short(self, work: Callable[[], R]) -> Callable[[], R]:
+        """Return the work for the long lane, such that it begins after what the short one has to do now."""
+        if not self._short.running or self._is_closed:
+            return work
+        before = self._short.executor.submit(lambda: None)
+
+        def wait_and_work() -> R:
+            before.result()
+            return work()
+
+        return wait_and_work
+
+    def _in_loop(
+        self, lane: _Lane, done: "Future[R]", future: "asyncio.Future[R]", on_done: Callable[[], object]
+    ) -> None:
         # Once the loop is closed, so is everything that `_ended` would set right.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._ended, done, future, on_done)
+            self._loop.call_soon_threadsafe(self._ended, lane, done, future, on_done)
 
-    def _ended(self, done: "Future[R]", future: "asyncio.Future[R]", on_done: Callable[[], object]) -> None:
-        self._running -= 1
+    def _ended(
+        self, lane: _Lane, done: "Future[R]", future: "asyncio.Future[R]", on_done: Callable[[], object]
+    ) -> None:
+        lane.running -= 1
         try:
             on_done()
         finally:

@@ -35,11 +35,13 @@ def endpoint(link: str | None = None) -> Iterator[Endpoint]:
 
 
 @asynccontextmanager
-async def pair(max_concurrent_videos: int = 8, arena_bytes: int = 1 << 30) -> AsyncIterator[Pair]:
+async def pair(
+    max_concurrent_videos: int = 8, arena_bytes: int = 1 << 30, max_wait_s: float | None = None
+) -> AsyncIterator[Pair]:
     with endpoint() as place:
         async with (
             TensorReceiver(place) as receiver,
-            TensorSender(place, max_concurrent_videos, arena_bytes) as sender,
+            TensorSender(place, max_concurrent_videos, arena_bytes, max_wait_s=max_wait_s) as sender,
         ):
             yield Pair(sender, receiver)
 

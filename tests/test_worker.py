@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import anyio
 import pytest
@@ -107,6 +108,52 @@ async def test_work_that_runs_when_the_worker_is_closed_can_still_hand_over_a_pa
     worker.close()
     go_on.set()
     assert await future == 7
+    worker.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("worker under test")]
+
+
+async def test_work_that_takes_long_delays_no_other() -> None:
+    worker, go_on = Worker("worker under test"), threading.Event()
+    long = [worker.submit(go_on.wait, takes_long=True) for _ in range(2)]
+    assert await worker.submit(lambda: 7) == 7
+    assert not any(future.done() for future in long)
+    go_on.set()
+    assert await asyncio.gather(*long) == [True, True]
+    worker.close()
+
+
+async def test_work_that_is_not_awaited_comes_after_all_that_was_submitted_before() -> None:
+    worker, go_on = Worker("worker under test"), threading.Event()
+    done: list[str] = []
+
+    def work(name: str) -> None:
+        go_on.wait()
+        done.append(name)
+
+    for takes_long in (False, True, False):
+        worker.submit(partial(work, "work"), takes_long=takes_long)
+    worker.begin("tidying up", lambda: done.append("tidied"))
+    assert done == []
+    go_on.set()
+    await worker.settle()
+    assert done == ["work", "work", "work", "tidied"]
+    worker.close()
+
+
+@pytest.mark.parametrize("takes_long", [False, True])
+async def test_work_of_both_kinds_can_use_the_helper_after_the_worker_was_closed(takes_long: bool) -> None:
+    worker, begun, go_on = Worker("worker under test"), threading.Barrier(3), threading.Event()
+
+    def work() -> int:
+        begun.wait()
+        go_on.wait()
+        return worker.helper.submit(lambda: 7).result()
+
+    futures = [worker.submit(work, takes_long=kind) for kind in (takes_long, not takes_long)]
+    await asyncio.to_thread(begun.wait)
+    worker.close()
+    go_on.set()
+    assert await asyncio.gather(*futures) == [7, 7]
     worker.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("worker under test")]
 

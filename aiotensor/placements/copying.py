@@ -71,7 +71,8 @@ def copy_in_threads(source: Source, place: Place, is_abandoned: Callable[[], boo
     try:
         share()
     finally:
-        if other is not None:
+        # One that has not begun is busy with another copy.
+        if other is not None and not other.cancel():
             other.result()
         deque(steps, maxlen=0)  # a helper that could not be started keeps nothing of the source
     if is_abandoned():

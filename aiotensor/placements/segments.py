@@ -192,6 +192,19 @@ class Segment:
             with self._changing:
                 self._descriptor.close()
 
+    def make_way(self, ranges: list[Range]) -> None:
+        """Give back memory before ranges are filled, as much as they will need. Not for the loop.
+
+        Two threads fill a segment, so what is to be given back may still wait for the other one.
+        """
+        left = _total(ranges)
+        for chunk, leaving in list(self._leaving.items()):
+            if left <= 0:
+                return
+            left -= _total(leaving)
+            with self._changing:
+                self._give_back(chunk, self._mapping)
+
     def _give_back(self, chunk: int, mapping: Mapping | None) -> None:
         with self._noting:
             leaving = self._leaving.pop(chunk, ())

@@ -88,9 +88,10 @@ class Steps:
 
     def hold(self, worker: Worker) -> None:
         """Let no more work of a worker begin; what has begun is done first."""
-        worker._executor.submit(int).result()
         event = self._workers[worker] = threading.Event()
-        worker._executor.submit(event.wait)
+        for lane in (worker._short, worker._long):
+            lane.executor.submit(int).result()
+            lane.executor.submit(event.wait)
 
     def is_held(self, worker: Worker) -> bool:
         """Say whether no work of a worker begins."""
@@ -110,8 +111,9 @@ class Steps:
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
         for worker in self._workers:
-            for thread in list(worker._executor._threads):
-                thread.join()
+            for lane in (worker._short, worker._long):
+                for thread in list(lane.executor._threads):
+                    thread.join()
 
     def abandon(self) -> None:
         """End what can be ended, after a failure."""
@@ -119,7 +121,7 @@ class Steps:
         for worker in self._workers:
             if self.is_held(worker):
                 self.let_go(worker)
-            for executor in (worker._executor, worker.helper):
+            for executor in (worker._short.executor, worker._long.executor, worker.helper):
                 executor.shutdown()
 
     def _call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> "_Timer":
@@ -143,12 +145,13 @@ class Steps:
                 else:
                     thread.queue.join()
         for worker, held_by in self._workers.items():
-            if held_by is None and worker._running:
-                try:
-                    worker._executor.submit(int).result()
-                except RuntimeError:  # it was shut down, and ends what it was doing
-                    for thread in list(worker._executor._threads):
-                        thread.join()
+            for lane in (worker._short, worker._long):
+                if held_by is None and lane.running:
+                    try:
+                        lane.executor.submit(int).result()
+                    except RuntimeError:  # it was shut down, and ends what it was doing
+                        for thread in list(lane.executor._threads):
+                            thread.join()
         # Which of two threads was faster must make no difference, nor whether one was done at once.
         order = {id(owner): place for place, owner in enumerate([*others, *self._workers], 1)}
         posted, self._posted = self._posted, []

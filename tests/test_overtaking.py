@@ -1,0 +1,104 @@
+"""A copy that takes long delays no small one, and no wait for a copy is hidden or without a limit."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+from aiotensor import TensorSender, WouldBlockError
+from tests.pairs import pair, settled, until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+MIB = 1 << 20
+SMALL = torch.arange(2 * MIB, dtype=torch.uint8)
+LARGE = torch.zeros(1, dtype=torch.uint8).expand(64 * MIB)  # which takes no memory here
+
+
+@asynccontextmanager
+async def busy_with_long_work(sender: TensorSender) -> AsyncIterator[None]:
+    """Have the worker of a sender do something that takes as long as the block."""
+    worker, begun, go_on = sender._outgoing.memory._worker, threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        go_on.wait()
+
+    working = worker.submit(work, takes_long=True)
+    await asyncio.to_thread(begun.wait)
+    try:
+        yield
+    finally:
+        go_on.set()
+        await working
+
+
+async def test_a_small_tensor_is_sent_while_a_large_one_is_still_copied() -> None:
+    large = torch.zeros(1, dtype=torch.uint8).expand(512 * MIB)
+    async with pair() as (sender, receiver):
+        sending = asyncio.create_task(sender.send(large))
+        await until(lambda: sender.statistics().bytes_in_use == large.nbytes)
+        received = await receiver.receive(await sender.send(SMALL))
+        assert not sending.done()
+        assert torch.equal(received, SMALL)
+        del received
+        receiver.discard(await sending)
+        await settled(sender)
+
+
+async def test_small_tensors_and_allocated_memory_do_not_wait_for_long_work() -> None:
+    async with pair() as (sender, receiver):
+        async with busy_with_long_work(sender):
+            for source in (SMALL, SMALL[::2], torch.zeros(1000, 700).t()):
+                received = await receiver.receive(await sender.send(source))
+                assert torch.equal(received, source)
+                del received
+            allocated = await sender.allocate((3 * MIB,), torch.uint8)
+            del allocated
+        await settled(sender)
+
+
+async def test_a_copy_that_waits_for_another_shows_in_the_statistics() -> None:
+    async with pair() as (sender, receiver):
+        async with busy_with_long_work(sender):
+            assert sender.statistics().waiting == 0
+            sending = [asyncio.create_task(sender.send(LARGE)) for _ in range(2)]
+            await until(lambda: sender.statistics().waiting == 2)
+            assert sender.statistics().bytes_in_use == 2 * LARGE.nbytes
+            earlier = sender.statistics().longest_wait_s
+            await until(lambda: sender.statistics().longest_wait_s > earlier)
+        for handle in await asyncio.gather(*sending):
+            receiver.discard(handle)
+        await settled(sender)
+        statistics = sender.statistics()
+        assert (statistics.waiting, statistics.longest_wait_s) == (0, 0.0)
+
+
+async def test_a_copy_that_waits_longer_than_max_wait_s_is_refused_and_gives_everything_back() -> None:
+    async with pair(max_wait_s=0.05) as (sender, receiver):
+        async with busy_with_long_work(sender):
+            with pytest.raises(WouldBlockError, match="other copies"):
+                await sender.send(LARGE)
+            with pytest.raises(WouldBlockError, match="other copies"):
+                await sender.allocate((64 * MIB,), torch.uint8)
+            async with sender.message() as message:
+                with pytest.raises(WouldBlockError, match="other copies"):
+                    await message.send(LARGE)
+                small = await message.send(SMALL)  # the message is as it was
+            assert torch.equal(await receiver.receive(small), SMALL)
+            await settled(sender)
+        assert sender.statistics().errors == {"WouldBlockError": 3}
+
+
+async def test_a_copy_whose_wait_is_cancelled_gives_everything_back() -> None:
+    async with pair() as (sender, _), busy_with_long_work(sender):
+        sending = asyncio.create_task(sender.send(LARGE))
+        await until(lambda: sender.statistics().waiting == 1)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        await settled(sender)
+        assert sender.statistics().waiting == 0
