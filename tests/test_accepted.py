@@ -1,0 +1,191 @@
+"""The receiver takes every tensor that a sender accepted: honest senders break no protocol."""
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from aiotensor import UnsupportedTensorError
+from aiotensor.placements.dtypes import DTYPES
+from aiotensor.protocol.frames import MAX_DIMENSIONS
+from tests.pairs import Pair, pair, settled
+
+pytestmark = [
+    pytest.mark.usefixtures("nothing_left_behind"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+]
+
+NUMPY_DTYPES = [np.uint8, np.int16, np.float16, np.float32, np.int64, np.float64, np.complex64, np.complex128]
+
+
+WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits_of(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor's values in row-major order, by whole numbers alone."""
+    plain = tensor.detach()
+    plain = plain.conj() if plain.is_conj() else plain
+    if plain.dtype is torch.complex128:
+        plain = torch.view_as_real(plain)
+    raw = plain.view(WHOLE[plain.element_size()]).contiguous()
+    array = raw.as_strided((raw.numel(),), (1,)).numpy()
+    if tensor.is_conj():
+        parts = array.view(f"u{tensor.element_size() // 2}")[1::2]
+        parts ^= parts.dtype.type(1 << (8 * parts.itemsize - 1))
+    return array.tobytes()
+
+
+async def test_a_misaligned_view_of_allocated_memory_arrives_and_loses_no_other_message() -> None:
+    async with pair() as (sender, receiver):
+        other = await sender.send(torch.arange(5))
+        allocated = await sender.allocate((400_003,), torch.uint8)
+        allocated.copy_(torch.arange(400_003).to(torch.uint8))
+        for offset in range(4):
+            view = np.frombuffer(allocated.numpy(), np.float32, offset=offset, count=100_000)
+            received = await receiver.receive(await sender.send(view))
+            assert received.numpy().tobytes() == view.tobytes()
+            del received
+            received = await receiver.receive(sender.send_nowait(view))
+            assert received.numpy().tobytes() == view.tobytes()
+            del received, view
+        assert torch.equal(await receiver.receive(other), torch.arange(5))
+        assert receiver.statistics().senders_lost == 0
+
+
+async def test_an_aligned_view_of_allocated_memory_is_not_copied() -> None:
+    async with pair() as (sender, receiver):
+        allocated = await sender.allocate((400_004,), torch.uint8)
+        view = np.frombuffer(allocated.numpy(), np.float32, offset=4)
+        received = await receiver.receive(await sender.send(view))
+        allocated[4:8] = torch.tensor([0, 0, 128, 63], dtype=torch.uint8)
+        assert received[0] == 1.0
+        assert sender.statistics().tensors_copied == 0
+
+
+async def test_a_view_beyond_the_end_of_allocated_memory_is_copied_and_not_announced_in_place() -> None:
+    async with pair(arena_bytes=1 << 20) as (sender, receiver):
+        first = await sender.allocate((65_536,), torch.uint8)
+        second = await sender.allocate((65_536,), torch.uint8)
+        low = min((first, second), key=torch.Tensor.data_ptr)
+        assert abs(first.data_ptr() - second.data_ptr()) == 65_536
+        first[:], second[:] = 1, 2
+        both = np.lib.stride_tricks.as_strided(low.numpy(), (131_072,), (1,))
+        received = await receiver.receive(await sender.send(both))
+        assert received.numpy().tobytes() == both.tobytes()
+        assert sender.statistics().tensors_copied == 1
+
+
+def random_view(allocated: torch.Tensor, draw: random.Random) -> torch.Tensor | np.ndarray:
+    """Look at a part of memory in a way that torch or numpy allow."""
+    memory = allocated.numpy()
+    if draw.random() < 0.5:
+        kind = np.dtype(draw.choice(NUMPY_DTYPES))
+        start = draw.randrange(64)
+        count = draw.choice([0, 1, 3, 700, 3000])
+        view = np.frombuffer(memory, kind, offset=start, count=count)
+        if draw.random() < 0.3:
+            view = view[:: draw.choice([-2, -1, 2])]
+        if draw.random() < 0.2:
+            view = np.lib.stride_tricks.as_strided(view[:1], (40, 90), (0, 0)) if len(view) else view
+        if draw.random() < 0.3:
+            view = view.reshape((1,) * draw.randrange(5) + view.shape)
+        return view
+    dtype = draw.choice(list(DTYPES.values()))
+    if dtype is torch.bool:
+        return (allocated & 1).view(torch.bool)[draw.randrange(9) :]
+    step = dtype.itemsize
+    start = draw.randrange(4) * step
+    count = draw.choice([0, 1, 6, 600, 6000]) * step
+    tensor = allocated[start : start + count].view(dtype)
+    if draw.random() < 0.5 and count:
+        tensor = tensor.reshape(-1, 2, 3) if not tensor.numel() % 6 else tensor.reshape(1, -1)
+        tensor = tensor.transpose(0, tensor.dim() - 1)
+    if dtype.is_complex and draw.random() < 0.4:
+        tensor = tensor.conj()
+    if draw.random() < 0.2:
+        tensor = tensor.reshape((1,) * (MAX_DIMENSIONS - tensor.dim()) + tensor.shape)
+    if draw.random() < 0.2:
+        tensor = tensor.unsqueeze(0).expand(draw.randrange(3), *tensor.shape) if tensor.dim() < 64 else tensor
+    if draw.random() < 0.3:
+        wants = (dtype.is_floating_point or dtype.is_complex) and draw.random() < 0.5
+        tensor = torch.nn.Parameter(tensor, requires_grad=wants)
+    elif dtype.is_floating_point and draw.random() < 0.3:
+        tensor = tensor.detach().requires_grad_()
+    return tensor
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_whatever_view_a_sender_accepts_its_receiver_takes(seed: int) -> None:
+    draw = random.Random(seed)
+    async with pair() as here:
+        for _ in range(60):
+            is_allocated = draw.random() < 0.7
+            nbytes = 128 * 1024
+            memory = (
+                await here.sender.allocate((nbytes,), torch.uint8)
+                if is_allocated
+                else torch.zeros(nbytes, dtype=torch.uint8)
+            )
+            memory.copy_(torch.frombuffer(bytearray(draw.randbytes(nbytes)), dtype=torch.uint8))
+            await assert_taken(here, random_view(memory, draw), draw)
+            del memory
+        assert here.receiver.statistics().senders_lost == 0
+        await settled(here.sender)
+
+
+async def assert_taken(here: Pair, view: torch.Tensor | np.ndarray, draw: random.Random) -> None:
+    sent = view if isinstance(view, torch.Tensor) else torch.from_numpy(view.copy())
+    way = draw.choice(["send", "send_nowait", "message"])
+    if way == "send":
+        handle = await here.sender.send(view)
+    elif way == "send_nowait":
+        handle = here.sender.send_nowait(view)
+    else:
+        async with here.sender.message() as message:
+            handle = await message.send(view)
+    received = await here.receiver.receive(handle)
+    assert (received.dtype, received.shape, type(received)) == (sent.dtype, sent.shape, type(sent))
+    assert received.requires_grad == sent.requires_grad
+    assert bits_of(received) == bits_of(sent)
+
+
+EXTREMES: dict[str, Callable[[], torch.Tensor]] = {
+    "64 dimensions": lambda: torch.ones([1] * 64),
+    "64 dimensions, none of one element": lambda: torch.ones([1]).expand([1] * 50 + [2] * 14),
+    "64 dimensions of no elements": lambda: torch.ones([2**20, 0] + [1] * 62),
+    "no elements, of a huge size": lambda: torch.empty((0, 2**59), dtype=torch.float64),
+    "no elements, of huge strides": lambda: torch.empty(0).as_strided((0, 2), (2**60, 2**60)),
+    "one element, of huge strides": lambda: torch.ones(1).as_strided((1, 1), (2**60, 2**60)),
+    "no elements, beyond its storage": lambda: torch.empty(4)[4:],
+    "a parameter of whole numbers": lambda: torch.nn.Parameter(torch.arange(3), requires_grad=False),
+    "a parameter of bits": lambda: torch.nn.Parameter(
+        torch.arange(3, dtype=torch.uint8).view(torch.bits8), requires_grad=False
+    ),
+    "a parameter of no elements": lambda: torch.nn.Parameter(torch.empty(0, 3)),
+    "a leaf of float8": lambda: torch.zeros(5).to(torch.float8_e5m2).requires_grad_(),
+    "a tensor of inference": lambda: made_in_inference(),
+}
+
+
+def made_in_inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.arange(6.0).reshape(2, 3).t()
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+async def test_a_tensor_at_the_edge_of_what_is_accepted_is_taken(name: str) -> None:
+    sent = EXTREMES[name]()
+    async with pair() as (sender, receiver):
+        received = await receiver.receive(await sender.send(sent))
+        assert (received.dtype, received.shape, type(received)) == (sent.dtype, sent.shape, type(sent))
+        assert received.requires_grad == sent.requires_grad
+        assert bits_of(received) == bits_of(sent)
+
+
+async def test_one_dimension_more_than_a_frame_has_is_refused_by_the_sender() -> None:
+    async with pair() as (sender, receiver):
+        with pytest.raises(UnsupportedTensorError):
+            await sender.send(torch.ones([1] * 65))
+        assert torch.equal(await receiver.receive(await sender.send(torch.ones(2))), torch.ones(2))
