@@ -1,5 +1,8 @@
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,8 +12,9 @@ from hypothesis import strategies as st
 
 from aiotensor.placements import gathering
 from aiotensor.placements.dtypes import DTYPES
-from aiotensor.placements.gathering import gathered
+from aiotensor.placements.gathering import Gathering, gathered
 from aiotensor.placements.raw import RawBytes, new_tensor
+from aiotensor.placements.source import as_source
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -181,3 +185,76 @@ def test_the_source_is_only_read_and_its_gradient_flag_stays() -> None:
     assert joined(source.t()) == before.t().contiguous().numpy().tobytes()
     assert torch.equal(source.detach(), before)
     assert source.requires_grad
+
+
+SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {  # and in which order the axes are looked at
+    "a matrix": ((1234, 2345), (1, 0)),
+    "a matrix of a power of two": ((1024, 4096), (1, 0)),
+    "a wide matrix": ((3, 700_001), (1, 0)),
+    "a tall matrix": ((700_001, 3), (1, 0)),
+    "NHWC to NCHW": ((5, 240, 321, 3), (0, 3, 1, 2)),
+    "NCHW to NHWC": ((5, 3, 240, 321), (0, 2, 3, 1)),
+    "HWC, turned by a right angle": ((700, 1001, 3), (1, 0, 2)),
+    "patches": ((2, 3, 17, 16, 19, 16), (0, 2, 4, 3, 5, 1)),
+    "many small axes": ((2,) * 21, tuple(reversed(range(21)))),
+    "features last": ((4, 64, 90, 91), (0, 2, 3, 1)),
+}
+SLICES: dict[str, tuple[Any, ...]] = {
+    "whole": (),
+    "reversed": (..., slice(None, None, -1)),
+    "upside down": (slice(None, None, -1),),
+    "every second": (slice(1, None, 2), ..., slice(None, None, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", ["u1", "u2", "u4", "u8", "c16"])
+@pytest.mark.parametrize("cut", SLICES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_large_arrays_are_gathered_bit_for_bit_by_tiles_of_any_shape(name: str, cut: str, kind: str) -> None:
+    shape, order = SHAPES[name]
+    count = int(np.prod(shape))
+    memory = np.random.default_rng(0).integers(0, 256, count * np.dtype(kind).itemsize, np.uint8).view(kind)
+    array = memory.reshape(shape).transpose(order)[SLICES[cut]]
+
+    assert gathered(as_source(array)).tobytes() == array.tobytes()
+
+
+def test_misaligned_arrays_are_gathered_by_tiles() -> None:
+    memory = np.random.default_rng(0).integers(0, 256, 4 * 1_000_000 + 1, np.uint8)
+    array = np.frombuffer(memory, np.float32, offset=1).reshape(1000, 1000).T
+
+    assert gathered(as_source(array)).tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_gathering_goes_in_few_steps_none_of_which_takes_long(name: str) -> None:
+    shape, order = SHAPES[name]
+    source = torch.empty(shape[0] * 20, *shape[1:], dtype=torch.float64).permute(order)
+    boxes = Gathering(source, np.empty(source.nbytes, np.uint8)).boxes
+    sizes = [
+        8 * int(np.prod([len(range(*part.indices(size))) for part, size in zip(box, extents, strict=True)]))
+        for extents in [gathering._merged(source.shape, [8 * stride for stride in source.stride()])[0]]
+        for box in boxes
+    ]
+
+    assert sum(sizes) == source.nbytes
+    assert max(sizes) <= gathering._BOX_BYTES
+    assert len(sizes) <= 4 + 4 * source.nbytes / gathering._BOX_BYTES
+
+
+THREADS = """
+import os, torch
+torch.set_num_threads(4)
+from aiotensor.codec import TensorEncoder
+sources = [torch.empty(3000, 3000).t(), torch.empty(9, 3, 700, 700).permute(0, 2, 3, 1)]
+sources.append(torch.empty(2000, 2000, dtype=torch.complex64).conj().t())
+before = len(os.listdir("/proc/self/task"))
+TensorEncoder().encode(sources)
+assert len(os.listdir("/proc/self/task")) == before
+"""
+
+
+def test_gathering_starts_none_of_the_threads_of_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stderr) == (0, "")

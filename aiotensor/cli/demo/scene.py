@@ -33,7 +33,8 @@ class SceneCuts(nn.Module):
         self.grid = grid
         self.chunk = chunk
         self.levels = levels
-        self.register_buffer("weights", torch.tensor([levels * levels, levels, 1]), persistent=False)
+        weights = torch.tensor([levels * levels, levels, 1], dtype=torch.int64, device="cpu")
+        self.register_buffer("weights", weights, persistent=False)
 
     def forward(self, frames: Tensor, checkpoint: Callable[[], None] = lambda: None) -> Tensor:
         """Return the distance of each frame from the one before it; the first one's is 0.
@@ -61,9 +62,9 @@ class SceneCuts(nn.Module):
         level = pixels.to(torch.int64) * self.levels // 256
         colour = (level * self.weights).sum(dim=2)
         # One count for the whole chunk: each frame gets bins of its own.
-        first_bin = torch.arange(len(frames)).unsqueeze(1) * self.bins
+        first_bin = torch.arange(len(frames), device=frames.device).unsqueeze(1) * self.bins
         counts = torch.bincount((colour + first_bin).flatten(), minlength=len(frames) * self.bins)
-        return counts.view(len(frames), self.bins) / pixels.shape[1]
+        return counts.view(len(frames), self.bins).to(torch.float32) / pixels.shape[1]
 
     def find(self, frames: Tensor, times: Tensor, checkpoint: Callable[[], None] = lambda: None) -> list[Cut]:
         """List the cuts of one video.

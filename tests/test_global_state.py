@@ -1,0 +1,221 @@
+"""The global state of torch, such as its default device and modes, makes no difference to what arrives."""
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from aiotensor.codec import TensorDecoder, TensorEncoder
+from tests.channel.parties import Answer, Question, channel
+from tests.pairs import Pair, pair
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+# What is done in a process of its own, whose defaults of torch are others than usual.
+TRIP = """
+import asyncio, tempfile
+import numpy as np
+import torch
+BEFORE
+import aiotensor, aiotensor.channel, aiotensor.blocking
+from aiotensor import TensorReceiver, TensorSender
+from aiotensor.codec import TensorDecoder, TensorEncoder
+AFTER
+
+
+def check(tensor, expected):
+    assert (tensor.device.type, tensor.dtype) == ("cpu", expected.dtype), (tensor.device, tensor.dtype)
+    assert tensor.shape == expected.shape
+    assert tensor.numpy().tobytes() == expected.numpy().tobytes()
+
+
+def sources():
+    for shape in (), (3,), (0, 3), (50, 3), (500, 100), (500, 100, 3):
+        numbers = np.random.default_rng(0).integers(0, 256, (*shape, 4), np.uint8)
+        whole = torch.from_numpy(numbers.view(np.float32)[..., 0].copy())
+        yield whole, whole
+        yield whole.T if len(shape) == 2 else whole, whole.T if len(shape) == 2 else whole
+        turned = numbers[::-1] if shape else numbers
+        yield turned, torch.from_numpy(turned.copy())
+    half = torch.from_numpy(np.arange(9, dtype=np.int16)).view(torch.bfloat16)
+    yield half, half.view(torch.int16)
+
+
+async def main(folder):
+    address = f"unix://{folder}/s"
+    async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
+        for source, expected in sources():
+            for copy in (False, True):
+                received = await receiver.receive(await sender.send(source), copy=copy)
+                check(received.view(expected.dtype), expected)
+            received = receiver.receive_nowait(await sent(receiver, sender.send_nowait(source)))
+            check(received.view(expected.dtype), expected)
+            parts = TensorEncoder(inline_bytes=100).encode([source])
+            [received] = TensorDecoder(list[torch.Tensor]).decode(parts)
+            check(received.view(expected.dtype), expected)
+        for shape in (0, 3), (5,), (100, 1000):
+            allocated = await sender.allocate(shape, torch.bfloat16)
+            assert (allocated.device.type, allocated.dtype) == ("cpu", torch.bfloat16)
+
+
+async def sent(receiver, handle):
+    await receiver.arrived(handle)
+    return handle
+
+
+with tempfile.TemporaryDirectory(prefix="aiotensor-") as folder:
+    asyncio.run(main(folder))
+"""
+DEFAULTS = 'torch.set_default_device("meta"); torch.set_default_dtype(torch.float64)'
+
+
+@pytest.mark.parametrize("moment", ["BEFORE", "AFTER"])
+def test_a_default_device_set_before_or_after_the_import_makes_no_difference(moment: str) -> None:
+    program = textwrap.dedent(TRIP).replace(moment, DEFAULTS)
+    program = program.replace("BEFORE", "").replace("AFTER", "")
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.complex32]
+
+
+@asynccontextmanager
+async def other_task_in(mode: str) -> AsyncIterator[None]:
+    """Have another task of this thread wait inside a mode of torch, which then is that of all tasks."""
+    inside, leave = asyncio.Event(), asyncio.Event()
+
+    async def infer() -> None:
+        with MODES[mode]():
+            inside.set()
+            await leave.wait()
+
+    task = asyncio.create_task(infer())
+    await inside.wait()
+    assert torch.is_inference_mode_enabled() == (mode == "inference_mode")
+    assert not torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        leave.set()
+        await task
+        assert torch.is_grad_enabled()
+
+
+def assert_usual(tensor: torch.Tensor) -> None:
+    """Check that a tensor can be written in place, and take part in autograd, as any other."""
+    assert not tensor.is_inference()
+    plain = tensor.detach()
+    if plain.dtype is not torch.float8_e4m3fn and plain.dtype is not torch.complex32:
+        weight = torch.ones((), dtype=tensor.dtype, requires_grad=True)
+        torch.autograd.backward((plain * weight).abs().sum())
+        assert weight.grad is not None
+        if not tensor.requires_grad:
+            tensor.zero_()
+            tensor.mul_(weight)
+            assert tensor.requires_grad
+    else:
+        plain.view({1: torch.uint8, 4: torch.int32}[plain.element_size()]).zero_()
+
+
+WAYS: dict[str, Callable[[Pair, torch.Tensor], Awaitable[torch.Tensor]]] = {
+    "received": lambda here, sent: received(here, sent, copy=False),
+    "copied": lambda here, sent: received(here, sent, copy=True),
+    "allocated": lambda here, sent: here.sender.allocate(sent.shape, sent.dtype),
+    "decoded": lambda here, sent: decoded(sent),
+}
+
+
+async def received(here: Pair, sent: torch.Tensor, *, copy: bool) -> torch.Tensor:
+    return await here.receiver.receive(await here.sender.send(sent), copy=copy)
+
+
+async def decoded(sent: torch.Tensor) -> torch.Tensor:
+    [found] = TensorDecoder(list[torch.Tensor]).decode(TensorEncoder().encode([sent]))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (5, 5), (300, 70)], ids=str)
+async def test_tensors_that_are_made_while_another_task_is_in_a_mode_of_torch_are_as_usual(
+    mode: str, way: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    sent = torch.zeros(shape).to(dtype)
+    async with pair() as here:
+        async with other_task_in(mode):
+            tensor = await WAYS[way](here, sent)
+        assert_usual(tensor)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("copy", [False, True], ids=["viewed", "copied"])
+@pytest.mark.parametrize("shape", [(5,), (300, 70)], ids=str)
+async def test_parameters_and_leaves_that_arrive_while_another_task_is_in_a_mode_of_torch_can_be_trained(
+    mode: str, copy: bool, shape: tuple[int, ...]
+) -> None:
+    sources = [torch.nn.Parameter(torch.ones(shape)), torch.ones(shape, requires_grad=True)]
+    async with pair() as here:
+        for sent in sources:
+            async with other_task_in(mode):
+                found = await received(here, sent, copy=copy)
+            assert type(found) is type(sent)
+            assert found.is_leaf
+            assert found.requires_grad
+            torch.autograd.backward((found * 2).sum())
+            assert found.grad is not None
+            with torch.no_grad():
+                found.sub_(found.grad)
+            assert found.detach().eq(-1).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_tensors_made_in_a_mode_of_torch_are_sent_in_and_outside_of_it(mode: str) -> None:
+    with MODES[mode]():
+        sources = [torch.arange(n).reshape(2, -1) for n in (6, 60_000)]
+        sources += [one.t() for one in sources] + [torch.randn(200, 200, dtype=torch.complex64).conj()]
+    async with pair() as here:
+        for sent in sources:
+            with MODES[mode]():
+                inside = await received(here, sent, copy=False)
+            for found in (inside, await received(here, sent, copy=False), await decoded(sent)):
+                assert not found.is_inference()
+                assert torch.equal(found, sent)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_tensors_of_messages_that_arrive_while_another_task_is_in_a_mode_of_torch_are_as_usual(
+    mode: str,
+) -> None:
+    async with channel() as here, other_task_in(mode):
+        more = {"x": [torch.ones(3), torch.ones(50_000), torch.ones(30, dtype=torch.bfloat16)]}
+        asking = asyncio.create_task(here.client.request(Question(1, torch.ones(4), more)))
+        async with await anext(here.server) as request:
+            for found in (request.message.tensor, *request.message.more["x"]):
+                assert found is not None
+                assert not found.is_inference()
+            del found
+            await request.reply(Answer(1, tensor=torch.ones(40_000)))
+        answer = await asking
+        assert answer.tensor is not None
+        assert not answer.tensor.is_inference()
+
+
+async def test_arrays_become_usual_tensors_while_another_task_infers() -> None:
+    body = TensorEncoder().encode([np.ones(3, np.float32)])
+    async with other_task_in("inference_mode"):
+        [found] = TensorDecoder(list[torch.Tensor]).decode(body)
+    assert_usual(found)
