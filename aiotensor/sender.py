@@ -46,9 +46,9 @@ class TensorSender:
             the next tensor; but not for ever, since others may need it.
         long_wait_s: after how long a wait for a permit or for memory is logged, once, with who
             holds what and for how long; None for never.
-        max_wait_s: after how many seconds a wait for a permit, for memory, or for a receiver that is not
-            there or does not read, ends with `WouldBlockError`; each wait for itself. None for never. A
-            server sets it to refuse in time what it cannot take.
+        max_wait_s: after how many seconds a wait for a permit, for memory, for other copies to end, or for a
+            receiver that is not there or does not read, ends with `WouldBlockError`; each wait for itself.
+            None for never. A server sets it to refuse in time what it cannot take.
 
     Raises:
         TypeError: the endpoint or a limit is of a wrong type.

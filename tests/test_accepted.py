@@ -77,6 +77,14 @@ async def test_a_view_beyond_the_end_of_allocated_memory_is_copied_and_not_annou
         assert sender.statistics().tensors_copied == 1
 
 
+async def test_a_misaligned_array_that_is_broadcast_does_not_end_the_process() -> None:
+    element = np.frombuffer(bytes(range(33)), np.complex128, offset=1, count=1)
+    array = np.broadcast_to(element, (40, 90))
+    async with pair() as (sender, receiver):
+        received = await receiver.receive(await sender.send(array))
+        assert received.numpy().tobytes() == array.tobytes()
+
+
 def random_view(allocated: torch.Tensor, draw: random.Random) -> torch.Tensor | np.ndarray:
     """Look at a part of memory in a way that torch or numpy allow."""
     memory = allocated.numpy()

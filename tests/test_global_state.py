@@ -88,7 +88,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "inference_mode": torch.inference_mode,
     "no_grad": torch.no_grad,
 }
-DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.complex32]
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64]
 
 
 @asynccontextmanager
@@ -117,7 +117,7 @@ def assert_usual(tensor: torch.Tensor) -> None:
     """Check that a tensor can be written in place, and take part in autograd, as any other."""
     assert not tensor.is_inference()
     plain = tensor.detach()
-    if plain.dtype is not torch.float8_e4m3fn and plain.dtype is not torch.complex32:
+    if plain.dtype is not torch.float8_e4m3fn:
         weight = torch.ones((), dtype=tensor.dtype, requires_grad=True)
         torch.autograd.backward((plain * weight).abs().sum())
         assert weight.grad is not None
@@ -126,7 +126,7 @@ def assert_usual(tensor: torch.Tensor) -> None:
             tensor.mul_(weight)
             assert tensor.requires_grad
     else:
-        plain.view({1: torch.uint8, 4: torch.int32}[plain.element_size()]).zero_()
+        plain.view(torch.uint8).zero_()
 
 
 WAYS: dict[str, Callable[[Pair, torch.Tensor], Awaitable[torch.Tensor]]] = {
@@ -146,11 +146,10 @@ async def decoded(sent: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0, 3), (5, 5), (300, 70)], ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (300, 70)], ids=str)
 async def test_tensors_that_are_made_while_another_task_is_in_a_mode_of_torch_are_as_usual(
     mode: str, way: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:

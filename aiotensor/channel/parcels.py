@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import zmq
 
@@ -13,7 +15,7 @@ from aiotensor import placements
 from aiotensor.codec import SourceEncoder, TensorDecoder
 from aiotensor.errors import ClosedError, ProtocolError
 from aiotensor.home import FreedItems
-from aiotensor.placements import ArraySource, Sendable, Source
+from aiotensor.placements import ArraySource, Source
 from aiotensor.sender import OpenMessage, TensorSender
 from aiotensor.types import TensorHandle
 from aiotensor.worker import Worker, in_thread
@@ -47,7 +49,7 @@ class Parcel:
 
     def __init__(self, *, has_sender: bool, may_take_long: bool = False) -> None:
         self.parts: list[bytes | memoryview] = []
-        self.tensors: list[Sendable] = []
+        self.tensors: list[torch.Tensor | npt.NDArray[np.generic]] = []
         self._has_sender = has_sender
         self._inline_bytes = self._gathered_bytes = self._count = 0
         self._may_take_long = may_take_long

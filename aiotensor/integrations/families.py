@@ -58,7 +58,11 @@ TABLE: _Rows = (
                 "The largest tensor that would get shared memory now if no other call waited.",
                 is_largest=True,
             ),
-            Gauge("aiotensor_sender_waiting_calls", "waiting", "Calls that wait for a permit or for memory."),
+            Gauge(
+                "aiotensor_sender_waiting_calls",
+                "waiting",
+                "Calls that wait for a permit, for memory, or for other copies to end.",
+            ),
             Gauge(
                 "aiotensor_sender_longest_wait_seconds",
                 "longest_wait_s",
