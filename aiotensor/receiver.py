@@ -30,7 +30,10 @@ class TensorReceiver:
     """Receive tensors from the senders of an endpoint, in any order.
 
     Open it with ``async with``, once, and share it between the tasks of that event loop. An endpoint has
-    one receiver and any number of senders.
+    one receiver and any number of senders. Opening at an address waits while another process holds the lock
+    of the socket's folder, as a receiver that opens there does for a moment; cancelling that leaves nothing
+    behind. It raises `UsageError` if a receiver listens there already, and otherwise an `OSError` that names
+    the folder: `FileNotFoundError` if it does not exist, `NotADirectoryError`, `PermissionError`.
 
     A received tensor is a view of shared memory (a small one has memory of its own). It stays valid for
     as long as it or a view of it lives, whatever becomes of its sender or of this receiver; the memory

@@ -1,5 +1,6 @@
 """The place where a server listens: a socket file that only this user may open, or a port that has keys."""
 
+import errno
 import os
 import socket
 from collections.abc import Mapping
@@ -12,7 +13,6 @@ from aiotensor.channel.sockets import LoopSocket, SocketEvents, begin, check_des
 from aiotensor.descriptors import close_after_fork
 from aiotensor.errors import UsageError
 from aiotensor.links.socket_file import SocketFile
-from aiotensor.worker import in_thread
 
 __all__ = ["Endpoint"]
 
@@ -54,9 +54,11 @@ class Endpoint:
     async def open(self, events: SocketEvents) -> LoopSocket:
         """Begin to listen.
 
+        Waiting and errors at an ``ipc://`` address are those of `SocketFile.take`.
+
         Raises:
-            UsageError: another server listens there, or nobody can.
-            OSError: this process has no descriptors left.
+            UsageError: another server listens at the address, or the path is a file of another kind.
+            OSError: nothing can listen at the address; `errno` says why. Or no descriptors are left.
         """
         check_descriptors()
         try:
@@ -75,7 +77,11 @@ class Endpoint:
             try:
                 self._socket.bind(self._target, descriptor)
             except zmq.ZMQError as error:
-                raise UsageError(f"nobody can listen at {self.address}: {error.strerror}") from error
+                if error.errno != errno.EADDRINUSE:
+                    raise OSError(
+                        error.errno, f"cannot listen at {self.address}: {error.strerror}"
+                    ) from error
+                raise UsageError(f"another server listens at {self.address} already") from error
         except BaseException:
             await self.close(0.0)
             raise
@@ -95,10 +101,9 @@ class Endpoint:
             await end(self._context)
 
     async def _take(self, path: str) -> None:
-        """Take the path as links do, and hand ZeroMQ the socket: by itself it takes a living one's too."""
+        """Listen as `UnixListener` does, and hand ZeroMQ the socket, which would replace a living one."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self._file = SocketFile(path, sock)
         close_after_fork(sock)
-        # In a thread: it waits for another process that does the same in this folder.
-        await in_thread(self._file.take)
+        await self._file.take()
         self._listener = sock

@@ -41,6 +41,9 @@ class MessageServer(Generic[M]):
     so a slow server pushes back. They come in the order in which they are here with all their tensors: none
     waits for the tensors of another.
 
+    Opening raises `UsageError` if another server listens at the address, and otherwise an `OSError` that says
+    why nothing can; at ``ipc://`` it waits and raises as that of a `TensorReceiver` does.
+
     Args:
         address: where clients connect: ``ipc://`` and an absolute path, where only this user can, or
             ``tcp://`` with a host and a port, 0 for any that is free.

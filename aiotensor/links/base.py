@@ -136,7 +136,8 @@ class Listener(Protocol):
         """Begin to listen.
 
         Raises:
-            UsageError: another receiver listens there, or nobody could.
+            UsageError: another receiver listens there, or the place is in use by something else.
+            OSError: nothing can listen there; `errno` says why, `filename` names the folder of a path.
         """
 
     def look(self) -> None:

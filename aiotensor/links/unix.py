@@ -18,7 +18,6 @@ from aiotensor.links.records import RecordSocket
 from aiotensor.links.socket_file import SocketFile
 from aiotensor.links.users import check_user
 from aiotensor.logs import logger_of
-from aiotensor.worker import in_thread
 
 __all__ = ["UnixListener", "UnixSenderLink"]
 
@@ -268,16 +267,15 @@ class UnixListener:
         self._pause: asyncio.TimerHandle | None = None
 
     async def open(self, events: ReceiverEvents, max_record_bytes: int) -> None:
-        """Make the socket, and accept whoever connects."""
+        """Listen at the path, and accept connections; waiting and errors are those of `SocketFile.take`."""
         self._loop = asyncio.get_running_loop()
         self._max_record_bytes = max_record_bytes
         sock = _new_socket()
         file = SocketFile(self._path, sock)
         try:
-            # In a thread: it waits for another process that does the same in this folder.
-            await in_thread(file.take)
+            await file.take()
         except BaseException:
-            file.leave()  # cancelled, the thread may still be at it
+            file.leave()
             raise
         self._file = file
         close_after_fork(sock)

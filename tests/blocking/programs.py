@@ -100,7 +100,7 @@ def open_where_somebody_else_does(name: str, *place: str) -> None:
     listener: TensorReceiver | MessageServer[Question]
     listener = TensorReceiver(tensors) if name == "receiver" else MessageServer(messages, Question)
     signal.signal(signal.SIGTERM, lambda *_: listener.close())
-    _say_when(is_opening, "waits")
+    _say_when(lambda: is_opening(listener), "waits")
     try:
         with listener:
             raise AssertionError("it was opened")

@@ -94,10 +94,9 @@ def test_what_another_thread_is_opening_can_be_closed(place: Place) -> None:
     for listener in listeners:
         with nobody_listens_in(folder):
             opening = in_thread(listener.__enter__)
-            until(is_opening)
+            until(lambda: is_opening(listener))  # noqa: B023
             listener.close()
             assert isinstance(opening.exception(), ClosedError)
-        until(lambda: not is_opening())
         assert not os.listdir(folder)
 
 

@@ -2,13 +2,14 @@
 
 import fcntl
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from aiotensor.blocking.portal import BlockingObject
 
 __all__ = ["in_thread", "is_opening", "nobody_listens_in", "until"]
 
@@ -25,9 +26,9 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.001)  # the condition decides, not this: without a pause the other threads would wait
 
 
-def is_opening() -> bool:
-    """Say whether a thread waits for another process that listens in the same folder."""
-    return any(frame.f_code.co_name == "_bind" for frame in sys._current_frames().values())
+def is_opening(listener: BlockingObject[Any]) -> bool:
+    """Return whether the event loop has begun to open an object."""
+    return listener._opening._is_running
 
 
 @contextmanager

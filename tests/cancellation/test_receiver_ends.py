@@ -5,7 +5,6 @@ import fcntl
 import os
 import socket
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -21,17 +20,16 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 async def _opens(place: str, stale: int = 0) -> None:
     """See that nothing is left at a place but what was there, and that a receiver can be opened and found."""
-    folder = os.open(os.path.dirname(place.removeprefix("unix://")), os.O_RDONLY)
-    await asyncio.to_thread(fcntl.flock, folder, fcntl.LOCK_EX)  # a thread may still be at it
-    assert {os.stat(name, dir_fd=folder).st_ino for name in os.listdir(folder)} <= {stale}
-    os.close(folder)
+    with os.scandir(os.path.dirname(place.removeprefix("unix://"))) as entries:
+        assert {entry.inode() for entry in entries} <= {stale}
     async with TensorReceiver(place) as receiver, TensorSender(place) as sender:
         assert torch.equal(await receiver.receive(await sender.send(pattern(0, 3))), pattern(0, 3))
 
 
-async def test_the_opening_of_a_queue_waits_for_nobody() -> None:
+@pytest.mark.usefixtures("link")
+async def test_an_opening_that_no_other_process_holds_up_does_not_wait() -> None:
     async def attempt(attempt: Attempt) -> None:
-        with endpoint("queue") as place:
+        with endpoint() as place:
             receiver = TensorReceiver(place)
             assert await attempt.start(receiver.__aenter__()).completed()
             await receiver.aclose()
@@ -56,44 +54,13 @@ async def test_an_opening_cancelled_while_another_process_is_at_the_folder_leave
             fcntl.flock(folder, fcntl.LOCK_EX)
             receiver = TensorReceiver(place)
             opening = attempt.start(receiver.__aenter__())
-            # It suspends for its turn, for a place among the threads, and for the thread.
-            await opening.until(lambda: opening.suspensions == 3)
+            await opening.until(lambda: opening.suspensions)
             await opening.bring(lambda: os.close(folder))
             if await opening.completed():
                 await receiver.aclose()
             with pytest.raises(ClosedError):
                 await receiver.__aenter__()
             await _opens(place, stale)
-
-    assert await cancel_everywhere(attempt)
-
-
-async def test_an_opening_cancelled_while_it_binds_its_socket_removes_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bound, go_on = threading.Event(), threading.Event()
-
-    class Slow(socket.socket):
-        def bind(self, address: Any, /) -> None:
-            super().bind(address)
-            bound.set()
-            go_on.wait()
-
-    async def attempt(attempt: Attempt) -> None:
-        bound.clear()
-        go_on.clear()
-        with endpoint("unix") as place:
-            assert isinstance(place, str)
-            receiver = TensorReceiver(place)
-            with monkeypatch.context() as patch:
-                patch.setattr(socket, "socket", Slow)
-                opening = attempt.start(receiver.__aenter__())
-                await opening.until(bound.is_set)
-                await opening.bring(go_on.set)
-                go_on.set()
-                if await opening.completed():
-                    await receiver.aclose()
-            await _opens(place)
 
     assert await cancel_everywhere(attempt)
 

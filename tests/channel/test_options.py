@@ -1,5 +1,6 @@
 """Where a server may be, who may connect, and what is refused before anything is done."""
 
+import errno
 import os
 import socket
 import stat
@@ -171,15 +172,21 @@ async def test_the_place_of_a_dead_server_is_taken_over_and_that_of_a_living_one
                 await until(lambda: client.statistics().servers == 1)
 
 
-async def test_a_port_that_is_taken_or_a_folder_that_is_not_there_is_an_error() -> None:
+async def test_a_port_in_use_is_a_usage_error() -> None:
     async with MessageServer("tcp://127.0.0.1:0", Question) as server:
         assert not server.address.endswith(":0")
-        with pytest.raises(UsageError, match=r"nobody can listen at tcp://127\.0\.0\.1"):
+        with pytest.raises(UsageError, match=r"another server listens at tcp://127\.0\.0\.1"):
             async with MessageServer(server.address, Question):
                 pass
-    with pytest.raises(UsageError, match="nobody can listen"):
-        async with MessageServer("ipc:///nowhere/at/all", Question):
+
+
+async def test_an_interface_that_does_not_exist_is_an_os_error(keys: dict[str, tuple[bytes, bytes]]) -> None:
+    public, secret = keys["server"]
+    server = MessageServer("tcp://192.0.2.1:0", Question, secret_key=secret, client_keys=[public])
+    with pytest.raises(OSError, match=r"cannot listen at tcp://192\.0\.2\.1") as caught:
+        async with server:
             pass
+    assert caught.value.errno in (errno.EADDRNOTAVAIL, errno.ENODEV)
 
 
 @pytest.fixture

@@ -230,11 +230,6 @@ async def test_what_is_no_receivers_socket_is_never_removed(kind: str, path: Pat
         assert path.read_text() == "precious"
 
 
-async def test_a_place_in_no_folder_is_refused(path: Path) -> None:
-    with pytest.raises(UsageError, match="nobody can listen at"):
-        await Receiver(path / "s").listener.open(Receiver(path), 1 << 16)
-
-
 async def test_the_socket_of_another_receiver_is_not_removed_at_close(path: Path) -> None:
     async with listening(path) as first:
         path.unlink()

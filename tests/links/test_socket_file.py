@@ -1,0 +1,122 @@
+"""Paths where nothing can listen: each is an OSError that names the folder, for both kinds of address."""
+
+# ruff: noqa: ASYNC240 - the paths of tests are quick
+import asyncio
+import ctypes
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aiotensor import TensorReceiver, UsageError
+from aiotensor.channel import MessageServer
+from tests.links.unix_ends import in_child, leave_stale
+
+_NOBODY = 65534
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+
+LISTENERS: dict[str, Callable[[Path], Any]] = {
+    "unix": lambda path: TensorReceiver(f"unix://{path}"),
+    "ipc": lambda path: MessageServer(f"ipc://{path}", int),
+}
+
+
+@pytest.fixture(params=LISTENERS)
+def listen(request: pytest.FixtureRequest) -> Callable[[Path], Any]:
+    return LISTENERS[request.param]
+
+
+async def test_a_folder_that_does_not_exist_is_a_file_not_found_error(
+    listen: Callable[[Path], Any], path: Path
+) -> None:
+    missing = path.parent / "missing"
+    with pytest.raises(FileNotFoundError, match="does not exist") as caught:
+        await listen(missing / "s").__aenter__()
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, str(missing))
+    assert str(missing / "s") in str(caught.value)
+
+
+async def test_a_folder_that_is_a_file_is_a_not_a_directory_error(
+    listen: Callable[[Path], Any], path: Path
+) -> None:
+    path.write_text("precious")
+    with pytest.raises(NotADirectoryError, match="is not a directory") as caught:
+        await listen(path / "s").__aenter__()
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOTDIR, str(path))
+
+
+def _refusal_as_nobody(scheme: str, path: Path) -> tuple[str, int, str]:
+    os.setuid(_NOBODY)
+
+    async def refusal() -> OSError:
+        try:
+            await LISTENERS[scheme](path).__aenter__()
+        except OSError as error:
+            return error
+        raise AssertionError("it was opened")
+
+    error = asyncio.run(refusal())
+    return type(error).__name__, error.errno or 0, str(error.filename)
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o711], ids=oct)
+@pytest.mark.parametrize("scheme", LISTENERS)
+async def test_a_folder_that_this_user_may_not_use_is_a_permission_error(
+    scheme: str, mode: int, path: Path
+) -> None:
+    path.parent.chmod(mode)
+    refusal = await in_child(_refusal_as_nobody, scheme, path)
+    assert refusal == ("PermissionError", errno.EACCES, str(path.parent))
+
+
+@needs_root
+@pytest.mark.parametrize("scheme", LISTENERS)
+async def test_the_stale_socket_of_another_user_is_in_the_way_and_stays(scheme: str, path: Path) -> None:
+    leave_stale(path)
+    path.chmod(0o600)
+    path.parent.chmod(0o777)
+    assert await in_child(_usage_error_as_nobody, scheme, path)
+    assert path.exists()
+
+
+def _usage_error_as_nobody(scheme: str, path: Path) -> bool:
+    os.setuid(_NOBODY)
+
+    async def is_refused() -> bool:
+        with pytest.raises(UsageError, match="no socket of this user"):
+            await LISTENERS[scheme](path).__aenter__()
+        return True
+
+    return asyncio.run(is_refused())
+
+
+def _refusal_on_read_only(scheme: str, path: Path) -> tuple[int, str] | None:
+    """Open on a read-only file system of this process's own; None where it cannot be mounted."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    private, read_only = 1 << 18 | 1 << 14, 1
+    folder = os.fsencode(path.parent)
+    if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, private, None):
+        return None
+    if libc.mount(b"none", folder, b"tmpfs", read_only, None):
+        return None
+
+    async def refusal() -> tuple[int, str]:
+        with pytest.raises(OSError, match="read-only file system") as caught:
+            await LISTENERS[scheme](path).__aenter__()
+        return caught.value.errno or 0, str(caught.value.filename)
+
+    return asyncio.run(refusal())
+
+
+@needs_root
+@pytest.mark.parametrize("scheme", LISTENERS)
+async def test_a_read_only_file_system_is_an_os_error(scheme: str, path: Path) -> None:
+    refusal = await in_child(_refusal_on_read_only, scheme, path)
+    if refusal is None:
+        pytest.skip("nothing can be mounted here")
+    assert refusal == (errno.EROFS, str(path.parent))

@@ -1,0 +1,108 @@
+"""Opening where another process holds the lock of the socket's folder."""
+
+# ruff: noqa: ASYNC221 - the processes and paths of tests are quick
+import asyncio
+import fcntl
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aiotensor import TensorReceiver
+from aiotensor.channel import MessageServer
+from aiotensor.links import socket_file
+from tests.channel.parties import Place, Places, place
+from tests.pairs import until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+_ROOT = Path(__file__).parents[2]
+_LIMIT_S = 60.0  # an interpreter that exits at all needs much less
+_HOLD = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), 2); print('held', flush=True); input()"
+
+LISTENERS: dict[str, Callable[[Place], Any]] = {
+    "unix": lambda here: TensorReceiver(here.tensors),
+    "ipc": lambda here: MessageServer(here.messages, int),
+}
+
+
+@pytest.fixture
+def here() -> Iterator[Place]:
+    before, Places.scheme = Places.scheme, "ipc"
+    with place() as found:
+        yield found
+    Places.scheme = before
+
+
+def folder_of(here: Place) -> str:
+    return os.path.dirname(here.tensors.removeprefix("unix://"))
+
+
+@contextmanager
+def another_process_locks(folder: str) -> Iterator["subprocess.Popen[str]"]:
+    """Hold the lock of a folder in another process, until that ends."""
+    command = [sys.executable, "-c", _HOLD, folder]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        try:
+            yield holder
+        finally:
+            holder.kill()
+
+
+@pytest.mark.parametrize("scheme", LISTENERS)
+async def test_a_process_whose_opening_timed_out_at_a_locked_folder_exits(scheme: str, here: Place) -> None:
+    address = here.tensors if scheme == "unix" else here.messages
+    with another_process_locks(folder_of(here)):
+        command = [sys.executable, "-m", "tests.processes.opener", address, "0.1"]
+        ended = subprocess.run(
+            command, cwd=_ROOT, capture_output=True, text=True, timeout=_LIMIT_S, check=False
+        )
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "timed out\n", "")
+    assert not os.listdir(folder_of(here))
+
+
+@pytest.mark.parametrize("scheme", LISTENERS)
+async def test_opening_goes_on_when_the_process_that_holds_the_lock_is_killed(
+    scheme: str, here: Place
+) -> None:
+    listener = LISTENERS[scheme](here)
+    with another_process_locks(folder_of(here)) as holder:
+        opening = asyncio.create_task(listener.__aenter__())
+        await asyncio.sleep(0)
+        assert not opening.done()
+        holder.kill()
+        await opening
+    await listener.aclose()
+
+
+async def test_a_folder_that_stays_locked_is_named_in_the_log_once(
+    here: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket_file, "_LONG_WAIT_S", 0.01)
+    folder = os.open(folder_of(here), os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        receiver = TensorReceiver(here.tensors)
+        opening = asyncio.create_task(receiver.__aenter__())
+        await until(lambda: bool(caplog.records))
+        for _ in range(3):
+            await asyncio.sleep(socket_file._LAST_RETRY_S)  # it tries again, and does not log again
+        assert not opening.done()
+    finally:
+        os.close(folder)
+    await opening
+    await receiver.aclose()
+    [record] = caplog.records
+    assert (record.levelno, record.name) == (logging.WARNING, "aiotensor.links")
+    assert vars(record)["event"] == "folder_locked"
+    assert vars(record)["folder"] == folder_of(here)
+    assert vars(record)["address"] == here.tensors.removeprefix("unix://")
+    assert vars(record)["waited_s"] >= 0.01
