@@ -10,6 +10,7 @@ from typing import Self
 import torch
 
 from aiotensor import links, placements
+from aiotensor.cgroups import warn_if_too_large
 from aiotensor.errors import TooLargeError, WouldBlockError
 from aiotensor.gates import at_most, seconds_or_never
 from aiotensor.home import FreedItems, Home
@@ -40,7 +41,9 @@ class TensorSender:
         max_concurrent_videos: the most messages in flight: begun here, and neither wholly taken by the
             receiver nor discarded. Further sends wait their turn.
         arena_bytes: the most bytes of shared memory that this sender has in use at once, taken by the
-            receiver or not; a block is in use until no tensor over it is left.
+            receiver or not; a block is in use until no tensor over it is left. In a container it has to fit
+            into the memory limit, beyond which the kernel kills a process and no call raises: opening logs
+            a warning if it does not.
         keep_warm_s: after how long shared memory that nobody uses goes back to the system; None to
             keep it. Fresh memory costs several times what a copy into warm memory does, so it is kept for
             the next tensor; but not for ever, since others may need it.
@@ -106,6 +109,7 @@ class TensorSender:
             self._home.is_closed = True
             raise
         self._home.settle(self, self._endpoint)
+        warn_if_too_large(self._id, self._outgoing.max_bytes)
         return self
 
     async def __aexit__(
@@ -172,7 +176,8 @@ class TensorSender:
                 call asks again.
             DiscardedError: the receiver discarded the message before it was sent.
             ClosedError: this sender was closed, perhaps while waiting.
-            OSError: the machine has no shared memory or no descriptors left.
+            OSError: the machine has no shared memory or no descriptors left. At the memory limit of a
+                container nothing is raised: the kernel kills a process.
         """
         message = None
         try:
@@ -236,7 +241,7 @@ class TensorSender:
                 message, and all of `arena_bytes` is held by messages that wait for more of it.
             PeerLostError: the receiver died or closed.
             ClosedError: this sender was closed, perhaps while waiting.
-            OSError: the machine has no shared memory or no descriptors left.
+            OSError: the machine has no shared memory or no descriptors left, as for `send`.
         """
         with self._errors:
             return await self._allocate(shape, dtype)

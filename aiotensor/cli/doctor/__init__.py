@@ -8,6 +8,6 @@
     software.py    Python's start method, torch, CUDA, uvloop
     report.py      lines and JSON; table.py draws on a terminal
 
-A check is a function that returns one `Finding`. None of them uses the rest of the library, nor anything
-but torch that must be installed.
+A check is a function that returns one `Finding`. None of them uses the rest of the library but `cgroups`, nor
+anything but torch that must be installed.
 """

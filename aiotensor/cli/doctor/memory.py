@@ -6,10 +6,10 @@ found out when it is used up.
 
 import os
 import re
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from resource import RLIM_INFINITY
 
+from aiotensor.cgroups import memory_limits
 from aiotensor.cli.doctor.finding import Finding, Status, in_words
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "process_limits",
 ]
 
-_UNLIMITED = 1 << 60  # cgroup v1 has no word for it, but a number of about this size or more
 _BESIDE_ARENA = 512 << 20  # what two processes that imported torch use themselves
 _FEW_DESCRIPTORS = 64
 _EACH_HAS_ITS_OWN = "each sender has an arena of its own"
@@ -35,19 +34,19 @@ def cgroup_limit(arena_bytes: int, root: Path = Path("/")) -> Finding:
         arena_bytes: what one sender may have in shared memory, all of which counts for the cgroup.
         root: where `proc` and `sys` are.
     """
-    limits = [*_cgroup_limits(root)]
-    if not limits:
+    # Not with what is left of it: senders that run already, whose arenas these may be, are in what is used.
+    limit = min(memory_limits(root), default=None)
+    if limit is None:
         return Finding("memory cgroup", Status.OK, "no limit")
-    limit, file = min(limits)
-    found = f"a limit of {in_words(limit)} ({file})"
-    if limit >= arena_bytes + _BESIDE_ARENA:
+    found = f"a limit of {in_words(limit.nbytes)} ({limit.file})"
+    if limit.nbytes >= arena_bytes + _BESIDE_ARENA:
         return Finding("memory cgroup", Status.OK, f"{found}, enough for an arena of {in_words(arena_bytes)}")
     return Finding(
         "memory cgroup",
         Status.NOTE,
         f"{found}, too little for an arena of {in_words(arena_bytes)} and the processes",
-        "Raise it (docker run --memory, MemoryMax= of systemd), or give senders a smaller arena_bytes; "
-        + _EACH_HAS_ITS_OWN,
+        "Raise it (docker run --memory, MemoryMax= of systemd), or give senders a smaller arena_bytes: "
+        f"beyond it the kernel kills a process, and no call raises an OSError; {_EACH_HAS_ITS_OWN}",
     )
 
 
@@ -164,51 +163,3 @@ def _read(file: Path) -> str | None:
         return file.read_text()
     except OSError:
         return None
-
-
-def _cgroup_limits(root: Path) -> Iterator[tuple[int, str]]:
-    """Find each limit that holds for this process, and the file that sets it.
-
-    A cgroup is bound by the limits of all those above it, so all are read. In a container only a part
-    of them can be seen; mountinfo says where that part begins.
-    """
-    groups = _cgroups_of_this_process(root)
-    for line in (_read(root / "proc/self/mountinfo") or "").splitlines():
-        ours, _, theirs = line.partition(" - ")
-        fields, kind = ours.split(), theirs.split()
-        if len(fields) < 5 or len(kind) < 3:
-            continue
-        if kind[0] == "cgroup2":
-            controller, name = "", "memory.max"
-        elif kind[0] == "cgroup" and "memory" in kind[2].split(","):
-            controller, name = "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        mounted = PurePosixPath(_unescaped(fields[4]))
-        inside = _inside(groups.get(controller, "/"), _unescaped(fields[3]))
-        for folder in (mounted / inside, *(mounted / parent for parent in inside.parents)):
-            text = (_read(root / str(folder / name).lstrip("/")) or "").strip()
-            if text.isdigit() and int(text) < _UNLIMITED:
-                yield int(text), str(folder / name)
-
-
-def _cgroups_of_this_process(root: Path) -> dict[str, str]:
-    """Return the path of each cgroup by its controller; that of v2 has an empty name."""
-    groups = {}
-    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        groups.update(dict.fromkeys(controllers.split(","), path))
-    return groups
-
-
-def _inside(group: str, mount_root: str) -> PurePosixPath:
-    """Return where a cgroup is below a mount; the mount itself if it cannot be seen from there."""
-    path = PurePosixPath(group)
-    if ".." in path.parts or not path.is_relative_to(mount_root):
-        return PurePosixPath()
-    return path.relative_to(mount_root)
-
-
-def _unescaped(field: str) -> str:
-    """Undo what mountinfo does to blanks in a path."""
-    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
