@@ -46,14 +46,14 @@ class Accountant:
     Args:
         link: says when there is room.
         tell: called with the account.
-        statistics: says what there is to tell.
+        statistics: says what there is to tell; None if the sender is gone.
     """
 
     def __init__(
         self,
         link: SenderLink,
         tell: Callable[[Account], None],
-        statistics: Callable[[], SenderStatistics],
+        statistics: Callable[[], SenderStatistics | None],
     ) -> None:
         self._link = link
         self._tell = tell
@@ -88,4 +88,6 @@ class Accountant:
         await asyncio.sleep(0)  # what was asked in one turn has one answer
         while not self._link.is_ready:
             await self._link.ready()
-        self._tell(account_of(self._statistics()))
+        statistics = self._statistics()
+        if statistics is not None:
+            self._tell(account_of(statistics))

@@ -108,8 +108,13 @@ class Conversation:
         self._is_ending = False
         self._next_number = 0
 
-    async def open(self, statistics: Callable[[], SenderStatistics]) -> None:
-        """Begin to connect; `statistics` says what is held here, when the receiver asks."""
+    async def open(self, statistics: Callable[[], SenderStatistics | None]) -> None:
+        """Begin to connect.
+
+        Args:
+            statistics: called when the receiver asks what is held here. The link keeps it, so it must not
+                keep the sender.
+        """
         self._outbox = Outbox(self._write)
         self._accountant = Accountant(self.link, self._outbox.add, statistics)
         await self.link.open(self)

@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 __all__ = ["Descriptor", "close_after_fork", "close_all"]
@@ -48,6 +48,11 @@ class Descriptor:
         number, self.number = self.number, -1
         if number >= 0:
             os.close(number)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # Normally closed by then: not by an object that lost its event loop before it was garbage-collected.
+        if self.number >= 0:
+            close(self.number)
 
 
 def close_all(descriptors: Iterable[int]) -> None:

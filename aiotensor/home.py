@@ -2,17 +2,20 @@
 
 import asyncio
 import os
+import sys
 import threading
+import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Generic, TypeVar
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 from aiotensor import opened
 from aiotensor.errors import ClosedError, UsageError
 
-__all__ = ["FreedItems", "Home"]
+__all__ = ["FreedItems", "Home", "LoopObject", "close_now", "warn_unclosed", "weakly"]
 
 T = TypeVar("T")
 
@@ -32,6 +35,7 @@ class Home:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
         self.is_closed = False
+        self.has_guardian = False  # another object closes this one when both are garbage-collected
         self._opened: opened.Opened | None = None
 
     @property
@@ -43,6 +47,15 @@ class Home:
     def is_open(self) -> bool:
         """Say whether the object was opened and not closed."""
         return self._loop is not None and not self.is_closed
+
+    @property
+    def state(self) -> str:
+        """Describe whether the object is open; from any thread and process."""
+        if os.getpid() != self._pid:
+            return "unusable after a fork"
+        if self.is_closed:
+            return "closed"
+        return "new" if self._loop is None else "open"
 
     def enter(self) -> asyncio.AbstractEventLoop:
         """Move into the running loop, once.
@@ -123,12 +136,97 @@ class Home:
         if running is not None and running is not self._loop:
             raise UsageError(f"this {self._name} lives in another event loop: open one in each loop")
 
+    def freed(self, owner: object, release: Callable[[], object]) -> None:
+        """Report an object that is garbage-collected while it is open, and release it in its event loop.
+
+        For finalizers, which run in any thread and in the middle of anything.
+
+        Args:
+            owner: the object.
+            release: called in the event loop; a reference to the object in it keeps that until then. Not
+                called if the loop is closed: then nothing but the object itself holds its resources.
+        """
+        loop = self._loop
+        if loop is None or self.is_closed or self.has_guardian or os.getpid() != self._pid:
+            return
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(release)
+        warn_unclosed(owner)  # last, since it raises where warnings are errors
+
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise UsageError(
                 f"this {self._name} came here by a fork, where its sockets and threads cannot work: "
                 "start processes with multiprocessing.get_context('spawn') and open one in each"
             )
+
+
+class _Closable(Protocol):
+    def aclose(self) -> Coroutine[Any, Any, None]: ...
+
+
+class LoopObject:
+    """A public object that belongs to an event loop and is closed when it is garbage-collected.
+
+    Whatever the event loop refers to (sockets and what they notify) must not refer to the object, but for
+    calls that wait: a task that awaits a method keeps the object alive.
+    """
+
+    _home: Home
+
+    def __repr__(self) -> str:
+        name, home = type(self).__name__, self.__dict__.get("_home")
+        if home is None:  # its `__init__` is running, or has raised
+            return f"<{name} new>"
+        details = [home.state, *self._details()]
+        return f"<{name} {', '.join(details)}>"
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At the end of the interpreter the kernel releases everything, and modules are not usable any more.
+        if not is_finalizing() and (home := self.__dict__.get("_home")) is not None:
+            home.freed(self, partial(close_now, self))
+
+    async def aclose(self) -> None:
+        """Close the object."""
+        raise NotImplementedError
+
+    def _details(self) -> list[str]:
+        # For `repr`: called in any thread and process, so only reads what cannot fail.
+        raise NotImplementedError
+
+
+def close_now(abandoned: "_Closable") -> None:
+    """Close an object that was garbage-collected, as `aclose` does that is cancelled where it would wait.
+
+    Not in a task: the event loop may be about to end, and a task that is cancelled before it begins does
+    nothing.
+    """
+    closing = abandoned.aclose()
+    step: Callable[[], object] = partial(closing.send, None)
+    with suppress(StopIteration, asyncio.CancelledError):
+        while True:
+            step()
+            step = partial(closing.throw, asyncio.CancelledError())
+
+
+def warn_unclosed(owner: object) -> None:
+    """Warn of an object that is garbage-collected while it is open."""
+    warnings.warn(f"unclosed {owner!r}", ResourceWarning, stacklevel=3, source=owner)
+
+
+def weakly(method: Callable[[], T]) -> Callable[[], T | None]:
+    """Return a function that calls a method without keeping its object alive; None once that is gone.
+
+    Args:
+        method: a bound method.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call() -> T | None:
+        found = reference()
+        return None if found is None else found()
+
+    return call
 
 
 class FreedItems(Generic[T]):

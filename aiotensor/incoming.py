@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from aiotensor import placements
 from aiotensor.answers import Answers
+from aiotensor.arrivals import Arrivals
 from aiotensor.descriptors import close_all
 from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError, RefusedError
 from aiotensor.links.base import ReceiverLink
@@ -74,26 +75,23 @@ class Incoming:
     Args:
         receiver: the receiver's id.
         limits: what all senders together may use.
-        wake: called with the keys whose waiters should look again.
-        fail: called when nothing more will arrive.
-        statistics: says what is held here, to whoever looks.
+        statistics: called when an inspector asks what is held here; returns None if the receiver is gone.
+            Connections refer to it, so it must not keep the receiver alive.
     """
 
     def __init__(
         self,
         receiver: str,
         limits: Limits,
-        wake: Callable[[Sequence[Key]], None],
-        fail: Callable[[BaseException], None],
-        statistics: Callable[[], ReceiverStatistics],
+        statistics: Callable[[], ReceiverStatistics | None],
     ) -> None:
         self._receiver = receiver
         self.limits = limits
         self.mailbox: Mailbox[Delivery] = Mailbox()
+        self.arrivals = Arrivals(self.mailbox)
         self.mappings = Mappings()
         self.senders_lost = self.senders_refused = 0
-        self._wake = wake
-        self._fail = fail
+        self._wake = self.arrivals.wake
         self._statistics = statistics
         self._observers = Observers()
         self._peers: dict[ReceiverLink, _Peer] = {}
@@ -212,7 +210,7 @@ class Incoming:
 
     def listener_failed(self, error: BaseException) -> None:
         """Note that nothing more will arrive."""
-        self._fail(error)
+        self.arrivals.fail(error)
 
     # Frames
 
@@ -271,7 +269,10 @@ class Incoming:
             raise ProtocolError(f"it speaks version {look.version}, this receiver speaks {VERSION}")
         senders = list(self._senders.items())
         rows = [self._row_of(sender, peer) for sender, peer in senders]
-        for report in reports(self._statistics(), rows):
+        statistics = self._statistics()
+        if statistics is None:
+            return  # the receiver is about to be closed
+        for report in reports(statistics, rows):
             peer.link.write(encode(report))
         if peer.link in self._peers:  # or writing to it failed
             self._observers.ask(peer.link, [peer.link for _, peer in senders])

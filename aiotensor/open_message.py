@@ -1,6 +1,8 @@
 """A message of several tensors, as callers of a sender see it."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -24,11 +26,21 @@ class OpenMessage:
     """A message that is being sent, made by `TensorSender.message`."""
 
     def __init__(self, sender: "TensorSender") -> None:
-        self._sender = sender
         self._message: Message | None = None
+        self._sender = sender
         self._is_beginning = False
         self._sending = 0  # sends that have not returned
         self._is_finished = False
+
+    def __repr__(self) -> str:
+        message = self._message
+        state = "new" if message is None else f"{message.state.value}, {message.count} tensors"
+        return f"<OpenMessage {state}, of {self._sender!r}>"
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_finalizing() or (message := self._message) is None or message.state is not State.OPEN:
+            return
+        self._sender._home.freed(self, partial(self._sender._outgoing.abandon, message))
 
     @property
     def sender(self) -> "TensorSender":

@@ -28,6 +28,7 @@ __all__ = [
     "Watched",
     "add",
     "look",
+    "owners",
     "remove",
 ]
 
@@ -123,6 +124,11 @@ class Opened:
         """Say whether it went without being closed: it was freed, or its loop is closed."""
         # Not by a look at the object, which another thread might then free here and now, with the lock held.
         return self._is_freed or self.loop.is_closed()
+
+    @property
+    def owner(self) -> Watched | None:
+        """The object, if it is there."""
+        return self._owner()
 
     def look(self) -> None:
         """Note what it says now; in its thread.
@@ -318,6 +324,13 @@ def remove(opened: Opened) -> None:
     except RuntimeError:  # it is closed, and has no next turn
         with _books.changed:
             _books.fold(opened)
+
+
+def owners() -> list[Watched]:
+    """Return every object that is open; from any thread."""
+    with _books.changed:
+        present = list(_books.open)
+    return [owner for opened in present if (owner := opened.owner) is not None]
 
 
 def look(timeout_s: float) -> Report:

@@ -78,8 +78,15 @@ class Outgoing:
         self.memory: Memory  # from `open` on: they belong to a loop
         self.ledger: Ledger
 
-    async def open(self, on_freed: Callable[[int], None], statistics: Callable[[], SenderStatistics]) -> None:
-        """Begin to connect; `on_freed` is told of allocated blocks that were freed, from any thread."""
+    async def open(
+        self, on_freed: Callable[[int], None], statistics: Callable[[], SenderStatistics | None]
+    ) -> None:
+        """Begin to connect.
+
+        Args:
+            on_freed: called with each allocated block that was freed; from any thread.
+            statistics: as of `Conversation.open`.
+        """
         self.memory = Memory(
             self.max_bytes,
             self._gate_over,

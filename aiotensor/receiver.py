@@ -2,7 +2,6 @@
 
 import operator
 import secrets
-from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -12,9 +11,8 @@ import torch
 from aiotensor import links, placements
 from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, RefusedError, WouldBlockError
 from aiotensor.gates import Waiters, at_most, seconds_or_never
-from aiotensor.home import Home
+from aiotensor.home import Home, LoopObject, weakly
 from aiotensor.incoming import Incoming, Limits
-from aiotensor.logs import logger_of
 from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_RECORD_BYTES
 from aiotensor.protocol.mailbox import Key
 from aiotensor.tally import ErrorTally
@@ -23,10 +21,8 @@ from aiotensor.worker import in_thread
 
 __all__ = ["TensorReceiver"]
 
-logger = logger_of("receiver")
 
-
-class TensorReceiver:
+class TensorReceiver(LoopObject):
     """Receive tensors from the senders of an endpoint, in any order.
 
     Open it with ``async with``, once, and share it between the tasks of that event loop. An endpoint has
@@ -89,11 +85,9 @@ class TensorReceiver:
                 f"got {max_frame_bytes}"
             )
         self._max_wait_s = seconds_or_never("max_wait_s", max_wait_s)
-        self._incoming = Incoming(self._id, limits, self._wake, self._failed, self.statistics)
+        self._incoming = Incoming(self._id, limits, weakly(self.statistics))
         self._mailbox = self._incoming.mailbox
-        self._waiters: dict[Key, Waiters] = {}
-        self._iterators = Waiters()
-        self._failure: BaseException | None = None
+        self._arrivals = self._incoming.arrivals
         self._tensors_taken = self._bytes_taken = self._tensors_copied = self._bytes_copied = 0
 
     @property
@@ -126,7 +120,9 @@ class TensorReceiver:
                 its shared memory back at once.
 
         Waits until the whole message of the tensor has arrived, at most `max_wait_s`. Cancelling leaves the
-        tensor claimable, also in the middle of the copy.
+        tensor claimable, also in the middle of the copy. If the tensor is here and not copied, the call does
+        not suspend: it completes even in an expired timeout scope, and a long run of such calls lets no other
+        task run.
 
         Raises:
             AlreadyTakenError: it was received before, or somebody else receives it now.
@@ -152,7 +148,7 @@ class TensorReceiver:
                     # Whoever keeps an error keeps the frames that it came through. None of them may hold the
                     # tensor, or its block would come back with the error rather than with the tensor.
                     del item
-                    self._wake(self._mailbox.put_back(key))
+                    self._arrivals.wake(self._mailbox.put_back(key))
                     raise
                 self._tensors_copied += 1
                 self._bytes_copied += tensor.nbytes
@@ -160,7 +156,7 @@ class TensorReceiver:
                 return tensor
             finally:
                 self._mailbox.unclaim(key)
-                self._wake_iterators()  # it may be theirs now
+                self._arrivals.wake_iterators()  # it may be theirs now
         except Exception as error:
             self._errors.add(error)
             raise
@@ -178,10 +174,10 @@ class TensorReceiver:
             self._mailbox.claim(key)
             try:
                 await self._hold(key)
-                self._wake(self._mailbox.put_back(key))
+                self._arrivals.wake(self._mailbox.put_back(key))
             finally:
                 self._mailbox.unclaim(key)
-                self._wake_iterators()
+                self._arrivals.wake_iterators()
 
     def receive_nowait(self, handle: TensorHandle) -> torch.Tensor:
         """Return the tensor that a handle names if it is here.
@@ -196,7 +192,7 @@ class TensorReceiver:
             key = _key(handle)
             item = self._find(key)
             if item is None:
-                self._raise_if_failed()
+                self._arrivals.raise_if_failed()
                 raise WouldBlockError(
                     f"tensor {key.tensor} of message {key.message} of sender {key.sender} has not arrived",
                     messages=Usage(requested=1),
@@ -217,15 +213,16 @@ class TensorReceiver:
         call awaits by its handle is left out; if that call gives up, it is delivered next. What is left of a
         message that is discarded, or lost with its sender, is not delivered.
 
-        Cancelling loses nothing. Ends when this receiver is closed.
+        Cancelling loses nothing. Ends when this receiver is closed. Does not suspend if a tensor is here, as
+        `receive`.
         """
         if self._home.is_closed:
             raise StopAsyncIteration
         try:
             self._home.check()
             while (found := self._mailbox.hold_next()) is None:
-                self._raise_if_failed()
-                await self._iterators.wait()
+                self._arrivals.raise_if_failed()
+                await self._arrivals.iterators.wait()
                 if self._home.is_closed:
                     raise StopAsyncIteration
         except AioTensorError as error:  # the end of an iteration is none
@@ -248,7 +245,7 @@ class TensorReceiver:
         link = self._incoming.link_of(key.sender)
         if had_arrived and link is not None:
             self._incoming.answers.discarded(link, key.message)
-        self._wake(keys)
+        self._arrivals.wake(keys)
 
     def statistics(self) -> ReceiverStatistics:
         """Return what is held and what was done; also after closing."""
@@ -261,7 +258,7 @@ class TensorReceiver:
             max_senders=limits.senders,
             senders_lost=incoming.senders_lost,
             senders_refused=incoming.senders_refused,
-            waiting=sum(map(len, self._waiters.values())) + len(self._iterators),
+            waiting=self._arrivals.waiting,
             unclaimed_tensors=unclaimed.tensors,
             unclaimed_bytes=unclaimed.nbytes,
             mapped_bytes=incoming.mapped_bytes,
@@ -291,7 +288,7 @@ class TensorReceiver:
         self._home.is_closed = True
         if not was_open:
             return
-        self._wake_all()
+        self._arrivals.wake_all()
         # Senders that are told goodbye look for the next receiver, and must not find this one again.
         self._listener.stop()
         with self._home.leaving():
@@ -330,13 +327,13 @@ class TensorReceiver:
 
     async def _await(self, key: Key) -> Delivery:
         while (item := self._find(key)) is None:
-            self._raise_if_failed()
-            waiters = self._waiters.setdefault(key, Waiters())
+            self._arrivals.raise_if_failed()
+            waiters = self._arrivals.waiters.setdefault(key, Waiters())
             try:
                 await waiters.wait()
             finally:
-                if not waiters and self._waiters.get(key) is waiters:
-                    del self._waiters[key]
+                if not waiters and self._arrivals.waiters.get(key) is waiters:
+                    del self._arrivals.waiters[key]
             if self._home.is_closed:
                 raise ClosedError("this TensorReceiver was closed")
         return item
@@ -362,34 +359,9 @@ class TensorReceiver:
         """Say whether a sender is connected, or was."""
         return self._mailbox.has_joined(sender)
 
-    def _wake(self, keys: Sequence[Key]) -> None:
-        if self._waiters:
-            for key in keys:
-                if key in self._waiters:
-                    self._waiters[key].wake()
-        self._wake_iterators()
-
-    def _wake_iterators(self) -> None:
-        if self._iterators and self._mailbox.next_unclaimed() is not None:
-            self._iterators.wake()
-
-    def _wake_all(self) -> None:
-        for line in self._waiters.values():
-            line.wake()
-        self._iterators.wake()
-
-    def _failed(self, error: BaseException) -> None:
-        logger.critical(
-            "reading from the senders failed, nothing more will arrive",
-            exc_info=error,
-            extra={"event": "reading_failed", "error": type(error).__name__, "reason": str(error)},
-        )
-        self._failure = error
-        self._wake_all()
-
-    def _raise_if_failed(self) -> None:
-        if self._failure is not None:
-            raise PeerLostError(f"nothing more will arrive: {self._failure}") from self._failure
+    def _details(self) -> list[str]:
+        connected = f"{self._incoming.senders} senders connected"
+        return [f"at {self._endpoint}", *([connected] if self._home.is_open else [])]
 
 
 def _key(handle: TensorHandle) -> Key:

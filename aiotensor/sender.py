@@ -13,7 +13,7 @@ from aiotensor import links, placements
 from aiotensor.cgroups import warn_if_too_large
 from aiotensor.errors import TooLargeError, WouldBlockError
 from aiotensor.gates import at_most, seconds_or_never
-from aiotensor.home import FreedItems, Home
+from aiotensor.home import FreedItems, Home, LoopObject, weakly
 from aiotensor.ledger import MemoryUsage, Patience
 from aiotensor.message import Message, State
 from aiotensor.open_message import OpenMessage
@@ -27,7 +27,7 @@ __all__ = ["OpenMessage", "TensorSender"]
 _UNUSED = MemoryUsage(0, 0, 0, 0, 0, 0.0, [], WaitTally().waits(), 0, 0)
 
 
-class TensorSender:
+class TensorSender(LoopObject):
     """Send tensors to the receiver at the other end of an endpoint.
 
     Open it with ``async with``, once, and share it between the tasks of that event loop. Opening does not
@@ -104,7 +104,7 @@ class TensorSender:
         loop = self._home.enter()
         self._freed: FreedItems[int] = FreedItems(loop, self._blocks_freed)
         try:
-            await self._outgoing.open(self._freed, self.statistics)
+            await self._outgoing.open(self._freed, weakly(self.statistics))
         except BaseException:
             self._home.is_closed = True
             raise
@@ -166,6 +166,9 @@ class TensorSender:
         Waits for a permit, then for bytes of shared memory, each in the order of the calls, then for the
         copy, which runs in a worker thread. Cancelling gives all of it back, also in the middle of the
         copy, and discards the message if the receiver has not taken it by then.
+
+        If nothing has to be waited for, as for a small tensor with a permit free, it does not suspend: it
+        completes even in an expired timeout scope, and a long run of such calls lets no other task run.
 
         Raises:
             UnsupportedTensorError: the tensor would not arrive as it is; nothing was taken for it.
@@ -343,6 +346,11 @@ class TensorSender:
         if nbytes == 0:
             return placements.new_tensor(sizes, dtype)
         return await self._outgoing.allocate(nbytes, dtype, sizes, message)
+
+    def _details(self) -> list[str]:
+        permits = self._outgoing.permits.budget
+        in_flight = f"{permits.in_use} of {permits.limit} messages in flight"
+        return [f"at {self._endpoint}", *([in_flight] if self._home.is_open else [])]
 
     def _prepare(self, value: Sendable) -> tuple[Source, Plan]:
         """Refuse what could never be sent, before anything is taken for it."""

@@ -167,7 +167,7 @@ def _of_receiver(receiver: TensorReceiver) -> dict[str, object]:
         "unclaimed tensors": seen.unclaimed_tensors,
         "waiting": seen.waiting,
         # What no statistics tell.
-        "lines of waiters": len(receiver._waiters),
+        "lines of waiters": len(receiver._arrivals.waiters),
         "claims": bool(receiver._mailbox._claims),
         "arrivals": len(receiver._mailbox._whole),
         "answers": len(receiver._incoming.answers._pending),

@@ -113,6 +113,7 @@ async def test_an_allocated_tensor_that_can_no_longer_be_sent_in_place_does_not_
             async with TensorReceiver(place) as receiver:
                 view = await receiver.receive(await sender.send(tensor))
             async with TensorReceiver(place) as receiver:
+                await until(lambda: sender.receiver_id == receiver.id)
                 with pytest.raises(WouldBlockError, match="send a clone"):
                     await sender.send(tensor)
                 tensor = tensor.clone()

@@ -61,6 +61,7 @@ class MessageClient(BlockingObject[channel.MessageClient[R]], Generic[R]):
                 linger_s=linger_s,
             )
         )
+        self._kept = sender, receiver  # what is garbage-collected is closed
 
     def request(
         self,
@@ -127,6 +128,9 @@ class Request(Generic[M]):
         self._server = server
         self._inner = inner
         self._is_entered = False
+
+    def __repr__(self) -> str:
+        return f"<aiotensor.blocking.{repr(self._inner)[1:]}"
 
     @property
     def message(self) -> M:
@@ -228,6 +232,7 @@ class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
                 linger_s=linger_s,
             )
         )
+        self._kept = sender, receiver  # what is garbage-collected is closed
 
     @property
     def address(self) -> str:

@@ -2,14 +2,17 @@
 
 import asyncio
 import os
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from aiotensor.blocking.thread import Call, Loop, borrow, give_back
 from aiotensor.errors import ClosedError, UsageError
+from aiotensor.home import Home, close_now, warn_unclosed
 
 __all__ = ["AsyncObject", "BlockingObject"]
 
@@ -18,6 +21,8 @@ R = TypeVar("R")
 
 class AsyncObject(Protocol):
     """What is opened, closed, and says what it has done."""
+
+    _home: Home
 
     async def __aenter__(self) -> Self: ...
 
@@ -41,6 +46,7 @@ class BlockingObject(Generic[A]):
     def __init__(self, inner: A) -> None:
         self._name = type(self).__name__
         self._inner = inner
+        inner._home.has_guardian = True  # what is opened here is closed by `__del__` here
         self._pid = os.getpid()
         self._user = object()  # of the loop
         self._loop: Loop | None = None
@@ -50,6 +56,16 @@ class BlockingObject(Generic[A]):
         self._is_closed = False
         self._is_ending = self._has_let_go = False
         self._last: Any = None  # the statistics at its end
+
+    def __repr__(self) -> str:
+        inner = self.__dict__.get("_inner")
+        return f"<aiotensor.blocking.{type(self).__name__ + ' new>' if inner is None else repr(inner)[1:]}"
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_finalizing() or (loop := self.__dict__.get("_loop")) is None or os.getpid() != self._pid:
+            return
+        loop.abandon(partial(close_now, self._inner), self._user)
+        warn_unclosed(self)  # last, since it raises where warnings are errors
 
     def __enter__(self) -> Self:
         self._check_place()

@@ -149,6 +149,9 @@ class OpenMessage:
         self._timeout = timeout
         self._is_begun = False
 
+    def __repr__(self) -> str:
+        return f"<aiotensor.blocking.{repr(self._inner)[1:]}"
+
     @property
     def sender(self) -> TensorSender:
         """The sender whose message it is."""

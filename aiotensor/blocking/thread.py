@@ -19,6 +19,7 @@ import anyio
 import anyio.to_thread
 import zmq.utils.garbage  # noqa: F401 - what it does at exit is to come after what is done here
 
+from aiotensor import opened
 from aiotensor.worker import no_thread
 
 __all__ = ["Call", "Loop", "borrow", "give_back"]
@@ -128,6 +129,7 @@ class Loop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: OSError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._left_open: list[object] = []
         self._thread: threading.Thread | None = None
         self._is_starting = False
         self._starting = threading.Lock()
@@ -182,6 +184,33 @@ class Loop:
             with suppress(RuntimeError):  # a signal came while it started: it ends by itself
                 self._thread.join()
 
+    def abandon(self, close: Callable[[], object], user: object) -> None:
+        """Close an object that was garbage-collected, and need the loop no more; for finalizers.
+
+        Args:
+            close: closes the object; called in the loop.
+            user: needs the loop until then.
+        """
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it is closed
+                self._loop.call_soon_threadsafe(self._abandon, close, user)
+
+    def _abandon(self, close: Callable[[], object], user: object) -> None:
+        try:
+            close()
+        finally:
+            self._leave(user)
+
+    def _leave(self, user: object) -> None:
+        """Do what `give_back` does, in the loop: this thread cannot wait for its own end."""
+        with _shared.lock:
+            _shared.users.discard(user)
+            if _shared.users or _shared.loop is not self:
+                return
+            _shared.loop = None
+        self._is_wanted = False
+        self._is_over.set()
+
     def halt(self) -> None:
         """Make the thread stand still for good, and those that work for it; within about a second.
 
@@ -191,6 +220,9 @@ class Loop:
         self._is_halted = True
         if self._loop is None:
             return
+        # Kept for good, by the frame of the thread: parts that are freed while the interpreter is taken apart
+        # would complain that they were not closed.
+        self._left_open = list(opened.owners())
         stands, never = threading.Event(), threading.Lock()
         never.acquire()
 

@@ -11,17 +11,18 @@ import asyncio
 import enum
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from aiotensor.channel.outbox import Outbox
-from aiotensor.errors import AioTensorError, ProtocolError
+from aiotensor.errors import AioTensorError, ProtocolError, WouldBlockError
 from aiotensor.logs import logger_of
 from aiotensor.protocol.exchange import ClientHello
 from aiotensor.protocol.window import Tally
+from aiotensor.receiver import TensorReceiver
 from aiotensor.sender import TensorSender
 from aiotensor.types import TensorHandle
 
-__all__ = ["Asked", "Client", "State"]
+__all__ = ["Asked", "Client", "State", "await_tensors"]
 
 logger = logger_of("channel")
 
@@ -156,3 +157,31 @@ class Client:
                 "reason": text,
             },
         )
+
+
+async def await_tensors(
+    asked: Asked,
+    receiver: TensorReceiver,
+    came: "weakref.WeakMethod[Callable[[Asked, Exception | None], None]]",
+) -> None:
+    """Wait for the tensors of a message.
+
+    Args:
+        asked: the message.
+        receiver: where they arrive.
+        came: called with the message and why they will not come, if so. Weak: a message that waits for its
+            tensors does not keep its server alive.
+    """
+    error: Exception | None = None
+    try:
+        for handle in asked.handles:
+            await receiver.arrived(handle)
+    except Exception as caught:  # noqa: BLE001 - whatever it is, the client is told, and it is logged
+        error = caught
+        if isinstance(error, WouldBlockError):  # what comes later must not stay here untaken
+            for handle in asked.handles:
+                receiver.discard(handle)
+    method = came()
+    if method is not None:
+        method(asked, error)
+    del error  # its traceback has this frame

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from functools import partial
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -12,7 +13,7 @@ import zmq
 from aiotensor.channel import options
 from aiotensor.channel.connection import Answered, Asked, Connection, Handles
 from aiotensor.channel.options import Key
-from aiotensor.channel.parcels import QUICK_TENSORS, Disposal, Loans, pack, unpack
+from aiotensor.channel.parcels import QUICK_TENSORS, Disposal, Loans, discard, drop_answer, pack, unpack
 from aiotensor.channel.sockets import begin, end
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import (
@@ -24,7 +25,7 @@ from aiotensor.errors import (
     WouldBlockError,
 )
 from aiotensor.gates import Waiters, at_most, seconds_or_never
-from aiotensor.home import Home
+from aiotensor.home import Home, LoopObject
 from aiotensor.links.address import label_of
 from aiotensor.receiver import TensorReceiver
 from aiotensor.sender import OpenMessage, TensorSender
@@ -39,7 +40,7 @@ R = TypeVar("R")
 _AT_MOST_EVERY_S = 1.0
 
 
-class MessageClient(Generic[R]):
+class MessageClient(LoopObject, Generic[R]):
     """Send messages with tensors inside to a server, and await its answers.
 
     Open it with ``async with``, once, and share it between the tasks of that event loop. Opening does not
@@ -145,7 +146,7 @@ class MessageClient(Generic[R]):
                 self._options,
                 receiver,
                 self._max_wait_s,
-                self._drop,
+                partial(drop_answer, self._disposal, self._receiver),
                 self._changes.wake,
             )
             for address in self._addresses
@@ -353,7 +354,7 @@ class MessageClient(Generic[R]):
             if loan is not None:
                 await loan
         except BaseException:
-            _discard(sender, handles)
+            discard(sender, handles)
             raise
         return asked, handles
 
@@ -367,7 +368,7 @@ class MessageClient(Generic[R]):
             return await self._open_answer(await asked.answered)
         except BaseException:
             connection.cancel(asked)
-            _discard(sender, handles)
+            discard(sender, handles)
             raise
         finally:
             del asked  # as in `request`
@@ -394,13 +395,10 @@ class MessageClient(Generic[R]):
         self._disposal.let_go(answered.parts)
         return answer
 
-    def _drop(self, answered: Answered) -> None:
-        """Drop an answer that nobody waits for, and its tensors."""
-        # In a moment: it may just be coming in, and would be freed here by what reads it.
-        asyncio.get_running_loop().call_soon(self._disposal.let_go, answered.parts)
-        if self._receiver is not None and answered.handles:
-            with suppress(ClosedError, ValueError):  # it may be nobody's handle
-                self._receiver.discard(answered.handles[0])
+    def _details(self) -> list[str]:
+        addresses = ",".join(label_of(address.text) for address in self._addresses)
+        in_flight = sum(connection.in_flight for connection in self._connections)
+        return [f"at {addresses}", *([f"{in_flight} messages in flight"] if self._home.is_open else [])]
 
 
 def _check_road(connection: Connection, sender: TensorSender, handles: Handles) -> None:
@@ -414,10 +412,3 @@ def _check_road(connection: Connection, sender: TensorSender, handles: Handles) 
             "the tensors of this message went to another receiver than the server's: the server was replaced "
             "in the meantime, or the sender's endpoint is not that of the server's receiver"
         )
-
-
-def _discard(sender: TensorSender | None, handles: Handles) -> None:
-    """Take tensors back that nobody wants any more."""
-    if sender is not None and handles:
-        with suppress(ClosedError):  # then all of it is discarded already
-            sender.discard(handles[0])

@@ -6,10 +6,11 @@ A client has the identity that ZeroMQ gives to its connection, so none can pass 
 import asyncio
 import logging
 import os
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import zmq
 
@@ -17,6 +18,7 @@ from aiotensor.channel.asked import Asked, Client, State
 from aiotensor.channel.outbox import Outbox, flush_all
 from aiotensor.channel.sockets import MAX_PARTS, LoopSocket, PeerGoneError
 from aiotensor.errors import ProtocolError
+from aiotensor.gates import Waiters
 from aiotensor.logs import logger_of
 from aiotensor.protocol.exchange import (
     VERSION,
@@ -68,20 +70,20 @@ class Limits(NamedTuple):
     waiting_bytes: int
 
 
-class ClientsEvents(NamedTuple):
-    """What is called for a server.
+class ClientsEvents(Protocol):
+    """What a server is told."""
 
-    Attributes:
-        asked: takes a message.
-        given_up: notes that nobody wants a message any more, which was in this state.
-        is_arriving: says whether tensors of a message have not come yet.
-        is_in_vain: says whether they will not, now that its client is gone.
-    """
+    def _asked(self, asked: Asked) -> None:
+        """Take a message."""
 
-    asked: Callable[[Asked], None]
-    given_up: Callable[[Asked, State], None]
-    is_arriving: Callable[[Asked], bool]
-    is_in_vain: Callable[[Asked], bool]
+    def _unwanted(self, asked: Asked, state: State) -> None:
+        """Note that nobody wants a message any more, which was in this state."""
+
+    def _is_arriving(self, asked: Asked) -> bool:
+        """Return whether tensors of a message have not come yet."""
+
+    def _is_in_vain(self, asked: Asked) -> bool:
+        """Return whether they will not come, now that its client is gone."""
 
 
 class Clients:
@@ -90,14 +92,17 @@ class Clients:
     Args:
         limits: how many there may be, and what of each may wait.
         receiver: the id of the server's receiver; "" for none.
-        events: who is told.
+        events: the server, which is told.
+        waiters: the tasks that wait for a message. The socket keeps them and not the server, so that this is
+            garbage-collected when it is not used any more, but not while a task awaits it.
     """
 
-    def __init__(self, limits: Limits, receiver: str, events: ClientsEvents) -> None:
+    def __init__(self, limits: Limits, receiver: str, events: ClientsEvents, waiters: Waiters) -> None:
         self.limits = limits
         self._receiver = receiver
         self.lost = self.refused_clients = 0
-        self._events = events
+        self._events = weakref.ref(events)
+        self._waiters = waiters
         self._clients: dict[bytes, Client] = {}
         self._leftovers: dict[Client, None] = {}  # clients that are gone, and whose messages wait to be taken
         self._connections: dict[int, set[bytes]] = {}  # by their descriptors, and who is there
@@ -195,7 +200,9 @@ class Clients:
                     asked = Asked(client, number, handles, message, wants_answer=wants_answer)
                     client.tally.arrived(asked.nbytes)
                     client.asked[number] = asked
-                    self._events.asked(asked)
+                    events = self._events()
+                    if events is not None:  # or it was garbage-collected, and is about to be closed
+                        events._asked(asked)
                 case Cancel(number):
                     if number >= client.next_number:
                         raise ProtocolError(f"it cancelled message {number}, which it never sent")
@@ -300,7 +307,8 @@ class Clients:
                 break
             # Tensors are sent before their message: these may well never come.
             left = [asked for asked in client.asked.values() if asked.state is State.WAITING]
-            if all(map(self._events.is_arriving, left)):
+            events = self._events()
+            if events is not None and all(map(events._is_arriving, left)):
                 for asked in left:
                     self._give_up(asked)
         return len(self._clients) + len(self._leftovers) >= most
@@ -355,15 +363,19 @@ class Clients:
             client.outbox.clear()
 
     def _give_up_all(self, client: Client, *, and_those_without_answer: bool = False) -> None:
+        events = self._events()
         for asked in list(client.asked.values()):
             # What wants no answer is as good as before, unless its tensors went too.
-            if asked.wants_answer or and_those_without_answer or self._events.is_in_vain(asked):
+            is_in_vain = asked.wants_answer or and_those_without_answer
+            if is_in_vain or events is None or events._is_in_vain(asked):
                 self._give_up(asked)
 
     def _give_up(self, asked: Asked) -> None:
         state = asked.state
         self.end(asked)
-        self._events.given_up(asked, state)
+        events = self._events()
+        if events is not None:
+            events._unwanted(asked, state)
 
     # The socket
 

@@ -12,15 +12,17 @@ import torch
 import zmq
 
 from aiotensor import placements
+from aiotensor.channel.connection import Answered, Handles
 from aiotensor.codec import SourceEncoder, TensorDecoder
 from aiotensor.errors import ClosedError, ProtocolError
 from aiotensor.home import FreedItems
 from aiotensor.placements import ArraySource, Source
+from aiotensor.receiver import TensorReceiver
 from aiotensor.sender import OpenMessage, TensorSender
 from aiotensor.types import TensorHandle
 from aiotensor.worker import Worker, in_thread
 
-__all__ = ["QUICK_TENSORS", "Disposal", "Loans", "Parcel", "pack", "unpack"]
+__all__ = ["QUICK_TENSORS", "Disposal", "Loans", "Parcel", "discard", "drop_answer", "pack", "unpack"]
 
 # Of the tensors that ride in the body of a message which has a sender for the others.
 _MAX_INLINE_BYTES = 8 * placements.MAX_INLINE_BYTES
@@ -231,3 +233,19 @@ class Loans:
                 self._open.discard(loan)
                 if not loan.returned.done():
                     loan.returned.set_result(None)
+
+
+def discard(sender: TensorSender | None, handles: Handles) -> None:
+    """Discard tensors that were sent for a message."""
+    if sender is not None and handles:
+        with suppress(ClosedError):  # then all of it is discarded already
+            sender.discard(handles[0])
+
+
+def drop_answer(disposal: Disposal, receiver: TensorReceiver | None, answered: Answered) -> None:
+    """Drop an answer that no request waits for, and its tensors; the client may be gone."""
+    # In a moment: it may just be coming in, and would be freed here by what reads it.
+    asyncio.get_running_loop().call_soon(disposal.let_go, answered.parts)
+    if receiver is not None and answered.handles:
+        with suppress(ClosedError, ValueError):  # it may be the handle of no sender
+            receiver.discard(answered.handles[0])

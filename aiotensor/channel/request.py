@@ -54,6 +54,10 @@ class Request(Generic[M]):
         self._is_answered = False
         self._scope: anyio.CancelScope | None = None
 
+    def __repr__(self) -> str:
+        state = "answered" if self._is_answered else "unanswered" if self.is_wanted else "not wanted"
+        return f"<{type(self).__name__} {state}, of process {self.client_pid}>"
+
     @property
     def message(self) -> M:
         """What the client sent, with its tensors in place."""

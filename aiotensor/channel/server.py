@@ -12,16 +12,16 @@ import anyio
 import torch
 
 from aiotensor.channel import options
-from aiotensor.channel.asked import Asked, State
-from aiotensor.channel.clients import Clients, ClientsEvents, Limits
+from aiotensor.channel.asked import Asked, State, await_tensors
+from aiotensor.channel.clients import Clients, Limits
 from aiotensor.channel.endpoint import Endpoint
 from aiotensor.channel.options import Key
 from aiotensor.channel.parcels import QUICK_TENSORS, Disposal, Loans, pack, unpack
 from aiotensor.channel.request import Answerer, Request, text_of
 from aiotensor.codec import TensorDecoder
-from aiotensor.errors import ClosedError, ProtocolError, UsageError, WouldBlockError
+from aiotensor.errors import ClosedError, ProtocolError, UsageError
 from aiotensor.gates import Waiters
-from aiotensor.home import FreedItems, Home
+from aiotensor.home import FreedItems, Home, LoopObject
 from aiotensor.links.address import label_of
 from aiotensor.receiver import TensorReceiver
 from aiotensor.sender import TensorSender
@@ -32,7 +32,7 @@ __all__ = ["MessageServer"]
 M = TypeVar("M")
 
 
-class MessageServer(Generic[M]):
+class MessageServer(LoopObject, Generic[M]):
     """Receive messages with tensors inside from many clients, and answer them in any order.
 
     Open it with ``async with``, once, and iterate: ``async for request in server``, in as many tasks as you
@@ -41,8 +41,8 @@ class MessageServer(Generic[M]):
     so a slow server pushes back. They come in the order in which they are here with all their tensors: none
     waits for the tensors of another.
 
-    Opening raises `UsageError` if another server listens at the address, and otherwise an `OSError` that says
-    why nothing can; at ``ipc://`` it waits and raises as that of a `TensorReceiver` does.
+    Opening raises `UsageError` if another server listens at the address, and an `OSError` if nothing can; at
+    ``ipc://`` it waits as a `TensorReceiver` does.
 
     Args:
         address: where clients connect: ``ipc://`` and an absolute path, where only this user can, or
@@ -111,11 +111,10 @@ class MessageServer(Generic[M]):
             options.positive("max_waiting_bytes", max_waiting_bytes),
         )
         self._arriving: dict[Asked, asyncio.Task[None]] = {}  # their tensors, one by one
-        events = ClientsEvents(self._asked, self._unwanted, self._arriving.__contains__, self._is_in_vain)
-        self._clients = Clients(allowance, "" if receiver is None else receiver.id, events)
+        self._waiters = Waiters()
+        self._clients = Clients(allowance, "" if receiver is None else receiver.id, self, self._waiters)
         self._ready: deque[Asked] = deque()  # with all their tensors here
         self._found: dict[Asked, list[torch.Tensor]] = {}  # taken, but not decoded yet
-        self._waiters = Waiters()
         self._in_hand: set[Asked] = set()
         self._waiting = self._waiting_bytes = 0
         self._received = self._answers = self._failures = self._given_up = 0
@@ -149,7 +148,7 @@ class MessageServer(Generic[M]):
         """Return the next request whose tensors are here.
 
         A message that cannot be read or is of another type is answered with that, and passed by. Cancelling
-        loses nothing. Ends when this server is closed.
+        loses nothing. Ends when this server is closed. Does not suspend if a small request is here.
         """
         if self._home.is_closed:
             raise StopAsyncIteration
@@ -259,7 +258,8 @@ class MessageServer(Generic[M]):
         elif self._receiver is None:
             self._refuse(asked, ProtocolError("this server has no receiver for tensors that a sender sends"))
         else:
-            task = asyncio.get_running_loop().create_task(self._await_tensors(asked, self._receiver))
+            waiting = await_tensors(asked, self._receiver, weakref.WeakMethod(self._tensors_came))
+            task = asyncio.get_running_loop().create_task(waiting)
             if not task.done():  # an eager one may be
                 self._arriving[asked] = task
 
@@ -274,6 +274,9 @@ class MessageServer(Generic[M]):
             if isinstance(request, Request):
                 request._cancel()
 
+    def _is_arriving(self, asked: Asked) -> bool:
+        return asked in self._arriving
+
     def _is_in_vain(self, asked: Asked) -> bool:
         """Say whether a message waits for tensors of a sender that has never been here."""
         receiver = self._receiver
@@ -281,19 +284,12 @@ class MessageServer(Generic[M]):
             return False
         return not all(receiver._knows(handle.sender) for handle in asked.handles)
 
-    async def _await_tensors(self, asked: Asked, receiver: TensorReceiver) -> None:
-        try:
-            for handle in asked.handles:
-                await receiver.arrived(handle)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is told and logged
-            if isinstance(error, WouldBlockError):  # what comes later is not to stay here untaken
-                for handle in asked.handles:
-                    receiver.discard(handle)
-            self._refuse(asked, error)
-        else:
+    def _tensors_came(self, asked: Asked, error: Exception | None) -> None:
+        self._arriving.pop(asked, None)
+        if error is None:
             self._make_ready(asked)
-        finally:
-            self._arriving.pop(asked, None)
+        else:
+            self._refuse(asked, error)
 
     def _make_ready(self, asked: Asked) -> None:
         self._ready.append(asked)
@@ -327,7 +323,8 @@ class MessageServer(Generic[M]):
         asked.state = State.IN_HAND
         self._in_hand.add(asked)
         request = Request(asked, message, Answerer(self._answer, self._fail))
-        asked.request = weakref.ref(request, lambda _: self._dropped(asked))
+        dropped = self._dropped
+        asked.request = weakref.ref(request, lambda _: dropped(asked))  # which does not keep this server
         self._count_out(asked)  # last: telling the client may show that it is gone
         return request
 
@@ -424,3 +421,7 @@ class MessageServer(Generic[M]):
         for asked in dropped:
             if asked in self._in_hand and not self._home.is_closed:
                 self._fail(asked, UsageError.__name__, "the server dropped the request without an answer")
+
+    def _details(self) -> list[str]:
+        held = f"{len(self._clients)} clients, {self._waiting} messages waiting"
+        return [f"at {label_of(self.address)}", *([held] if self._home.is_open else [])]

@@ -71,6 +71,13 @@ class TensorLifespan:
         self._retry_after_s = retry_after_s
         self._sender: TensorSender | None = None
 
+    def __repr__(self) -> str:
+        opened = [one for one in self._opened() if one is not None]
+        return f"<{type(self).__name__} {', '.join(map(repr, opened)) or 'not running'}>"
+
+    def _opened(self) -> list[object]:
+        return [self._sender]
+
     def install(self, app: Starlette) -> None:
         """Have an application answer errors as problems, and cancel requests whose clients hang up."""
         app.add_middleware(Exhaustion, problem_of=partial(problem_of, retry_after_s=self._retry_after_s))
@@ -158,6 +165,9 @@ class MessageLifespan(TensorLifespan, Generic[R]):
         super().__init__(make_sender, drain_s=drain_s, retry_after_s=retry_after_s)
         self._make_client = make_client
         self._client: MessageClient[R] | None = None
+
+    def _opened(self) -> list[object]:
+        return [self._sender, self._client]
 
     @asynccontextmanager
     async def lifespan(self, app: object) -> AsyncIterator[None]:

@@ -54,6 +54,9 @@ class AioTensorCollector(Collector):
         self._lock = threading.Lock()
         self._timeouts = 0
 
+    def __repr__(self) -> str:
+        return f"<AioTensorCollector timeout_s={self._timeout_s:g}, {self._timeouts} timeouts>"
+
     def describe(self) -> Iterable[Metric]:
         """Return all families without their samples; asks nobody."""
         return list(_families(Report([], {}, {}, 0), None))
@@ -232,6 +235,10 @@ class MultiprocessPublisher:
         self._timeout_s = _timeout(timeout_s)
         self._interval_s = interval_s
         self._task: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        state = "new" if self._task is None else "closed" if self._task.done() else "open"
+        return f"<MultiprocessPublisher {state}, interval_s={self._interval_s:g}>"
 
     async def __aenter__(self) -> Self:
         """Publish for the first time, and go on.

@@ -84,6 +84,8 @@ class TensorQueue:
         self._close_after_fork()
 
     def __repr__(self) -> str:
+        if os.getpid() != self._pid:
+            return "<TensorQueue unusable after a fork>"
         return f"<TensorQueue {'closed' if self._reader.closed else 'open'}>"
 
     def close(self) -> None:

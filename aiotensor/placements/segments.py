@@ -149,7 +149,8 @@ class Segment:
         """Get memory for ranges, and map it. Not for the event loop.
 
         Raises:
-            OSError: the machine has no memory left (ENOSPC, ENOMEM).
+            OSError: the machine has no memory left (ENOSPC, ENOMEM). At the limit of a control group the
+                kernel kills a process instead.
         """
         for start, length in ranges:
             with self._changing:

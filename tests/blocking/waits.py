@@ -181,7 +181,7 @@ def _drain(place: Place) -> Iterator[Wait]:
 def _receiving(receiver: TensorReceiver, call: Callable[..., object]) -> Wait:
     def held() -> tuple[int, int, int]:
         seen = receiver.statistics()
-        return seen.waiting, seen.leases, len(receiver._inner._waiters)
+        return seen.waiting, seen.leases, len(receiver._inner._arrivals.waiters)
 
     return Wait(
         call,

@@ -1,7 +1,9 @@
 """Cancelling anything of the channel, wherever it suspends, leaves nothing behind."""
 
 import asyncio
+import fcntl
 import gc
+import os
 from typing import Any
 
 import msgspec
@@ -330,8 +332,12 @@ async def test_opening_and_closing_are_cancelled_at_each_of_their_suspensions() 
     with place() as here:
 
         async def open_server(attempt: Attempt) -> None:
+            folder = os.open(os.path.dirname(here.messages.removeprefix("ipc://")), os.O_RDONLY)
+            fcntl.flock(folder, fcntl.LOCK_EX)  # or it would not wait at all
             server = MessageServer(here.messages, Question)
             opening = attempt.start(server.__aenter__())
+            await opening.until(lambda: opening.suspensions)
+            await opening.bring(lambda: os.close(folder))
             if await opening.completed():
                 await server.aclose()
 

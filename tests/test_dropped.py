@@ -1,0 +1,348 @@
+"""Objects that lost their last reference while they were open: reported, and released in their event loop."""
+
+# ruff: noqa: F821 - what is deleted was seen by conditions before
+import asyncio
+import gc
+import os
+import re
+import threading
+import warnings
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from aiotensor import PeerLostError, TensorHandle, TensorReceiver, TensorSender, blocking
+from aiotensor.channel import MessageClient, MessageServer
+from aiotensor.protocol.exchange import VERSION, Ask, ClientHello, write
+from tests.blocking import waiting
+from tests.channel.parties import Answer, Question, answer, place
+from tests.channel.rogues import raw
+from tests.pairs import BIG, endpoint, pattern, settled, until
+
+ARENA = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+async def everything_is_released(nothing_left_behind: None) -> AsyncIterator[None]:
+    """Wait until what was dropped is closed, before it is seen what is left."""
+    yield
+    await asyncio.sleep(0)
+
+
+async def opened(one: Any) -> Any:
+    return await one.__aenter__()
+
+
+@contextmanager
+def unclosed(text: str = "") -> Iterator[list[str]]:
+    """Drop objects in a block, and collect what is said about them: at least once, each with this text."""
+    texts: list[str] = []
+
+    def note(message: Warning | str, category: type[Warning], *_: object) -> None:
+        assert category is ResourceWarning
+        texts.append(str(message))
+
+    # Not by recording: a record keeps the object that was dropped.
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note  # type: ignore[assignment]
+        yield texts
+        gc.collect()
+    assert texts
+    assert all(re.search(text, one) for one in texts)
+
+
+@pytest.mark.usefixtures("link")
+async def test_senders_that_were_dropped_are_named_and_leave_their_places_at_the_receiver(
+    link: str,
+) -> None:
+    with endpoint() as at:
+        async with TensorReceiver(at) as receiver:
+            senders = [await opened(TensorSender(at, arena_bytes=ARENA)) for _ in range(5)]
+            await until(lambda: receiver.statistics().senders == 5)
+            assert receiver.statistics().mapped_bytes == 5 * ARENA
+            with unclosed() as texts:
+                senders.clear()
+            assert len(texts) == 5
+            assert all(text.startswith("unclosed <TensorSender open, at ") for text in texts)
+            assert all((at if isinstance(at, str) else "queue") in text for text in texts)
+            await until(lambda: receiver.statistics().senders == 0)
+            await until(lambda: receiver.statistics().mapped_bytes == 0)
+            assert receiver.statistics().senders_lost == 0
+
+
+async def test_64_senders_that_were_dropped_do_not_keep_the_65th_out(address: str) -> None:
+    async with TensorReceiver(address) as receiver:
+        senders = [await opened(TensorSender(address, arena_bytes=ARENA)) for _ in range(64)]
+        await until(lambda: receiver.statistics().senders == 64)
+        with unclosed("TensorSender"):
+            senders.clear()
+        await until(lambda: receiver.statistics().senders == 0)
+        async with TensorSender(address) as sender:
+            assert torch.equal(await receiver.receive(await sender.send(pattern(1, 3))), pattern(1, 3))
+
+
+@pytest.mark.usefixtures("link")
+async def test_what_a_dropped_sender_has_sent_and_allocated_stays_valid() -> None:
+    with endpoint() as at:
+        async with TensorReceiver(at) as receiver:
+            sender = await opened(TensorSender(at))
+            taken = await receiver.receive(await sender.send(pattern(1, BIG)))
+            untaken = await sender.send(pattern(2, BIG))
+            allocated = await sender.allocate((BIG,), torch.int64)
+            allocated.copy_(pattern(3, BIG))
+            with unclosed("TensorSender"):
+                del sender
+            await until(lambda: receiver.statistics().senders == 0)
+            assert torch.equal(await receiver.receive(untaken), pattern(2, BIG))
+            assert torch.equal(taken, pattern(1, BIG))
+            assert torch.equal(allocated, pattern(3, BIG))
+            del taken, allocated
+
+
+@pytest.mark.usefixtures("link")
+async def test_a_dropped_receiver_is_named_and_its_senders_are_told() -> None:
+    with endpoint() as at:
+        receiver = await opened(TensorReceiver(at))
+        async with TensorSender(at) as sender:
+            taken = await receiver.receive(await sender.send(pattern(1, BIG)))
+            handle = await sender.send(pattern(2, BIG))
+            draining = asyncio.create_task(sender.drain())
+            with unclosed("unclosed <TensorReceiver open, at "):
+                del receiver
+            with pytest.raises(PeerLostError, match="closed"):
+                await draining
+            assert torch.equal(taken, pattern(1, BIG))
+            if isinstance(at, str):  # its socket is gone, and the next one listens there
+                async with TensorReceiver(at) as following:
+                    assert torch.equal(
+                        await following.receive(await sender.send(pattern(3, 3))), pattern(3, 3)
+                    )
+                    with pytest.raises(PeerLostError):
+                        await following.receive(handle)
+            del taken
+
+
+async def test_a_dropped_client_is_named_and_the_server_is_told() -> None:
+    with place() as here:
+        async with MessageServer(here.messages, Question) as server:
+            serving = asyncio.create_task(server.serve(answer))
+            client = await opened(MessageClient(here.messages, reply_type=Answer))
+            await client.request(Question(1))
+            assert server.statistics().clients == 1
+            with unclosed("unclosed <MessageClient open, at ") as texts:
+                del client
+            assert here.messages in texts[0]
+            await until(lambda: server.statistics().clients == 0)
+        await serving
+
+
+async def test_a_dropped_server_is_named_and_its_clients_are_told() -> None:
+    with place() as here:
+        async with (
+            TensorReceiver(here.tensors) as receiver,
+            TensorSender(here.tensors) as sender,
+            MessageClient(here.messages, sender=sender, reply_type=Answer) as client,
+        ):
+            server = await opened(MessageServer(here.messages, Question, receiver=receiver))
+            asking = asyncio.create_task(client.request(Question(1, pattern(1, BIG))))
+            await until(lambda: server.statistics().waiting == 1)
+            with unclosed("unclosed <MessageServer open, at ") as texts:
+                del server
+            assert here.messages in texts[0]
+            with pytest.raises(PeerLostError):
+                await asking
+            await settled(sender)
+            async with MessageServer(here.messages, Question, receiver=receiver) as following:
+                serving = asyncio.create_task(following.serve(answer))
+                assert (await client.request(Question(1, pattern(1, BIG)))).total == pattern(1, BIG).sum()
+            await serving
+
+
+async def test_a_server_whose_message_waits_for_its_tensors_is_released_all_the_same() -> None:
+    with place() as here:
+        async with TensorReceiver(here.tensors) as receiver, raw(zmq.DEALER, here.messages) as client:
+            server = await opened(MessageServer(here.messages, Question, receiver=receiver))
+            await client.send(write(ClientHello(VERSION, os.getpid(), "")))
+            never = TensorHandle("nobody", 0, 0, "int64", (1,), "cpu")
+            await client.send(write(Ask(0, memoryview(b""), (never,), wants_answer=True)))
+            await until(lambda: receiver.statistics().waiting == 1)
+            with unclosed("MessageServer"):
+                del server
+            await until(lambda: receiver.statistics().waiting == 0)
+
+
+async def test_a_message_that_was_begun_and_dropped_gives_its_permit_back(address: str) -> None:
+    async with TensorReceiver(address), TensorSender(address, max_concurrent_videos=1) as sender:
+        message = await opened(sender.message())
+        await message.send(pattern(1, BIG))
+        assert sender.statistics().in_flight == 1
+        with pytest.warns(
+            ResourceWarning, match="unclosed <OpenMessage being sent, 1 tensors, of <TensorSender"
+        ):
+            del message
+        await settled(sender)
+
+
+def collect() -> None:
+    for _ in range(3):
+        gc.collect()
+
+
+@pytest.mark.usefixtures("link")
+async def test_calls_that_wait_keep_their_objects_alive() -> None:
+    with endpoint() as at:
+        # Nothing here refers to the tasks: the futures that they wait for do.
+        outcomes: list[Any] = []
+
+        async def receive(receiver: TensorReceiver, handle: TensorHandle) -> None:
+            outcomes.append(await receiver.receive(handle))
+            await receiver.aclose()
+
+        async def send(sender: TensorSender) -> None:
+            await sender.send(pattern(1, 3))  # waits for a permit, since the first was not taken
+            await sender.aclose()
+
+        receiver = await opened(TensorReceiver(at))
+        sender = await opened(TensorSender(at, max_concurrent_videos=1))
+        first = await sender.send(pattern(0, 3))
+        asyncio.create_task(send(sender))  # noqa: RUF006
+        await until(lambda: sender.statistics().waiting == 1)
+        seen = weakref.ref(sender)
+        del sender
+        collect()
+        assert seen() is not None
+        following = TensorHandle(first.sender, first.message + 1, 0, "int64", (3,), "cpu")
+        asyncio.create_task(receive(receiver, following))  # noqa: RUF006
+        await until(lambda: receiver.statistics().waiting == 1)
+        taking = asyncio.create_task(receiver.receive(first))
+        del receiver
+        collect()
+        await taking
+        await until(lambda: bool(outcomes))
+        assert torch.equal(outcomes[0], pattern(1, 3))
+        del taking
+        await until(lambda: seen() is None)
+
+
+async def test_an_iteration_and_a_request_that_wait_keep_server_and_client_alive() -> None:
+    with place() as here:
+        outcomes: list[int] = []
+
+        async def serve(server: MessageServer[Question]) -> None:
+            async for request in server:
+                async with request:
+                    await request.reply(await answer(request.message))
+                break
+            await until(lambda: bool(outcomes))
+            await server.aclose()
+            outcomes.append(0)
+
+        async def ask(client: MessageClient[Answer]) -> None:
+            reply = await client.request(Question(5))
+            await client.aclose()
+            outcomes.append(reply.seed)
+
+        # Nothing here refers to the tasks: the futures that they wait for do.
+        asyncio.create_task(serve(await opened(MessageServer(here.messages, Question))))  # noqa: RUF006
+        await asyncio.sleep(0)
+        collect()
+        asyncio.create_task(ask(await opened(MessageClient(here.messages, reply_type=Answer))))  # noqa: RUF006
+        await asyncio.sleep(0)
+        collect()
+        await until(lambda: outcomes == [5, 0])
+
+
+async def test_what_another_thread_collects_is_released_in_its_own_loop(address: str) -> None:
+    async with TensorReceiver(address) as receiver:
+        sender = await opened(TensorSender(address, arena_bytes=ARENA))
+        await until(lambda: receiver.statistics().senders == 1)
+        cycle: list[Any] = [sender]
+        cycle.append(cycle)
+        del sender, cycle
+        with unclosed("TensorSender"):
+            thread = threading.Thread(target=gc.collect)
+            thread.start()
+            thread.join()
+        await until(lambda: receiver.statistics().senders == 0)
+
+
+@pytest.mark.parametrize("make", [TensorReceiver, TensorSender])
+def test_what_is_dropped_after_its_loop_was_closed_leaves_no_descriptor(make: Callable[[str], Any]) -> None:
+    with place() as here:  # the file of a socket stays, as that of a process that was killed
+        at = here.tensors
+
+        async def leave_open() -> Any:
+            async with TensorReceiver(at) as receiver:
+                if make is TensorReceiver:
+                    return await opened(TensorReceiver(here.answers))
+                sender = await opened(TensorSender(at))
+                await receiver.receive(await sender.send(pattern(1, BIG)))
+                return sender
+
+        left = asyncio.run(leave_open())
+        with unclosed() as texts:  # also of its sockets, which Python closes
+            del left
+        assert texts[0].startswith(f"unclosed <{make.__name__} open, at unix://")
+
+
+async def test_a_closed_object_and_one_that_was_never_opened_say_nothing(address: str) -> None:
+    async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
+        async with sender.message() as message:
+            await message.send(pattern(1, 3))
+        await receiver.receive(await sender.send(pattern(1, 3)))
+    del receiver, sender, message
+    TensorSender(address)
+    with pytest.raises(ValueError, match="address"):
+        TensorSender("nowhere")
+    with pytest.raises(TypeError):
+        TensorReceiver()  # type: ignore[call-arg]
+    gc.collect()
+
+
+def test_dropped_objects_for_threads_are_named_and_released() -> None:
+    with place() as here:
+        with blocking.TensorReceiver(here.tensors) as receiver:
+            sender = blocking.TensorSender(here.tensors, arena_bytes=ARENA).__enter__()
+            receiver.receive(sender.send(pattern(1, BIG)))
+            name = f"unclosed <aiotensor.blocking.TensorSender open, at {here.tensors}"
+            with unclosed() as texts:
+                del sender
+            [text] = texts
+            assert text.startswith(name)
+            waiting.until(lambda: receiver.statistics().senders == 0)
+            assert receiver.statistics().mapped_bytes == 0
+        assert not _loop_threads()
+
+
+def test_the_last_dropped_object_for_threads_ends_their_loop() -> None:
+    with place() as here:
+        receiver = blocking.TensorReceiver(here.tensors).__enter__()
+        client = blocking.MessageClient(
+            here.messages,
+            sender=blocking.TensorSender(here.tensors).__enter__(),  # which the client keeps
+            reply_type=Answer,
+        ).__enter__()
+        gc.collect()
+        with blocking.MessageServer(here.messages, Question, receiver=receiver) as server:
+            thread = threading.Thread(target=server.serve, args=[lambda question: Answer(question.seed)])
+            thread.start()
+            assert client.request(Question(7, pattern(1, BIG))).seed == 7
+        thread.join()
+        with unclosed() as texts:
+            del receiver, client, server
+        assert {text.split()[1] for text in texts} == {
+            "<aiotensor.blocking.TensorReceiver",
+            "<aiotensor.blocking.MessageClient",
+            "<aiotensor.blocking.TensorSender",
+        }
+        waiting.until(lambda: not _loop_threads())
+
+
+def _loop_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("aiotensor")]

@@ -1,0 +1,137 @@
+"""What `repr` says of each public object: its state and its address, from anywhere, and no secrets."""
+
+import asyncio
+import os
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from aiotensor import TensorQueue, TensorReceiver, TensorSender, blocking
+from aiotensor.channel import MessageClient, MessageServer
+from aiotensor.integrations.fastapi import MessageLifespan, TensorLifespan
+from aiotensor.integrations.prometheus import AioTensorCollector
+from tests.channel.parties import Answer, Place, Question, place
+from tests.pairs import BIG, pattern, until
+from tests.test_home import forks, in_a_fork
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+def parties(here: Place) -> dict[str, Any]:
+    return {
+        f"at {here.tensors}": TensorReceiver(here.tensors),
+        f"at {here.answers}": TensorSender(here.answers, 3),
+        f"at {here.messages}": MessageServer(here.messages, Question),
+        f"at {here.messages},{here.messages}2": MessageClient(
+            [here.messages, f"{here.messages}2"], reply_type=Answer
+        ),
+    }
+
+
+async def test_an_object_shows_its_state_and_its_address() -> None:
+    with place() as here:
+        for address, one in parties(here).items():
+            name = type(one).__name__
+            assert repr(one) == f"<{name} new, {address}>"
+            async with one:
+                assert repr(one).startswith(f"<{name} open, {address}, ")
+                assert await asyncio.to_thread(repr, one) == repr(one)
+            assert repr(one) == f"<{name} closed, {address}>"
+
+
+async def test_an_open_object_shows_what_it_holds() -> None:
+    with place() as here:
+        async with (
+            TensorReceiver(here.tensors) as receiver,
+            TensorSender(here.tensors, 3) as sender,
+            MessageServer(here.messages, Question) as server,
+            MessageClient(here.messages, reply_type=Answer) as client,
+        ):
+            await sender.send(torch.ones(3))
+            asking = asyncio.create_task(client.request(Question(1)))
+            await until(lambda: server.statistics().waiting == 1)
+            assert repr(sender).endswith(", 1 of 3 messages in flight>")
+            assert repr(receiver).endswith(", 1 senders connected>")
+            assert repr(client).endswith(", 1 messages in flight>")
+            assert repr(server).endswith(", 1 clients, 1 messages waiting>")
+            request = await anext(server)
+            assert repr(request) == f"<Request unanswered, of process {os.getpid()}>"
+            await request.reply(Answer(1))
+            assert repr(request) == f"<Request answered, of process {os.getpid()}>"
+            await asking
+            message = sender.message()
+            assert repr(message) == f"<OpenMessage new, of {sender!r}>"
+            async with message:
+                await message.send(pattern(1, BIG))
+                assert repr(message) == f"<OpenMessage being sent, 1 tensors, of {sender!r}>"
+            assert repr(message) == f"<OpenMessage waiting to be taken, 1 tensors, of {sender!r}>"
+            sender.discard_all()
+            assert repr(message) == f"<OpenMessage discarded, 1 tensors, of {sender!r}>"
+
+
+def say(one: object) -> None:
+    raise LookupError(repr(one))
+
+
+@forks
+async def test_an_object_that_came_by_a_fork_says_so() -> None:
+    with place() as here:
+        for address, one in parties(here).items():
+            async with one:
+                said = in_a_fork(partial(say, one))
+                assert said.startswith(f"LookupError: <{type(one).__name__} unusable after a fork, {address}")
+    queue = TensorQueue()
+    assert repr(queue) == "<TensorQueue open>"
+    assert in_a_fork(partial(say, queue)) == "LookupError: <TensorQueue unusable after a fork>"
+    queue.close()
+    assert repr(queue) == "<TensorQueue closed>"
+
+
+def test_an_object_whose_making_failed_can_be_shown() -> None:
+    for kind in (TensorSender, TensorReceiver, MessageServer, MessageClient):
+        assert repr(kind.__new__(kind)) == f"<{kind.__name__} new>"
+    one = blocking.TensorSender.__new__(blocking.TensorSender)
+    assert repr(one) == "<aiotensor.blocking.TensorSender new>"
+
+
+def test_an_object_shows_no_keys() -> None:
+    public, secret = zmq.curve_keypair()
+    server = MessageServer("tcp://127.0.0.1:7000", int, secret_key=secret, client_keys=[public])
+    client = MessageClient("tcp://127.0.0.1:7000", reply_type=int, secret_key=secret, server_key=public)
+    assert repr(server) == "<MessageServer new, at tcp://127.0.0.1:7000>"
+    assert repr(client) == "<MessageClient new, at tcp://127.0.0.1:7000>"
+
+
+def test_an_object_for_threads_shows_the_same() -> None:
+    with place() as here:
+        receiver = blocking.TensorReceiver(here.tensors)
+        sender = blocking.TensorSender(here.tensors)
+        assert repr(sender) == f"<aiotensor.blocking.TensorSender new, at {here.tensors}>"
+        with receiver, sender:
+            assert repr(sender).startswith(f"<aiotensor.blocking.TensorSender open, at {here.tensors}, ")
+            with sender.message() as message:
+                message.send(pattern(1, 3))
+                assert repr(message).startswith("<aiotensor.blocking.OpenMessage being sent, 1 tensors, of <")
+        assert repr(sender) == f"<aiotensor.blocking.TensorSender closed, at {here.tensors}>"
+
+
+async def test_a_lifespan_shows_what_it_has_opened() -> None:
+    with place() as here:
+        tensors = TensorLifespan(lambda: TensorSender(here.tensors))
+        assert repr(tensors) == "<TensorLifespan not running>"
+        async with tensors.lifespan(None):
+            assert repr(tensors) == f"<TensorLifespan {tensors.opened_sender!r}>"
+        messages = MessageLifespan(
+            lambda: TensorSender(here.tensors), lambda _: MessageClient(here.messages, reply_type=Answer)
+        )
+        async with messages.lifespan(None):
+            opened = f"{messages.opened_sender!r}, {messages.opened_client!r}"
+            assert repr(messages) == f"<MessageLifespan {opened}>"
+        assert repr(messages) == "<MessageLifespan not running>"
+
+
+def test_a_collector_shows_its_timeout() -> None:
+    assert repr(AioTensorCollector(timeout_s=0.5)) == "<AioTensorCollector timeout_s=0.5, 0 timeouts>"
