@@ -73,7 +73,7 @@ async def test_a_sender_killed_in_the_middle_of_a_message_loses_it_whole(pairs: 
 
 
 async def _begin_message_and_stay(state: peers.State) -> list[TensorHandle]:
-    message = await state.sender.message().__aenter__()
+    message = state.others["message"] = await state.sender.message().__aenter__()
     return [await message.send(pattern(0, BIG)), await message.send(pattern(1, 3))]
 
 
