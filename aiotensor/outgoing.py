@@ -17,12 +17,13 @@ import torch
 from aiotensor import placements
 from aiotensor.conversation import Conversation
 from aiotensor.errors import AioTensorError, ClosedError, DiscardedError, WouldBlockError, again
-from aiotensor.gates import Gate, StuckError, Waiters, at_most
+from aiotensor.gates import Waiters, at_most
+from aiotensor.grants import Grants
 from aiotensor.ledger import Ledger, Patience
 from aiotensor.links.base import SenderLink
 from aiotensor.memory import Memory
 from aiotensor.message import Message, State
-from aiotensor.placements import Allocation, Arena, Block, Place, Placed, Plan, Source
+from aiotensor.placements import Allocation, Block, Placed, Plan, Source
 from aiotensor.protocol.credits import Ticket
 from aiotensor.types import SenderStatistics, TensorHandle
 
@@ -58,20 +59,12 @@ class Outgoing:
         self.messages_sent = self.messages_discarded = self.tensors_sent = self.bytes_sent = 0
         self.max_bytes = max_bytes
         self._link = link
-        self._patience = patience
+        self._max_wait_s = patience.max_wait_s
         self._keep_warm_s = keep_warm_s
-        self.permits: Gate[None] = Gate(
-            max_messages,
-            stuck_elsewhere=None,
-            long_wait_s=patience.long_wait_s,
-            on_long_wait=lambda _: self.ledger.log_wait("a permit"),
-            max_wait_s=patience.max_wait_s,
-            overdue=lambda _: self.ledger.overdue("no permit was free", 1, 0),
-        )
+        self._grants = Grants(max_messages, max_bytes, patience)
+        self.permits = self._grants.permits
+        self._messages = self._grants.messages
         self._is_closed = False
-        self._messages: dict[Message, None] = {}  # in flight, the oldest first
-        self._by_task: dict[object, Message] = {}  # open, each in the block of a task
-        self._parked = 0
         self._drainers = Waiters()
         self._wakes_room = False
         self.conversation = Conversation(sender, link, max_messages, max_bytes, self)
@@ -87,17 +80,8 @@ class Outgoing:
             on_freed: called with each allocated block that was freed; from any thread.
             statistics: as of `Conversation.open`.
         """
-        self.memory = Memory(
-            self.max_bytes,
-            self._gate_over,
-            on_freed,
-            self._keep_warm_s,
-            self._patience.max_wait_s,
-            lambda nbytes: self.ledger.overdue("other copies were under way", 0, nbytes),
-        )
-        self.ledger = Ledger(
-            self._messages, self.permits, self.memory, self._patience, lambda: self.conversation.receiver_pid
-        )
+        self._grants.open(on_freed, self._keep_warm_s, lambda: self.conversation.receiver_pid)
+        self.memory, self.ledger = self._grants.memory, self._grants.ledger
         try:
             await self.conversation.open(statistics)
         except BaseException:
@@ -121,24 +105,12 @@ class Outgoing:
             self.memory.close()
             self._drainers.wake()
 
-    def _gate_over(self, arena: Arena) -> Gate[Place]:
-        return Gate(
-            self.max_bytes,
-            space=arena,
-            stuck_elsewhere=self._parked_for_good,
-            long_wait_s=self._patience.long_wait_s,
-            on_long_wait=lambda nbytes: self.ledger.log_wait(f"{nbytes} bytes of shared memory"),
-            max_wait_s=self._patience.max_wait_s,
-            overdue=lambda nbytes: self.ledger.overdue("not enough shared memory was free", 0, nbytes),
-        )
-
     # One message
 
     async def enter(self) -> Message:
         """Wait for a permit, and give it to a new message in whose block this task is from now on."""
         message = await self.begin()
-        message.task = asyncio.current_task()
-        self._by_task[message.task] = message
+        self._grants.enter(message)
         return message
 
     async def begin(self, allocation: Allocation | None = None) -> Message:
@@ -149,18 +121,9 @@ class Outgoing:
         """
         permit = self.permits.try_acquire(1)
         if permit is None:
-            permit = await (self.permits.acquire(1) if allocation is None else self._acquire_with(allocation))
+            waiting = self.permits.acquire(1) if allocation is None else self._grants.permit_with(allocation)
+            permit = await waiting
         return self._new_message(permit)
-
-    async def _acquire_with(self, allocation: Allocation) -> Ticket[None]:
-        """Wait for a permit with memory in hand."""
-        parked = self.memory.size_of(allocation.block.number)
-        self._parked += parked
-        try:
-            self.memory.gate.refuse_if_stuck()
-            return await self.permits.acquire(1)
-        finally:
-            self._parked -= parked
 
     def begin_nowait(self, nbytes: int) -> Message:
         """Give a permit to a new message, or raise `WouldBlockError`."""
@@ -186,7 +149,7 @@ class Outgoing:
         elif allocation.can_be_sent:
             return self._announce_allocated(message, source, allocation, last=last)
         else:
-            self._check_moves(source.nbytes, allocation.block)
+            self._grants.check_moves(source.nbytes, allocation.block)
         return await self._put_copy(message, source, last=last)
 
     def _announce_allocated(
@@ -199,7 +162,7 @@ class Outgoing:
         return self._announce(message, source, placed, allocation.block, last=last)
 
     async def _put_copy(self, message: Message, source: Source, *, last: bool) -> TensorHandle:
-        block = await self._acquire_bytes(source.nbytes, message)
+        block = await self._grants.block(source.nbytes, message)
         try:
             self._check_open(message)  # it may have ended while waiting
         except BaseException:
@@ -273,19 +236,9 @@ class Outgoing:
             nbytes: the size of the tensor.
             dtype: of its elements.
             shape: in elements.
-            message: the open message that the memory is for, and accounted to. If there is none, the wait is
-                accounted to the message in whose block this task is, since that message cannot end while
-                the task waits; the memory is not, since another task may free it meanwhile.
+            message: the open message that the memory is for; None if it is for no message in particular.
         """
-        block = self.memory.try_acquire(nbytes, message)
-        if block is None:
-            waiting = message or self._by_task.get(asyncio.current_task())
-            block = await (
-                self.memory.acquire(nbytes) if waiting is None else self._acquire_bytes(nbytes, waiting)
-            )
-            self.memory.account(block.number, message)
-        elif message is not None:
-            message.has_bytes = True
+        block = await self._grants.block_to_allocate(nbytes, message)
         try:
             if message is not None:
                 self._check_open(message)  # it may have ended while waiting
@@ -319,7 +272,7 @@ class Outgoing:
         self._check_open(message)  # lost while it was copied, it must not wait for the next receiver
         message.awaits_room += 1
         try:
-            async with at_most(self._patience.max_wait_s, self._no_room):
+            async with at_most(self._max_wait_s, self._no_room):
                 while not self.conversation.has_room:
                     await self.conversation.room()
                     self._check_open(message)
@@ -331,44 +284,12 @@ class Outgoing:
             message.awaits_room -= 1
 
     def _no_room(self) -> WouldBlockError:
-        is_here = self.conversation.is_connected
-        return self.ledger.overdue("the receiver read nothing" if is_here else "no receiver was here", 1, 0)
+        return self._grants.no_room(is_connected=self.conversation.is_connected)
 
     def _check_open(self, message: Message) -> None:
         """Refuse to go on with a message that has ended: while it waited, or under a record that went out."""
         if message.state is not State.OPEN:
             raise self.why_not(message)
-
-    def _check_moves(self, nbytes: int, block: Block) -> None:
-        """Refuse to copy an allocated tensor that would wait for the memory that it holds itself."""
-        held = self.memory.size_of(block.number)
-        if held + nbytes > self.max_bytes:
-            raise self.ledger.would_block(
-                "an earlier receiver may still read where this tensor lies, so it has to be copied, and "
-                f"the {held} bytes that it holds leave no room for that: send a clone of it, and free it",
-                0,
-                nbytes,
-            )
-
-    def _parked_for_good(self) -> int:
-        """Count the bytes of blocks whose sends wait for a permit, if every permit waits for bytes."""
-        waiting = sum(message.awaits_bytes > 0 for message in self._messages)
-        return self._parked if waiting == self.permits.budget.in_use else 0
-
-    async def _acquire_bytes(self, nbytes: int, message: Message) -> Block:
-        message.awaits_bytes += 1
-        message.has_bytes = True
-        try:
-            return await self.memory.acquire(nbytes, message)
-        except StuckError:
-            raise self.ledger.would_block(
-                "all shared memory is held by messages that wait for more, this one among them, so that "
-                "waiting would never end: raise arena_bytes or lower max_concurrent_videos",
-                0,
-                nbytes,
-            ) from None
-        finally:
-            message.awaits_bytes -= 1
 
     def _new_message(self, permit: Ticket[None]) -> Message:
         message = Message(permit)
@@ -404,7 +325,7 @@ class Outgoing:
 
     def _make_whole(self, message: Message) -> None:
         if message.task is not None:
-            self._left(message)
+            self._grants.leave(message)
         message.state = State.WHOLE
         self.messages_sent += 1
         if message.has_bytes:
@@ -414,7 +335,7 @@ class Outgoing:
         """Give the permit back, and stop whatever of the message is still being sent."""
         was_open = message.state is State.OPEN
         if message.task is not None:
-            self._left(message)
+            self._grants.leave(message)
         message.state = state
         del self._messages[message]
         self.conversation.forget(message)
@@ -427,12 +348,6 @@ class Outgoing:
         self.permits.release(message.permit)
         if self._drainers:
             self._drainers.wake()
-
-    def _left(self, message: Message) -> None:
-        """Note that a message is not open any more: its task may allocate for another one."""
-        if self._by_task.get(message.task) is message:
-            del self._by_task[message.task]
-        message.task = None
 
     def _wake_room(self) -> None:
         """Tell those who wait for the link that their messages may have ended: once for all of a turn."""
