@@ -17,7 +17,7 @@ from aiotensor.errors import (
     UsageError,
     WouldBlockError,
 )
-from aiotensor.links.queue import TensorQueue
+from aiotensor.links.tensor_queue import TensorQueue
 from aiotensor.receiver import TensorReceiver
 from aiotensor.sender import OpenMessage, TensorSender
 from aiotensor.types import Delivery, Holder, ReceiverStatistics, SenderStatistics, TensorHandle, Usage, Waits

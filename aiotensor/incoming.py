@@ -7,7 +7,6 @@ the receiver's limits from the introduction on, so that no later frame can excee
 import asyncio
 import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from aiotensor import placements
 from aiotensor.answers import Answers
@@ -35,11 +34,12 @@ from aiotensor.protocol.frames import (
     decode_to_receiver,
     encode,
 )
+from aiotensor.protocol.limits import Limits
 from aiotensor.protocol.mailbox import Key, Mailbox
 from aiotensor.protocol.versions import mismatch
 from aiotensor.types import Delivery, ReceiverStatistics, TensorHandle
 
-__all__ = ["MAX_STRANGERS", "Incoming", "Limits"]
+__all__ = ["MAX_STRANGERS", "Incoming"]
 
 logger = logger_of("receiver")
 
@@ -47,15 +47,6 @@ logger = logger_of("receiver")
 # Connections that are no senders': they have not said who they are, which each of ours does at once, or look.
 # Those who look make room for others.
 MAX_STRANGERS = 64
-
-
-class Limits(NamedTuple):
-    """What all senders together may use of a receiver; None for no limit."""
-
-    senders: int | None
-    mapped_bytes: int | None
-    unclaimed_messages: int | None
-    frame_bytes: int
 
 
 class _Peer:
@@ -304,7 +295,9 @@ class Incoming:
         if earlier is not None:  # it broke off and came back, and the end of the old connection is unread
             self._lose(earlier, PeerLostError("it connected again"))
             earlier.link.close()
-        exceeded = self._limit_exceeded_by(hello)
+        exceeded = self.limits.exceeded_by(
+            hello, len(self._senders), self.mapped_bytes, self.promised_messages
+        )
         if exceeded is not None:
             self._turn_away(peer, hello, exceeded)
             return ()
@@ -315,30 +308,6 @@ class Incoming:
         self._senders[hello.sender] = peer
         self._welcome(peer, is_admitted=True)
         return keys
-
-    def _limit_exceeded_by(self, hello: Hello) -> str | None:
-        """Return which limit a sender would exceed, and what to change; None if it can be admitted."""
-        limits = self.limits
-        if limits.senders is not None and len(self._senders) >= limits.senders:
-            return (
-                f"max_senders={limits.senders} senders are connected already: raise max_senders of the "
-                "receiver, or close another sender"
-            )
-        mapped = self.mapped_bytes
-        if limits.mapped_bytes is not None and mapped + hello.arena_bytes > limits.mapped_bytes:
-            return (
-                f"{mapped} bytes of shared memory are reserved for others and this sender wants "
-                f"{hello.arena_bytes}, more than max_mapped_bytes={limits.mapped_bytes} allows: raise "
-                "max_mapped_bytes of the receiver, or lower arena_bytes of the senders"
-            )
-        promised, wanted = self.promised_messages, hello.max_concurrent_videos
-        if limits.unclaimed_messages is not None and promised + wanted > limits.unclaimed_messages:
-            return (
-                f"{promised} messages in flight are reserved for others and this sender wants {wanted}, "
-                f"more than max_unclaimed_messages={limits.unclaimed_messages} allows: raise "
-                "max_unclaimed_messages of the receiver, or lower max_concurrent_videos of the senders"
-            )
-        return None
 
     def _turn_away(self, peer: _Peer, hello: Hello, reason: str) -> None:
         """Refuse a sender that has said who it is, and end the waits for its tensors."""

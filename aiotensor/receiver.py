@@ -12,8 +12,9 @@ from aiotensor import links, placements
 from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, RefusedError, WouldBlockError
 from aiotensor.gates import Waiters, at_most, seconds_or_never
 from aiotensor.home import Home, LoopObject, weakly
-from aiotensor.incoming import Incoming, Limits
+from aiotensor.incoming import Incoming
 from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_RECORD_BYTES
+from aiotensor.protocol.limits import Limits
 from aiotensor.protocol.mailbox import Key
 from aiotensor.tally import ErrorTally
 from aiotensor.types import Delivery, ReceiverStatistics, TensorHandle, Usage

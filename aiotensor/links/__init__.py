@@ -4,7 +4,8 @@ from typing import TypeAlias
 
 from aiotensor.links.address import label_of, socket_path
 from aiotensor.links.base import Listener, SenderLink
-from aiotensor.links.queue import QueueListener, QueueSenderLink, TensorQueue
+from aiotensor.links.queue import QueueListener, QueueSenderLink
+from aiotensor.links.tensor_queue import TensorQueue
 from aiotensor.links.unix import UnixListener, UnixSenderLink
 
 __all__ = ["Endpoint", "TensorQueue", "connect", "listen", "name_of"]
