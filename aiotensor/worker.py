@@ -1,19 +1,23 @@
-"""Threads for what may take longer than the event loop can wait: those of anyio, and one of one's own."""
+"""Threads for work that would block the event loop: a pool for each loop, and single workers."""
 
 import asyncio
 import contextlib
 import errno
 import importlib
+import os
+import traceback
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from typing import Generic, TypeVar, TypeVarTuple, Unpack
 
+import anyio
 import anyio.to_thread
+from anyio.lowlevel import RunVar
 
 from aiotensor.logs import logger_of
 
-__all__ = ["Worker", "in_thread", "no_thread"]
+__all__ = ["Worker", "in_thread", "no_thread", "thread_limiter"]
 
 logger = logger_of("worker")
 
@@ -26,22 +30,53 @@ with contextlib.suppress(ImportError):
     importlib.import_module("anyio._backends._asyncio")
 
 
-async def in_thread(work: Callable[[Unpack[Arguments]], R], *arguments: *Arguments) -> R:
-    """Call a function in a thread of anyio, and return what it returns, or raise what it raises.
+# Of each event loop. The work in them copies, encodes and decodes, so threads beyond the cores add little.
+_MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)
 
-    An error that anyio itself carries over stays in a future that its traceback leads to, and so do all
-    frames that it came through: the tensors in them would live until the garbage collector runs. For the
-    same reason nothing here holds the arguments once the call was made, or given up.
+_limiter: RunVar[anyio.CapacityLimiter] = RunVar("aiotensor_thread_limiter")
 
-    Waits for the call. Cancelling by a scope of anyio waits for it, too; by asyncio it leaves it running.
+
+def thread_limiter() -> anyio.CapacityLimiter:
+    """Return the limiter of the library's own threads in the running event loop.
+
+    anyio's default limiter belongs to the application: handlers that wait in a thread for this library may
+    hold all of its tokens, and would never release them if the library needed one to go on.
+    """
+    try:
+        return _limiter.get()
+    except LookupError:
+        limiter = anyio.CapacityLimiter(_MAX_THREADS)
+        _limiter.set(limiter)
+        return limiter
+
+
+async def in_thread(
+    work: Callable[[Unpack[Arguments]], R],
+    *arguments: *Arguments,
+    limiter: anyio.CapacityLimiter | None = None,
+) -> R:
+    """Call a function in a worker thread of anyio, and return its result.
+
+    An error is raised here without the local variables of the frames below: anyio keeps it in a future that
+    its traceback refers to, so the tensors in these frames would live until the garbage collector runs, and
+    what the thread allocated would be freed on the event loop. For the same reason nothing here refers to
+    the arguments once the call was made or abandoned.
+
+    Waits for the call. Cancelling by a scope of anyio waits for the call, too; `asyncio.Task.cancel` leaves
+    it running.
+
+    Args:
+        work: what to call. With the default limiter, it must not wait for other work of this library.
+        arguments: passed to it.
+        limiter: bounds the threads; `thread_limiter` by default.
 
     Raises:
-        OSError: the machine has no thread to give, and nothing was called.
+        OSError: no thread can be started; nothing was called.
     """
     call = _Call(partial(work, *arguments))
     del work, arguments
     try:
-        await anyio.to_thread.run_sync(call)
+        await anyio.to_thread.run_sync(call, limiter=limiter or thread_limiter())
     except RuntimeError as error:
         raise no_thread(error) from error
     finally:
@@ -64,6 +99,7 @@ class _Call(Generic[R]):
         try:
             self._values.append(work())
         except BaseException as error:  # noqa: BLE001 - `outcome` raises it
+            _clear_locals(error)
             self._error = error
         finally:
             del work  # the traceback has this frame
@@ -81,6 +117,18 @@ class _Call(Generic[R]):
             raise error
         finally:
             del error  # it has this frame
+
+
+def _clear_locals(error: BaseException) -> None:
+    """Clear the local variables of all frames that an error, and the errors before it, went through."""
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        one = pending.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            pending += one.__cause__, one.__context__
 
 
 class _Piece(Generic[R]):

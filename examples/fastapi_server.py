@@ -9,6 +9,7 @@ It needs `pip install 'aiotensor[fastapi,prometheus]' av uvicorn`.
 
 from typing import Annotated, TypeAlias
 
+import anyio
 import anyio.to_thread
 import prometheus_client
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
@@ -28,6 +29,7 @@ engine = MessageLifespan(
 app = FastAPI(lifespan=engine.lifespan)
 engine.install(app)
 prometheus_client.REGISTRY.register(AioTensorCollector())
+scrapes = anyio.CapacityLimiter(1)  # metrics are wanted most when all threads of the application are busy
 
 Sender: TypeAlias = Annotated[TensorSender, Depends(engine.sender)]
 Client: TypeAlias = Annotated[MessageClient[Summary], Depends(engine.client)]
@@ -47,5 +49,5 @@ async def post_video(request: Request, sender: Sender, client: Client) -> list[l
 @app.get("/metrics")
 async def get_metrics() -> Response:
     """Say what this worker holds and has done, as Prometheus reads it; of several workers, one answers."""
-    page = await anyio.to_thread.run_sync(prometheus_client.generate_latest)
+    page = await anyio.to_thread.run_sync(prometheus_client.generate_latest, limiter=scrapes)
     return Response(page, media_type=prometheus_client.CONTENT_TYPE_LATEST)

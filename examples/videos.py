@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar, TypeVarTuple
 
+import anyio
 import anyio.from_thread
 import anyio.lowlevel
 import anyio.to_thread
@@ -25,6 +26,11 @@ from aiotensor import TensorSender
 from aiotensor.channel import MessageClient
 
 BATCH_FRAMES = 32
+
+# Of this process. Threads that decode wait for their clients, so they must not be those of FastAPI's `def`
+# endpoints, which share anyio's default limiter, nor those that free what a decoder held.
+_DECODING = anyio.CapacityLimiter(64)
+_CLOSING = anyio.CapacityLimiter(4)
 
 R = TypeVar("R")
 Arguments = TypeVarTuple("Arguments")
@@ -200,13 +206,13 @@ async def colours(upload: Upload, sender: TensorSender, client: MessageClient[Su
     finally:
         upload.give_up()
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(decoder.close)
+            await anyio.to_thread.run_sync(decoder.close, limiter=_CLOSING)
     return found
 
 
 async def _in_thread(decoder: Decoder, work: Callable[[*Arguments], R], *arguments: *Arguments) -> R:
     """Have the decoder do something in a thread, and raise what was wrong."""
-    result = await anyio.to_thread.run_sync(work, *arguments)
+    result = await anyio.to_thread.run_sync(work, *arguments, limiter=_DECODING)
     await anyio.lowlevel.checkpoint_if_cancelled()  # or what had come by then would be taken for all
     decoder.check()
     return result

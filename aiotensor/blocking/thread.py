@@ -16,11 +16,10 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import anyio
-import anyio.to_thread
 import zmq.utils.garbage  # noqa: F401 - what it does at exit is to come after what is done here
 
 from aiotensor import opened
-from aiotensor.worker import no_thread
+from aiotensor.worker import no_thread, thread_limiter
 
 __all__ = ["Call", "Loop", "borrow", "give_back"]
 
@@ -227,8 +226,8 @@ class Loop:
         never.acquire()
 
         async def stand() -> None:
-            # Who has all the tokens knows that no worker has one.
-            workers = anyio.to_thread.current_default_thread_limiter()
+            # Holding all tokens means that no thread of the library runs.
+            workers = thread_limiter()
             with anyio.move_on_after(_PATIENCE_S):
                 for token in range(int(workers.total_tokens)):
                     await workers.acquire_on_behalf_of(token)

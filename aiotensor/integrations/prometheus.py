@@ -15,6 +15,7 @@ from math import inf
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
+import anyio
 from prometheus_client import values
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -276,8 +277,9 @@ class MultiprocessPublisher:
                 )
 
     async def _publish(self) -> None:
-        # Files grow now and then, and other loops may take their time to answer.
-        await in_thread(self._publish_now)
+        # Files grow now and then, and other loops may take their time to answer: nothing else is to wait for
+        # a thread meanwhile, so this has one of its own.
+        await in_thread(self._publish_now, limiter=anyio.CapacityLimiter(1))
 
     def _publish_now(self) -> None:
         with _publishing:

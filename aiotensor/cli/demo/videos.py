@@ -5,6 +5,7 @@ import time
 from functools import partial
 from typing import BinaryIO, NamedTuple
 
+import anyio
 import anyio.from_thread
 import numpy as np
 import torch
@@ -59,6 +60,8 @@ class Videos:
     def __init__(self, sender: TensorSender, engine: MessageClient[VideoAnalysis]) -> None:
         self._sender = sender
         self._engine = engine
+        # Each request that has a permit uses one thread at most, so none of them waits for a thread.
+        self._threads = anyio.CapacityLimiter(sender.statistics().max_concurrent_videos)
         self._videos = self._videos_in_place = self._bytes_in_place = 0
 
     def statistics(self) -> SenderStatistics:
@@ -113,7 +116,7 @@ class Videos:
         decoded = await self._decode(file)
         video = decoded.video
         facts = _Facts(
-            fingerprints=await in_thread(_fingerprints, video),
+            fingerprints=await in_thread(_fingerprints, video, limiter=self._threads),
             bytes=video.times.nbytes + video.frames.nbytes,
             bytes_in_place=video.frames.nbytes if decoded.in_place else 0,
             decode_seconds=decoded.decode_seconds,
@@ -130,13 +133,13 @@ class Videos:
         """
         max_bytes = self._sender.statistics().arena_bytes
         began = time.monotonic()
-        size = await in_thread(measure, file)
+        size = await in_thread(measure, file, limiter=self._threads)
         measured = time.monotonic()
         room = await self._room(size, max_bytes)
         allocated = time.monotonic()
         checkpoint = anyio.from_thread.check_cancelled
         work = partial(decode, file, max_bytes=max_bytes, into=room, checkpoint=checkpoint)
-        video = await in_thread(work)
+        video = await in_thread(work, limiter=self._threads)
         return _Decoded(
             video=video,
             in_place=np.may_share_memory(video.frames, room.frames),
