@@ -5,12 +5,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-import anyio
-
 import aiotensor
 from aiotensor import channel
 from aiotensor.blocking.portal import BlockingObject
 from aiotensor.blocking.tensors import OpenMessage, TensorReceiver, TensorSender
+from aiotensor.channel.cancelling import CancelOnce
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.types import ClientStatistics, ServerStatistics
 
@@ -162,8 +161,8 @@ class Request(Generic[M]):
         return self._server._wait(self._reply, answer, timeout=timeout)
 
     async def _reply(self, answer: object) -> bool:
-        # Whom nobody wants any more might wait for a permit that never comes.
-        with anyio.CancelScope() as self._inner._scope:
+        # A reply that no client waits for might wait for a permit that never comes.
+        with CancelOnce() as self._inner._block:
             return await self._inner.reply(answer)
         if self._server._is_closed:
             raise ClosedError("this MessageServer was closed")

@@ -5,9 +5,8 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Generic, NamedTuple, Self, TypeVar
 
-import anyio
-
 from aiotensor.channel.asked import Asked
+from aiotensor.channel.cancelling import CancelOnce
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.logs import logger_of
 from aiotensor.placements import QUICK_BYTES
@@ -41,10 +40,13 @@ class Request(Generic[M]):
             async with request:
                 await request.reply(await work(request.message))
 
-    The block is cancelled when the client gives up (as a scope of anyio is: cleaning up that waits needs
-    ``anyio.CancelScope(shield=True)``), an exception in it goes to the client as `RemoteError`
-    and is logged, and leaving it without an answer is such an error too. Afterwards the message, with its
-    tensors, is gone. A request that is dropped without an answer fails in the same way when it is freed.
+    When the client disconnects or cancels its request, the task in the block is cancelled, once, as
+    `asyncio.Task.cancel` does: cleanup may wait, and code that catches `asyncio.CancelledError` is not
+    cancelled again. The end of the block absorbs this cancellation; any other one, such as that of
+    `asyncio.timeout` around the block, goes on. An exception in the block goes to the client as
+    `RemoteError` and is logged, and leaving it without an answer is such an error too. Afterwards the
+    message, with its tensors, is released. A request that is dropped without an answer fails in the same way
+    when it is freed.
     """
 
     def __init__(self, asked: Asked, message: M, answerer: Answerer) -> None:
@@ -52,7 +54,7 @@ class Request(Generic[M]):
         self._asked = asked
         self._answerer = answerer
         self._is_answered = False
-        self._scope: anyio.CancelScope | None = None
+        self._block: CancelOnce | None = None
 
     def __repr__(self) -> str:
         state = "answered" if self._is_answered else "unanswered" if self.is_wanted else "not wanted"
@@ -127,24 +129,27 @@ class Request(Generic[M]):
         return self._fail(error)
 
     async def __aenter__(self) -> Self:
-        if self._scope is not None:
+        if self._block is not None:
             raise UsageError("the block of a request is entered once")
-        self._scope = anyio.CancelScope()
-        self._scope.__enter__()
+        self._block = CancelOnce()
+        self._block.__enter__()
         if not self.is_wanted and self._asked.wants_answer:
-            self._scope.cancel()
+            self._block.cancel()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        scope = self._scope
-        if scope is None:
+        if self._block is None:
             raise AssertionError("a block that is left was entered")
-        # Of a request that nobody wants any more, the cancellation ends here.
-        was_cancelled = bool(scope.__exit__(kind, error, trace))
+        was_cancelled = self._block.__exit__(kind, error, trace)
         self._leave(None if was_cancelled else error)
         return was_cancelled or isinstance(error, Exception)
+
+    def _never_begun(self) -> None:
+        """Tell the client, if a task was cancelled before it entered the block."""
+        if self._block is None:
+            self._leave(asyncio.CancelledError())
 
     def _leave(self, error: BaseException | None) -> None:
         """End its block: let go of the message, and tell the client if it got no answer."""
@@ -166,9 +171,9 @@ class Request(Generic[M]):
             )
 
     def _cancel(self) -> None:
-        """Cancel its block: nobody wants an answer any more."""
-        if self._scope is not None:
-            self._scope.cancel()
+        """Cancel the task in its block: no client waits for an answer any more."""
+        if self._block is not None:
+            self._block.cancel()
 
     def _answer_once(self) -> None:
         if self._is_answered:

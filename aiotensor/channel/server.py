@@ -5,6 +5,7 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -168,14 +169,16 @@ class MessageServer(LoopObject, Generic[M]):
     ) -> None:
         """Answer every message with what a function returns for it, each in a task of its own.
 
-        The task is cancelled when the client gives up. What the function raises goes to the client as
-        `RemoteError`, and is logged.
+        The task is cancelled, once, when the client disconnects or cancels its request. A thread that the
+        function waits for is not notified: have it check a `threading.Event` that the function sets in the
+        end. What the function raises goes to the client as `RemoteError`, and is logged.
 
         Args:
             handler: called with each message; returns the answer.
             max_concurrent: the most messages that are taken at once; None for no limit.
 
-        Returns when this server is closed and the tasks have ended. Cancelling cancels the tasks.
+        Returns when this server is closed and the tasks have ended. Cancelling cancels the tasks, once, and
+        waits until they have ended.
 
         Raises:
             UsageError: this server is not open, or lives in another thread or event loop.
@@ -186,28 +189,42 @@ class MessageServer(LoopObject, Generic[M]):
         if max_concurrent is not None:
             turns = asyncio.Semaphore(options.positive("max_concurrent", max_concurrent))
         self._home.check()
+        answering: set[asyncio.Task[None]] = set()
 
         async def answer(request: Request[M]) -> None:
-            try:
-                async with request:
-                    await request.reply(await handler(request.message))
-            except asyncio.CancelledError:
-                # That of a handler which waited for something cancelled must not end the others; if it is
-                # that of this function, this was all there was to do.
-                return
-            finally:
-                if turns is not None:
-                    turns.release()
+            async with request:
+                await request.reply(await handler(request.message))
 
-        async with anyio.create_task_group() as group:
-            while True:
-                if turns is not None:
-                    await turns.acquire()
-                request = await anext(self, None)
-                if request is None:
-                    break
-                group.start_soon(answer, request)
-                del request  # or its tensors would stay until the next one comes
+        def ended(request: Request[M], task: asyncio.Task[None]) -> None:
+            answering.discard(task)
+            if turns is not None:
+                turns.release()
+            if task.cancelled():
+                request._never_begun()
+
+        async with asyncio.TaskGroup() as group:
+            try:
+                while True:
+                    if turns is not None:
+                        await turns.acquire()
+                    request = await anext(self, None)
+                    if request is None:
+                        break
+                    task = group.create_task(answer(request))
+                    answering.add(task)
+                    task.add_done_callback(partial(ended, request))
+                    del request, task  # or its tensors would stay until the next one comes
+                while answering:
+                    await asyncio.wait(answering)
+            except asyncio.CancelledError:
+                for task in answering:
+                    task.cancel()
+                # A scope of anyio outside would cancel this wait again in each iteration of the loop.
+                with anyio.CancelScope(shield=True):
+                    while answering:
+                        with suppress(asyncio.CancelledError):
+                            await asyncio.wait(answering)
+                raise
 
     def statistics(self) -> ServerStatistics:
         """Return what is held and what was done; also after closing."""

@@ -5,6 +5,8 @@ part of the request. So this asks, for those requests that want it.
 """
 
 import asyncio
+import types
+from collections.abc import Coroutine, Generator
 from contextlib import suppress
 
 import anyio
@@ -54,10 +56,11 @@ class HangUps:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        with anyio.CancelScope() as cancel_scope:
+        # Two scopes, so that the inner one can end the cancellation by the outer one.
+        with anyio.CancelScope() as cancel_scope, anyio.CancelScope() as app_scope:
             request = scope[_KEY] = _Request(cancel_scope, receive, send)
             try:
-                await self._app(scope, request.receive, request.send)
+                await _cancelled_once(self._serve(scope, request), app_scope)
             except ClientDisconnect:
                 # Of a handler that was reading, and heard of the end before it was cancelled.
                 if not cancel_scope.cancel_called:
@@ -72,6 +75,41 @@ class HangUps:
                 scope["path"],
                 extra={"event": "request_cancelled", "method": scope["method"], "path": scope["path"]},
             )
+
+    async def _serve(self, scope: Scope, request: "_Request") -> None:
+        await self._app(scope, request.receive, request.send)
+
+
+@types.coroutine
+def _cancelled_once(
+    work: Coroutine[object, object, None], scope: anyio.CancelScope
+) -> Generator[object, object, None]:
+    """Run a coroutine within a scope, and shield the scope when a cancellation was delivered to the task.
+
+    A cancelled scope of anyio cancels its task again in each iteration of the loop: a handler that shields
+    its work would keep the processor busy, and no cleanup could wait. `asyncio.Task.cancel` is no
+    replacement, since threads that the task waits for, such as those of ``def`` endpoints, are notified by
+    scopes only.
+    """
+    error: BaseException | None = None
+    while True:
+        try:
+            waits_for = work.send(None) if error is None else work.throw(error)
+        except StopIteration:
+            return
+        finally:
+            error = None  # its traceback has this frame
+        try:
+            yield waits_for
+        except GeneratorExit:
+            work.close()
+            raise
+        except BaseException as thrown:  # noqa: BLE001 - for the coroutine
+            if isinstance(thrown, asyncio.CancelledError):
+                scope.shield = True
+            error = thrown
+        finally:
+            del waits_for  # a future, which keeps its error
 
 
 class _Request:

@@ -1,10 +1,15 @@
 """Requests are cancelled when their clients hang up: those that want it, until they are answered."""
 
 import asyncio
+import concurrent.futures
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
 import anyio
+import anyio.from_thread
+import anyio.to_thread
 import pytest
+from anyio.lowlevel import checkpoint
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -415,3 +420,82 @@ async def test_a_connection_of_any_kind_can_be_watched() -> None:
     visitor.say()
     await visitor.begin()
     assert visitor.status == 200
+
+
+async def test_a_handler_that_shields_its_work_is_cancelled_once() -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+    cancellations = 0
+
+    async def work() -> None:
+        await go_on.wait()
+        for _ in range(200):  # turns of the loop, in each of which a scope of anyio cancels
+            await asyncio.sleep(0)
+
+    async def handler(request: Request) -> Response:
+        nonlocal cancellations
+        watch(request.scope)
+        await request.body()
+        working = asyncio.create_task(work())
+        begun.set()
+        while not working.done():
+            try:
+                await asyncio.shield(working)
+            except asyncio.CancelledError:
+                cancellations += 1
+                go_on.set()
+        return PlainTextResponse("done")
+
+    visitor = visit(handler)
+    await visitor.hang_up_after(begun)
+    assert cancellations == 1
+
+
+async def test_the_cleanup_of_a_cancelled_handler_may_wait() -> None:
+    begun = asyncio.Event()
+    has_cleaned_up = False
+
+    async def handler(request: Request) -> Response:
+        nonlocal has_cleaned_up
+        watch(request.scope)
+        await request.body()
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            has_cleaned_up = True
+        raise AssertionError("it was cancelled")
+
+    visitor = visit(handler)
+    await visitor.hang_up_after(begun)
+    assert has_cleaned_up
+
+
+async def test_a_thread_of_a_handler_and_what_it_awaits_are_cancelled() -> None:
+    begun = asyncio.Event()
+    awaited = asyncio.Event()
+    outcomes: list[str] = []
+
+    async def never() -> None:
+        begun.set()
+        await awaited.wait()
+
+    def work() -> None:
+        for wait in (partial(anyio.from_thread.run, never), anyio.from_thread.check_cancelled):
+            try:
+                wait()
+            except BaseException as error:
+                outcomes.append(type(error).__name__)
+                if not isinstance(error, asyncio.CancelledError | concurrent.futures.CancelledError):
+                    raise
+
+    async def handler(request: Request) -> Response:
+        watch(request.scope)
+        await request.body()
+        await anyio.to_thread.run_sync(work)
+        await checkpoint()
+        raise AssertionError("it was cancelled")
+
+    visitor = visit(handler)
+    await visitor.hang_up_after(begun)
+    assert outcomes == ["CancelledError", "CancelledError"]

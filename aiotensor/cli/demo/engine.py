@@ -2,13 +2,13 @@
 
 import asyncio
 import shutil
+import threading
 import time
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import anyio
-import anyio.from_thread
 import torch
 import uvloop
 
@@ -34,6 +34,7 @@ class Engine:
 
     def __init__(self, server: MessageServer[AnalyseVideo]) -> None:
         self._server = server
+        self._threads = anyio.CapacityLimiter(VIDEOS_AT_ONCE)
         self._model = SceneCuts().eval()
         self._busy = 0
         self._free_since = time.monotonic()
@@ -48,15 +49,21 @@ class Engine:
         # A video that waited for its turn was not on its way all that time.
         transport_seconds = time.monotonic() - max(request.sent_at, self._free_since)
         self._busy += 1
+        stop = threading.Event()
+        work = partial(self._work, request, transport_seconds, stop)
         try:
-            return await in_thread(partial(self._work, request, transport_seconds))
+            return await in_thread(work, limiter=self._threads)
         finally:
+            stop.set()  # cancelling does not end the thread
             if self._busy == VIDEOS_AT_ONCE:
                 self._free_since = time.monotonic()
             self._busy -= 1
 
-    def _work(self, request: AnalyseVideo, transport_seconds: float) -> VideoAnalysis:
-        checkpoint = anyio.from_thread.check_cancelled
+    def _work(self, request: AnalyseVideo, transport_seconds: float, stop: threading.Event) -> VideoAnalysis:
+        def checkpoint() -> None:
+            if stop.is_set():
+                raise asyncio.CancelledError
+
         start = time.monotonic()
         cuts = self._model.find(request.frames, request.times, checkpoint)
         model_seconds = time.monotonic() - start

@@ -1,0 +1,54 @@
+"""Cancel the task in a block once."""
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+__all__ = ["CancelOnce"]
+
+
+class CancelOnce:
+    """Cancel the task inside a ``with`` block when told to, and end that cancellation with the block.
+
+    As `asyncio.timeout`, with a caller in place of the clock. A cancel scope of anyio is no replacement: it
+    cancels the task again in each iteration of the loop until the block ends, so a task that shields its
+    work would keep the processor busy.
+    """
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[object] | None = None
+        self._cancelling = 0
+        self._handle: asyncio.Handle | None = None
+        self._was_delivered = False
+
+    def cancel(self) -> None:
+        """Cancel the task in the next iteration of the loop, unless it leaves the block before."""
+        task = self._task
+        if task is not None and self._handle is None:
+            # Not at once: this may be called by the task itself, or beneath it by one that starts eagerly.
+            # A task that is not suspended would get the cancellation at its next wait, perhaps after the
+            # block, and `uncancel` does not take it back before Python 3.13.
+            self._handle = task.get_loop().call_soon(self._deliver)
+
+    def _deliver(self) -> None:
+        if self._task is not None:
+            self._was_delivered = True
+            self._task.cancel()
+
+    def __enter__(self) -> Self:
+        self._task = asyncio.current_task()
+        if self._task is None:
+            raise RuntimeError("this block can be entered in a task only")
+        self._cancelling = self._task.cancelling()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        task, self._task = self._task, None
+        if task is None or self._handle is None:
+            return False
+        self._handle.cancel()
+        # Somebody else may have cancelled the task, too: then the cancellation goes on.
+        is_last = self._was_delivered and task.uncancel() <= self._cancelling
+        return is_last and isinstance(error, asyncio.CancelledError)
