@@ -105,6 +105,7 @@ class Client:
         self.outbox = outbox
         self.pid = hello.pid
         self.receiver = hello.receiver
+        self.max_part_bytes = hello.max_part_bytes
         self._looks_at = 0.0
         self._takes_detour = False  # its tensors travel in the answers, though there are senders
         self.next_number = 0

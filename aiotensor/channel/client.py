@@ -11,9 +11,21 @@ import torch
 import zmq
 
 from aiotensor.channel import options
-from aiotensor.channel.connection import Answered, Asked, Connection, Handles
+from aiotensor.channel.connection import Connection
 from aiotensor.channel.options import Key
-from aiotensor.channel.parcels import QUICK_TENSORS, Disposal, Loans, discard, drop_answer, pack, unpack
+from aiotensor.channel.parcels import (
+    QUICK_TENSORS,
+    Answered,
+    Asked,
+    Disposal,
+    Handles,
+    Loans,
+    check_parts,
+    discard,
+    drop_answer,
+    pack,
+    unpack,
+)
 from aiotensor.channel.sockets import begin, end
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import (
@@ -61,8 +73,8 @@ class MessageClient(LoopObject, Generic[R]):
         reply_type: of the answers, as msgspec takes it; they are checked.
         high_water_mark: the most messages that wait to leave, and the most that wait to be read here, for
             each server. Beyond them, `request` and `send` wait.
-        max_part_bytes: the largest part of an answer that is read: its body, or one tensor that travels in
-            it; None for no limit. A server that exceeds it is lost.
+        max_part_bytes: the largest part of an answer in bytes: its body, or one tensor that travels in it;
+            None for no limit. The server is told: a request whose answer exceeds it raises `RemoteError`.
         heartbeat_interval_s: how often, in seconds, a silent server is asked whether it is there.
         heartbeat_timeout_s: after how many seconds without an answer to that it is lost. On this machine the
             kernel says at once when a process has ended, so there are heartbeats only if one of these two is
@@ -121,6 +133,7 @@ class MessageClient(LoopObject, Generic[R]):
             ),
             **keys,
         }
+        self._max_part_bytes = options.part_limit(max_part_bytes)
         self._max_wait_s = seconds_or_never("max_wait_s", max_wait_s)
         self._linger_s = options.seconds("linger_s", linger_s)
         self._receiver = receiver
@@ -145,6 +158,7 @@ class MessageClient(LoopObject, Generic[R]):
                 address,
                 self._options,
                 receiver,
+                self._max_part_bytes,
                 self._max_wait_s,
                 partial(drop_answer, self._disposal, self._receiver),
                 self._changes.wake,
@@ -191,10 +205,10 @@ class MessageClient(LoopObject, Generic[R]):
             WouldBlockError: all of the sender's memory is held by messages that wait for more of it, or
             something was waited for longer than `max_wait_s`, of this client, the sender or the receiver.
             OSError: the machine has no shared memory, no descriptors or no threads left.
-            TypeError: something in the message cannot be encoded; `TensorEncoder.encode` says what else is
-                raised for that.
+            TypeError: something in it cannot be encoded; `TensorEncoder.encode` lists further errors.
             UnsupportedTensorError: a tensor would not arrive as it is; nothing was taken for it.
-            TooLargeError: a tensor is larger than the sender's `arena_bytes`, or there are too many.
+            TooLargeError: a tensor exceeds the sender's `arena_bytes`, the body or a tensor in the message
+            the server's `max_part_bytes`, or there are too many tensors; nothing was sent.
             ClosedError: this client was closed, perhaps while waiting.
             ValueError: there is no such target, or `inside` is of another sender.
         """
@@ -345,6 +359,7 @@ class MessageClient(LoopObject, Generic[R]):
         try:
             parcel = await pack(message, has_sender=sender is not None)
             if sender is not None and (parcel.tensors or inside is not None):
+                check_parts(parcel.parts, connection.max_part_bytes, "server")  # before anything is taken
                 handles = await parcel.send_tensors(sender, inside)
                 _check_road(connection, sender, handles)
             loan = None if wants_answer else self._loans.lend(parcel.parts)

@@ -16,11 +16,13 @@ import zmq
 
 from aiotensor.channel.asked import Asked, Client, State
 from aiotensor.channel.outbox import Outbox, flush_all
+from aiotensor.channel.parcels import body_and_buffers
 from aiotensor.channel.sockets import MAX_PARTS, LoopSocket, PeerGoneError
 from aiotensor.errors import ProtocolError
 from aiotensor.gates import Waiters
 from aiotensor.logs import logger_of
 from aiotensor.protocol.exchange import (
+    BODY_BYTES,
     VERSION,
     Answer,
     Ask,
@@ -63,11 +65,13 @@ class Limits(NamedTuple):
         clients: the most at once.
         waiting: messages of each that may wait to be taken.
         waiting_bytes: after how many bytes of them it sends no more.
+        part_bytes: the largest part of a message.
     """
 
     clients: int | None
     waiting: int
     waiting_bytes: int
+    part_bytes: int | None
 
 
 class ClientsEvents(Protocol):
@@ -115,28 +119,27 @@ class Clients:
 
     # What is said
 
-    async def answer(
-        self, asked: Asked, body: bytes | memoryview, buffers: Sequence[bytes | memoryview], handles: Handles
-    ) -> bool:
+    async def answer(self, asked: Asked, parts: Sequence[bytes | memoryview], handles: Handles) -> bool:
         """Send an answer once there is room for it, and say whether anybody wanted it.
 
         Args:
             asked: what it is the answer to; ends with this.
-            body: of the answer.
-            buffers: beside it.
+            parts: the body of the answer, and the buffers beside it.
             handles: of its tensors that travel by a sender.
         """
         if not asked.is_wanted:
             return False
         tally = asked.client.tally
-        header = Answer(asked.number, memoryview(body), handles, tally.taken, tally.taken_bytes)
+        body = None if len(parts[0]) >= BODY_BYTES else memoryview(parts[0])
+        header = Answer(asked.number, body, handles, tally.taken, tally.taken_bytes)
 
         def has_left() -> None:  # which it may not: whoever answers may be cancelled
             tally.told(header.taken, header.taken_bytes)
             asked.is_answered = True
             self.end(asked)
 
-        return await asked.client.outbox.put([write(header), *buffers], on_sent=has_left)
+        following = parts if body is None else parts[1:]
+        return await asked.client.outbox.put([write(header), *following], on_sent=has_left)
 
     def fail(self, asked: Asked, type_name: str, text: str) -> bool:
         """Say that there is no answer, and whether anybody wanted one."""
@@ -196,7 +199,7 @@ class Clients:
                             f"it sent message {number} after message {client.next_number - 1}"
                         )
                     client.next_number = number + 1
-                    message = [body, *[part.buffer for part in parts[2:]]]
+                    message = body_and_buffers(body, parts[2:])
                     asked = Asked(client, number, handles, message, wants_answer=wants_answer)
                     client.tally.arrived(asked.nbytes)
                     client.asked[number] = asked
@@ -294,7 +297,9 @@ class Clients:
         client = self._clients[identity] = Client(identity, hello, tally, self._outbox_to(identity))
         self._post(
             client,
-            ServerHello(VERSION, os.getpid(), self._receiver, limits.waiting, limits.waiting_bytes),
+            ServerHello(
+                VERSION, os.getpid(), self._receiver, limits.waiting, limits.waiting_bytes, limits.part_bytes
+            ),
         )
 
     def _is_full(self) -> bool:

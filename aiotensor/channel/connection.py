@@ -15,12 +15,12 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import NamedTuple
 
 import zmq
 
 from aiotensor.channel.options import Address
 from aiotensor.channel.outbox import Outbox, flush_all
+from aiotensor.channel.parcels import Answered, Asked, Handles, body_and_buffers, check_parts
 from aiotensor.channel.sockets import MAX_PARTS, LoopSocket, copy_of
 from aiotensor.errors import (
     AccessDeniedError,
@@ -36,6 +36,7 @@ from aiotensor.gates import Waiters, at_most
 from aiotensor.links.users import check_user
 from aiotensor.logs import logger_of
 from aiotensor.protocol.exchange import (
+    BODY_BYTES,
     VERSION,
     Answer,
     Ask,
@@ -50,30 +51,14 @@ from aiotensor.protocol.exchange import (
 )
 from aiotensor.protocol.versions import mismatch
 from aiotensor.protocol.window import Window
-from aiotensor.types import TensorHandle, Usage
+from aiotensor.types import Usage
 
-__all__ = ["Answered", "Asked", "Connection"]
+__all__ = ["Connection"]
 
 logger = logger_of("channel")
 
 _LAST_MESSAGES = 1024  # of a server that is gone, which are read before it counts as lost
 _HANDSHAKES = 3  # that fail without a reason before it counts: one may be that of a server just killed
-
-Handles = tuple[TensorHandle, ...]
-
-
-class Answered(NamedTuple):
-    """What came back: handles of tensors that travel by a sender, the body, and the buffers beside it."""
-
-    handles: Handles
-    parts: list[memoryview]
-
-
-class Asked(NamedTuple):
-    """A message that was sent: its number, and the future of the answer, if there will be one."""
-
-    number: int
-    answered: "asyncio.Future[Answered] | None"
 
 
 class Connection:
@@ -84,6 +69,7 @@ class Connection:
         address: of the server.
         options: of its sockets.
         receiver: the id of the receiver that takes the tensors of answers; "" for none.
+        max_part_bytes: the largest part of an answer; None for no limit.
         max_wait_s: after how many seconds a wait for the server, or for credit, ends; None for never.
         drop: called with an answer that nobody waits for.
         changed: called when it became ready, or is not ready any more.
@@ -95,6 +81,7 @@ class Connection:
         address: Address,
         options: Mapping[int, int | bytes],
         receiver: str,
+        max_part_bytes: int | None,
         max_wait_s: float | None,
         drop: Callable[[Answered], None],
         changed: Callable[[], None],
@@ -106,7 +93,8 @@ class Connection:
         self._context = context
         self._address = address
         self._options = {**options, **address.options}
-        self._receiver = receiver
+        self.max_part_bytes: int | None = None  # of the server
+        self._hello = write(ClientHello(VERSION, os.getpid(), receiver, max_part_bytes))
         self._max_wait_s = max_wait_s
         self._drop = drop
         self._changed = changed
@@ -197,9 +185,10 @@ class Connection:
         Raises:
             PeerLostError: the server went while the tensors were on their way.
             WouldBlockError: there was no credit for so long as this waits.
+            TooLargeError: the server does not accept a part of this size.
         """
-        body, *buffers = parts
         nbytes = sum(map(len, parts))
+        body = None if len(parts[0]) >= BODY_BYTES else memoryview(parts[0])
         while True:
             # What went to a server that is gone does not wait for the next one.
             if handles and session != self.session:
@@ -210,11 +199,13 @@ class Connection:
             if not self.is_ready:
                 await self.ready()
                 continue
+            check_parts(parts, self.max_part_bytes, "server")
             number, self._next_number = self._next_number, self._next_number + 1
             asked = Asked(number, asyncio.get_running_loop().create_future() if wants_answer else None)
-            header = write(Ask(number, memoryview(body), handles, wants_answer))
+            header = write(Ask(number, body, handles, wants_answer))
+            following = parts if body is None else parts[1:]
             try:
-                if await self._outbox.put([header, *buffers], nbytes, partial(self._expect, asked)):
+                if await self._outbox.put([header, *following], nbytes, partial(self._expect, asked)):
                     return asked
             except BaseException:
                 self.cancel(asked)  # it may have left in this very turn
@@ -257,7 +248,7 @@ class Connection:
         """Introduce this client."""
         self._failed_handshakes = 0
         self._is_introduced = True
-        self._open_socket().send([write(ClientHello(VERSION, os.getpid(), self._receiver))])
+        self._open_socket().send([self._hello])
 
     def refused(self, *, is_final: bool) -> None:
         """Give up if the other side will never have us."""
@@ -291,10 +282,11 @@ class Connection:
             header = read_from_server(parts[0].buffer)
             match header:
                 case Answer(number, body, handles, taken, taken_bytes):
+                    message = body_and_buffers(body, parts[1:])
                     self._returned(taken, taken_bytes)
                     future = self._answered(number)
                     give = self._drop if future is None else future.set_result
-                    give(Answered(handles, [body, *[part.buffer for part in parts[1:]]]))
+                    give(Answered(handles, message))
                 case Failure(number, type_name, text, taken, taken_bytes):
                     self._returned(taken, taken_bytes)
                     future = self._answered(number)
@@ -327,6 +319,7 @@ class Connection:
             self._lose(mismatch(hello.version, VERSION), retry=False, is_refusal=True)
             return
         self._outbox.window = Window(hello.max_waiting, hello.max_waiting_bytes)
+        self.max_part_bytes = hello.max_part_bytes
         self.is_ready = True
         self._outbox.flush(is_retry=False)
         self._waiters.wake()
@@ -399,7 +392,7 @@ class Connection:
         self._failure = error
         self._pid = None
         self._next_number = 0
-        self._outbox.window = None
+        self._outbox.window = self.max_part_bytes = None
         lost, self._open = self._open, {}
         for future in lost.values():
             if not future.done():

@@ -11,8 +11,20 @@ import zmq
 from zmq.utils import z85
 
 from aiotensor.links.address import socket_path
+from aiotensor.protocol.exchange import MAX_HEADER_BYTES
+from aiotensor.types import MAX_NUMBER
 
-__all__ = ["Address", "Key", "client_keys", "limits", "parse", "positive", "seconds", "server_keys"]
+__all__ = [
+    "Address",
+    "Key",
+    "client_keys",
+    "limits",
+    "parse",
+    "part_limit",
+    "positive",
+    "seconds",
+    "server_keys",
+]
 
 Key: TypeAlias = str | bytes
 
@@ -162,10 +174,12 @@ def limits(
     Raises:
         ValueError: a limit is not positive.
     """
+    largest = part_limit(max_part_bytes)
     options: dict[int, int | bytes] = {
         zmq.SNDHWM: positive("high_water_mark", high_water_mark),
         zmq.RCVHWM: high_water_mark,
-        zmq.MAXMSGSIZE: -1 if max_part_bytes is None else positive("max_part_bytes", max_part_bytes),
+        # Peers are told the limit of the parts; their headers may be longer than that.
+        zmq.MAXMSGSIZE: -1 if largest is None else min(largest + MAX_HEADER_BYTES, MAX_NUMBER),
     }
     if all(address.is_local for address in addresses) and not (heartbeat_interval_s or heartbeat_timeout_s):
         return options
@@ -176,6 +190,15 @@ def limits(
         "heartbeat_timeout_s", heartbeat_timeout_s, _HEARTBEAT_TIMEOUT_S
     )
     return options
+
+
+def part_limit(max_part_bytes: int | None) -> int | None:
+    """Check the limit on the parts of messages, and return it as hellos carry it.
+
+    Raises:
+        ValueError: it is not positive.
+    """
+    return None if max_part_bytes is None else min(positive("max_part_bytes", max_part_bytes), MAX_NUMBER)
 
 
 def positive(name: str, value: int) -> int:

@@ -4,7 +4,7 @@ import asyncio
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,17 +12,31 @@ import torch
 import zmq
 
 from aiotensor import placements
-from aiotensor.channel.connection import Answered, Handles
 from aiotensor.codec import SourceEncoder, TensorDecoder
-from aiotensor.errors import ClosedError, ProtocolError
+from aiotensor.errors import ClosedError, ProtocolError, TooLargeError
 from aiotensor.home import FreedItems
 from aiotensor.placements import ArraySource, Source
+from aiotensor.protocol.frames import MAX_TENSORS
 from aiotensor.receiver import TensorReceiver
 from aiotensor.sender import OpenMessage, TensorSender
 from aiotensor.types import TensorHandle
 from aiotensor.worker import Worker, in_thread
 
-__all__ = ["QUICK_TENSORS", "Disposal", "Loans", "Parcel", "discard", "drop_answer", "pack", "unpack"]
+__all__ = [
+    "QUICK_TENSORS",
+    "Answered",
+    "Asked",
+    "Disposal",
+    "Handles",
+    "Loans",
+    "Parcel",
+    "body_and_buffers",
+    "check_parts",
+    "discard",
+    "drop_answer",
+    "pack",
+    "unpack",
+]
 
 # Of the tensors that ride in the body of a message which has a sender for the others.
 _MAX_INLINE_BYTES = 8 * placements.MAX_INLINE_BYTES
@@ -35,6 +49,23 @@ QUICK_TENSORS = 64
 _QUICK_ENCODED_TENSORS = 128
 _QUICK_BODY_BYTES = 16 * 1024
 _QUICK_FREED_BYTES = 8 << 20
+
+
+Handles = tuple[TensorHandle, ...]
+
+
+class Answered(NamedTuple):
+    """What came back: handles of tensors that travel by a sender, the body, and the buffers beside it."""
+
+    handles: Handles
+    parts: list[memoryview]
+
+
+class Asked(NamedTuple):
+    """A message that was sent: its number, and the future of the answer, if there will be one."""
+
+    number: int
+    answered: "asyncio.Future[Answered] | None"
 
 
 class _TakesLongError(Exception):
@@ -167,6 +198,52 @@ async def unpack(decoder: TensorDecoder[Any], parts: Sequence[memoryview], found
             "or is in a field that the type here does not have"
         )
     return message
+
+
+def body_and_buffers(body: memoryview | None, frames: "Sequence[zmq.Frame]") -> list[memoryview]:
+    """Return the parts of a message that arrived.
+
+    Args:
+        body: from the header; None if it follows as a part of its own.
+        frames: the parts after the header.
+
+    Raises:
+        ProtocolError: there is no body.
+    """
+    parts = [frame.buffer for frame in frames]
+    if body is not None:
+        return [body, *parts]
+    if not parts:
+        raise ProtocolError("the peer sent a message without a body")
+    return parts
+
+
+def check_parts(parts: Sequence[bytes | memoryview], limit: int | None, peer: str) -> None:
+    """Refuse a message that the peer does not accept.
+
+    Args:
+        parts: the body, and the buffers beside it.
+        limit: the peer's `max_part_bytes`.
+        peer: "client" or "server", for the text of the error.
+
+    Raises:
+        TooLargeError: a part is too large, or there are too many.
+    """
+    if len(parts) > MAX_TENSORS + 1:
+        raise TooLargeError(
+            f"a message without a sender has at most {MAX_TENSORS} tensors of more than "
+            f"{placements.MAX_INLINE_BYTES} bytes, this one has {len(parts) - 1}: send several messages",
+            limit=MAX_TENSORS,
+            requested=len(parts) - 1,
+        )
+    if limit is not None and (largest := max(map(len, parts))) > limit:
+        what = "the body" if len(parts[0]) == largest else "a tensor"
+        raise TooLargeError(
+            f"{what} of this message has {largest} bytes, and the {peer} accepts max_part_bytes={limit}: "
+            f"send several messages, or tensors by a sender, or raise that limit of the {peer}",
+            limit=limit,
+            requested=largest,
+        )
 
 
 class Disposal:

@@ -5,11 +5,9 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import closing, suppress
-from functools import partial
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-import anyio
 import torch
 
 from aiotensor.channel import options
@@ -17,8 +15,9 @@ from aiotensor.channel.asked import Asked, State, await_tensors
 from aiotensor.channel.clients import Clients, Limits
 from aiotensor.channel.endpoint import Endpoint
 from aiotensor.channel.options import Key
-from aiotensor.channel.parcels import QUICK_TENSORS, Disposal, Loans, pack, unpack
+from aiotensor.channel.parcels import QUICK_TENSORS, Disposal, Loans, check_parts, pack, unpack
 from aiotensor.channel.request import Answerer, Request, text_of
+from aiotensor.channel.serving import serve
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import ClosedError, ProtocolError, UsageError
 from aiotensor.gates import Waiters
@@ -60,8 +59,9 @@ class MessageServer(LoopObject, Generic[M]):
         max_waiting_bytes: after how many bytes of these messages a client sends no more, not counting what
             came by senders.
         high_water_mark: the most messages that ZeroMQ keeps, in each direction, for each client.
-        max_part_bytes: the largest part of a message that is read: its body, or one tensor that travels in
-            it; None for no limit. A client that exceeds it loses its connection.
+        max_part_bytes: the largest part of a message in bytes: its body, or one tensor that travels in it;
+            None for no limit. Clients are told, and raise `TooLargeError` for a message that exceeds it. One
+            that sends such a message all the same loses its connection.
         heartbeat_interval_s: how often, in seconds, a silent client is asked whether it is there.
         heartbeat_timeout_s: after how many seconds without an answer to that it is lost. On this machine the
             kernel says at once when a process has ended, so there are heartbeats only if one of these two is
@@ -110,6 +110,7 @@ class MessageServer(LoopObject, Generic[M]):
             None if max_clients is None else options.positive("max_clients", max_clients),
             options.positive("max_waiting", max_waiting),
             options.positive("max_waiting_bytes", max_waiting_bytes),
+            options.part_limit(max_part_bytes),
         )
         self._arriving: dict[Asked, asyncio.Task[None]] = {}  # their tensors, one by one
         self._waiters = Waiters()
@@ -189,42 +190,7 @@ class MessageServer(LoopObject, Generic[M]):
         if max_concurrent is not None:
             turns = asyncio.Semaphore(options.positive("max_concurrent", max_concurrent))
         self._home.check()
-        answering: set[asyncio.Task[None]] = set()
-
-        async def answer(request: Request[M]) -> None:
-            async with request:
-                await request.reply(await handler(request.message))
-
-        def ended(request: Request[M], task: asyncio.Task[None]) -> None:
-            answering.discard(task)
-            if turns is not None:
-                turns.release()
-            if task.cancelled():
-                request._never_begun()
-
-        async with asyncio.TaskGroup() as group:
-            try:
-                while True:
-                    if turns is not None:
-                        await turns.acquire()
-                    request = await anext(self, None)
-                    if request is None:
-                        break
-                    task = group.create_task(answer(request))
-                    answering.add(task)
-                    task.add_done_callback(partial(ended, request))
-                    del request, task  # or its tensors would stay until the next one comes
-                while answering:
-                    await asyncio.wait(answering)
-            except asyncio.CancelledError:
-                for task in answering:
-                    task.cancel()
-                # A scope of anyio outside would cancel this wait again in each iteration of the loop.
-                with anyio.CancelScope(shield=True):
-                    while answering:
-                        with suppress(asyncio.CancelledError):
-                            await asyncio.wait(answering)
-                raise
+        await serve(self, handler, turns)
 
     def statistics(self) -> ServerStatistics:
         """Return what is held and what was done; also after closing."""
@@ -410,18 +376,17 @@ class MessageServer(LoopObject, Generic[M]):
 
     async def _send_answer(self, asked: Asked, answer: object, sender: TensorSender | None) -> bool:
         parcel = await pack(answer, has_sender=sender is not None)
+        check_parts(parcel.parts, asked.client.max_part_bytes, "client")
         if sender is None and self._senders and len(parcel.parts) > 1:
             asked.client.note_detour()
         handles = await parcel.send_tensors(sender) if sender is not None and parcel.tensors else ()
         try:
             loan = self._loans.lend(parcel.parts)
-            body, *buffers = parcel.parts
-            was_wanted = await self._clients.answer(asked, body, buffers, handles)
+            was_wanted = await self._clients.answer(asked, parcel.parts, handles)
         finally:
             if sender is not None and handles and not asked.is_answered:
                 with suppress(ClosedError):
                     sender.discard(handles[0])
-        del body, buffers
         parcel.parts.clear()
         if loan is not None and was_wanted:
             await loan

@@ -34,8 +34,8 @@ __all__ = [
 
 _Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
-# Of one message: an identity, a header, and as many buffers as a message has tensors.
-MAX_PARTS = MAX_TENSORS + 2
+# Of one message: an identity, a header, a body, and as many buffers as a message has tensors.
+MAX_PARTS = MAX_TENSORS + 3
 
 _MESSAGES_A_TURN = 64  # then other callbacks of the loop have their turn
 

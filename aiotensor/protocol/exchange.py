@@ -1,9 +1,9 @@
 """What a client and a server of messages say to each other, and the only place that reads it.
 
     client                                   server
-      | ClientHello(version, pid, receiver)     |   once, first
+      | ClientHello(version, pid, limit, ...)   |   once, first
       | --------------------------------------> |
-      |        ServerHello(version, pid, limits)|   once, first; the client asks nothing before it
+      |       ServerHello(version, pid, limits) |   once, first; the client asks nothing before it
       | <-------------------------------------- |
       | Ask(number, body, handles, ...)         |
       | Cancel(number)                          |   nobody wants the answer any more
@@ -18,9 +18,13 @@ The server reads whatever comes, and says at first how many messages, and how ma
 have waiting there. It counts what of them was taken, or needs no taking any more, from the beginning of the
 connection, and says so in every answer, or by itself when half of that credit was taken since it last did.
 
-One of these is the first part of what travels, a *header*. The buffers beside the body of an `Ask` or an
-`Answer` follow it, each a part of its own. `handles` name the tensors of the message that travel by a sender;
-where they stand in the message, the body says, by their numbers in this tuple.
+One of these is the first part of what travels, a *header*. A large body of an `Ask` or an `Answer` follows it
+as a part of its own, so that it is not copied into the header, and so do the buffers beside the body. The
+`handles` name the tensors of the message that travel by a sender; where they stand in the message, the body
+says, by their numbers in this tuple.
+
+Both hellos state the largest part, a body or a buffer, that their sender accepts. A message with a larger one
+is not sent. ZeroMQ, which drops the connection, is the guard against peers that send it all the same.
 """
 
 from typing import Annotated, TypeVar
@@ -29,9 +33,11 @@ import msgspec
 
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.frames import MAX_TENSORS, Number
-from aiotensor.types import TensorHandle
+from aiotensor.types import MAX_NUMBER, TensorHandle
 
 __all__ = [
+    "BODY_BYTES",
+    "MAX_HEADER_BYTES",
     "VERSION",
     "Answer",
     "Ask",
@@ -49,38 +55,58 @@ __all__ = [
     "write",
 ]
 
-VERSION = 1
+VERSION = 2
+
+# A body of at least so many bytes is a part of its own.
+BODY_BYTES = 64 * 1024
+
+# No header of an honest peer has more: a body in it, or the text of an error, and the handles of all tensors.
+MAX_HEADER_BYTES = 1 << 20
 
 _MAX_NAME, _MAX_TEXT = 64, 16 * 1024  # characters
 
 _Id = Annotated[str, msgspec.Meta(max_length=_MAX_NAME)]
 _Text = Annotated[str, msgspec.Meta(max_length=_MAX_TEXT)]
+_Limit = Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)] | None
 _Handles = Annotated[tuple[TensorHandle, ...], msgspec.Meta(max_length=MAX_TENSORS)]
 
 
 class ClientHello(msgspec.Struct, frozen=True, array_like=True, tag="client"):
-    """Introduce a client, and name its receiver, by which it can take the tensors of answers; "" for none."""
+    """Open the connection of a client.
+
+    `receiver` is the id of the receiver by which it takes the tensors of answers; "" for none.
+    `max_part_bytes` bounds each part of an answer; None for no limit.
+    """
 
     version: int
     pid: Number
     receiver: _Id = ""
+    max_part_bytes: _Limit = None
 
 
 class ServerHello(msgspec.Struct, frozen=True, array_like=True, tag="server"):
-    """Answer a `ClientHello`: name the receiver of tensors, "" for none, and what may wait to be taken."""
+    """Answer a `ClientHello`.
+
+    `receiver` is the id of the server's receiver; "" for none. The limits are how many messages, and bytes of
+    them, may wait to be taken, and the bytes of each part of a message; None for no limit.
+    """
 
     version: int
     pid: Number
     receiver: _Id = ""
     max_waiting: Annotated[int, msgspec.Meta(ge=1)] = 1
     max_waiting_bytes: Annotated[int, msgspec.Meta(ge=1)] = 1
+    max_part_bytes: _Limit = None
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """Send a message. Numbers count up for each connection, but some may be left out."""
+    """Send a message. Numbers count up for each connection, but some may be left out.
+
+    A `body` of None is the part after this header.
+    """
 
     number: Number
-    body: memoryview
+    body: memoryview | None
     handles: _Handles = ()
     wants_answer: bool = True
 
@@ -92,10 +118,10 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """Answer a message with another."""
+    """Answer a message with another. A `body` of None is the part after this header."""
 
     number: Number
-    body: memoryview
+    body: memoryview | None
     handles: _Handles = ()
     taken: Number = 0
     taken_bytes: Number = 0

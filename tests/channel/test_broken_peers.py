@@ -76,6 +76,8 @@ FORBIDDEN: dict[str, list[Parts]] = {
     "more parts than a message can have": [[HELLO], [ask(), *[b""] * 5000]],
     "a number again": [[HELLO], [ask(0)], [ask(0)]],
     "a number that is none": [[HELLO], [msgspec.msgpack.encode(["ask", -1, b"", []])]],
+    "a message without a body": [[HELLO], [write(Ask(0, None))]],
+    "a limit that is none": [[msgspec.msgpack.encode(["client", VERSION, 1, "", 0])]],
     "cancelling what was never asked": [[HELLO], [write(Cancel(0))]],
     "an answer": [[HELLO], [write(Answer(0, BODY))]],
     "a farewell": [[HELLO], [write(Farewell())]],
@@ -362,6 +364,7 @@ WRONG: dict[str, Parts] = {
     "an answer to what was never asked": [write(Answer(7, BODY))],
     "a failure of what was never asked": [write(Failure(7, "ValueError", "x"))],
     "a question": [ask()],
+    "an answer without a body": [write(Answer(0, None))],
     "deep nesting": [b"\x91" * 100_000],
 }
 

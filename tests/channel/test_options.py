@@ -250,14 +250,6 @@ async def test_one_client_too_many_is_refused_and_the_others_are_served() -> Non
             assert (await anext(ends.server)).message.seed == 3
 
 
-async def test_a_part_that_is_larger_than_allowed_costs_its_sender_the_connection() -> None:
-    async with channel(server={"max_part_bytes": 10_000}) as ends:
-        with pytest.raises(PeerLostError):
-            await ends.client.request(Question(1, wish="x" * 20_000))
-        await ends.client.send(Question(2))
-        assert (await anext(ends.server)).message.seed == 2
-
-
 async def test_handles_that_a_server_has_no_receiver_for_are_refused() -> None:
     with place() as here:
         async with (

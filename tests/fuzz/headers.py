@@ -32,17 +32,27 @@ class _Words:
         self._next = 0
 
     def hello(self, tag: str) -> list[bytes]:
+        chooser = self._chooser
         frame: Frame = [tag, VERSION, 1]
         if tag == "client":
-            frame.append(one_of(self._chooser, ("", STAND_IN)))
+            frame.append(one_of(chooser, ("", STAND_IN)))
+            frame += [self._limit()] if happens(chooser, 4) else []
+        elif happens(chooser, 4):
+            frame += ["", one_of(chooser, (64, 1)), 1 << 20, self._limit()]
         return [self._header(frame)]
+
+    def _limit(self) -> Scalar:
+        chooser = self._chooser
+        return (
+            boundary(chooser) if happens(chooser, self._one_in) else one_of(chooser, (None, 1 << 24, 100, 1))
+        )
 
     def ask(self) -> list[bytes]:
         handles = self._handles()
         body, *buffers = self.message(len(handles))
         number, self._next = self._next, self._next + 1
         wants = not happens(self._chooser, 4)
-        return self._parts([self._header(["ask", number, body, handles, wants]), *buffers])
+        return self._parts(self._with_body(["ask", number, body, handles, wants], buffers))
 
     def cancel(self) -> list[bytes]:
         return [self._header(["cancel", self._chooser.number(0, max(0, self._next - 1))])]
@@ -51,7 +61,7 @@ class _Words:
         handles = self._handles()
         body, *buffers = self.message(len(handles))
         number = self._chooser.number(0, 3)
-        return self._parts([self._header(["answer", number, body, handles]), *buffers])
+        return self._parts(self._with_body(["answer", number, body, handles], buffers))
 
     def failure(self) -> list[bytes]:
         text = one_of(self._chooser, ("a reason", "", "x" * 16_384, "x" * 16_385))
@@ -116,6 +126,14 @@ class _Words:
             wrong = one_of(chooser, ("f" * 32, "", 7, -1, boundary(chooser), [1], None))
             handles.append({**_handle(message, 0), field: wrong})
         return [*handles]
+
+    def _with_body(self, frame: Frame, buffers: list[bytes]) -> list[bytes]:
+        """Leave the body in the header, or make it a part of its own."""
+        body = frame[2]
+        if not isinstance(body, bytes) or not happens(self._chooser, 4):
+            return [self._header(frame), *buffers]
+        frame[2] = None
+        return [self._header(frame), body, *buffers]
 
     def _header(self, frame: Frame) -> bytes:
         chooser = self._chooser

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import torch
 
-from aiotensor import PeerLostError, ProtocolError, RefusedError, RemoteError
+from aiotensor import PeerLostError, ProtocolError, RefusedError, RemoteError, TooLargeError
 from aiotensor.channel import MessageClient, Request
 from aiotensor.links import Endpoint
 from tests.pairs import BIG, pattern
@@ -18,7 +18,7 @@ from tests.pairs import BIG, pattern
 __all__ = ["Note", "ask_rightly", "messages_at", "respond", "work"]
 
 # How a request may end whose server says what it likes.
-_ENDS = (RemoteError, PeerLostError, RefusedError, ProtocolError)
+_ENDS = (RemoteError, PeerLostError, RefusedError, ProtocolError, TooLargeError)
 
 
 class Note(msgspec.Struct):
@@ -38,7 +38,10 @@ async def respond(request: Request[Note]) -> None:
     """Answer with a number and tensors that follow from the question's."""
     async with request:
         note = request.message
-        await request.reply(Note(_next(note.number), note.tensors))
+        try:
+            await request.reply(Note(_next(note.number), note.tensors))
+        except TooLargeError as error:  # a rogue accepts next to nothing
+            await request.fail(error)
 
 
 def _next(number: int) -> int:

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.exchange import (
+    BODY_BYTES,
+    MAX_HEADER_BYTES,
     VERSION,
     Answer,
     Ask,
@@ -22,6 +24,7 @@ from aiotensor.protocol.exchange import (
     read_from_server,
     write,
 )
+from aiotensor.protocol.frames import MAX_DIMENSIONS, MAX_TENSORS
 from aiotensor.types import TensorHandle
 
 numbers = st.integers(0, 2**63 - 1)
@@ -39,14 +42,17 @@ handles = st.lists(
     max_size=5,
 ).map(tuple)
 
+counts = st.integers(1, 2**63 - 1)
+limits = st.none() | counts
+
 from_clients = st.one_of(
-    st.builds(ClientHello, st.integers(0, 99), numbers, st.text(max_size=64)),
-    st.builds(Ask, numbers, bodies, handles, st.booleans()),
+    st.builds(ClientHello, st.integers(0, 99), numbers, st.text(max_size=64), limits),
+    st.builds(Ask, numbers, st.none() | bodies, handles, st.booleans()),
     st.builds(Cancel, numbers),
 )
 from_servers = st.one_of(
-    st.builds(ServerHello, st.integers(0, 99), numbers),
-    st.builds(Answer, numbers, bodies, handles),
+    st.builds(ServerHello, st.integers(0, 99), numbers, st.just(""), counts, counts, limits),
+    st.builds(Answer, numbers, st.none() | bodies, handles),
     st.builds(Failure, numbers, st.text(max_size=64), st.text(max_size=200)),
     st.builds(Farewell, st.text(max_size=200)),
 )
@@ -120,3 +126,15 @@ def test_a_failure_travels_whatever_an_error_says_of_itself(type_name: str, text
     assert read == made
     assert isinstance(read, Failure)
     assert len(read.text) <= 16 * 1024
+
+
+def test_the_longest_headers_of_honest_peers_are_within_what_is_read_beyond_the_limit_of_a_part() -> None:
+    handle = TensorHandle("f" * 32, 2**63 - 1, 1023, "float8_e4m3fnuz", (2**63 - 1,) * MAX_DIMENSIONS, "cpu")
+    body = memoryview(bytes(BODY_BYTES - 1))
+    number = 2**63 - 1
+    for header in (
+        Ask(number, body, (handle,) * MAX_TENSORS),
+        Answer(number, body, (handle,) * MAX_TENSORS, number, number),
+        failure(number, "x" * 100, "\U0001f4a5" * 20_000, number, number),
+    ):
+        assert len(write(header)) <= MAX_HEADER_BYTES
