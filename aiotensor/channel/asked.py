@@ -14,8 +14,10 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from aiotensor.channel.outbox import Outbox
+from aiotensor.channel.parcels import QUICK_BODY_BYTES
 from aiotensor.errors import AioTensorError, ProtocolError, WouldBlockError
 from aiotensor.logs import logger_of
+from aiotensor.placements import QUICK_BYTES
 from aiotensor.protocol.exchange import ClientHello
 from aiotensor.protocol.window import Tally
 from aiotensor.receiver import TensorReceiver
@@ -50,12 +52,14 @@ class Asked:
 
     Attributes:
         is_answered: whether an answer has left.
+        is_large: whether freeing what it was decoded to may take long.
     """
 
     __slots__ = (
         "client",
         "handles",
         "is_answered",
+        "is_large",
         "nbytes",
         "number",
         "parts",
@@ -79,6 +83,7 @@ class Asked:
         self.handles = handles
         self.parts = parts
         self.nbytes = sum(map(len, parts))
+        self.is_large = self.nbytes > QUICK_BYTES or len(parts[0]) > QUICK_BODY_BYTES
         self.state = State.WAITING
         self.is_answered = False
         self.request: weakref.ref[object] | None = None  # what whoever answers it has

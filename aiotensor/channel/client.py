@@ -10,29 +10,16 @@ from typing import Generic, Self, TypeVar
 import torch
 import zmq
 
-from aiotensor.channel import options
+from aiotensor.channel import options, parcels
 from aiotensor.channel.connection import Connection
 from aiotensor.channel.options import Key
-from aiotensor.channel.parcels import (
-    QUICK_TENSORS,
-    Answered,
-    Asked,
-    Disposal,
-    Handles,
-    Loans,
-    check_parts,
-    discard,
-    drop_answer,
-    pack,
-    unpack,
-)
+from aiotensor.channel.parcels import Answered, Asked, Disposal, Handles, Loans
 from aiotensor.channel.sockets import begin, end
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import (
     AlreadyTakenError,
     ClosedError,
     DiscardedError,
-    PeerLostError,
     ProtocolError,
     WouldBlockError,
 )
@@ -62,6 +49,9 @@ class MessageClient(LoopObject, Generic[R]):
     With a `sender`, the tensors of a message travel by it, through shared memory, as one message of it with
     one permit; those of a few KiB ride in the message. Without one, all travel in the message itself, whose
     memory ZeroMQ reads and does not copy.
+
+    Large messages are encoded and decoded in threads. msgspec holds the GIL meanwhile, for 80 ms for each
+    100 MB of `bytes` or 1 million floats: put such data into tensors or arrays, which are not encoded.
 
     Args:
         address: of the server: ``ipc://`` and an absolute path, or ``tcp://`` with a host and a port. A
@@ -160,7 +150,7 @@ class MessageClient(LoopObject, Generic[R]):
                 receiver,
                 self._max_part_bytes,
                 self._max_wait_s,
-                partial(drop_answer, self._disposal, self._receiver),
+                partial(parcels.drop_answer, self._disposal, self._receiver),
                 self._changes.wake,
             )
             for address in self._addresses
@@ -182,7 +172,8 @@ class MessageClient(LoopObject, Generic[R]):
 
         Args:
             message: a msgspec Struct, a dataclass, a list or a dict, with tensors and arrays anywhere in it.
-                They must not change before this returns.
+                Nothing in it may change before this returns. A large message is encoded in a thread, which
+                goes on for a moment if this is cancelled.
             target: which of several servers, counted from 0; by default the one with the fewest messages in
                 flight, of those that are there.
             inside: an open message of the sender, for whoever takes the permit before there is a tensor, so
@@ -213,13 +204,15 @@ class MessageClient(LoopObject, Generic[R]):
             ValueError: there is no such target, or `inside` is of another sender.
         """
         try:
+            box = [message]
+            del message
             connection, sender = await self._choose(target, inside)
             connection.in_flight += 1
             asked: Asked | None = None
             try:
-                asked, handles = await self._ask(connection, sender, message, inside, wants_answer=True)
-                # The memory of the tensors is the caller's to free while the server works.
-                del message, inside
+                # It takes the message out of the box, whose tensors are the caller's while the server works.
+                asked, handles = await self._ask(connection, sender, box, inside, wants_answer=True)
+                del inside
                 answer = await self._answer_to(connection, sender, asked, handles)
             finally:
                 connection.in_flight -= 1
@@ -243,10 +236,12 @@ class MessageClient(LoopObject, Generic[R]):
         message, unless it has left.
         """
         with self._errors:
+            box = [message]
+            del message
             connection, sender = await self._choose(target, inside)
             connection.in_flight += 1
             try:
-                await self._ask(connection, sender, message, inside, wants_answer=False)
+                await self._ask(connection, sender, box, inside, wants_answer=False)
             finally:
                 connection.in_flight -= 1
 
@@ -349,27 +344,30 @@ class MessageClient(LoopObject, Generic[R]):
         self,
         connection: Connection,
         sender: TensorSender | None,
-        message: object,
+        box: list[object],
         inside: OpenMessage | None,
         *,
         wants_answer: bool,
     ) -> tuple[Asked, Handles]:
         session = connection.session
         handles: Handles = ()
+        parts: list[bytes | memoryview] = []
         try:
-            parcel = await pack(message, has_sender=sender is not None)
+            parcel = await parcels.pack(box, has_sender=sender is not None)
+            parts = parcel.parts
             if sender is not None and (parcel.tensors or inside is not None):
-                check_parts(parcel.parts, connection.max_part_bytes, "server")  # before anything is taken
+                parcels.check_parts(parts, connection.max_part_bytes, "server")  # before anything is taken
                 handles = await parcel.send_tensors(sender, inside)
-                _check_road(connection, sender, handles)
-            loan = None if wants_answer else self._loans.lend(parcel.parts)
-            asked = await connection.ask(session, handles, parcel.parts, wants_answer=wants_answer)
+                parcels.check_road(handles, connection.leads_to, sender.receiver_id)
+            loan = None if wants_answer else self._loans.lend(parts)
+            asked = await connection.ask(session, handles, parts, wants_answer=wants_answer)
             self._sent += 1
-            parcel.parts.clear()
+            self._disposal.let_go(parts)
             if loan is not None:
                 await loan
         except BaseException:
-            discard(sender, handles)
+            parcels.discard(sender, handles)
+            self._disposal.let_go(parts)
             raise
         return asked, handles
 
@@ -383,7 +381,7 @@ class MessageClient(LoopObject, Generic[R]):
             return await self._open_answer(await asked.answered)
         except BaseException:
             connection.cancel(asked)
-            discard(sender, handles)
+            parcels.discard(sender, handles)
             raise
         finally:
             del asked  # as in `request`
@@ -401,29 +399,18 @@ class MessageClient(LoopObject, Generic[R]):
                 )
             try:
                 for count, handle in enumerate(answered.handles):
-                    if count and not count % QUICK_TENSORS:
+                    if count and not count % parcels.QUICK_TENSORS:
                         await asyncio.sleep(0)
                     found.append(await receiver.receive(handle))
             except (AlreadyTakenError, DiscardedError, ValueError) as error:
                 raise ProtocolError(f"the server named tensors that cannot be taken: {error}") from error
-        answer: R = await unpack(self._decoder, answered.parts, found)
-        self._disposal.let_go(answered.parts)
+        try:
+            answer: R = await parcels.unpack(self._decoder, answered.parts, found)
+        finally:
+            self._disposal.let_go(answered.parts)
         return answer
 
     def _details(self) -> list[str]:
         addresses = ",".join(label_of(address.text) for address in self._addresses)
         in_flight = sum(connection.in_flight for connection in self._connections)
         return [f"at {addresses}", *([f"{in_flight} messages in flight"] if self._home.is_open else [])]
-
-
-def _check_road(connection: Connection, sender: TensorSender, handles: Handles) -> None:
-    """Refuse to ask a server about tensors that it will never see: it would wait for them.
-
-    Raises:
-        PeerLostError: they went to another receiver.
-    """
-    if handles and connection.leads_to and sender.receiver_id not in (None, connection.leads_to):
-        raise PeerLostError(
-            "the tensors of this message went to another receiver than the server's: the server was replaced "
-            "in the meantime, or the sender's endpoint is not that of the server's receiver"
-        )

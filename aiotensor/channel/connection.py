@@ -203,12 +203,13 @@ class Connection:
             number, self._next_number = self._next_number, self._next_number + 1
             asked = Asked(number, asyncio.get_running_loop().create_future() if wants_answer else None)
             header = write(Ask(number, body, handles, wants_answer))
-            following = parts if body is None else parts[1:]
+            following: Sequence[bytes | memoryview] = parts if body is None else parts[1:]
             try:
                 if await self._outbox.put([header, *following], nbytes, partial(self._expect, asked)):
                     return asked
             except BaseException:
                 self.cancel(asked)  # it may have left in this very turn
+                following = ()  # the error keeps this frame
                 raise
 
     def _expect(self, asked: Asked) -> None:

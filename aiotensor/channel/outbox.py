@@ -95,6 +95,7 @@ class Outbox:
             async with self._patience():
                 return await gone
         except BaseException as error:
+            letter.parts = parts = ()  # the error keeps this frame
             with suppress(ValueError):  # it has left, or the peer has gone, in this very turn
                 self._letters.remove(letter)
             if isinstance(error, WouldBlockError) and gone.done() and not gone.cancelled():

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 import zmq
 
 from aiotensor import placements
+from aiotensor.channel.sizes import QUICK_CODED_TENSORS, takes_long
 from aiotensor.codec import SourceEncoder, TensorDecoder
-from aiotensor.errors import ClosedError, ProtocolError, TooLargeError
+from aiotensor.errors import ClosedError, PeerLostError, ProtocolError, TooLargeError
 from aiotensor.home import FreedItems
 from aiotensor.placements import ArraySource, Source
 from aiotensor.protocol.frames import MAX_TENSORS
@@ -23,6 +25,7 @@ from aiotensor.types import TensorHandle
 from aiotensor.worker import Worker, in_thread
 
 __all__ = [
+    "QUICK_BODY_BYTES",
     "QUICK_TENSORS",
     "Answered",
     "Asked",
@@ -44,10 +47,12 @@ _MAX_INLINE_BYTES = 8 * placements.MAX_INLINE_BYTES
 # So many tensors are sent or taken in one iteration of the event loop, each in 3 to 30 microseconds.
 QUICK_TENSORS = 64
 
-# What is more than this may take a millisecond, and is left to a thread: tensors to be encoded, bytes of a
-# body to be decoded, which may all be of tiny tensors.
-_QUICK_ENCODED_TENSORS = 128
-_QUICK_BODY_BYTES = 16 * 1024
+# Decoding more than this may take a millisecond, and is left to a thread. Beside one tensor of the largest
+# size that rides in a body, there is space for two thousand values, or for many tiny tensors: these count.
+QUICK_BODY_BYTES = placements.MAX_INLINE_BYTES + 2 * 1024
+_MANY_TENSORS_BYTES = 2 * 1024
+_INSIDE = msgspec.msgpack.encode("in")  # the tag of a tensor in a body
+
 _QUICK_FREED_BYTES = 8 << 20
 
 
@@ -68,10 +73,6 @@ class Asked(NamedTuple):
     answered: "asyncio.Future[Answered] | None"
 
 
-class _TakesLongError(Exception):
-    """Encoding here would keep the event loop from everything else."""
-
-
 class Parcel:
     """A message, encoded.
 
@@ -80,30 +81,30 @@ class Parcel:
         tensors: those that are to go by a sender, in the order of their numbers in the body.
     """
 
-    def __init__(self, *, has_sender: bool, may_take_long: bool = False) -> None:
+    def __init__(self, *, has_sender: bool) -> None:
         self.parts: list[bytes | memoryview] = []
         self.tensors: list[torch.Tensor | npt.NDArray[np.generic]] = []
         self._has_sender = has_sender
-        self._inline_bytes = self._gathered_bytes = self._count = 0
-        self._may_take_long = may_take_long
+        self._inline_bytes = 0
 
-    def place(self, source: Source) -> int | None:
+    def encode(self, box: list[object]) -> None:
+        """Encode the message in a box, and take it out: it is released here, if nothing else refers to it."""
+        try:
+            self.parts = SourceEncoder(self._place).encode(box.pop())
+        except BaseException:
+            self.tensors.clear()
+            raise
+
+    def _place(self, source: Source) -> int | None:
         """Choose how a tensor goes; one for the sender is known in the body by its number."""
+        if not self._has_sender:
+            return None
         nbytes = source.nbytes
-        self._count += 1
-        if self._count > _QUICK_ENCODED_TENSORS and not self._may_take_long:
-            raise _TakesLongError
-        if self._has_sender:
-            if nbytes <= placements.MAX_INLINE_BYTES and self._inline_bytes + nbytes <= _MAX_INLINE_BYTES:
-                self._inline_bytes += nbytes
-                return None
-            self.tensors.append(source.array if isinstance(source, ArraySource) else source)
-            return len(self.tensors) - 1
-        if not (self._may_take_long or placements.is_flat(source)):
-            self._gathered_bytes += nbytes
-            if self._gathered_bytes > placements.QUICK_BYTES:
-                raise _TakesLongError
-        return None
+        if nbytes <= placements.MAX_INLINE_BYTES and self._inline_bytes + nbytes <= _MAX_INLINE_BYTES:
+            self._inline_bytes += nbytes
+            return None
+        self.tensors.append(source.array if isinstance(source, ArraySource) else source)
+        return len(self.tensors) - 1
 
     async def send_tensors(
         self, sender: TensorSender, inside: OpenMessage | None = None
@@ -153,24 +154,31 @@ class Parcel:
         return handles
 
 
-async def pack(message: object, *, has_sender: bool) -> Parcel:
-    """Encode a message; in a thread, if it has many tensors, or large ones that have to be copied.
+async def pack(box: list[object], *, has_sender: bool) -> Parcel:
+    """Encode a message, in a thread if that may take long.
+
+    The message must not change meanwhile: other threads run between two tensors in it, and a thread goes on
+    when this is cancelled.
+
+    Args:
+        box: holds the message, and nothing afterwards, so that a large one can be freed in the thread.
+        has_sender: whether large tensors travel by a sender.
 
     Raises:
         TypeError: something in it cannot be encoded.
         UnsupportedTensorError: a tensor in it would not arrive as it is.
+        OSError: no thread can be started.
     """
     parcel = Parcel(has_sender=has_sender)
-    try:
-        parcel.parts = SourceEncoder(parcel.place).encode(message)
-    except _TakesLongError:
-        parcel = Parcel(has_sender=has_sender, may_take_long=True)
-        parcel.parts = await in_thread(SourceEncoder(parcel.place).encode, message)
+    if takes_long(box[0], has_sender=has_sender):
+        await in_thread(parcel.encode, box)
+    else:
+        parcel.encode(box)
     return parcel
 
 
 async def unpack(decoder: TensorDecoder[Any], parts: Sequence[memoryview], found: list[torch.Tensor]) -> Any:
-    """Decode a message; in a thread, if it is large.
+    """Decode a message, in a thread if that may take long.
 
     Args:
         decoder: of its type.
@@ -179,7 +187,24 @@ async def unpack(decoder: TensorDecoder[Any], parts: Sequence[memoryview], found
 
     Raises:
         ProtocolError: it cannot be read, is not of its type, or does not use each of its tensors once.
+        OSError: no thread can be started.
     """
+    if _decodes_quickly(parts, len(found)):
+        return _decode(decoder, parts, found)
+    return await in_thread(_decode, decoder, parts, found)
+
+
+def _decodes_quickly(parts: Sequence[memoryview], tensors: int) -> bool:
+    body = parts[0]
+    if len(body) > QUICK_BODY_BYTES or sum(map(len, parts)) > placements.QUICK_BYTES:
+        return False
+    tensors += len(parts)
+    if len(body) > _MANY_TENSORS_BYTES:
+        tensors += bytes(body).count(_INSIDE)
+    return tensors <= QUICK_CODED_TENSORS
+
+
+def _decode(decoder: TensorDecoder[Any], parts: Sequence[memoryview], found: list[torch.Tensor]) -> Any:
     used: set[int] = set()
 
     def find(handle: object) -> torch.Tensor:
@@ -188,10 +213,7 @@ async def unpack(decoder: TensorDecoder[Any], parts: Sequence[memoryview], found
         used.add(handle)
         return found[handle]
 
-    if len(parts[0]) > _QUICK_BODY_BYTES or sum(map(len, parts)) > placements.QUICK_BYTES:
-        message = await in_thread(decoder.decode, parts, find)
-    else:
-        message = decoder.decode(parts, find)
+    message = decoder.decode(parts, find)
     if len(used) != len(found):
         raise ProtocolError(
             f"the peer sent {len(found)} tensors, and the message uses {len(used)} of them: one is too many, "
@@ -246,21 +268,48 @@ def check_parts(parts: Sequence[bytes | memoryview], limit: int | None, peer: st
         )
 
 
-class Disposal:
-    """Let go of the parts of messages; belongs to the running loop.
+def check_road(handles: Sequence[TensorHandle], receiver: str, leads_to: str | None) -> None:
+    """Refuse to ask a server about tensors that it will never see: it would wait for them.
 
-    Those that no tensor lies in are freed with that, and the kernel needs a millisecond to take 20 MB back.
-    Many bytes are left to a thread, which starts with the first of them.
+    Args:
+        handles: of the tensors.
+        receiver: the id of the server's receiver; "" if it has none.
+        leads_to: the id of the receiver that the sender is connected to; None for none.
+
+    Raises:
+        PeerLostError: they went to another receiver.
+    """
+    if handles and receiver and leads_to not in (None, receiver):
+        raise PeerLostError(
+            "the tensors of this message went to another receiver than the server's: the server was replaced "
+            "in the meantime, or the sender's endpoint is not that of the server's receiver"
+        )
+
+
+class Disposal:
+    """Free messages; belongs to the running loop.
+
+    The kernel needs a millisecond to take 20 MB back, and Python as long for the objects of a large decoded
+    message. Large ones are left to a thread, which starts with the first of them.
     """
 
     def __init__(self) -> None:
         self._worker = Worker("aiotensor-channel")
         self._is_closed = False
 
-    def let_go(self, parts: list[memoryview]) -> None:
-        """Let go of the parts of a message, whose list is empty soon."""
-        if sum(map(len, parts)) > _QUICK_FREED_BYTES and not self._is_closed:
-            self._worker.begin("freeing a message", parts.clear)
+    def let_go(self, parts: "list[memoryview] | list[bytes | memoryview]") -> None:
+        """Release the parts of a message; the list is empty soon."""
+        if sum(map(len, parts)) > _QUICK_FREED_BYTES:
+            self.free(parts)
+        else:
+            parts.clear()
+
+    def free(self, box: list[Any]) -> None:
+        """Empty a list in the thread."""
+        if self._is_closed:
+            box.clear()
+        else:
+            self._worker.begin("freeing a message", box.clear)
 
     def close(self) -> None:
         """End the thread, when it has done what there is to do."""

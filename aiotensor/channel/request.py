@@ -3,13 +3,12 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from aiotensor.channel.asked import Asked
 from aiotensor.channel.cancelling import CancelOnce
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.logs import logger_of
-from aiotensor.placements import QUICK_BYTES
 
 __all__ = ["Answerer", "Request", "text_of"]
 
@@ -22,13 +21,15 @@ class Answerer(NamedTuple):
     """What sends answers.
 
     Attributes:
-        answer: sends one, and says whether anybody wanted it.
+        answer: sends the answer in a box, and returns whether a client waited for it.
         fail: says that there is none, with the name of an error's type and its text; and whether anybody
             wanted one.
+        free: empties a box that holds the message.
     """
 
-    answer: Callable[[Asked, object], Awaitable[bool]]
+    answer: Callable[[Asked, list[object]], Awaitable[bool]]
     fail: Callable[[Asked, str, str], bool]
+    free: Callable[[Asked, list[Any]], None]
 
 
 class Request(Generic[M]):
@@ -87,8 +88,9 @@ class Request(Generic[M]):
         next one; keep what you still need of it.
 
         Args:
-            answer: of the client's `reply_type`, with tensors and arrays anywhere in it. They may change when
-                this returns.
+            answer: of the client's `reply_type`, with tensors and arrays anywhere in it. Nothing in it may
+                change before this returns. A large answer is encoded in a thread, which goes on for a moment
+                if this is cancelled.
 
         Waits for a permit and memory, if its tensors go by a sender; for room, while the client does not
         read; and until ZeroMQ has let go of large tensors that go without one. Cancelling before it was
@@ -107,14 +109,14 @@ class Request(Generic[M]):
             ClosedError: the server was closed.
         """
         self._answer_once()
+        box = [answer]
+        del answer
         try:
-            was_wanted = await self._answerer.answer(self._asked, answer)
+            was_wanted = await self._answerer.answer(self._asked, box)
         except BaseException:
             self._is_answered = not self._asked.is_wanted
             raise
-        # Giving more than that back to the system takes a while, and is the caller's to do.
-        if self._asked.nbytes <= QUICK_BYTES:
-            self._message = None
+        self._release()
         return was_wanted
 
     async def fail(self, error: BaseException | str) -> bool:
@@ -154,8 +156,8 @@ class Request(Generic[M]):
             self._leave(asyncio.CancelledError())
 
     def _leave(self, error: BaseException | None) -> None:
-        """End its block: let go of the message, and tell the client if it got no answer."""
-        self._message = None
+        """End its block: release the message, and tell the client if it got no answer."""
+        self._release()
         if self.is_wanted and not self._is_answered:
             self._is_answered = True
             self._fail(UsageError("the server's handler gave no answer") if error is None else error)
@@ -171,6 +173,13 @@ class Request(Generic[M]):
                     "reason": text_of(error),
                 },
             )
+
+    def _release(self) -> None:
+        """Release the message; a large one is freed in a thread, if nothing else refers to it."""
+        if self._asked.is_large and self._message is not None:
+            box, self._message = [self._message], None
+            self._answerer.free(self._asked, box)
+        self._message = None
 
     def _cancel(self) -> None:
         """Cancel the task in its block: no client waits for an answer any more."""

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 
@@ -15,7 +15,7 @@ from aiotensor.channel.asked import Asked, State, await_tensors
 from aiotensor.channel.clients import Clients, Limits
 from aiotensor.channel.endpoint import Endpoint
 from aiotensor.channel.options import Key
-from aiotensor.channel.parcels import QUICK_TENSORS, Disposal, Loans, check_parts, pack, unpack
+from aiotensor.channel.parcels import QUICK_TENSORS, Disposal, Loans, check_parts, discard, pack, unpack
 from aiotensor.channel.request import Answerer, Request, text_of
 from aiotensor.channel.serving import serve
 from aiotensor.codec import TensorDecoder
@@ -302,10 +302,14 @@ class MessageServer(LoopObject, Generic[M]):
         if asked.state is State.WAITING and self._home.is_closed:
             self._drop(asked)
         if asked.state is not State.WAITING:
-            return None  # given up while it was decoded
+            # Given up while it was decoded.
+            box = [message]
+            del message
+            self._free(asked, box)
+            return None
         asked.state = State.IN_HAND
         self._in_hand.add(asked)
-        request = Request(asked, message, Answerer(self._answer, self._fail))
+        request = Request(asked, message, Answerer(self._answer, self._fail, self._free))
         dropped = self._dropped
         asked.request = weakref.ref(request, lambda _: dropped(asked))  # which does not keep this server
         self._count_out(asked)  # last: telling the client may show that it is gone
@@ -355,11 +359,11 @@ class MessageServer(LoopObject, Generic[M]):
 
     # Answering
 
-    async def _answer(self, asked: Asked, answer: object) -> bool:
-        """Send an answer, and say whether anybody wanted it."""
+    async def _answer(self, asked: Asked, box: list[object]) -> bool:
+        """Send the answer in a box, and return whether a client waited for it."""
         self._home.check()
         sender = asked.client.sender_among(self._senders)
-        was_wanted = asked.is_wanted and await self._send_answer(asked, answer, sender)
+        was_wanted = asked.is_wanted and await self._send_answer(asked, box, sender)
         if not was_wanted:
             self._home.check()  # closed in the meantime
         self._answers += was_wanted
@@ -374,23 +378,30 @@ class MessageServer(LoopObject, Generic[M]):
         self._let_go(asked)
         return was_wanted
 
-    async def _send_answer(self, asked: Asked, answer: object, sender: TensorSender | None) -> bool:
-        parcel = await pack(answer, has_sender=sender is not None)
-        check_parts(parcel.parts, asked.client.max_part_bytes, "client")
-        if sender is None and self._senders and len(parcel.parts) > 1:
-            asked.client.note_detour()
-        handles = await parcel.send_tensors(sender) if sender is not None and parcel.tensors else ()
+    async def _send_answer(self, asked: Asked, box: list[object], sender: TensorSender | None) -> bool:
+        parcel = await pack(box, has_sender=sender is not None)
+        parts = parcel.parts
+        handles: tuple[TensorHandle, ...] = ()
         try:
-            loan = self._loans.lend(parcel.parts)
-            was_wanted = await self._clients.answer(asked, parcel.parts, handles)
+            check_parts(parts, asked.client.max_part_bytes, "client")
+            if sender is None and self._senders and len(parts) > 1:
+                asked.client.note_detour()
+            if sender is not None and parcel.tensors:
+                handles = await parcel.send_tensors(sender)
+            loan = self._loans.lend(parts)
+            was_wanted = await self._clients.answer(asked, parts, handles)
         finally:
-            if sender is not None and handles and not asked.is_answered:
-                with suppress(ClosedError):
-                    sender.discard(handles[0])
-        parcel.parts.clear()
+            self._disposal.let_go(parts)
+            if not asked.is_answered:
+                discard(sender, handles)
         if loan is not None and was_wanted:
             await loan
         return was_wanted
+
+    def _free(self, asked: Asked, box: list[Any]) -> None:
+        """Empty a box that holds the message of a client, in a thread if that may take long."""
+        if asked.is_large:
+            self._disposal.free(box)
 
     def _let_go(self, asked: Asked) -> None:
         """Note that a message needs nothing more."""

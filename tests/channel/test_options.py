@@ -12,7 +12,6 @@ import zmq
 
 from aiotensor import (
     AccessDeniedError,
-    PeerLostError,
     RefusedError,
     RemoteError,
     TensorReceiver,
