@@ -36,6 +36,10 @@ async def _start(state: peers.State) -> None:
     receiver = await TensorReceiver(_back(state.endpoint)).__aenter__()
     state.senders.append(sender)
     state.receivers.append(receiver)
+    # The threads of the worker start with the first work for them, which no conversation need bring about.
+    worker = sender._outgoing.memory._worker
+    worker.begin("nothing", int)
+    await worker.submit(int)
     client = MessageClient(messages_at(state.endpoint), sender=sender, receiver=receiver, reply_type=Note)
     _clients.append(await client.__aenter__())
 
