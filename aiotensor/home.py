@@ -1,5 +1,6 @@
 """Where an object lives: the process, thread and event loop that opened it, and whether it is open."""
 
+import abc
 import asyncio
 import os
 import sys
@@ -165,7 +166,7 @@ class _Closable(Protocol):
     def aclose(self) -> Coroutine[Any, Any, None]: ...
 
 
-class LoopObject:
+class LoopObject(abc.ABC):
     """A public object that belongs to an event loop and is closed when it is garbage-collected.
 
     Whatever the event loop refers to (sockets and what they notify) must not refer to the object, but for
@@ -186,13 +187,13 @@ class LoopObject:
         if not is_finalizing() and (home := self.__dict__.get("_home")) is not None:
             home.freed(self, partial(close_now, self))
 
+    @abc.abstractmethod
     async def aclose(self) -> None:
         """Close the object."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _details(self) -> list[str]:
-        # For `repr`: called in any thread and process, so only reads what cannot fail.
-        raise NotImplementedError
+        """Describe it for `repr`; called in any thread and process, so this only reads what cannot fail."""
 
 
 def close_now(abandoned: "_Closable") -> None:
