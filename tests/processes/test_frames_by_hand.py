@@ -97,7 +97,7 @@ IN_MEMORY: dict[str, list[ToReceiver]] = {
     "a block without a number": [there(0, block=None)],
     "a place that is no place": [there(0, payload=b"short")],
     "attaching twice": [ATTACH],
-    "attaching more than the arena": [Attach(1, "arena", _BYTES)],
+    "attaching more than the arena has addresses": [Attach(1, "arena", 4 * _BYTES)],
     "a wrong count": [there(0), End(0, 2)],
 }
 
