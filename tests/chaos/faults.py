@@ -1,9 +1,9 @@
 """Faults that a process does to itself, for a while or at once."""
 
 import asyncio
+import ctypes
 import errno
 import gc
-import mmap
 import os
 import random
 import resource
@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from aiotensor import TensorHandle, UsageError
+from aiotensor.placements import mapping
 from tests.chaos.here import ARENA_BYTES, here
 from tests.chaos.plan import FaultKind
 from tests.pairs import pattern
@@ -70,16 +71,17 @@ def _small_files(rng: random.Random) -> AbstractContextManager[None]:
 def _no_addresses(rng: random.Random) -> Iterator[None]:
     # By hand: a limit on addresses (RLIMIT_AS) hits the interpreter first; a thread that cannot allocate in
     # its first steps leaves `Thread.start` waiting for ever.
-    real = mmap.mmap
+    real = mapping._mmap
 
-    def refuse(*_: object, **__: object) -> mmap.mmap:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    def refuse(*_: object) -> int | None:
+        ctypes.set_errno(errno.ENOMEM)
+        return mapping._FAILED
 
-    mmap.mmap = refuse  # type: ignore[misc, assignment]
+    mapping._mmap = refuse  # type: ignore[assignment]
     try:
         yield
     finally:
-        mmap.mmap = real  # type: ignore[misc]
+        mapping._mmap = real
 
 
 def _no_descriptors(rng: random.Random) -> AbstractContextManager[None]:
