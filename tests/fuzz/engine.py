@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from aiotensor import Delivery, TensorReceiver
+from aiotensor.worker import Worker, in_thread
 from tests.fuzz.things import GUARD, LOOSE_NAME, MEMORY_NAME
 from tests.pairs import pattern, until
 from tests.processes import watch
@@ -42,6 +43,14 @@ class Figures(NamedTuple):
         if self.resident_kib - since.resident_kib > slack_kib:
             grown.append(f"resident KiB: {since.resident_kib} -> {self.resident_kib}")
         return grown
+
+
+async def threads_started(*workers: Worker) -> None:
+    """Start the threads of workers, which begin with the first work for them: that may be none for long."""
+    await in_thread(int)
+    for worker in workers:
+        worker.begin("nothing", int)
+        await worker.submit(int)
 
 
 def figures() -> Figures:

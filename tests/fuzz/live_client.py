@@ -9,7 +9,7 @@ from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.links import Endpoint
 from tests import loops
-from tests.fuzz.engine import Figures, Troubles, figures
+from tests.fuzz.engine import Figures, Troubles, figures, threads_started
 from tests.fuzz.notes import Note, ask_rightly, messages_at, respond, work
 from tests.fuzz.rogues import answer_as_server, rogue_server
 from tests.fuzz.steps import Conversation
@@ -36,12 +36,10 @@ async def _start(state: peers.State) -> None:
     receiver = await TensorReceiver(_back(state.endpoint)).__aenter__()
     state.senders.append(sender)
     state.receivers.append(receiver)
-    # The threads of the worker start with the first work for them, which no conversation need bring about.
-    worker = sender._outgoing.memory._worker
-    worker.begin("nothing", int)
-    await worker.submit(int)
     client = MessageClient(messages_at(state.endpoint), sender=sender, receiver=receiver, reply_type=Note)
     _clients.append(await client.__aenter__())
+    mappings = receiver._incoming.mappings
+    await threads_started(sender._outgoing.memory._worker, mappings._worker, client._disposal._worker)
 
 
 async def _work(state: peers.State) -> Counter[str]:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.links import Endpoint
 from tests import loops
-from tests.fuzz.engine import Engine, Figures, figures
+from tests.fuzz.engine import Engine, Figures, figures, threads_started
 from tests.fuzz.speaking import converse, heard, road_to
 from tests.fuzz.steps import Conversation
 from tests.fuzz.things import Things
@@ -26,6 +26,7 @@ async def _start(state: peers.State) -> None:
     state.receivers.append(receiver)
     _engines.append(Engine(receiver))
     _engines[-1].start()
+    await threads_started(receiver._incoming.mappings._worker)
 
 
 async def _trust(state: peers.State, sender: str) -> None:

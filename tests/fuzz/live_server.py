@@ -10,7 +10,7 @@ from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.links import Endpoint
 from tests import loops
-from tests.fuzz.engine import Figures, Troubles, figures
+from tests.fuzz.engine import Figures, Troubles, figures, threads_started
 from tests.fuzz.notes import Note, ask_rightly, messages_at, respond
 from tests.fuzz.rogues import ask_as_client, heard_by_server
 from tests.fuzz.steps import Conversation
@@ -63,6 +63,7 @@ async def _start(state: peers.State) -> None:
         messages_at(state.endpoint), Note, receiver=receiver, max_waiting=_MAX_WAITING, max_part_bytes=1 << 24
     )
     await server.__aenter__()
+    await threads_started(receiver._incoming.mappings._worker, server._disposal._worker)
     state.receivers.append(receiver)
     _serving.append(_Serving(server, receiver))
 

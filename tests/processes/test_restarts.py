@@ -68,6 +68,7 @@ async def test_a_view_survives_its_receiver_while_the_sender_goes_on_with_anothe
     async with TensorSender(address, arena_bytes=arena_bytes) as sender:
         async with TensorReceiver(address) as first:
             old = [await first.receive(await sender.send(pattern(seed, BIG))) for seed in range(3)]
+        await until(lambda: sender.statistics().receivers_lost == 1)
         async with TensorReceiver(address) as second:
             for seed in range(10, 30):
                 handle = await sender.send(pattern(seed, BIG))
