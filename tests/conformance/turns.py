@@ -1,5 +1,6 @@
 """How much one iteration of the event loop does: in processor time, in what it changes, and in calls."""
 
+import abc
 import asyncio
 import gc
 import statistics
@@ -20,7 +21,7 @@ _ATTEMPTS = 5
 Lengths = dict[str, float]  # of the longest iterations, as multiples of the one allowed
 
 
-class _EachIteration:
+class _EachIteration(abc.ABC):
     """Call `_look` after each iteration of the running loop within a block."""
 
     def __enter__(self) -> Self:
@@ -43,13 +44,13 @@ class _EachIteration:
         let_threads_run()
         self._next = self._loop.call_soon(self._turned)
 
-    def _begin(self) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _begin(self) -> None: ...
 
-    def _look(self) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _look(self) -> None: ...
 
-    def _end(self) -> None:
+    def _end(self) -> None:  # noqa: B027 - only some have something to end
         pass
 
 
@@ -75,7 +76,7 @@ class Turns(_EachIteration):
         self.longest_s = max(self.longest_s, now - self._last)
         self._last = now
 
-    def _end(self) -> None:
+    def _end(self) -> None:  # noqa: B027 - only some have something to end
         self.allowed_s = max(self._before_s, _fixed_workload_s())
 
     @property
@@ -149,5 +150,5 @@ class Calls(Changes):
         self._calls = self._stack.enter_context(counted_calls())
         super()._begin()
 
-    def _end(self) -> None:
+    def _end(self) -> None:  # noqa: B027 - only some have something to end
         self._stack.close()
