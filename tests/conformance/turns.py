@@ -76,7 +76,7 @@ class Turns(_EachIteration):
         self.longest_s = max(self.longest_s, now - self._last)
         self._last = now
 
-    def _end(self) -> None:  # noqa: B027 - only some have something to end
+    def _end(self) -> None:
         self.allowed_s = max(self._before_s, _fixed_workload_s())
 
     @property
@@ -150,5 +150,5 @@ class Calls(Changes):
         self._calls = self._stack.enter_context(counted_calls())
         super()._begin()
 
-    def _end(self) -> None:  # noqa: B027 - only some have something to end
+    def _end(self) -> None:
         self._stack.close()
