@@ -92,9 +92,7 @@ class Conversation:
         self.link = link
         self.is_connected = False
         self.is_admitted = False  # and the receiver has said so
-        self.refusal: RefusedError | None = (
-            None  # of the last receiver; None once one has admitted this sender
-        )
+        self.refusal: RefusedError | None = None  # of the last receiver, until one admits this sender
         self.failure: AioTensorError | None = None  # why no receiver is looked for, until somebody asks again
         self.receiver_pid: int | None = None
         self.receiver_id: str | None = None

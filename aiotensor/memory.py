@@ -313,10 +313,8 @@ class Memory:
         finally:
             if alarm is not None:
                 alarm.cancel()
-            del (
-                running,
-                alarm,
-            )  # the future has the error, whose traceback has this frame, and the callers' with the source
+            # The error in the future refers to this frame and to those of the callers, with the source.
+            del running, alarm
 
     def _end_wait(self, copy: _Copy, running: "asyncio.Future[None]") -> None:
         """End the wait of a copy that the worker has not begun."""

@@ -236,10 +236,8 @@ async def cancel_everywhere(attempt: Callable[[Attempt], Awaitable[None]], *part
                     found[way] += 1
                     for again in range(at + 1, facts.suspensions + 1):
                         await run(Plan(at, way, again))
-                at, last = (
-                    at + 1,
-                    facts.suspensions + bool(facts.cancels),
-                )  # there may be more, had it gone on
+                # There may be more, had it gone on.
+                at, last = at + 1, facts.suspensions + bool(facts.cancels)
     found = +found
     for way in ways:
         # Some turns later it may have gone on already.

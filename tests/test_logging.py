@@ -256,9 +256,8 @@ async def test_a_sender_beyond_the_limit_is_logged_on_both_sides(address: str) -
                 assert "max_senders=1" in str(refused.fields["reason"])
                 assert (refused.fields["sender_id"], refused.fields["peer_pid"]) == (second.id, os.getpid())
                 lost = _one(events, "receiver_lost")
-                assert (
-                    lost.level == "WARNING"
-                )  # though nothing was under way: somebody has to change something
+                # Though nothing was under way: somebody has to change something.
+                assert lost.level == "WARNING"
                 assert "max_senders=1" in str(lost.fields["reason"])
 
 

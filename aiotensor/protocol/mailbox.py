@@ -61,9 +61,8 @@ class Mailbox(Generic[T]):
         self.messages_discarded = 0
         self._departed: OrderedDict[str, None] = OrderedDict()
         self._strangers: OrderedDict[str, None] = OrderedDict()  # known only by the discard of a handle
-        self._whole: OrderedDict[Key, Message[T]] = (
-            OrderedDict()
-        )  # by their first keys, in the order to iterate
+        # By their first keys, in the order in which iterations deliver them.
+        self._whole: OrderedDict[Key, Message[T]] = OrderedDict()
         self._claims = Claims()
         self.unclaimed = Unclaimed()  # of all senders
 

@@ -245,9 +245,8 @@ async def test_sending_is_cancelled_at_each_of_its_suspensions() -> None:
                 async with await anext(ends.server) as request:
                     seen.add(request.message.seed)
             while ends.server.statistics().waiting:
-                await asyncio.sleep(
-                    0
-                )  # it was cancelled when its header had left, and its tensors are discarded
+                # It was cancelled when its header had left, and its tensors are discarded.
+                await asyncio.sleep(0)
 
         assert await cancel_everywhere(attempt, *everybody(ends))
 

@@ -115,9 +115,8 @@ class Block(_Printed):
     owner: torch.Tensor | None = None  # of one from `allocate`
     is_allocated: bool = False
     began: int = 0
-    may_be_copied: bool = (
-        False  # it may lie in memory that a lost receiver still reads, and be sent from elsewhere
-    )
+    # It may lie in memory that a lost receiver still reads, and be sent from elsewhere.
+    may_be_copied: bool = False
 
     def __repr__(self) -> str:
         return f"{self.nbytes} bytes of {self.sender}"

@@ -61,9 +61,8 @@ class World(RuleBasedStateMachine):
         self.allocated: list[Block] = []
         self.discards: dict[tuple[Receiver, str, int], int] = {}  # what receivers gave up, and when
         self.max_messages: int | None = None
-        self.has_cancelled_a_thread = (
-            False  # whose task anyio then keeps in a cycle, if the loop has no main task
-        )
+        # anyio keeps the task of a cancelled thread in a cycle, if the loop has no main task.
+        self.has_cancelled_a_thread = False
 
     # What is there
 

@@ -121,9 +121,8 @@ async def test_a_sender_survives_its_killed_receivers(address: str, moments: ran
             gc.collect()
             assert sender.statistics().receivers_lost > lost
             await until(lambda: not sender._outgoing._link.is_ready)
-            await (
-                sender._outgoing.memory.settle()
-            )  # what the dead one may have read is unmapped in the worker
+            # The worker unmaps what the dead one may have read.
+            await sender._outgoing.memory.settle()
             left.append((watch.memfds(me), watch.descriptors(me)))
         assert {mapped for mapped, _ in left} <= {0, 1}, left  # the segment that the next receiver gets
         assert len({count - mapped for mapped, count in left[1:]}) == 1, left
