@@ -56,36 +56,24 @@ WAYS = [serve, serve_by_blocks]
 
 
 @pytest.mark.parametrize("serving_by", WAYS)
-async def test_a_handler_that_shields_its_work_is_cancelled_once_when_its_request_is(
-    serving_by: Callable[..., object],
+@pytest.mark.parametrize("end", ["the request is cancelled", "the client disconnects"])
+async def test_a_handler_that_shields_its_work_is_cancelled_once(
+    serving_by: Callable[..., object], end: str
 ) -> None:
     async with channel() as ends:
         handler = Shielded()
         serving = asyncio.ensure_future(serving_by(ends, handler))  # type: ignore[call-overload]
         asking = asyncio.create_task(ends.client.request(Question(1)))
         await handler.begun.wait()
-        asking.cancel()
-        await until(lambda: handler.finished == 1)
-        assert handler.cancellations == 1
-        await settled(ends)
-        await ends.server.aclose()
-        await serving
-
-
-@pytest.mark.parametrize("serving_by", WAYS)
-async def test_a_handler_that_shields_its_work_is_cancelled_once_when_its_client_disconnects(
-    serving_by: Callable[..., object],
-) -> None:
-    async with channel() as ends:
-        handler = Shielded()
-        serving = asyncio.ensure_future(serving_by(ends, handler))  # type: ignore[call-overload]
-        asking = asyncio.create_task(ends.client.request(Question(1)))
-        await handler.begun.wait()
-        await ends.client.aclose()
+        if end == "the request is cancelled":
+            asking.cancel()
+        else:
+            await ends.client.aclose()
         await until(lambda: handler.finished == 1)
         assert handler.cancellations == 1
         await asyncio.wait([asking])
-        assert asking.exception()
+        assert asking.cancelled() or asking.exception()
+        await settled(ends)
         await ends.server.aclose()
         await serving
 

@@ -1,8 +1,9 @@
 """Nothing that the channel does keeps the event loop for long, whatever is in a message."""
 
 import asyncio
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
 
 import msgspec
 import pytest
@@ -112,8 +113,20 @@ class Several(msgspec.Struct):
     tensors: list[torch.Tensor]
 
 
-async def test_many_tensors_that_go_by_a_sender_are_sent_and_taken_in_many_iterations() -> None:
-    tensors = [torch.zeros(4096)] * 1000
+@dataclass
+class BothWays:
+    """Ends of a channel whose tensors travel by senders in both directions."""
+
+    client: MessageClient[Several]
+    server: MessageServer[Question]
+    asker: TensorSender
+    questions: TensorReceiver
+    answerer: TensorSender
+    answers: TensorReceiver
+
+
+@asynccontextmanager
+async def both_ways() -> AsyncIterator[BothWays]:
     with place() as here:
         async with (
             TensorReceiver(here.tensors) as questions,
@@ -123,32 +136,34 @@ async def test_many_tensors_that_go_by_a_sender_are_sent_and_taken_in_many_itera
             MessageServer(here.messages, Question, receiver=questions, sender=answerer) as server,
             MessageClient(here.messages, sender=asker, receiver=answers, reply_type=Several) as client,
         ):
-            both = [(asker, questions), (answerer, answers)]
-            changes: list[Changes] = []
-            for _ in range(2):  # memory that is new is filled by a thread, so each send waits
-                with ExitStack() as stack:
-                    changes = [
-                        stack.enter_context(Changes(number))
-                        for sender, receiver in both
-                        for number in (
-                            lambda sender=sender: sender.statistics().tensors_sent,
-                            lambda receiver=receiver: receiver.statistics().tensors_taken,
-                        )
-                    ]
-                    asking = asyncio.create_task(client.request(Question(1, more={"x": tensors})))
-                    async for request in server:
-                        await request.reply(Several(tensors))
-                        break
-                    answer = await asking
-                assert [len(answer.tensors), *(receiver.statistics().leases for _, receiver in both)] == [
-                    1000,
-                    0,
-                    1000,
+            yield BothWays(client, server, asker, questions, answerer, answers)
+
+
+async def test_many_tensors_that_go_by_a_sender_are_sent_and_taken_in_many_iterations() -> None:
+    tensors = [torch.zeros(4096)] * 1000
+    async with both_ways() as ends:
+        both = [(ends.asker, ends.questions), (ends.answerer, ends.answers)]
+        changes: list[Changes] = []
+        for _ in range(2):  # memory that is new is filled by a thread, so each send waits
+            with ExitStack() as stack:
+                changes = [
+                    stack.enter_context(Changes(number))
+                    for sender, receiver in both
+                    for number in (
+                        lambda sender=sender: sender.statistics().tensors_sent,
+                        lambda receiver=receiver: receiver.statistics().tensors_taken,
+                    )
                 ]
-                del answer, request, asking
-                for sender, _ in both:
-                    await settled(sender)
-            assert all(0 < change.most <= 100 for change in changes)
+                asking = asyncio.create_task(ends.client.request(Question(1, more={"x": tensors})))
+                request = await anext(ends.server)
+                await request.reply(Several(tensors))
+                answer = await asking
+            leases = [receiver.statistics().leases for _, receiver in both]
+            assert (len(answer.tensors), leases) == (1000, [0, 1000])
+            del answer, request, asking
+            for sender, _ in both:
+                await settled(sender)
+        assert all(0 < change.most <= 100 for change in changes)
 
 
 @pytest.mark.parametrize("given_up", ["while it is sent", "while it is taken", "while the answer is taken"])
@@ -156,49 +171,41 @@ async def test_a_request_of_many_tensors_that_is_cancelled_between_two_iteration
     given_up: str,
 ) -> None:
     tensors = [torch.zeros(4096)] * 1000
-    with place() as here:
-        async with (
-            TensorReceiver(here.tensors) as questions,
-            TensorReceiver(here.answers) as answers,
-            TensorSender(here.tensors) as asker,
-            TensorSender(here.answers) as answerer,
-            MessageServer(here.messages, Question, receiver=questions, sender=answerer) as server,
-            MessageClient(here.messages, sender=asker, receiver=answers, reply_type=Several) as client,
-        ):
-            for amount in (1000, 500):  # the first time memory is new, so that each send waits
-                asking = asyncio.create_task(client.request(Question(1, more={"x": tensors[:amount]})))
-                before = asker.statistics().tensors_sent
-                if given_up == "while it is sent" and amount == 500:
-                    await until(lambda before=before: asker.statistics().tensors_sent > before)  # type: ignore[misc]
-                    assert asker.statistics().tensors_sent < before + amount
-                    asking.cancel()
-                    await asyncio.wait([asking])
-                    break
-                before = questions.statistics().tensors_taken
-                taking = asyncio.ensure_future(anext(server))
-                if given_up == "while it is taken" and amount == 500:
-                    await until(lambda before=before: questions.statistics().tensors_taken > before)  # type: ignore[misc]
-                    assert questions.statistics().tensors_taken < before + amount
-                    taking.cancel()
-                    await asyncio.wait([taking])
-                    taking = asyncio.ensure_future(anext(server))  # which goes on with what was taken
-                request = await taking
-                assert len(request.message.more["x"]) == amount
-                before = answers.statistics().tensors_taken
-                replying = asyncio.create_task(request.reply(Several(tensors[:amount])))
-                if given_up == "while the answer is taken" and amount == 500:
-                    await until(lambda before=before: answers.statistics().tensors_taken > before)  # type: ignore[misc]
-                    assert answers.statistics().tensors_taken < before + amount
-                    asking.cancel()
-                    await asyncio.wait([asking])
+    async with both_ways() as ends:
+        for amount in (1000, 500):  # the first time memory is new, so that each send waits
+            asking = asyncio.create_task(ends.client.request(Question(1, more={"x": tensors[:amount]})))
+            before = ends.asker.statistics().tensors_sent
+            if given_up == "while it is sent" and amount == 500:
+                await until(lambda before=before: ends.asker.statistics().tensors_sent > before)  # type: ignore[misc]
+                assert ends.asker.statistics().tensors_sent < before + amount
+                asking.cancel()
                 await asyncio.wait([asking])
-                await replying
-                del request, taking, asking, replying
-                for sender in (asker, answerer):
-                    await settled(sender)
-            for sender, receiver in ((asker, questions), (answerer, answers)):
+                break
+            before = ends.questions.statistics().tensors_taken
+            taking = asyncio.ensure_future(anext(ends.server))
+            if given_up == "while it is taken" and amount == 500:
+                await until(lambda before=before: ends.questions.statistics().tensors_taken > before)  # type: ignore[misc]
+                assert ends.questions.statistics().tensors_taken < before + amount
+                taking.cancel()
+                await asyncio.wait([taking])
+                taking = asyncio.ensure_future(anext(ends.server))  # which goes on with what was taken
+            request = await taking
+            assert len(request.message.more["x"]) == amount
+            before = ends.answers.statistics().tensors_taken
+            replying = asyncio.create_task(request.reply(Several(tensors[:amount])))
+            if given_up == "while the answer is taken" and amount == 500:
+                await until(lambda before=before: ends.answers.statistics().tensors_taken > before)  # type: ignore[misc]
+                assert ends.answers.statistics().tensors_taken < before + amount
+                asking.cancel()
+                await asyncio.wait([asking])
+            await asyncio.wait([asking])
+            await replying
+            del request, taking, asking, replying
+            for sender in (ends.asker, ends.answerer):
                 await settled(sender)
-                assert (receiver.statistics().unclaimed_tensors, receiver.statistics().leases) == (0, 0)
+        for sender, receiver in ((ends.asker, ends.questions), (ends.answerer, ends.answers)):
+            await settled(sender)
+            assert (receiver.statistics().unclaimed_tensors, receiver.statistics().leases) == (0, 0)
 
 
 async def test_an_idle_client_and_its_server_do_nothing() -> None:
