@@ -17,7 +17,7 @@ import numpy as np
 from aiotensor.descriptors import Descriptor
 from aiotensor.placements.mapping import Mapping
 from aiotensor.protocol.blocks import Blocks
-from aiotensor.protocol.pages import CHUNK_BYTES, Range, WarmPages
+from aiotensor.protocol.pages import CHUNK_BYTES, Range, WarmPages, gaps
 
 __all__ = ["Segment", "whole_pages"]
 
@@ -49,7 +49,7 @@ class Segment:
         self.warm = WarmPages(0, mmap.PAGESIZE)
         self._awaited_bytes = 0  # that were promised by `prepare` and are not filled yet
         self._leaving: dict[int, list[Range]] = {}  # what is to be given back, by its chunk
-        self._noting = threading.Lock()  # of what is leaving; never held for long
+        self._noting = threading.Lock()  # which pages have memory, and which leave; never held for long
         self._changing = threading.Lock()  # filling a chunk and giving it back exclude each other
         self._left = np.zeros(0)  # when a chunk was last left by a block
 
@@ -135,49 +135,59 @@ class Segment:
             nbytes: of the block.
             limit: the most bytes of memory, but for pages that blocks share in part.
         """
-        present, idle = self.warm.nbytes + self._awaited_bytes, []
-        cold = self.warm.missing(offset, nbytes, whole_chunks=True)
-        if present + _total(cold) > limit:
-            cold = self.warm.missing(offset, nbytes, whole_chunks=False)
-            excess = present + _total(cold) - limit
-            if excess > 0:
-                idle = self._take_idle_pages(excess)
-        self._awaited_bytes += _total(cold)
-        return idle, cold
+        with self._noting:
+            present, idle = self.warm.nbytes + self._awaited_bytes, []
+            cold = self.warm.missing(offset, nbytes, whole_chunks=True)
+            if present + _total(cold) > limit:
+                cold = self.warm.missing(offset, nbytes, whole_chunks=False)
+                excess = present + _total(cold) - limit
+                if excess > 0:
+                    idle = self._take_idle_pages(excess)
+            self._awaited_bytes += _total(cold)
+            return idle, cold
 
-    def fill(self, ranges: list[Range]) -> None:
-        """Get memory for ranges, and map it. Not for the event loop.
+    def fill(self, wanted: Range) -> None:
+        """Get memory for one of the ranges that `prepare` returned, and map it. Not for the event loop.
 
         Raises:
             OSError: the machine has no memory left (ENOSPC, ENOMEM). At the limit of a control group the
                 kernel kills a process instead.
         """
-        for start, length in ranges:
-            with self._changing:
-                mapping = self._mapping
-                self._give_back(start // CHUNK_BYTES, mapping)
-                # Not by touching the pages: where memory is short that would be a signal and not an error.
-                if self.descriptor >= 0:
-                    os.posix_fallocate(self.descriptor, start, length)
-                if mapping is not None:
-                    mapping.populate(start, length)
+        start, length = wanted
+        chunk = start // CHUNK_BYTES
+        with self._changing:
+            mapping = self._mapping
+            self._give_back(chunk, mapping)
+            # Not by touching the pages: where memory is short that would be a signal and not an error.
+            if self.descriptor >= 0:
+                os.posix_fallocate(self.descriptor, start, length)
+            if mapping is not None:
+                mapping.populate(start, length)
+            with self._noting:
+                # Of a whole chunk the block has only a part. Pages of the rest may have been taken since the
+                # chunk was given back above, and lose their memory as soon as this lock is released.
+                leaving = [(low, low + count) for low, count in self._leaving.get(chunk, ())]
+                self.warm.add(gaps(start, start + length, leaving, mmap.PAGESIZE))
+                self._awaited_bytes -= length
 
-    def filled(self, cold: list[Range], done: list[Range]) -> None:
-        """Note which ranges have memory, of those that `prepare` returned."""
-        self._awaited_bytes -= _total(cold)
-        self.warm.add(done)
+    def forgo(self, ranges: list[Range]) -> None:
+        """Note that ranges which `prepare` returned will not be filled."""
+        with self._noting:
+            self._awaited_bytes -= _total(ranges)
 
     def take_idle(self, before: float) -> list[Range]:
         """Return the chunks that are in no block and were left before a time; they count as cold now."""
         taken = []
-        for chunk in list(self._idle()):
-            if self._left[chunk] <= before:
-                taken += self.warm.take(chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.nbytes))
-        return self._leave(taken)
+        with self._noting:
+            for chunk in list(self._idle()):
+                if self._left[chunk] <= before:
+                    taken += self._take(chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.nbytes))
+        return taken
 
     def take_free(self) -> list[Range]:
         """Return all pages that are in no block; they count as cold now."""
-        return self._take_idle_pages(None)
+        with self._noting:
+            return self._take_idle_pages(None)
 
     @property
     def has_idle(self) -> bool:
@@ -213,24 +223,25 @@ class Segment:
             for start, length in leaving:
                 mapping.remove(start, length)
 
-    def _leave(self, ranges: list[Range]) -> list[Range]:
-        with self._noting:
-            for one in ranges:
-                self._leaving.setdefault(one[0] // CHUNK_BYTES, []).append(one)
-        return ranges
+    def _take(self, start: int, stop: int, most: int | None = None) -> list[Range]:
+        """Note that pages are to be given back, with `_noting` held; arguments as of `WarmPages.take`."""
+        taken = self.warm.take(start, stop, most)
+        for one in taken:
+            self._leaving.setdefault(one[0] // CHUNK_BYTES, []).append(one)
+        return taken
 
     def _take_idle_pages(self, most: int | None) -> list[Range]:
-        """Take the pages between blocks, of the longest free runs first."""
+        """Take the pages between blocks, of the longest free runs first, with `_noting` held."""
         taken: list[Range] = []
         left = most
         for start, stop in self.blocks.longest_free_runs():
-            found = self.warm.take(start, stop, left)
+            found = self._take(start, stop, left)
             taken += found
             if left is not None:
                 left -= _total(found)
                 if left <= 0:
                     break
-        return self._leave(taken)
+        return taken
 
     def _idle(self) -> Iterator[int]:
         if self._mapping is None:

@@ -62,16 +62,18 @@ def chunk(number: int, nbytes: int = MIB) -> Range:
 
 def filled(segment: Segment, *ranges: Range) -> None:
     """Get memory for ranges."""
-    segment.fill(list(ranges))
-    segment.filled([], list(ranges))
+    for start, length in ranges:
+        _, cold = segment.prepare(start, length, segment.nbytes)
+        for one in cold:
+            segment.fill(one)
 
 
 def warm(place: Place) -> Place:
     """Get memory for a block."""
     idle, cold = place.segment.prepare(place.offset, place.nbytes, place.segment.nbytes)
     assert not idle
-    place.segment.fill(cold)
-    place.segment.filled(cold, cold)
+    for one in cold:
+        place.segment.fill(one)
     return place
 
 
