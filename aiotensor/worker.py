@@ -199,10 +199,10 @@ class Worker:
 
         Args:
             what: what it is called in the log.
-            work: what to do, in a thread; here, if none can be started.
+            work: what to do, in a thread; here, if there is none and none can be started.
         """
         try:
-            future = self._submit(self._long, self._behind_short(work), lambda: None)
+            future = self._submit_last(work)
         except OSError as error:
             logger.warning(
                 "%s on the event loop: %s",
@@ -258,6 +258,13 @@ class Worker:
         running.add_done_callback(lambda done: self._in_loop(lane, done, future, on_done))
         future.add_done_callback(lambda _: running.cancel())
         return future
+
+    def _submit_last(self, work: Callable[[], R]) -> "asyncio.Future[R]":
+        try:
+            return self._submit(self._long, self._behind_short(work), lambda: None)
+        except OSError:
+            # The long lane never had a thread, so whatever runs is in the short one, and has to end first.
+            return self._submit(self._short, work, lambda: None)
 
     def _behind_short(self, work: Callable[[], R]) -> Callable[[], R]:
         """Return the work for the long lane, such that it begins after what the short one has to do now."""

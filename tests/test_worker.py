@@ -140,6 +140,31 @@ async def test_work_that_is_not_awaited_comes_after_all_that_was_submitted_befor
     worker.close()
 
 
+async def test_work_that_is_not_awaited_waits_for_other_work_where_no_more_threads_can_be_started(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker, go_on = Worker("worker under test"), threading.Event()
+    done: list[str] = []
+
+    def work() -> None:
+        go_on.wait()
+        done.append("work")
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    worker.submit(work)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        worker.begin("tidying up", lambda: done.append("tidied"))
+    assert done == []
+    go_on.set()
+    await worker.settle()
+    assert done == ["work", "tidied"]
+    worker.close()
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("takes_long", [False, True])
 async def test_work_of_both_kinds_can_use_the_helper_after_the_worker_was_closed(takes_long: bool) -> None:
     worker, begun, go_on = Worker("worker under test"), threading.Barrier(3), threading.Event()
