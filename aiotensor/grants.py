@@ -4,18 +4,29 @@ Both are granted in the order of the calls. Waiting that could never end is refu
 held by messages that wait for more, one of them has to give way.
 """
 
-import asyncio
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from aiotensor.errors import WouldBlockError
 from aiotensor.gates import Gate, StuckError
 from aiotensor.ledger import Ledger, Patience
 from aiotensor.memory import Memory
-from aiotensor.message import Message
+from aiotensor.message import Message, innermost_block
 from aiotensor.placements import Allocation, Arena, Block, Place
 from aiotensor.protocol.credits import Ticket
 
 __all__ = ["Grants"]
+
+_STUCK = (
+    "all shared memory is held by messages that wait for more, this one among them, so that waiting would "
+    "never end: raise arena_bytes or lower max_concurrent_videos"
+)
+_STUCK_IN_COPY = (
+    "this tensor from allocate() has to be copied, because it is not contiguous or not aligned, or an "
+    "earlier receiver may still read it, and its own memory leaves no room for the copy: send a clone of it, "
+    "and free it"
+)
 
 
 class Grants:
@@ -44,8 +55,9 @@ class Grants:
         self.memory: Memory  # from `open` on: they belong to a loop
         self.ledger: Ledger
         self._patience = patience
-        self._by_task: dict[object, Message] = {}  # open, each in the block of a task
-        self._parked = 0  # bytes of allocated blocks whose sends wait for a permit
+        # Allocated blocks whose tensors are being sent, and are not freed before that goes on or ends.
+        self._await_permits: Counter[int] = Counter()
+        self._await_bytes: Counter[int] = Counter()
 
     def open(
         self,
@@ -74,47 +86,38 @@ class Grants:
         return Gate(
             self.max_bytes,
             space=arena,
-            stuck_elsewhere=self._parked_for_good,
+            stuck_elsewhere=self._stuck_in_sends,
             long_wait_s=self._patience.long_wait_s,
             on_long_wait=lambda nbytes: self.ledger.log_wait(f"{nbytes} bytes of shared memory"),
             max_wait_s=self._patience.max_wait_s,
             overdue=lambda nbytes: self.ledger.overdue("not enough shared memory was free", 0, nbytes),
         )
 
-    # Messages in the blocks of tasks
-
-    def enter(self, message: Message) -> None:
-        """Note that the running task is in the block of a message from now on."""
-        message.task = asyncio.current_task()
-        self._by_task[message.task] = message
-
-    def leave(self, message: Message) -> None:
-        """Note that a message is not open any more: its task may allocate for another one."""
-        if self._by_task.get(message.task) is message:
-            del self._by_task[message.task]
-        message.task = None
-
     # Permits
 
     async def permit_with(self, allocation: Allocation) -> Ticket[None]:
-        """Wait for a permit with memory in hand, which is not released meanwhile."""
-        parked = self.memory.size_of(allocation.block.number)
-        self._parked += parked
-        try:
+        """Wait for a permit to send allocated memory, which is not released meanwhile."""
+        with _counted(self._await_permits, allocation):
             self.memory.gate.refuse_if_stuck()
             return await self.permits.acquire(1)
-        finally:
-            self._parked -= parked
 
-    def _parked_for_good(self) -> int:
-        """Count the bytes of blocks whose sends wait for a permit, if every permit waits for bytes."""
+    def _stuck_in_sends(self) -> int:
+        """Count the bytes of allocated blocks whose sends go on only when other sends have got bytes."""
+        blocks = set(self._await_bytes)
         waiting = sum(message.awaits_bytes > 0 for message in self.messages)
-        return self._parked if waiting == self.permits.budget.in_use else 0
+        if waiting == self.permits.budget.in_use:
+            blocks.update(self._await_permits)
+        return self.memory.unaccounted_bytes(blocks)
 
     # Memory
 
-    async def block(self, nbytes: int, message: Message) -> Block:
+    async def block(self, nbytes: int, message: Message, allocation: Allocation | None = None) -> Block:
         """Wait for a block of shared memory for a message, and pin it.
+
+        Args:
+            nbytes: of the block.
+            message: what it is for.
+            allocation: the allocated block that is to be copied into it; None if it is another tensor.
 
         Raises:
             WouldBlockError: waiting would never end, or lasted for too long.
@@ -123,13 +126,11 @@ class Grants:
         message.awaits_bytes += 1
         message.has_bytes = True
         try:
-            return await self.memory.acquire(nbytes, message)
+            with _counted(self._await_bytes, allocation):
+                return await self.memory.acquire(nbytes, message)
         except StuckError:
             raise self.ledger.would_block(
-                "all shared memory is held by messages that wait for more, this one among them, so that "
-                "waiting would never end: raise arena_bytes or lower max_concurrent_videos",
-                0,
-                nbytes,
+                _STUCK if allocation is None else _STUCK_IN_COPY, 0, nbytes
             ) from None
         finally:
             message.awaits_bytes -= 1
@@ -140,36 +141,37 @@ class Grants:
         Args:
             nbytes: of the block.
             message: the open message that the memory is for, and accounted to. If there is none, the wait is
-                accounted to the message in whose block this task is, since that message cannot end while
-                the task waits; the memory is not, since another task may free it meanwhile.
+                accounted to the message in whose block the task or thread is, since the block does not end
+                before; the memory is not, since another task may free it meanwhile.
         """
         block = self.memory.try_acquire(nbytes, message)
         if block is not None:
             if message is not None:
                 message.has_bytes = True
             return block
-        waiting = message or self._by_task.get(asyncio.current_task())
+        waiting = message or innermost_block(self.messages)
         block = await (self.memory.acquire(nbytes) if waiting is None else self.block(nbytes, waiting))
         self.memory.account(block.number, message)
         return block
-
-    def check_moves(self, nbytes: int, block: Block) -> None:
-        """Refuse to copy an allocated tensor that would wait for the memory that it holds itself.
-
-        Raises:
-            WouldBlockError: it would.
-        """
-        held = self.memory.size_of(block.number)
-        if held + nbytes > self.max_bytes:
-            raise self.ledger.would_block(
-                "an earlier receiver may still read where this tensor lies, so it has to be copied, and "
-                f"the {held} bytes that it holds leave no room for that: send a clone of it, and free it",
-                0,
-                nbytes,
-            )
 
     def no_room(self, *, is_connected: bool) -> WouldBlockError:
         """Make the error of a message that waited too long for the receiver."""
         return self.ledger.overdue(
             "the receiver read nothing" if is_connected else "no receiver was here", 1, 0
         )
+
+
+@contextmanager
+def _counted(blocks: Counter[int], allocation: Allocation | None) -> Iterator[None]:
+    """Count an allocated block as one whose send waits."""
+    if allocation is None:
+        yield
+        return
+    number = allocation.block.number
+    blocks[number] += 1
+    try:
+        yield
+    finally:
+        blocks[number] -= 1
+        if not blocks[number]:
+            del blocks[number]

@@ -150,9 +150,10 @@ class Memory:
             if copy.holder is holder:
                 copy.is_abandoned = True
 
-    def size_of(self, number: int) -> int:
-        """Return the bytes granted for a block."""
-        return self._leases.grant_of(number).amount
+    def unaccounted_bytes(self, numbers: Iterable[int]) -> int:
+        """Count the bytes of blocks that are accounted to no open message."""
+        tickets = map(self._leases.grant_of, numbers)
+        return sum(ticket.amount for ticket in tickets if not self.gate.budget.holds(ticket))
 
     def announced(self, number: int, holder: Hashable, *, is_whole: bool) -> None:
         """Account an allocated block to the message that announces it.
@@ -168,6 +169,7 @@ class Memory:
                 ticket.holder = holder
             else:
                 budget.reassign(ticket, holder)
+                self.gate.refuse_if_stuck()
 
     def account(self, number: int, holder: Hashable) -> None:
         """Account a block to a holder, or to none."""

@@ -9,12 +9,17 @@
 It holds a permit while it is OPEN or WHOLE.
 """
 
+import asyncio
 import enum
+import weakref
+from collections.abc import Collection
+from contextvars import ContextVar
+from typing import TypeAlias
 
 from aiotensor.errors import AioTensorError
 from aiotensor.protocol.credits import Ticket
 
-__all__ = ["Message", "State"]
+__all__ = ["Message", "State", "enter_block", "innermost_block"]
 
 
 class State(enum.Enum):
@@ -44,7 +49,6 @@ class Message:
         "permit",
         "since",
         "state",
-        "task",
     )
 
     def __init__(self, permit: Ticket[None]) -> None:
@@ -57,9 +61,37 @@ class Message:
         self.awaits_bytes = 0  # sends that wait for bytes
         self.awaits_room = 0  # sends that wait for the link
         self.has_bytes = False  # of shared memory, or had
-        self.task: object = None  # the one in whose block it is open
 
     @property
     def has_ended(self) -> bool:
         """Say whether it gave its permit back."""
         return self.state is not State.OPEN and self.state is not State.WHOLE
+
+
+# The messages in whose blocks the running code is, the innermost last. Each has a weak reference to its task,
+# since the context belongs to that; None for a thread.
+_Block: TypeAlias = "tuple[weakref.ref[asyncio.Task[object]] | None, Message]"
+_blocks: ContextVar[tuple[_Block, ...]] = ContextVar("aiotensor_blocks", default=())
+
+
+def enter_block(message: Message, task: "asyncio.Task[object] | None") -> None:
+    """Note that a task is in the block of a message, or a thread, whose calls then run with its context.
+
+    Args:
+        message: in whose block.
+        task: the running one; None if a thread is in the block.
+    """
+    outer = [block for block in _blocks.get() if block[1].state is State.OPEN]
+    _blocks.set((*outer, (None if task is None else weakref.ref(task), message)))
+
+
+def innermost_block(messages: Collection[Message]) -> Message | None:
+    """Return the open message in whose block the running task is, of several messages; None for none.
+
+    Tasks that were started in the block are not in it: it may end before they do.
+    """
+    for task, message in reversed(_blocks.get()):
+        is_inside = task is None or task() is asyncio.current_task()
+        if is_inside and message.state is State.OPEN and message in messages:
+            return message
+    return None

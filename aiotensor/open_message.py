@@ -1,5 +1,6 @@
 """A message of several tensors, as callers of a sender see it."""
 
+import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from aiotensor.errors import DiscardedError, TooLargeError, UsageError
-from aiotensor.message import Message, State
+from aiotensor.message import Message, State, enter_block
 from aiotensor.placements import Sendable
 from aiotensor.protocol.frames import MAX_TENSORS
 from aiotensor.types import TensorHandle
@@ -54,10 +55,16 @@ class OpenMessage:
             self._sender._check()
             self._is_beginning = True
             try:
-                self._message = await self._sender._outgoing.enter()
+                self._message = await self._sender._outgoing.begin()
             finally:
                 self._is_beginning = False
+            enter_block(self._message, asyncio.current_task())
         return self
+
+    def _enter_in_thread(self) -> None:
+        """Note that this thread is in the block, and not the task that entered it."""
+        if self._message is not None:
+            enter_block(self._message, None)
 
     async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor in shared memory for this message; sending it copies nothing.

@@ -107,12 +107,6 @@ class Outgoing:
 
     # One message
 
-    async def enter(self) -> Message:
-        """Wait for a permit, and give it to a new message in whose block this task is from now on."""
-        message = await self.begin()
-        self._grants.enter(message)
-        return message
-
     async def begin(self, allocation: Allocation | None = None) -> Message:
         """Wait for a permit, and give it to a new message.
 
@@ -146,11 +140,9 @@ class Outgoing:
         if allocation is None:
             if not plan.new_bytes:
                 return self._announce(message, source, placements.place_inline(source), None, last=last)
-        elif allocation.can_be_sent:
+        elif allocation.can_carry(source):
             return self._announce_allocated(message, source, allocation, last=last)
-        else:
-            self._grants.check_moves(source.nbytes, allocation.block)
-        return await self._put_copy(message, source, last=last)
+        return await self._put_copy(message, source, allocation, last=last)
 
     def _announce_allocated(
         self, message: Message, source: Source, allocation: Allocation, *, last: bool
@@ -161,8 +153,10 @@ class Outgoing:
         message.has_bytes = True
         return self._announce(message, source, placed, allocation.block, last=last)
 
-    async def _put_copy(self, message: Message, source: Source, *, last: bool) -> TensorHandle:
-        block = await self._grants.block(source.nbytes, message)
+    async def _put_copy(
+        self, message: Message, source: Source, allocation: Allocation | None, *, last: bool
+    ) -> TensorHandle:
+        block = await self._grants.block(source.nbytes, message, allocation)
         try:
             self._check_open(message)  # it may have ended while waiting
         except BaseException:
@@ -183,7 +177,7 @@ class Outgoing:
     def put_nowait(self, message: Message, source: Source, plan: Plan) -> TensorHandle:
         """Do the same for the one tensor of a message, on this thread, or raise `WouldBlockError`."""
         allocation = plan.allocation
-        if allocation is not None and allocation.can_be_sent:
+        if allocation is not None and allocation.can_carry(source):
             return self._announce_allocated(message, source, allocation, last=True)
         if not plan.new_bytes:
             return self._announce(message, source, placements.place_inline(source), None, last=True)
@@ -324,8 +318,6 @@ class Outgoing:
         self._check_open(message)
 
     def _make_whole(self, message: Message) -> None:
-        if message.task is not None:
-            self._grants.leave(message)
         message.state = State.WHOLE
         self.messages_sent += 1
         if message.has_bytes:
@@ -334,8 +326,6 @@ class Outgoing:
     def _end(self, message: Message, state: State) -> None:
         """Give the permit back, and stop whatever of the message is still being sent."""
         was_open = message.state is State.OPEN
-        if message.task is not None:
-            self._grants.leave(message)
         message.state = state
         del self._messages[message]
         self.conversation.forget(message)

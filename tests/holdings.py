@@ -149,8 +149,7 @@ def _of_sender(sender: TensorSender) -> dict[str, object]:
         # What no statistics tell.
         "waiters at the gates": sum(len(gate._waits) + len(gate._reported) for gate in gates),
         "holders at the gates": sum(len(gate.budget._held) for gate in gates),
-        "parked bytes": outgoing._grants._parked,
-        "tasks in blocks": len(outgoing._grants._by_task),
+        "blocks whose sends wait": len(outgoing._grants._await_permits) + len(outgoing._grants._await_bytes),
         "drainers": len(outgoing._drainers),
         "copies": len(outgoing.memory._copies) + outgoing.memory._worker._running,
         "announced messages": len(outgoing.conversation._announced),

@@ -3,7 +3,10 @@
 import asyncio
 import gc
 import tempfile
+from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -227,4 +230,83 @@ async def test_allocating_in_a_message_that_is_discarded_meanwhile_fails_and_ret
                     await waiting
                 with pytest.raises(DiscardedError):
                     await message.allocate((1,), torch.int64)
+        await settled(sender)
+
+
+async def test_messages_within_messages_that_wait_for_each_others_memory_are_refused() -> None:
+    async def allocate_after_an_inner_message(sender: TensorSender) -> None:
+        async with sender.message() as message:
+            async with sender.message() as inner:
+                await inner.send(pattern(1, 3))
+            for _ in range(2):
+                await message.send(await sender.allocate((4 * BIG,), torch.int64))
+
+    async with pair(arena_bytes=10 * BIG * 8) as (sender, _):
+        both = [allocate_after_an_inner_message(sender) for _ in range(2)]
+        ended = await asyncio.gather(*both, return_exceptions=True)
+        assert sorted(map(type, ended), key=str) == [type(None), WouldBlockError]
+        sender.discard_all()
+        await settled(sender)
+
+
+async def test_memory_that_is_announced_while_its_message_waits_for_more_ends_the_wait() -> None:
+    async with pair(arena_bytes=10 * BIG * 8) as (sender, _):
+        async with sender.message() as message:
+            tensor = await sender.allocate((4 * BIG,), torch.int64)
+            waiting = asyncio.create_task(message.allocate((8 * BIG,), torch.int64))
+            await until(lambda: sender.statistics().waiting == 1)
+            await message.send(tensor)
+            with pytest.raises(WouldBlockError, match="waiting would never end"):
+                await waiting
+        del tensor, waiting
+        sender.discard_all()
+        await settled(sender)
+
+
+VIEWS = {
+    "transposed": lambda tensor: tensor.view(-1, 2).t(),
+    "misaligned": lambda tensor: tensor.numpy().view(np.uint8)[4:-4].view(np.float64),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize(
+    ("held", "size"), [(0, 6), (3, 4)], ids=["alone", "in a message that holds the rest"]
+)
+async def test_a_view_that_has_to_be_copied_does_not_wait_for_the_memory_that_it_lies_in(
+    view: Callable[[torch.Tensor], torch.Tensor | npt.NDArray[np.float64]], held: int, size: int
+) -> None:
+    async with pair(arena_bytes=10 * BIG * 8) as (sender, receiver):
+        async with sender.message() as message:
+            if held:
+                await message.send(pattern(1, held * BIG))
+            tensor = await sender.allocate((size * BIG,), torch.int64)
+            with pytest.raises(WouldBlockError, match="send a clone"):
+                await message.send(view(tensor))
+            handle = await message.send(pattern(2, 3))
+            del tensor
+        assert torch.equal(await receiver.receive(handle), pattern(2, 3))
+        if held:
+            await anext(receiver)
+        gc.collect()  # the traceback of the error held the tensor
+        await settled(sender)
+
+
+async def test_tensors_that_wait_for_one_permit_count_their_memory_once() -> None:
+    async with pair(max_concurrent_videos=1, arena_bytes=10 * BIG * 8) as (sender, receiver):
+        tensor = await sender.allocate((4 * BIG,), torch.int64)
+        other = await sender.allocate((4 * BIG,), torch.int64)
+        async with sender.message() as message:
+            sends = [asyncio.create_task(sender.send(tensor)) for _ in range(2)]
+            await until(lambda: sender.statistics().waiting == 2)
+            waiting = asyncio.create_task(message.allocate((4 * BIG,), torch.int64))
+            await until(lambda: sender.statistics().waiting == 3)
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            del other
+            await message.send(await waiting)
+        del tensor, waiting
+        for _ in range(3):
+            await anext(receiver)
+        await asyncio.gather(*sends)
         await settled(sender)

@@ -165,6 +165,7 @@ class OpenMessage:
                 self.__exit__(type(error), error, error.__traceback__)
             raise
         self._is_begun = True
+        self._inner._enter_in_thread()
         return self
 
     def allocate(

@@ -90,7 +90,7 @@ class Plan(NamedTuple):
 
     Attributes:
         new_bytes: bytes of shared memory that must be granted, to copy it into; 0 if none.
-        allocation: the block that it lies in already, or None; if it cannot be sent there, it is copied.
+        allocation: the block that it lies in, or None; it is copied unless the block can carry it.
     """
 
     new_bytes: int
@@ -113,9 +113,9 @@ def plan(source: Source, allocations: Allocations) -> Plan:
     if nbytes == 0:
         return _INLINE
     allocation = allocations.find(source)
-    if allocation is not None and (nbytes > MAX_INLINE_BYTES or allocation.can_be_sent):
-        return Plan(0 if allocation.can_be_sent else nbytes, allocation)
-    return _INLINE if nbytes <= MAX_INLINE_BYTES else Plan(nbytes, None)
+    if allocation is not None and allocation.can_carry(source):
+        return Plan(0, allocation)
+    return _INLINE if nbytes <= MAX_INLINE_BYTES else Plan(nbytes, allocation)
 
 
 def place_inline(source: Source) -> Placed:

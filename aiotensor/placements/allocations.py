@@ -27,10 +27,16 @@ class Allocation(msgspec.Struct, frozen=True):
     stop: int
     watch: Watch
 
-    @property
-    def can_be_sent(self) -> bool:
-        """Say whether the memory may be shared as it is: no receiver that is gone can still read it."""
-        return not self.block.place.segment.is_retired
+    def can_carry(self, source: Source) -> bool:
+        """Say whether a tensor that lies in the block can be announced where it lies."""
+        if self.block.place.segment.is_retired:
+            return False  # a receiver that is gone may still read it
+        if not source.is_contiguous() or source.is_conj() or source.is_neg():
+            return False
+        # Views made by numpy, unlike those by torch, may be misaligned or end in the next block. No receiver
+        # accepts that.
+        start = source.data_ptr()
+        return start % source.dtype.itemsize == 0 and start + source.nbytes <= self.stop
 
 
 class Allocations:
@@ -66,15 +72,8 @@ class Allocations:
         return number in self._by_number
 
     def find(self, source: Source) -> Allocation | None:
-        """Return the block in which a tensor lies so that it can be announced in place, or None."""
-        if not self._by_number or not source.is_contiguous() or source.is_conj() or source.is_neg():
+        """Return the block in which a tensor begins, or None."""
+        if not self._by_number:
             return None
         start = source.data_ptr()
-        for allocation in self._by_number.values():
-            if allocation.start <= start < allocation.stop:
-                # Views made by numpy, unlike those by torch, may be misaligned or end in the next block. No
-                # receiver accepts that.
-                if start % source.dtype.itemsize or start + source.nbytes > allocation.stop:
-                    return None
-                return allocation
-        return None
+        return next((one for one in self._by_number.values() if one.start <= start < one.stop), None)

@@ -1,5 +1,8 @@
 """A sender in a thread, and a receiver in another process: over each link, with either API."""
 
+import threading
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -108,6 +111,32 @@ def test_an_allocated_tensor_is_not_copied(engine: Other, endpoint: Endpoint) ->
         assert engine.call("receive_pattern", handle, 5)
         assert sender.statistics().bytes_in_use == 8 * BIG
         del tensor
+        until(lambda: settled(sender))
+
+
+@pytest.mark.parametrize("by_message", [True, False], ids=["message.allocate", "sender.allocate"])
+def test_of_two_threads_whose_messages_wait_for_each_others_memory_one_is_refused(
+    by_message: bool, engine: Other, endpoint: Endpoint
+) -> None:
+    def allocate_twice(sender: TensorSender, both: threading.Barrier) -> str:
+        try:
+            with sender.message() as message:
+                allocate = message.allocate if by_message else sender.allocate
+                message.send(allocate((4 * BIG,), torch.int64))
+                both.wait()
+                message.send(allocate((4 * BIG,), torch.int64))
+        except WouldBlockError as error:
+            return str(error)
+        return "sent"
+
+    with TensorSender(endpoint, arena_bytes=10 * 8 * BIG) as sender:
+        engine.call("open_receiver")
+        both = threading.Barrier(2)
+        threads = [in_thread(partial(allocate_twice, sender, both)) for _ in range(2)]
+        refused, sent = sorted(thread.result() for thread in threads)
+        assert "waiting would never end" in refused
+        assert sent == "sent"
+        sender.discard_all()
         until(lambda: settled(sender))
 
 

@@ -48,7 +48,7 @@ def desk() -> Iterator[Desk]:
 def is_found(desk: Desk, tensor: torch.Tensor, number: int = 7) -> bool:
     allocation = desk.allocations.find(tensor)
     assert allocation is None or allocation.block == desk.blocks[number]
-    return allocation is not None
+    return allocation is not None and allocation.can_carry(tensor)
 
 
 def test_an_allocated_tensor_and_its_contiguous_views_are_sent_where_they_lie(desk: Desk) -> None:
@@ -241,7 +241,7 @@ def test_a_copy_at_the_address_of_a_freed_block_is_not_taken_for_it(desk: Desk) 
 def can_be_sent(desk: Desk, tensor: torch.Tensor) -> bool:
     allocation = desk.allocations.find(tensor)
     assert allocation is not None
-    return allocation.can_be_sent
+    return allocation.can_carry(tensor)
 
 
 def test_a_block_of_a_connection_that_ended_is_copied_and_stays_usable(desk: Desk) -> None:
