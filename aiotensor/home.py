@@ -203,11 +203,11 @@ def close_now(abandoned: "_Closable") -> None:
     nothing.
     """
     closing = abandoned.aclose()
-    step: Callable[[], object] = partial(closing.send, None)
     with suppress(StopIteration, asyncio.CancelledError):
+        closing.send(None)
         while True:
-            step()
-            step = partial(closing.throw, asyncio.CancelledError())
+            # No variable keeps the error: its traceback keeps this frame, and that the object.
+            closing.throw(asyncio.CancelledError())
 
 
 def warn_unclosed(owner: object) -> None:

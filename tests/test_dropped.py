@@ -16,7 +16,7 @@ import pytest
 import torch
 import zmq
 
-from aiotensor import PeerLostError, TensorHandle, TensorReceiver, TensorSender, blocking
+from aiotensor import PeerLostError, TensorHandle, TensorQueue, TensorReceiver, TensorSender, blocking
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.protocol.exchange import VERSION, Ask, ClientHello, write
 from tests.blocking import waiting
@@ -270,6 +270,34 @@ async def test_what_another_thread_collects_is_released_in_its_own_loop(address:
             thread.start()
             thread.join()
         await until(lambda: receiver.statistics().senders == 0)
+
+
+@pytest.fixture
+def no_garbage_collector() -> Iterator[None]:
+    """Leave it to the counts of references to free objects."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_garbage_collector")
+async def test_what_dropped_objects_refer_to_is_released_without_the_garbage_collector() -> None:
+    with place() as here:
+        folder, _, name = here.answers.removeprefix("unix://").rpartition("/")
+        async with TensorReceiver(here.tensors) as receiver:
+            sender = await opened(TensorSender(here.tensors))
+            client = await opened(MessageClient(here.messages, sender=sender, reply_type=Answer))
+            answers = await opened(TensorReceiver(here.answers))
+            server = await opened(MessageServer(here.messages, Question, receiver=answers))
+            queue = await opened(TensorReceiver(TensorQueue()))
+            await until(lambda: receiver.statistics().senders == 1)
+            seen = [weakref.ref(one) for one in (sender, client, answers, server, queue)]
+            with unclosed() as texts:
+                del sender, client, answers, server, queue
+                await until(lambda: not any(one() for one in seen))
+                await until(lambda: receiver.statistics().senders == 0)
+                assert name not in os.listdir(folder)
+            assert len(texts) == len(seen)
 
 
 @pytest.mark.parametrize("make", [TensorReceiver, TensorSender])
