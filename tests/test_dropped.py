@@ -19,6 +19,7 @@ import zmq
 from aiotensor import PeerLostError, TensorHandle, TensorQueue, TensorReceiver, TensorSender, blocking
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.protocol.exchange import VERSION, Ask, ClientHello, write
+from tests import loops
 from tests.blocking import waiting
 from tests.channel.parties import Answer, Question, answer, place
 from tests.channel.rogues import raw
@@ -298,6 +299,22 @@ async def test_what_dropped_objects_refer_to_is_released_without_the_garbage_col
                 await until(lambda: receiver.statistics().senders == 0)
                 assert name not in os.listdir(folder)
             assert len(texts) == len(seen)
+
+
+@pytest.mark.parametrize("loop", loops.FACTORIES)
+def test_what_is_dropped_is_released_when_another_thread_runs_its_loop(loop: str) -> None:
+    with place() as here, asyncio.Runner(loop_factory=loops.FACTORIES[loop]) as runner:
+        complaints: list[object] = []
+        runner.get_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        receiver = runner.run(opened(TensorReceiver(here.tensors)))
+        server = runner.run(opened(MessageServer(here.messages, Question)))
+        with unclosed():
+            del receiver, server
+        thread = threading.Thread(target=runner.get_loop().run_until_complete, args=[asyncio.sleep(0)])
+        thread.start()
+        thread.join()
+        assert not complaints
+        assert not os.listdir(os.path.dirname(here.tensors.removeprefix("unix://")))
 
 
 @pytest.mark.parametrize("make", [TensorReceiver, TensorSender])
