@@ -126,15 +126,15 @@ class Home:
             UsageError: the object came here by a fork, or lives in another thread or loop.
         """
         self._check_process()
-        if self._loop is None:
+        running = asyncio._get_running_loop()
+        if self._loop is None or running is self._loop:  # which another thread may run by now
             return
         if threading.get_ident() != self._thread:
             raise UsageError(
                 f"this {self._name} lives in another thread: hand the work over with "
                 "asyncio.run_coroutine_threadsafe or loop.call_soon_threadsafe"
             )
-        running = asyncio._get_running_loop()
-        if running is not None and running is not self._loop:
+        if running is not None:
             raise UsageError(f"this {self._name} lives in another event loop: open one in each loop")
 
     def freed(self, owner: object, release: Callable[[], object]) -> None:
@@ -203,11 +203,11 @@ def close_now(abandoned: "_Closable") -> None:
     nothing.
     """
     closing = abandoned.aclose()
-    step: Callable[[], object] = partial(closing.send, None)
     with suppress(StopIteration, asyncio.CancelledError):
+        closing.send(None)
         while True:
-            step()
-            step = partial(closing.throw, asyncio.CancelledError())
+            # No variable keeps the error: its traceback keeps this frame, and that the object.
+            closing.throw(asyncio.CancelledError())
 
 
 def warn_unclosed(owner: object) -> None:

@@ -3,6 +3,7 @@
 # ruff: noqa: F821 - what is deleted was seen by conditions before
 import asyncio
 import gc
+import itertools
 import os
 import re
 import threading
@@ -16,13 +17,15 @@ import pytest
 import torch
 import zmq
 
-from aiotensor import PeerLostError, TensorHandle, TensorReceiver, TensorSender, blocking
+from aiotensor import PeerLostError, TensorHandle, TensorQueue, TensorReceiver, TensorSender, blocking
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.protocol.exchange import VERSION, Ask, ClientHello, write
+from tests import loops
 from tests.blocking import waiting
-from tests.channel.parties import Answer, Question, answer, place
+from tests.channel.parties import Answer, Place, Question, answer, place
 from tests.channel.rogues import raw
 from tests.pairs import BIG, endpoint, pattern, settled, until
+from tests.processes import peers, watch
 
 ARENA = 1 << 20
 
@@ -272,6 +275,50 @@ async def test_what_another_thread_collects_is_released_in_its_own_loop(address:
         await until(lambda: receiver.statistics().senders == 0)
 
 
+@pytest.fixture
+def no_garbage_collector() -> Iterator[None]:
+    """Leave it to the counts of references to free objects."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_garbage_collector")
+async def test_what_dropped_objects_refer_to_is_released_without_the_garbage_collector() -> None:
+    with place() as here:
+        folder, _, name = here.answers.removeprefix("unix://").rpartition("/")
+        async with TensorReceiver(here.tensors) as receiver:
+            sender = await opened(TensorSender(here.tensors))
+            client = await opened(MessageClient(here.messages, sender=sender, reply_type=Answer))
+            answers = await opened(TensorReceiver(here.answers))
+            server = await opened(MessageServer(here.messages, Question, receiver=answers))
+            queue = await opened(TensorReceiver(TensorQueue()))
+            await until(lambda: receiver.statistics().senders == 1)
+            seen = [weakref.ref(one) for one in (sender, client, answers, server, queue)]
+            with unclosed() as texts:
+                del sender, client, answers, server, queue
+                await until(lambda: not any(one() for one in seen))
+                await until(lambda: receiver.statistics().senders == 0)
+                assert name not in os.listdir(folder)
+            assert len(texts) == len(seen)
+
+
+@pytest.mark.parametrize("loop", loops.FACTORIES)
+def test_what_is_dropped_is_released_when_another_thread_runs_its_loop(loop: str) -> None:
+    with place() as here, asyncio.Runner(loop_factory=loops.FACTORIES[loop]) as runner:
+        complaints: list[object] = []
+        runner.get_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        receiver = runner.run(opened(TensorReceiver(here.tensors)))
+        server = runner.run(opened(MessageServer(here.messages, Question)))
+        with unclosed():
+            del receiver, server
+        thread = threading.Thread(target=runner.get_loop().run_until_complete, args=[asyncio.sleep(0)])
+        thread.start()
+        thread.join()
+        assert not complaints
+        assert not os.listdir(os.path.dirname(here.tensors.removeprefix("unix://")))
+
+
 @pytest.mark.parametrize("make", [TensorReceiver, TensorSender])
 def test_what_is_dropped_after_its_loop_was_closed_leaves_no_descriptor(make: Callable[[str], Any]) -> None:
     with place() as here:  # the file of a socket stays, as that of a process that was killed
@@ -289,6 +336,71 @@ def test_what_is_dropped_after_its_loop_was_closed_leaves_no_descriptor(make: Ca
         with unclosed() as texts:  # also of its sockets, which Python closes
             del left
         assert texts[0].startswith(f"unclosed <{make.__name__} open, at unix://")
+
+
+@pytest.mark.parametrize("is_connected", [False, True], ids=["alone", "connected"])
+@pytest.mark.parametrize("has_keys", [False, True], ids=["no keys", "keys"])
+@pytest.mark.parametrize("loop", loops.FACTORIES)
+def test_clients_and_servers_that_are_dropped_when_their_loop_runs_no_more_are_released(
+    loop: str, has_keys: bool, is_connected: bool
+) -> None:
+    # In a process of its own, so that one that waits forever can be ended.
+    process = peers._contexts["forkserver"].Process(
+        target=_drop_clients_and_servers, args=(loop, has_keys, is_connected)
+    )
+    process.start()
+    process.join(60)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0
+
+
+def _drop_clients_and_servers(loop: str, has_keys: bool, is_connected: bool) -> None:
+    def drop(*, is_closed: bool, is_cycle: bool) -> None:
+        with place() as here, loops.complaints():  # of the authenticator's task
+            running = loops.FACTORIES[loop]()
+            left = running.run_until_complete(_left_open(here, has_keys, is_connected))
+            if is_cycle:
+                left.append(left)
+            if is_closed:
+                running.close()
+            with unclosed() as texts:  # also of ZeroMQ's sockets
+                del left
+            assert {text.split()[1] for text in texts} >= {"<MessageClient", "<MessageServer"}
+            running.close()
+        collect()
+
+    drop(is_closed=True, is_cycle=False)  # what is made once stays
+    before = _held()
+    for is_closed, is_cycle in itertools.product((False, True), repeat=2):
+        drop(is_closed=is_closed, is_cycle=is_cycle)
+        assert _held() == before
+
+
+async def _left_open(here: Place, has_keys: bool, is_connected: bool) -> list[Any]:
+    keys: list[dict[str, Any]] = [{}, {}]
+    if has_keys:
+        (public, secret), (server_key, server_secret) = zmq.curve_keypair(), zmq.curve_keypair()
+        keys = [
+            {"secret_key": server_secret, "client_keys": [public]},
+            {"secret_key": secret, "server_key": server_key},
+        ]
+    at = "tcp://127.0.0.1:0" if has_keys else here.messages
+    server = await opened(MessageServer(at, Question, **keys[0]))
+    addresses = [server.address, here.answers.replace("unix:", "ipc:")]  # nobody is at the second
+    client = await opened(
+        MessageClient(addresses if is_connected else addresses[1:], reply_type=Answer, **keys[1])
+    )
+    if is_connected:
+        asking = asyncio.create_task(client.request(Question(1)))
+        async with await anext(server) as request:
+            await request.reply(Answer(1))
+        await asking
+    return [client, server]
+
+
+def _held() -> tuple[list[str], int]:
+    return watch.targets(os.getpid()), len(os.listdir("/proc/self/task"))
 
 
 async def test_a_closed_object_and_one_that_was_never_opened_say_nothing(address: str) -> None:

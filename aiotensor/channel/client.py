@@ -8,13 +8,12 @@ from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 import torch
-import zmq
 
 from aiotensor.channel import options, parcels
 from aiotensor.channel.connection import Connection
+from aiotensor.channel.context import Context, begin, end
 from aiotensor.channel.options import Key
 from aiotensor.channel.parcels import Answered, Asked, Disposal, Handles, Loans
-from aiotensor.channel.sockets import begin, end
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import (
     AlreadyTakenError,
@@ -130,7 +129,7 @@ class MessageClient(LoopObject, Generic[R]):
         self._decoder: TensorDecoder[R] = TensorDecoder(reply_type)
         self._connections: list[Connection] = []
         self._changes = Waiters()
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._context: Context | None = None
         self._sent = self._answers = self._failures = self._cancelled = 0
 
     async def __aenter__(self) -> Self:

@@ -18,6 +18,7 @@ from functools import partial
 
 import zmq
 
+from aiotensor.channel.context import Context
 from aiotensor.channel.options import Address
 from aiotensor.channel.outbox import Outbox, flush_all
 from aiotensor.channel.parcels import Answered, Asked, Handles, body_and_buffers, check_parts
@@ -77,7 +78,7 @@ class Connection:
 
     def __init__(
         self,
-        context: "zmq.Context[zmq.Socket[bytes]]",
+        context: Context,
         address: Address,
         options: Mapping[int, int | bytes],
         receiver: str,

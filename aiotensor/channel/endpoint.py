@@ -8,8 +8,9 @@ from collections.abc import Mapping
 import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
 
+from aiotensor.channel.context import Context, begin, check_descriptors, end
 from aiotensor.channel.options import Address
-from aiotensor.channel.sockets import LoopSocket, SocketEvents, begin, check_descriptors, end
+from aiotensor.channel.sockets import LoopSocket, SocketEvents
 from aiotensor.descriptors import close_after_fork
 from aiotensor.errors import UsageError
 from aiotensor.links.socket_file import SocketFile
@@ -46,7 +47,7 @@ class Endpoint:
         self._options = {**options, **address.options, zmq.ROUTER_MANDATORY: 1}
         self._listener: socket.socket | None = None
         self._allowed = allowed
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._context: Context | None = None
         self._authenticator: AsyncioAuthenticator | None = None
         self._file: SocketFile | None = None
         self._socket: LoopSocket | None = None

@@ -12,27 +12,17 @@ import os
 import socket
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import zmq
 from zmq.utils.garbage import gc as collector
 
+from aiotensor.channel.context import Context, check_descriptors
 from aiotensor.descriptors import close_after_fork
 from aiotensor.protocol.frames import MAX_TENSORS
-from aiotensor.worker import Worker, no_thread
+from aiotensor.worker import no_thread
 
-__all__ = [
-    "MAX_PARTS",
-    "LoopSocket",
-    "PeerGoneError",
-    "SocketEvents",
-    "begin",
-    "check_descriptors",
-    "copy_of",
-    "end",
-]
-
-_Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+__all__ = ["MAX_PARTS", "LoopSocket", "PeerGoneError", "SocketEvents", "copy_of"]
 
 # Of one message: an identity, a header, a body, and as many buffers as a message has tensors.
 MAX_PARTS = MAX_TENSORS + 3
@@ -47,8 +37,6 @@ _POLLIN = int(zmq.POLLIN)
 _TRY_AGAIN_S = 0.05  # while there is no room: how long a peer waits at most whose word of it was missed
 
 _numbers = itertools.count()
-
-_BEGINS_WITH = 8  # descriptors: of a context with its threads, and its first socket
 
 _EVENT = struct.Struct("=HI")  # which, and a number that goes with it
 _DENIED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -131,7 +119,7 @@ class LoopSocket:
     """
 
     def __init__(
-        self, context: _Context, kind: int, options: Mapping[int, int | bytes], events: SocketEvents
+        self, context: Context, kind: int, options: Mapping[int, int | bytes], events: SocketEvents
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._events = events
@@ -328,27 +316,6 @@ class LoopSocket:
             self._look()
 
 
-def begin() -> _Context:
-    """Make a context.
-
-    Raises:
-        OSError: this process has no descriptors left.
-    """
-    check_descriptors()
-    return zmq.Context()
-
-
-def check_descriptors() -> None:
-    """See that there are descriptors for a context: ZeroMQ ends the process if its threads find none.
-
-    Raises:
-        OSError: there are not.
-    """
-    with contextlib.ExitStack() as spare:
-        for _ in range(_BEGINS_WITH):
-            spare.callback(os.close, os.eventfd(0))
-
-
 def _lent(part: bytes | memoryview) -> zmq.Frame:
     """Have ZeroMQ read memory where it is; a thread of pyzmq, with a context of its own, lets go of it."""
     try:
@@ -360,22 +327,6 @@ def _lent(part: bytes | memoryview) -> zmq.Frame:
         raise no_thread(error) from error
     except zmq.ZMQError as error:
         raise OSError(error.errno, error.strerror) from error
-
-
-async def end(context: _Context) -> None:
-    """End a context whose sockets are closed, when all that they sent has left or their time is over.
-
-    Cancelling stops the waiting, and nothing else.
-    """
-    worker = Worker("aiotensor-channel")
-    try:
-        ended = worker.submit(context.term)
-    except OSError:  # there is no thread to be had
-        context.term()
-    else:
-        await asyncio.shield(ended)
-    finally:
-        worker.close()
 
 
 def _file_of(descriptor: int) -> tuple[int, int] | None:
