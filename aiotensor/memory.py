@@ -33,7 +33,7 @@ class _Copy:
         self.since = asyncio.get_running_loop().time()
         self.has_begun = False
         self.is_running = True
-        self.filled = 0  # of `cold`, in order
+        self.filled: list[Range] = []
         self.is_abandoned = False
         self.unpins = False  # who asked for it has gone: the end of it takes the pin back
 
@@ -95,14 +95,14 @@ class Memory:
         if not block.place.is_warm:
             segment = block.place.segment
             idle, cold = self._arena.prepare(block.place)
-            filled = 0
+            filled: list[Range] = []
             try:
                 segment.give_back(idle)
                 for one in cold:
-                    segment.fill(one)
-                    filled += 1
+                    segment.fill([one])
+                    filled.append(one)
             finally:
-                segment.forgo(cold[filled:])
+                segment.filled(cold, filled)
         placements.copy_now(source, block.place)
         self._count(source)
 
@@ -296,7 +296,7 @@ class Memory:
                 takes_long=block.place.nbytes > _SHORT_COPY_BYTES,
             )
         except BaseException:
-            block.place.segment.forgo(cold)
+            block.place.segment.filled(cold, [])
             self.unpin_owner(block.number)
             raise
         self._copies.add(copy)
@@ -332,15 +332,15 @@ class Memory:
         for one in copy.cold:
             if copy.is_abandoned:
                 raise CopyAbandonedError
-            place.segment.fill(one)
-            copy.filled += 1
+            place.segment.fill([one])
+            copy.filled.append(one)
         if source is not None:
             placements.copy_in_threads(source, place, lambda: copy.is_abandoned, self._worker.helper)
 
     def _copied(self, copy: _Copy) -> None:
         copy.is_running = False
         self._copies.discard(copy)
-        copy.block.place.segment.forgo(copy.cold[copy.filled :])
+        copy.block.place.segment.filled(copy.cold, copy.filled)
         if copy.unpins:
             self.unpin_owner(copy.block.number)
 

@@ -48,8 +48,9 @@ class Segment:
         self._descriptor = Descriptor(-1)
         self.warm = WarmPages(0, mmap.PAGESIZE)
         self._awaited_bytes = 0  # that were promised by `prepare` and are not filled yet
+        self._shared: list[Range] = []  # of these, those in which other blocks may come to lie
         self._leaving: dict[int, list[Range]] = {}  # what is to be given back, by its chunk
-        self._noting = threading.Lock()  # which pages have memory, and which leave; never held for long
+        self._noting = threading.Lock()  # of what is leaving; never held for long
         self._changing = threading.Lock()  # filling a chunk and giving it back exclude each other
         self._left = np.zeros(0)  # when a chunk was last left by a block
 
@@ -135,59 +136,52 @@ class Segment:
             nbytes: of the block.
             limit: the most bytes of memory, but for pages that blocks share in part.
         """
-        with self._noting:
-            present, idle = self.warm.nbytes + self._awaited_bytes, []
-            cold = self.warm.missing(offset, nbytes, whole_chunks=True)
-            if present + _total(cold) > limit:
-                cold = self.warm.missing(offset, nbytes, whole_chunks=False)
-                excess = present + _total(cold) - limit
-                if excess > 0:
-                    idle = self._take_idle_pages(excess)
-            self._awaited_bytes += _total(cold)
-            return idle, cold
+        present, idle = self.warm.nbytes + self._awaited_bytes, []
+        cold = self.warm.missing(offset, nbytes, whole_chunks=True)
+        if present + _total(cold) > limit:
+            cold = self.warm.missing(offset, nbytes, whole_chunks=False)
+            excess = present + _total(cold) - limit
+            if excess > 0:
+                idle = self._take_idle_pages(excess)
+        self._awaited_bytes += _total(cold)
+        self._shared += _at_the_ends(cold)
+        return idle, cold
 
-    def fill(self, wanted: Range) -> None:
-        """Get memory for one of the ranges that `prepare` returned, and map it. Not for the event loop.
+    def fill(self, ranges: list[Range]) -> None:
+        """Get memory for ranges, and map it. Not for the event loop.
 
         Raises:
             OSError: the machine has no memory left (ENOSPC, ENOMEM). At the limit of a control group the
                 kernel kills a process instead.
         """
-        start, length = wanted
-        chunk = start // CHUNK_BYTES
-        with self._changing:
-            mapping = self._mapping
-            self._give_back(chunk, mapping)
-            # Not by touching the pages: where memory is short that would be a signal and not an error.
-            if self.descriptor >= 0:
-                os.posix_fallocate(self.descriptor, start, length)
-            if mapping is not None:
-                mapping.populate(start, length)
-            with self._noting:
-                # Of a whole chunk the block has only a part. Pages of the rest may have been taken since the
-                # chunk was given back above, and lose their memory as soon as this lock is released.
-                leaving = [(low, low + count) for low, count in self._leaving.get(chunk, ())]
-                self.warm.add(gaps(start, start + length, leaving, mmap.PAGESIZE))
-                self._awaited_bytes -= length
+        for start, length in ranges:
+            with self._changing:
+                mapping = self._mapping
+                self._give_back(start // CHUNK_BYTES, mapping)
+                # Not by touching the pages: where memory is short that would be a signal and not an error.
+                if self.descriptor >= 0:
+                    os.posix_fallocate(self.descriptor, start, length)
+                if mapping is not None:
+                    mapping.populate(start, length)
 
-    def forgo(self, ranges: list[Range]) -> None:
-        """Note that ranges which `prepare` returned will not be filled."""
-        with self._noting:
-            self._awaited_bytes -= _total(ranges)
+    def filled(self, cold: list[Range], done: list[Range]) -> None:
+        """Note which ranges have memory, of those that `prepare` returned."""
+        self._awaited_bytes -= _total(cold)
+        for one in _at_the_ends(cold):
+            self._shared.remove(one)
+        self.warm.add(done)
 
     def take_idle(self, before: float) -> list[Range]:
         """Return the chunks that are in no block and were left before a time; they count as cold now."""
         taken = []
-        with self._noting:
-            for chunk in list(self._idle()):
-                if self._left[chunk] <= before:
-                    taken += self._take(chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.nbytes))
+        for chunk in list(self._idle()):
+            if self._left[chunk] <= before:
+                taken += self._take(chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.nbytes), None)
         return taken
 
     def take_free(self) -> list[Range]:
         """Return all pages that are in no block; they count as cold now."""
-        with self._noting:
-            return self._take_idle_pages(None)
+        return self._take_idle_pages(None)
 
     @property
     def has_idle(self) -> bool:
@@ -223,15 +217,23 @@ class Segment:
             for start, length in leaving:
                 mapping.remove(start, length)
 
-    def _take(self, start: int, stop: int, most: int | None = None) -> list[Range]:
-        """Note that pages are to be given back, with `_noting` held; arguments as of `WarmPages.take`."""
-        taken = self.warm.take(start, stop, most)
-        for one in taken:
-            self._leaving.setdefault(one[0] // CHUNK_BYTES, []).append(one)
+    def _take(self, start: int, stop: int, most: int | None) -> list[Range]:
+        """Take the pages of a free run to give them back, but not from chunks that are being filled.
+
+        These will be noted as warm, and a block that comes to lie there would then lose its memory.
+        """
+        taken: list[Range] = []
+        being_filled = [(low, low + length) for low, length in self._shared]
+        for low, length in gaps(start, stop, being_filled, mmap.PAGESIZE):
+            left = None if most is None else most - _total(taken)
+            taken += self.warm.take(max(low, start), min(low + length, stop), left)
+        with self._noting:
+            for one in taken:
+                self._leaving.setdefault(one[0] // CHUNK_BYTES, []).append(one)
         return taken
 
     def _take_idle_pages(self, most: int | None) -> list[Range]:
-        """Take the pages between blocks, of the longest free runs first, with `_noting` held."""
+        """Take the pages between blocks, of the longest free runs first."""
         taken: list[Range] = []
         left = most
         for start, stop in self.blocks.longest_free_runs():
@@ -255,6 +257,11 @@ class Segment:
 def whole_pages(nbytes: int) -> int:
     """Return a number of bytes, rounded up to whole pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _at_the_ends(cold: list[Range]) -> set[Range]:
+    """Return the first and the last range of a block, which may reach beyond it."""
+    return {*cold[:1], *cold[-1:]}
 
 
 def _total(ranges: list[Range]) -> int:

@@ -62,18 +62,16 @@ def chunk(number: int, nbytes: int = MIB) -> Range:
 
 def filled(segment: Segment, *ranges: Range) -> None:
     """Get memory for ranges."""
-    for start, length in ranges:
-        _, cold = segment.prepare(start, length, segment.nbytes)
-        for one in cold:
-            segment.fill(one)
+    segment.fill(list(ranges))
+    segment.filled([], list(ranges))
 
 
 def warm(place: Place) -> Place:
     """Get memory for a block."""
     idle, cold = place.segment.prepare(place.offset, place.nbytes, place.segment.nbytes)
     assert not idle
-    for one in cold:
-        place.segment.fill(one)
+    place.segment.fill(cold)
+    place.segment.filled(cold, cold)
     return place
 
 

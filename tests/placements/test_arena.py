@@ -191,7 +191,7 @@ def test_looking_for_idle_memory_is_no_work_for_what_was_never_warm() -> None:
     work = []
     for nbytes in (8 * MIB, 1 << 40):
         with segment_of(nbytes) as segment:
-            segment.warm.add([chunk(1), chunk(3)])
+            segment.filled([], [chunk(1), chunk(3)])
             work.append(steps_of(lambda segment=segment: segment.take_idle(1.0)))  # type: ignore[misc]
             assert segment.warm.nbytes == 0
     assert work[0] == work[1]

@@ -94,12 +94,13 @@ def test_a_segment_that_was_never_opened_can_be_closed_and_so_can_a_closed_one()
     assert open_files() == before
 
 
-def test_a_range_is_warm_when_it_is_filled() -> None:
+def test_a_range_is_warm_when_it_was_noted_as_filled() -> None:
     with segment_of() as segment:
         _, cold = segment.prepare(MIB - 1, 2, segment.nbytes)
         assert cold == [chunk(0), chunk(1)]
-        segment.fill(cold[1])
-        segment.forgo(cold[:1])
+        segment.fill(cold)
+        assert not segment.warm.has(MIB, 1), "the worker fills, and only then the loop takes note"
+        segment.filled(cold, cold[1:])
 
         assert segment.prepare(MIB - 1, 2, segment.nbytes)[1] == [chunk(0)]
         for offset, nbytes, expected in [
@@ -130,7 +131,7 @@ def test_filling_what_holds_something_changes_nothing() -> None:
     with segment_of() as segment:
         filled(segment, chunk(0))
         segment.view(0, 5)[:] = b"hello"
-        segment.fill(chunk(0))
+        filled(segment, chunk(0), chunk(1))
 
         assert bytes(segment.view(0, 5)) == b"hello"
 
@@ -229,7 +230,7 @@ def test_a_warm_chunk_is_idle_exactly_if_no_block_has_a_byte_in_it(
                 segment.free(offset, blocks.pop(offset), 0)
         warm_chunks = {number for number in chunks if number * MIB < segment.nbytes}
         all_warm = {number: chunk(number, min(MIB, segment.nbytes - number * MIB)) for number in warm_chunks}
-        segment.warm.add(all_warm.values())
+        segment.filled([], list(all_warm.values()))
         touched = {
             number
             for offset in blocks
@@ -257,8 +258,8 @@ def test_where_memory_would_exceed_its_limit_what_lies_idle_is_given_back_first(
         assert idle == [chunk(1)]
         assert cold == [chunk(3), chunk(4)]
         segment.give_back(idle)
-        for one in cold:
-            segment.fill(one)
+        segment.fill(cold)
+        segment.filled(cold, cold)
         assert bytes_given(segment) == segment.warm.nbytes == 4 * MIB
 
 
@@ -284,38 +285,26 @@ def test_what_is_being_filled_counts_against_the_limit() -> None:
         other = segment.blocks.allocate(MIB)
         assert other == MIB
         assert segment.prepare(MIB, MIB, 2 * MIB) == ([chunk(7)], [chunk(1)])
-        segment.forgo([chunk(0)])
+        segment.filled([chunk(0)], [])  # it failed
         assert segment.prepare(MIB, MIB, 2 * MIB) == ([], [chunk(1)])
 
 
-def test_memory_that_was_taken_while_a_chunk_was_filled_is_not_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_not_given_back_from_a_chunk_that_is_being_filled() -> None:
     with segment_of(8 * MIB) as segment:
-        offset = segment.blocks.allocate(3 * MIB // 2)
-        assert offset == 0
-        _, cold = segment.prepare(offset, 3 * MIB // 2, 8 * MIB)
+        _, cold = segment.prepare(0, 3 * MIB // 2, 8 * MIB)
         assert cold == [chunk(0), chunk(1)], "the second has room for other blocks"
         rest = (3 * MIB // 2, MIB // 2)
-        filled(segment, rest)  # for a block that has ended since
-        fallocate, idle = os.posix_fallocate, []
+        filled(segment, rest, chunk(5))  # for other blocks, which have ended since
+        segment.fill(cold)
 
-        def take_meanwhile(descriptor: int, start: int, length: int) -> None:
-            fallocate(descriptor, start, length)
-            idle.extend(segment.take_free())
-
-        monkeypatch.setattr(os, "posix_fallocate", take_meanwhile)
-        segment.fill(cold[1])
-        monkeypatch.setattr(os, "posix_fallocate", fallocate)
-
-        assert idle == [rest]
-        assert segment.warm.has(MIB, MIB // 2)
-        assert not segment.warm.has(*rest), (
-            "whatever comes to lie there has to be filled before it is written"
-        )
-        assert segment.prepare(*rest, 8 * MIB)[1] == [rest]
-        segment.fill(rest)
-        segment.view(*rest)[:] = b"x" * (MIB // 2)
-        segment.give_back(idle)
+        assert segment.blocks.allocate(3 * MIB // 2) == 0
+        assert segment.take_free() == [chunk(5)]
+        segment.filled(cold, cold)
+        assert segment.warm.has(*rest)
+        segment.view(*rest)[:] = b"x" * (MIB // 2)  # of a block that has come since
+        segment.give_back([rest])
         assert bytes(segment.view(*rest)) == b"x" * (MIB // 2)
+        assert segment.take_free() == [rest]
 
 
 def test_a_view_outlives_its_segment_and_nothing_is_given_back_under_it() -> None:
@@ -384,6 +373,6 @@ def test_memory_that_the_machine_does_not_have_is_an_error_and_not_warm(
     with segment_of() as segment:
         monkeypatch.setattr(os, "posix_fallocate", refuse)
         with pytest.raises(OSError, match="No space left"):
-            segment.fill(chunk(0))
+            segment.fill([chunk(0)])
 
         assert not segment.warm.has(0, 1)
