@@ -1,18 +1,22 @@
-"""A process that has no descriptors or no addresses left: whoever waits is told."""
+"""A process that has no descriptors, no memory or no addresses left: whoever waits is told."""
 
+import errno
 import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
+import torch
 
 from aiotensor import PeerLostError, RefusedError, TensorHandle, TensorQueue, TensorReceiver, TensorSender
+from aiotensor.codec import TensorDecoder, TensorEncoder
 from tests.links.unix_ends import no_descriptors
 from tests.pairs import BIG, endpoint, pattern
 from tests.processes import peers, watch
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 async def test_nobody_waits_for_a_sender_whose_pipe_did_not_arrive() -> None:
@@ -33,6 +37,43 @@ async def _receive_without_descriptors(state: peers.State) -> tuple[str, int | N
         with pytest.raises(PeerLostError):
             await sender.drain()
     return str(caught.value), caught.value.pid
+
+
+async def test_a_copy_for_which_no_memory_is_left_is_an_os_error_and_leaves_the_tensor_claimable() -> None:
+    with endpoint("unix") as place:
+        async with peers.peers(place, 1) as [child]:
+            await child.call(_copy_without_memory)
+
+
+async def _copy_without_memory(state: peers.State) -> None:
+    tensor = pattern(0, 16 * MIB)  # 128 MiB
+    async with TensorReceiver(state.endpoint) as receiver, TensorSender(state.endpoint) as sender:
+        await receiver.receive(await sender.send(pattern(0, BIG)), copy=True)  # the threads are there now
+        handle = await sender.send(tensor)
+        await receiver.arrived(handle)
+        with _addresses(_mapped_bytes() + 64 * MIB):
+            with pytest.raises(OSError, match=f"{tensor.nbytes} bytes of memory") as caught:
+                await receiver.receive(handle, copy=True)
+            assert caught.value.errno == errno.ENOMEM
+            assert torch.equal(await receiver.receive(handle), tensor)
+        assert receiver.statistics().errors == {"OSError": 1}
+
+
+async def test_a_message_for_whose_tensors_no_memory_is_left_is_an_os_error() -> None:
+    with endpoint("unix") as place:
+        async with peers.peers(place, 1) as [child]:
+            await child.call(_encode_without_memory)
+
+
+async def _encode_without_memory(state: peers.State) -> None:
+    unviewable = np.zeros(128 * MIB, np.uint8)[::-1]
+    encoder = TensorEncoder()
+    read_only = [bytes(part) for part in encoder.encode(torch.zeros(128 * MIB, dtype=torch.uint8))]
+    with _addresses(_mapped_bytes() + 64 * MIB):
+        for work in lambda: encoder.encode(unviewable), lambda: TensorDecoder(torch.Tensor).decode(read_only):
+            with pytest.raises(OSError, match=f"{128 * MIB} bytes of memory") as caught:
+                work()
+            assert caught.value.errno == errno.ENOMEM
 
 
 async def test_a_receiver_with_too_few_addresses_refuses_a_sender_and_names_the_limit() -> None:
@@ -71,8 +112,11 @@ def _addresses(limit: int) -> Iterator[None]:
 async def _open_with_2_gib_of_addresses(state: peers.State) -> None:
     await peers.open_receiver(state)
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    mapped = 1024 * watch.status(os.getpid(), "VmSize")
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + 2 * GIB, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (_mapped_bytes() + 2 * GIB, hard))
+
+
+def _mapped_bytes() -> int:
+    return 1024 * watch.status(os.getpid(), "VmSize")
 
 
 async def _refused(state: peers.State, handle: TensorHandle) -> str:
