@@ -3,6 +3,7 @@
 Beyond such a limit no call fails: the kernel kills a process of the group (the "OOM killer").
 """
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -25,7 +26,7 @@ class MemoryLimit(NamedTuple):
     Attributes:
         nbytes: the most memory that its processes may use together.
         used: what they use now and the kernel cannot take back: without files that it has cached.
-        file: what sets the limit.
+        file: what sets the limit; bytes of its path that are no text are escaped.
     """
 
     nbytes: int
@@ -65,9 +66,9 @@ def memory_limits(root: Path) -> Iterator[MemoryLimit]:
         root: the folder that has `proc` and `sys`.
     """
     groups = _groups_of_this_process(root)
-    for line in (_read(root / "proc/self/mountinfo") or "").splitlines():
+    for line in _read(root / "proc/self/mountinfo").split("\n"):
         ours, _, theirs = line.partition(" - ")
-        fields, kind = ours.split(), theirs.split()
+        fields, kind = ours.split(" "), theirs.split(" ")
         if len(fields) < 5 or len(kind) < 3:
             continue
         if kind[0] == "cgroup2":
@@ -116,36 +117,40 @@ def warn_if_too_large(sender: str, arena_bytes: int, root: Path | None = None) -
 
 def _limit_of(root: Path, folder: PurePosixPath, version: _Version) -> MemoryLimit | None:
     file = folder / version.limit
-    limit = (_read(_below(root, file)) or "").strip()
-    if not limit.isdigit() or int(limit) >= _UNLIMITED:  # "max", or there is none
+    limit = _read(_below(root, file)).strip()
+    if not limit.isdecimal() or int(limit) >= _UNLIMITED:  # "max", or there is none
         return None
-    usage = (_read(_below(root, folder / version.usage)) or "").strip()
+    usage = _read(_below(root, folder / version.usage)).strip()
     cached = 0
-    for line in (_read(_below(root, folder / "memory.stat")) or "").splitlines():
+    for line in _read(_below(root, folder / "memory.stat")).split("\n"):
         name, _, value = line.partition(" ")
-        if name in version.cached and value.isdigit():
+        if name in version.cached and value.isdecimal():
             cached += int(value)
-    used = int(usage) if usage.isdigit() else 0
-    return MemoryLimit(int(limit), max(used - cached, 0), str(file))
+    used = int(usage) if usage.isdecimal() else 0
+    shown = os.fsencode(file).decode(errors="backslashreplace")
+    return MemoryLimit(int(limit), max(used - cached, 0), shown)
 
 
 def _below(root: Path, path: PurePosixPath) -> Path:
     return root / str(path).lstrip("/")
 
 
-def _read(file: Path) -> str | None:
+def _read(file: Path) -> str:
+    """Return what is in a file, with the bytes of paths that are no text; nothing if it cannot be read."""
     try:
-        return file.read_text()
-    except OSError:
-        return None
+        return os.fsdecode(file.read_bytes())
+    except (OSError, ValueError):  # or there can be no such path
+        return ""
 
 
 def _groups_of_this_process(root: Path) -> dict[str, str]:
     """Return the path of each control group by its controller; that of v2 has an empty name."""
     groups = {}
-    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        groups.update(dict.fromkeys(controllers.split(","), path))
+    for line in _read(root / "proc/self/cgroup").split("\n"):
+        _, _, rest = line.partition(":")
+        controllers, colon, path = rest.partition(":")
+        if colon:
+            groups.update(dict.fromkeys(controllers.split(","), path))
     return groups
 
 

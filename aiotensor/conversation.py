@@ -92,7 +92,6 @@ class Conversation:
         self.link = link
         self.is_connected = False
         self.is_admitted = False  # and the receiver has said so
-        self.refusal: RefusedError | None = None  # of the last receiver, until one admits this sender
         self.failure: AioTensorError | None = None  # why no receiver is looked for, until somebody asks again
         self.receiver_pid: int | None = None
         self.receiver_id: str | None = None
@@ -101,6 +100,8 @@ class Conversation:
         self._max_messages = max_messages
         self._max_bytes = max_bytes
         self._events = events
+        self._refusal: RefusedError | None = None  # of a receiver that may still be there
+        self._needs_admission = False  # it was refused, and not admitted since
         self._announced: dict[int, Message] = {}
         self._admissions = Waiters()
         self._is_ending = False
@@ -143,7 +144,7 @@ class Conversation:
         """
         if self.link.comes_back and not self.is_connected:
             self.failure = None  # of an earlier attempt
-            self.link.look_again()
+            self._look_again()
         while not self.is_admitted:
             if self._is_ending:
                 raise ClosedError("this TensorSender was closed")
@@ -158,13 +159,14 @@ class Conversation:
         After a refusal it cannot before a receiver has admitted this sender: it would be lost with the next
         refusal, unnoticed, since its call had returned.
         """
-        return self.link.is_ready and self.refusal is None
+        return self.link.is_ready and not self._needs_admission
 
     async def room(self) -> None:
         """Wait until `has_room` may have changed, or `wake` is called."""
-        if self.refusal is not None and self.is_connected:
+        if self._needs_admission and self.is_connected:
             await self._admissions.wait()
         else:
+            self._look_again()
             await self.link.ready()
 
     def wake(self) -> None:
@@ -173,9 +175,9 @@ class Conversation:
         self._admissions.wake()
 
     def ask_again(self) -> AioTensorError | None:
-        """Connect to a receiver that refused this sender, without waiting; return why it did, if it did."""
-        self.link.look_again()
-        return None if self.refusal is None else again(self.refusal)
+        """Connect to a receiver that refused this sender, without waiting; return why, if it may be there."""
+        self._look_again()
+        return None if self._refusal is None else again(self._refusal)
 
     def close(self) -> None:
         """Close the link."""
@@ -320,7 +322,7 @@ class Conversation:
                 # Not beyond what this side's sockets take, whatever the other one does.
                 self._outbox.max_bytes = min(frame.max_frame_bytes, MAX_RECORD_BYTES)
                 if frame.is_admitted:
-                    self.is_admitted, self.refusal = True, None
+                    self.is_admitted, self._refusal, self._needs_admission = True, None, False
                     self._admissions.wake()
             case Inquire():
                 self._accountant.ask()
@@ -337,6 +339,11 @@ class Conversation:
         if message is None and number >= self._next_number:
             raise ProtocolError(f"it answered message {number}, which was never sent")
         return message
+
+    def _look_again(self) -> None:
+        self.link.look_again()
+        if not self.is_connected and not self.link.is_kept_waiting:
+            self._refusal = None  # that receiver is gone
 
     def _write(self, record: bytes) -> None:
         if not self.is_connected:
@@ -356,8 +363,7 @@ class Conversation:
         """Take no for an answer: nothing connects again until a call asks for it."""
         self.link.drop(retry=False)
         text = f"{self._receiver_name} refused this sender: {reason}"
-        self.refusal = RefusedError(text, pid=self.receiver_pid)
-        self._lose(self.refusal, is_retried=False)
+        self._lose(RefusedError(text, pid=self.receiver_pid), is_retried=False)
 
     @property
     def _receiver_name(self) -> str:
@@ -370,6 +376,8 @@ class Conversation:
         was_connected, self.is_connected = self.is_connected, False
         self.is_admitted = False
         self.failure = None if is_retried else error
+        self._refusal = error if isinstance(error, RefusedError) else None
+        self._needs_admission |= self._refusal is not None
         pid, self.receiver_pid, self.receiver_id = self.receiver_pid, None, None
         self._outbox.clear()
         self._accountant.forget()

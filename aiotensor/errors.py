@@ -68,9 +68,9 @@ class RefusedError(AioTensorError):
     """The other side is there and does not admit this one.
 
     It has reached one of its limits (`max_senders`, `max_mapped_bytes`, `max_unclaimed_messages`,
-    `max_clients`), or the two sides speak different versions of the protocol. The text names the limit or the
-    versions. Nothing is retried in the background, since waiting does not help: change the limit or the
-    version. The next call asks again.
+    `max_clients`, or `ulimit -v` of its process), or the two sides speak different versions of the protocol.
+    The text names the limit or the versions. Nothing is retried in the background, since waiting does not
+    help: change the limit or the version. The next call asks again.
 
     Attributes:
         pid: the process id of the other side, or None if it is unknown.

@@ -328,6 +328,8 @@ class Incoming:
         descriptor = descriptors.pop(0)
         try:
             self.mappings.attach(peer.segments, frame.segment, frame.nbytes, descriptor)
+        except RefusedError as error:
+            self._refuse(peer, str(error), is_refusal=True)
         except OSError as error:
             self._refuse(peer, f"its memory cannot be mapped here: {error}")
         finally:
@@ -374,7 +376,8 @@ class Incoming:
             extra={"event": "sender_refused", "sender_id": sender, "peer_pid": pid, "reason": reason},
         )
         peer.link.write(encode(Bye(reason, is_refusal=is_refusal)))
-        self._lose(peer, PeerLostError(reason), was_refused=True)
+        error = RefusedError(reason) if is_refusal else PeerLostError(reason)
+        self._lose(peer, error, was_refused=True)
         peer.link.close()
 
     def _lose(self, peer: _Peer, error: AioTensorError, *, was_refused: bool = False) -> None:

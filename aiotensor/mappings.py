@@ -6,14 +6,16 @@ uses, everything that no tensor lies in is returned to the system.
 """
 
 import asyncio
+import errno
 import mmap
+import resource
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
 
 from aiotensor import placements
-from aiotensor.errors import ProtocolError
+from aiotensor.errors import ProtocolError, RefusedError
 from aiotensor.home import FreedItems
 from aiotensor.links.base import ReceiverLink
 from aiotensor.placements import MappedSegment, Opened, Watch
@@ -140,9 +142,20 @@ class Mappings:
 
         Raises:
             ProtocolError: it is not what the sender says, or not sealed.
-            OSError: it cannot be mapped here.
+            RefusedError: this process has a limit on its addresses, and too few are left.
+            OSError: it cannot be mapped here for another reason.
         """
-        mapped = segments.mapped[number] = placements.open_segment(descriptor, nbytes)
+        try:
+            mapped = segments.mapped[number] = placements.open_segment(descriptor, nbytes)
+        except OSError as error:
+            addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+            if error.errno != errno.ENOMEM or addresses == resource.RLIM_INFINITY:
+                raise
+            raise RefusedError(
+                f"its segment has {nbytes} bytes of addresses, and too few are left of the {addresses} that "
+                "the receiver may have (RLIMIT_AS): raise `ulimit -v` of the receiver, lower arena_bytes, or "
+                "set `ulimit -v` for the sender too, whose segment is then only as large as its arena"
+            ) from error
         segment = segments.attached[number] = _Segment(mapped, segments)
         segments.held.add(segment)
 

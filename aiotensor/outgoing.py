@@ -121,9 +121,13 @@ class Outgoing:
 
     def begin_nowait(self, nbytes: int) -> Message:
         """Give a permit to a new message, or raise `WouldBlockError`."""
-        if not self._link.is_ready or self.conversation.refusal is not None:
-            is_here = self.conversation.is_connected
-            reason = "the receiver is slow to read the link" if is_here else "no receiver is here"
+        if not self.conversation.has_room:
+            if not self.conversation.is_connected:
+                reason = "no receiver is here"
+            elif self._link.is_ready:
+                reason = "the receiver has not answered"
+            else:
+                reason = "the receiver is slow to read the link"
             raise self.conversation.ask_again() or self.ledger.would_block(reason, 1, nbytes)
         permit = self.permits.try_acquire(1)
         if permit is None:
@@ -133,7 +137,7 @@ class Outgoing:
     async def put(self, message: Message, source: Source, plan: Plan, *, last: bool) -> TensorHandle:
         """Take a tensor from its bytes to its announcement."""
         # The link's queue is bounded only by this: nobody adds to it while it is behind.
-        if not self._link.is_ready or self.conversation.refusal is not None:
+        if not self.conversation.has_room:
             await self._room(message)
         self._check_open(message)
         allocation = plan.allocation
@@ -167,7 +171,7 @@ class Outgoing:
         except placements.CopyAbandonedError:
             raise self.why_not(message) from None
         try:
-            if not self._link.is_ready or self.conversation.refusal is not None:
+            if not self.conversation.has_room:
                 await self._room(message)
             self._check_open(message)
             return self._announce(message, source, placements.place_copy(block.place), block, last=last)

@@ -132,7 +132,7 @@ class TensorReceiver(LoopObject):
             RefusedError: its sender was refused, because of a limit or of its version.
             WouldBlockError: it has not arrived within `max_wait_s`; the text says if the sender is known.
             ClosedError: this receiver was closed, perhaps while waiting.
-            OSError: the copy needs a thread, and the machine has none to give; receive it again.
+            OSError: the copy needs memory and a thread, and the machine has none left; receive it again.
         """
         try:
             self._home.check()

@@ -104,12 +104,12 @@ class TensorSender(LoopObject):
         loop = self._home.enter()
         self._freed: FreedItems[int] = FreedItems(loop, self._blocks_freed)
         try:
+            warn_if_too_large(self._id, self._outgoing.max_bytes)
             await self._outgoing.open(self._freed, weakly(self.statistics))
         except BaseException:
             self._home.is_closed = True
             raise
         self._home.settle(self, self._endpoint)
-        warn_if_too_large(self._id, self._outgoing.max_bytes)
         return self
 
     async def __aexit__(

@@ -1,6 +1,7 @@
 """The small values that users hold: handles, deliveries and statistics. No behaviour."""
 
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -8,7 +9,7 @@ import msgspec
 
 if TYPE_CHECKING:  # these records hold tensors and make none: the pure modules import this one
     import torch
-    from pydantic_core import CoreSchema
+    from pydantic_core import CoreSchema, SchemaSerializer
 
 __all__ = [
     "MAX_BOUNDS",
@@ -34,7 +35,7 @@ class TensorHandle(msgspec.Struct, frozen=True):
     any channel that you already have. It may reach the receiver before its tensor does.
 
     It can be a field of a pydantic model, and the response or the body (``Annotated[TensorHandle, Body()]``)
-    of a FastAPI endpoint. ``dict(handle)`` gives its fields.
+    of a FastAPI endpoint. pydantic also writes it in fields of type `Any`. ``dict(handle)`` gives its fields.
 
     Attributes:
         sender: the sender's id, unique for each opened sender.
@@ -92,6 +93,21 @@ class TensorHandle(msgspec.Struct, frozen=True):
             serialization=core_schema.plain_serializer_function_ser_schema(dict, return_schema=fields),
             ref=f"{cls.__module__}.{cls.__qualname__}:{id(cls)}",  # one schema, which others refer to by name
         )
+
+    @property
+    def __pydantic_serializer__(self) -> "SchemaSerializer":
+        """What pydantic writes a handle with where no type announces it, as in a field of type `Any`."""
+        try:
+            return _serializer()
+        except ImportError as error:  # for those who look at all attributes
+            raise AttributeError("pydantic is not installed") from error
+
+
+@cache
+def _serializer() -> "SchemaSerializer":
+    from pydantic_core import SchemaSerializer
+
+    return SchemaSerializer(TensorHandle.__get_pydantic_core_schema__(TensorHandle, None))
 
 
 class Delivery(msgspec.Struct, frozen=True):

@@ -1,6 +1,7 @@
 """The memory limit of a container, in trees of real files, and what a sender says about it."""
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ def tree(root: Path, mountinfo: str, group: str, files: dict[str, str]) -> Path:
     """Make a root with what the kernel shows of control groups."""
     process = root / "proc/self"
     process.mkdir(parents=True)
-    (process / "mountinfo").write_text(mountinfo)
-    (process / "cgroup").write_text(group)
+    (process / "mountinfo").write_bytes(os.fsencode(mountinfo))
+    (process / "cgroup").write_bytes(os.fsencode(group))
     for name, text in files.items():
         file = root / "sys/fs/cgroup" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -67,6 +68,62 @@ def test_the_limit_of_a_v1_group_is_found_with_what_is_used(tmp_path: Path) -> N
     )
     file = "/sys/fs/cgroup/memory/pod/worker/memory.limit_in_bytes"
     assert [*memory_limits(root)] == [MemoryLimit(GIB, 200 * MIB, file)]
+
+
+# Of a group or a mount: bytes that are not UTF-8, and what Python takes for a blank or the end of a line.
+NAMES = {"latin-1": os.fsdecode(b"caf\xe9"), "blanks": "a\x85b\u2028c\x0cd\re\xa0f"}
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+def test_the_limit_of_a_group_is_found_whatever_the_bytes_of_its_name(tmp_path: Path, name: str) -> None:
+    mountinfo = f"31 22 0:26 /{name} /sys/fs/cgroup/{name} rw - cgroup2 cgroup2 rw\n"
+    group = f"1:name={name}:/\nno group\n0::/{name}/{name}\n"
+    root = tree(tmp_path, mountinfo, group, {f"{name}/{name}/memory.max": f"{GIB}\n"})
+    [limit] = memory_limits(root)
+    assert limit.nbytes == GIB
+    limit.file.encode()  # it can be written to a log
+
+
+def test_blanks_that_mountinfo_escapes_are_part_of_a_path(tmp_path: Path) -> None:
+    mountinfo = "31 22 0:26 / /sys/fs/cgroup/a\\040b\\011c\\134d rw - cgroup2 cgroup2 rw\n"
+    root = tree(tmp_path, mountinfo, "0::/\n", {"a b\tc\\d/memory.max": f"{GIB}\n"})
+    assert [*memory_limits(root)] == [MemoryLimit(GIB, 0, "/sys/fs/cgroup/a b\tc\\d/memory.max")]
+
+
+ODD = {
+    "nothing": ("", ""),
+    "no fields": ("31\n\n - \n31 22 0:26 / /mnt rw - cgroup2\n", "0\n::\n"),
+    "no group": ("31 22 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw", "worker"),
+    "no such path": ("31 22 0:26 / /sys\\000 rw - cgroup2 cgroup2 rw", "0::/\0"),
+    "another mount": (os.fsdecode(b"31 22 0:26 / /media/caf\xe9 rw - ext4 /dev/sdb1 rw"), "0::/"),
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+async def test_a_sender_opens_whatever_the_kernel_says_of_mounts_and_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, odd: tuple[str, str]
+) -> None:
+    monkeypatch.setattr(cgroups, "ROOT", tree(tmp_path, *odd, {"memory.max": "²\n"}))
+    async with TensorSender(address):
+        pass
+
+
+async def test_a_sender_whose_warning_raises_is_not_left_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    def refuse(record: logging.LogRecord) -> bool:
+        raise ValueError(record.msg)
+
+    monkeypatch.setattr(cgroups, "ROOT", v2(tmp_path, {"memory.max": "1\n"}))
+    logger = logging.getLogger("aiotensor.sender")
+    logger.addFilter(refuse)
+    try:
+        sender = TensorSender(address)
+        with pytest.raises(ValueError, match="does not fit"):
+            await sender.__aenter__()
+        assert "closed" in repr(sender)
+    finally:
+        logger.removeFilter(refuse)
 
 
 def test_an_arena_that_fits_is_not_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

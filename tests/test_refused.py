@@ -4,6 +4,9 @@ import asyncio
 import copy
 import os
 import pickle
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -15,9 +18,20 @@ from aiotensor import (
     TensorQueue,
     TensorReceiver,
     TensorSender,
+    WouldBlockError,
 )
 from aiotensor.links import Endpoint
-from aiotensor.protocol.frames import VERSION, Attach, Bye, Welcome
+from aiotensor.protocol.frames import (
+    MAX_RECORD_BYTES,
+    VERSION,
+    Attach,
+    Bye,
+    Hello,
+    Put,
+    ToReceiver,
+    Welcome,
+    decode_to_receiver,
+)
 from tests.frames import put
 from tests.fuzz.listening import waiting_at
 from tests.looking import RogueReceiver
@@ -94,6 +108,76 @@ async def test_waits_for_the_tensors_of_a_sender_of_another_version_end_with_the
             assert receiver.statistics().senders_refused == 1
             assert receiver.statistics().senders_lost == 0
             await receiver.receive(await honest.send(pattern(0, 3)))
+
+
+async def test_send_nowait_raises_a_refusal_only_while_that_receiver_may_be_there(address: str) -> None:
+    async with TensorSender(address) as first, TensorSender(address) as second:
+        async with TensorReceiver(address, max_senders=1):
+            await first.ready()
+            with pytest.raises(RefusedError):
+                await second.ready()
+            with pytest.raises(RefusedError, match="max_senders=1"):
+                second.send_nowait(pattern(0, 3))  # it asks again, and the answer has not come
+            with pytest.raises(RefusedError, match="max_senders=1"):
+                second.send_nowait(pattern(0, 3))
+        await until(lambda: second.statistics().receivers_lost == 2)
+        with pytest.raises(WouldBlockError, match="no receiver is here"):
+            second.send_nowait(pattern(0, 3))
+        async with TensorReceiver(address) as receiver:
+            await second.ready()
+            handle = second.send_nowait(pattern(0, 3))
+            assert (await receiver.receive(handle)).tolist() == pattern(0, 3).tolist()
+
+
+@pytest.mark.parametrize("asks", ["send", "send_nowait"])
+async def test_after_a_refusal_nothing_is_announced_before_the_next_receiver_has_admitted_the_sender(
+    address: str, asks: str
+) -> None:
+    async with TensorSender(address) as sender:
+        await _refuse(sender, address)
+        waiting = asyncio.create_task(_send_on(sender))
+        if asks == "send":
+            await until(lambda: sender.statistics().in_flight == 1)
+        else:
+            waiting.cancel()
+            with pytest.raises(WouldBlockError, match="no receiver is here"):
+                sender.send_nowait(pattern(0, 3))
+        with waiting_at(address) as listener:
+            async with _accepted(listener) as (sock, receiver):
+                [hello] = await _read(sock)
+                assert isinstance(hello, Hello)
+                with pytest.raises(WouldBlockError, match="the receiver has not answered"):
+                    sender.send_nowait(pattern(0, 3))
+                waiting.cancel()
+                await receiver.say(Welcome(VERSION, 7, is_admitted=True))
+                await sender.ready()
+                handle = sender.send_nowait(pattern(0, 3))
+                [first, *_] = await _read(sock)
+                assert isinstance(first, Put)
+                assert first.message == handle.message == 0
+
+
+async def _refuse(sender: TensorSender, address: str) -> None:
+    """Refuse a sender, and be gone."""
+    with waiting_at(address) as listener:
+        ready = asyncio.create_task(sender.ready())
+        async with _accepted(listener) as (_, receiver):
+            await receiver.say(Welcome(VERSION, 7), Bye("max_senders=1", is_refusal=True))
+            with pytest.raises(RefusedError):
+                await ready
+
+
+@asynccontextmanager
+async def _accepted(listener: socket.socket) -> AsyncIterator[tuple[socket.socket, RogueReceiver]]:
+    sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+    with sock:
+        sock.setblocking(False)
+        yield sock, RogueReceiver(sock)
+
+
+async def _read(sock: socket.socket) -> list[ToReceiver]:
+    record = await asyncio.get_running_loop().sock_recv(sock, MAX_RECORD_BYTES)
+    return list(decode_to_receiver(record))
 
 
 async def test_a_receiver_of_another_version_refuses_every_wait_of_the_sender(address: str) -> None:

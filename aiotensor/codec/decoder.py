@@ -112,6 +112,7 @@ class TensorDecoder(Generic[T]):
             ProtocolError: the body cannot be read or is not of this type, a tensor is not as it has to be, or
                 there is a buffer too few or too many, perhaps of a tensor in a field that the type here
                 lacks. The text says where in the message.
+            OSError: no memory is left for a copy.
         """
         if not parts:
             raise ProtocolError("the peer sent a message of no parts")

@@ -59,6 +59,7 @@ class SourceEncoder:
             OverflowError: a whole number in it has more than 64 bits.
             RecursionError: it is nested too deep.
             UnicodeEncodeError: a text in it has a lone surrogate.
+            OSError: no memory is left for a copy.
         """
         buffers: Buffers = []
 

@@ -18,12 +18,11 @@ import torch
 from aiotensor.errors import ProtocolError
 from aiotensor.placements.segments import Segment, whole_pages
 from aiotensor.placements.views import View, view_over
+from aiotensor.protocol.blocks import ADDRESSES_PER_BYTE
 from aiotensor.protocol.pages import Range
 
 __all__ = ["Arena", "Place", "read_where", "segment_bytes"]
 
-# The addresses of a segment, for each byte that an arena may hold.
-_ADDRESSES = 4
 _MAX_ADDRESSES = 1 << 44  # of 2**47 that a process has
 
 _WHERE = struct.Struct("<QQ")  # segment, offset
@@ -153,7 +152,7 @@ def _address_bytes(arena_bytes: int) -> int:
 
 def segment_bytes(arena_bytes: int) -> int:
     """Return the most bytes of addresses that the segment of an arena has."""
-    return _ADDRESSES * whole_pages(arena_bytes)
+    return ADDRESSES_PER_BYTE * whole_pages(arena_bytes)
 
 
 def read_where(payload: bytes) -> tuple[int, int]:

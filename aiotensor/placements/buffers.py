@@ -5,7 +5,7 @@ import torch
 
 from aiotensor.placements.gathering import gathered
 from aiotensor.placements.inline import check_size
-from aiotensor.placements.raw import RawBytes, flat_bytes, new_tensor
+from aiotensor.placements.raw import RawBytes, flat_bytes, new_bytes, new_tensor
 from aiotensor.placements.source import Source, is_flat
 from aiotensor.placements.views import view_over
 
@@ -28,11 +28,14 @@ def open_buffer(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) 
 
     Raises:
         ProtocolError: the bytes are not as many as dtype and shape need, or there can be no such shape.
+        OSError: no memory is left for a copy.
     """
     needed = check_size(buffer.nbytes, dtype, shape)
     if not needed:
         return new_tensor(shape, dtype)
     flat = np.frombuffer(buffer, np.uint8)
     if buffer.readonly or flat.__array_interface__["data"][0] % dtype.itemsize:
-        flat = flat.copy()
+        copy = new_bytes(needed)
+        np.copyto(copy, flat)
+        flat = copy
     return view_over(flat.data, 0, dtype, shape, needed).tensor

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from numpy.lib.stride_tricks import as_strided
 
-from aiotensor.placements.raw import RawBytes
+from aiotensor.placements.raw import RawBytes, new_bytes
 from aiotensor.placements.source import Sendable, Source, as_source
 from aiotensor.placements.views import view_over
 
@@ -133,8 +133,12 @@ def gather(source: Source, target: RawBytes) -> None:
 
 
 def gathered(source: Source) -> RawBytes:
-    """Return the bytes of a source in row-major order, in memory of their own."""
-    target: RawBytes = np.empty(source.nbytes, np.uint8)
+    """Return the bytes of a source in row-major order, in memory of their own.
+
+    Raises:
+        OSError: no memory is left.
+    """
+    target = new_bytes(source.nbytes)
     gather(source, target)
     return target
 

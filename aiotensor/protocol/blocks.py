@@ -17,9 +17,10 @@ memory grows with their number.
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-__all__ = ["ALIGNMENT", "LARGE_BYTES", "Blocks"]
+__all__ = ["ADDRESSES_PER_BYTE", "ALIGNMENT", "LARGE_BYTES", "Blocks"]
 
 ALIGNMENT = 64  # bytes: a cache line, and what the widest vector loads ask for; a power of two
+ADDRESSES_PER_BYTE = 4  # of a segment, for each byte of memory that it may have
 LARGE_BYTES = 1 << 20  # from here on a block is cut from the low end of its run
 
 

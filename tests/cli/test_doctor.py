@@ -143,6 +143,8 @@ def test_it_needs_nothing_of_the_library(tmp_path: Path) -> None:
         "aiotensor.cli",
         "aiotensor.cli.extras",
         "aiotensor.logs",
+        "aiotensor.protocol",
+        "aiotensor.protocol.blocks",
     }
 
 

@@ -150,11 +150,12 @@ def test_a_machine_that_does_not_say_what_is_available_is_a_note(tmp_path: Path)
     ("address_space", "file_size", "found"),
     [
         (RLIM_INFINITY, RLIM_INFINITY, None),
-        (3 * GIB, GIB, None),
-        (3 * GIB - 1, GIB, "room for 1024.0 MiB (ulimit -v), too"),
-        (GIB, RLIM_INFINITY, "room for 0 bytes (ulimit -v), too"),
-        (RLIM_INFINITY, GIB - 1, "files of at most 1024.0 MiB (ulimit -f), too"),
-        (GIB, 0, "(ulimit -v) and files of at most 0 bytes (ulimit -f), too"),
+        (6 * GIB, GIB, None),
+        (6 * GIB - 1, GIB, "room for 4.0 GiB (ulimit -v), where a receiver needs 4.0 GiB for each sender"),
+        (3 * GIB, GIB, "room for 1.0 GiB (ulimit -v), where a receiver needs 4.0 GiB for each sender: too"),
+        (GIB, RLIM_INFINITY, "room for 0 bytes (ulimit -v), where"),
+        (RLIM_INFINITY, GIB - 1, "files of at most 1024.0 MiB (ulimit -f): too"),
+        (GIB, 0, "for each sender; files of at most 0 bytes (ulimit -f): too"),
     ],
 )
 def test_limits_of_the_process_are_compared_with_the_arena(

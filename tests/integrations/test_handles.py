@@ -3,6 +3,8 @@
 import copy
 import json
 import pickle
+import subprocess
+import sys
 from typing import Annotated, Any
 
 import msgspec
@@ -46,6 +48,31 @@ def test_a_model_with_handles_goes_through_json_and_comes_back() -> None:
     assert Job.model_validate(json.loads(JOB.model_dump_json())) == JOB
     assert pickle.loads(pickle.dumps(JOB)) == copy.deepcopy(JOB) == JOB
     assert Job.model_validate({"name": "", "handle": HANDLE, "maybe": FIELDS}).maybe == HANDLE
+
+
+class Anything(BaseModel):
+    value: Any
+    others: dict[str, object] = {}
+
+
+def test_a_handle_in_a_field_of_any_type_is_written_as_in_one_of_its_own() -> None:
+    model = Anything(value=HANDLE, others={"one": [HANDLE]})
+    written = {"value": {**FIELDS, "shape": [2, 0, 3]}, "others": {"one": [{**FIELDS, "shape": [2, 0, 3]}]}}
+    assert json.loads(model.model_dump_json()) == model.model_dump(mode="json") == written
+    assert model.model_dump() == {"value": FIELDS, "others": {"one": [FIELDS]}}
+    assert json.loads(TypeAdapter(dict[str, Any]).dump_json({"one": HANDLE})) == {"one": written["value"]}
+
+
+def test_a_handle_has_no_serializer_where_pydantic_is_not_installed() -> None:
+    code = """
+import inspect, sys
+sys.modules["pydantic_core"] = None
+from aiotensor import TensorHandle
+handle = TensorHandle("", 0, 0, "int8", (), "cpu")
+assert not hasattr(handle, "__pydantic_serializer__")
+assert dict(inspect.getmembers(handle))["device"] == "cpu"
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
 def test_pydantic_and_msgspec_write_the_same_json() -> None:
@@ -135,6 +162,18 @@ async def test_an_endpoint_takes_and_returns_handles() -> None:
         async def untyped(handle: Annotated[TensorHandle, Body()]):  # type: ignore[no-untyped-def]
             return {"handle": handle, "sum": int((await here.receive(handle)).sum())}
 
+        @app.post("/any")
+        async def anything(handle: Annotated[TensorHandle, Body()]) -> dict[str, Any]:
+            return {"handle": handle}
+
+        @app.post("/any-model")
+        async def model(handle: Annotated[TensorHandle, Body()]) -> Anything:
+            return Anything(value=handle)
+
+        @app.post("/any-untyped-model")
+        async def untyped_model(handle: Annotated[TensorHandle, Body()]):  # type: ignore[no-untyped-def]
+            return Anything(value=handle)
+
         @app.post("/sum")
         async def total(job: Job) -> int:
             return int((await here.receive(job.handle)).sum())
@@ -143,6 +182,9 @@ async def test_an_endpoint_takes_and_returns_handles() -> None:
             handle = (await client.post("/sent")).json()
             answer = (await client.post("/untyped", json=handle)).json()
             assert answer == {"handle": handle, "sum": int(pattern(3, BIG).sum())}
+            assert (await client.post("/any", json=handle)).json() == {"handle": handle}
+            for path in "/any-model", "/any-untyped-model":
+                assert (await client.post(path, json=handle)).json()["value"] == handle
             job = (await client.post("/jobs")).json()
             assert (await client.post("/sum", json=job)).json() == int(pattern(4, BIG).sum())
             wrong = await client.post("/untyped", json={**handle, "message": "0"})

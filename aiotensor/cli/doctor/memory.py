@@ -11,6 +11,7 @@ from resource import RLIM_INFINITY
 
 from aiotensor.cgroups import memory_limits
 from aiotensor.cli.doctor.finding import Finding, Status, in_words
+from aiotensor.protocol.blocks import ADDRESSES_PER_BYTE
 
 __all__ = [
     "available_memory",
@@ -83,9 +84,13 @@ def process_limits(arena_bytes: int, address_space: int, mapped: int, file_size:
         file_size: RLIMIT_FSIZE in bytes, or RLIM_INFINITY; a memfd is a file.
     """
     short = []
-    if address_space != RLIM_INFINITY and address_space - mapped < arena_bytes:
+    addresses = ADDRESSES_PER_BYTE * arena_bytes
+    if address_space != RLIM_INFINITY and address_space - mapped < addresses:
         room = in_words(max(address_space - mapped, 0))
-        short.append(f"an address space of {in_words(address_space)} with room for {room} (ulimit -v)")
+        short.append(
+            f"an address space of {in_words(address_space)} with room for {room} (ulimit -v), where a "
+            f"receiver needs {in_words(addresses)} for each sender"
+        )
     if file_size != RLIM_INFINITY and file_size < arena_bytes:
         short.append(f"files of at most {in_words(file_size)} (ulimit -f)")
     if not short:
@@ -93,8 +98,10 @@ def process_limits(arena_bytes: int, address_space: int, mapped: int, file_size:
     return Finding(
         "process limits",
         Status.NOTE,
-        f"{' and '.join(short)}, too little for an arena of {in_words(arena_bytes)}",
-        "Raise the limit in the shell or unit that starts the process, or give senders a smaller arena_bytes",
+        f"{'; '.join(short)}: too little for an arena of {in_words(arena_bytes)}",
+        "Raise the limit in the shell or unit that starts the process, or give senders a smaller "
+        "arena_bytes; a sender that has such a limit itself needs only as many addresses as its arena has "
+        "bytes",
     )
 
 
