@@ -125,7 +125,8 @@ def _look_into(value: Any) -> _Found | None:
     elif hasattr(value, "__attrs_attrs__"):
         found = _fields(value, [attribute.name for attribute in value.__attrs_attrs__])
     elif isinstance(value, SupportsDLPack):
-        found = _Found(_TENSOR_BYTES)
+        # Only `__dlpack__` tells its size and strides, and that may take long itself.
+        found = _Found(_TENSOR_BYTES, to_gather=placements.QUICK_BYTES + 1)
     return found
 
 
