@@ -10,7 +10,6 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from aiotensor.channel.options import Address
 from aiotensor.channel.sockets import LoopSocket, SocketEvents, begin, check_descriptors, end
-from aiotensor.descriptors import close_after_fork
 from aiotensor.errors import UsageError
 from aiotensor.links.socket_file import SocketFile
 
@@ -104,6 +103,5 @@ class Endpoint:
         """Listen as `UnixListener` does, and hand ZeroMQ the socket, which would replace a living one."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self._file = SocketFile(path, sock)
-        close_after_fork(sock)
         await self._file.take()
         self._listener = sock
