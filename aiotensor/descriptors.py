@@ -1,5 +1,6 @@
 """File descriptors of this process, none of which a forked child keeps."""
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterable
@@ -26,7 +27,8 @@ def close_after_fork(one: SupportsClose) -> None:
 
 def _close_in_child() -> None:
     for one in list(_ours):
-        one.close()
+        with contextlib.suppress(OSError):  # another hook of the application may have closed it already
+            one.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -56,6 +58,7 @@ class Descriptor:
 
 
 def close_all(descriptors: Iterable[int]) -> None:
-    """Close descriptors that nothing needs any more."""
-    for descriptor in descriptors:
-        os.close(descriptor)
+    """Close descriptors that nothing needs any more; all of them, also if closing one fails."""
+    with contextlib.ExitStack() as closing:
+        for descriptor in descriptors:
+            closing.callback(os.close, descriptor)

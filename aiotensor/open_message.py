@@ -82,7 +82,8 @@ class OpenMessage:
             TypeError: the dtype is no torch dtype.
             UnsupportedTensorError: a tensor of this dtype cannot be sent.
             ValueError: a size is negative.
-            TooLargeError: it would be larger than `arena_bytes`.
+            TooLargeError: it would be larger than `arena_bytes`; or it is empty, and its other sizes are more
+                than can be addressed.
             WouldBlockError: all of `arena_bytes` is held by messages that wait for more of it, so that
                 waiting would never end; or it waited for longer than `max_wait_s`.
             PeerLostError: the receiver died or closed.

@@ -3,6 +3,7 @@
 import math
 import operator
 import secrets
+import sys
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -239,7 +240,8 @@ class TensorSender(LoopObject):
             TypeError: the dtype is no torch dtype.
             UnsupportedTensorError: a tensor of this dtype cannot be sent.
             ValueError: a size is negative.
-            TooLargeError: it would be larger than `arena_bytes`.
+            TooLargeError: it would be larger than `arena_bytes`; or it is empty, and its other sizes are more
+                than can be addressed.
             WouldBlockError: it waited for longer than `max_wait_s`; or this task is in the block of a
                 message, and all of `arena_bytes` is held by messages that wait for more of it.
             PeerLostError: the receiver died or closed.
@@ -344,6 +346,7 @@ class TensorSender(LoopObject):
         nbytes = math.prod(sizes) * dtype.itemsize
         self._check_fits(nbytes)
         if nbytes == 0:
+            _check_addressable(sizes, dtype.itemsize)
             return placements.new_tensor(sizes, dtype)
         return await self._outgoing.allocate(nbytes, dtype, sizes, message)
 
@@ -384,6 +387,15 @@ class TensorSender(LoopObject):
                 limit=limit,
                 requested=nbytes,
             )
+
+
+def _check_addressable(sizes: tuple[int, ...], itemsize: int) -> None:
+    if not placements.is_addressable(sizes, itemsize):
+        raise TooLargeError(
+            f"an empty tensor of shape {sizes} has strides that cannot be computed: choose smaller sizes",
+            limit=sys.maxsize,
+            requested=math.prod(size for size in sizes if size) * itemsize,
+        )
 
 
 def _positive(name: str, value: int) -> int:

@@ -14,6 +14,7 @@ from aiotensor import (
     DiscardedError,
     TensorReceiver,
     TensorSender,
+    TooLargeError,
     UnsupportedTensorError,
     WouldBlockError,
 )
@@ -83,6 +84,20 @@ async def test_allocated_tensors_may_be_empty_small_or_dropped_unsent() -> None:
         await sender.allocate((BIG,), torch.int64)
         del small, received
         await settled(sender)
+
+
+@pytest.mark.parametrize("shape", [(0, 2**62, 2**62), (0, 2**63), (2**63, 0), (2**62, 4), (2**63,)], ids=str)
+async def test_sizes_beyond_what_can_be_addressed_are_too_large_also_if_the_tensor_is_empty(
+    shape: tuple[int, ...],
+) -> None:
+    async with pair() as (sender, _):
+        async with sender.message() as message:
+            for allocate in (sender.allocate, message.allocate):
+                with pytest.raises(TooLargeError) as caught:
+                    await allocate(shape, torch.uint8)
+                assert caught.value.requested > caught.value.limit > 0
+        assert (await sender.allocate((0, 2**63 - 1), torch.uint8)).shape == (0, 2**63 - 1)
+        assert sender.statistics().bytes_in_use == 0
 
 
 async def test_an_allocated_tensor_and_a_send_that_wait_for_each_other_are_told_so() -> None:

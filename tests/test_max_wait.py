@@ -3,17 +3,20 @@
 import asyncio
 import gc
 import time
+from typing import Any
 
 import pytest
 import torch
 
 from aiotensor import PeerLostError, TensorReceiver, TensorSender, WouldBlockError
+from aiotensor.gates import Gate
 from tests.cancellation.situations import clog, unread
 from tests.pairs import BIG, endpoint, pattern, settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
 SHORT_S = 0.02
+LONG_S = 3600.0
 
 
 async def test_a_wait_for_a_permit_ends_with_who_has_how_many() -> None:
@@ -62,17 +65,25 @@ async def test_a_wait_for_memory_ends_and_leaves_its_message_as_it_was() -> None
             await settled(sender)
 
 
+def _let_the_first_be_overdue(gate: Gate[Any]) -> None:
+    """Let the longest wait have begun earlier: a machine that stands still may not let the others join it."""
+    first = next(iter(gate._waits))
+    first.since -= LONG_S
+    gate._watch([first])
+
+
 async def test_a_big_one_that_has_waited_for_too_long_lets_the_small_ones_behind_it_through() -> None:
     with endpoint() as place:
         async with (
             TensorReceiver(place) as receiver,
-            TensorSender(place, arena_bytes=BIG * 8, max_wait_s=1) as sender,
+            TensorSender(place, arena_bytes=BIG * 8, long_wait_s=None, max_wait_s=LONG_S) as sender,
         ):
             held = await receiver.receive(await sender.send(pattern(1, BIG // 2)))
             big = asyncio.create_task(sender.send(pattern(2, BIG)))
-            await until(lambda: sender.statistics().longest_wait_s > 0.5)
+            await until(lambda: sender.statistics().waiting == 1)
             small = asyncio.create_task(sender.send(pattern(3, BIG // 4)))
             await until(lambda: sender.statistics().waiting == 2)
+            _let_the_first_be_overdue(sender._outgoing.memory.gate)
             with pytest.raises(WouldBlockError):
                 await big
             assert torch.equal(await receiver.receive(await small), pattern(3, BIG // 4))
@@ -83,9 +94,11 @@ async def test_waiters_that_come_one_after_the_other_are_overdue_one_after_the_o
     with endpoint() as place:
         async with TensorReceiver(place) as receiver, TensorSender(place, 1, max_wait_s=0.1) as sender:
             handle = await sender.send(pattern(0, 5))
+            begun: list[int] = []
             ended: list[int] = []
 
             async def wait(number: int) -> None:
+                begun.append(number)
                 with pytest.raises(WouldBlockError):
                     await sender.send(pattern(number, 5))
                 ended.append(number)
@@ -93,7 +106,7 @@ async def test_waiters_that_come_one_after_the_other_are_overdue_one_after_the_o
             async with asyncio.TaskGroup() as group:
                 for number in range(1, 6):
                     group.create_task(wait(number))
-                    await until(lambda number=number: sender.statistics().waiting == number)  # type: ignore[misc]
+                    await until(lambda number=number: number in begun)  # type: ignore[misc]
             assert ended == [1, 2, 3, 4, 5]
             await receiver.receive(handle)
 

@@ -78,13 +78,17 @@ async def test_a_tensor_that_arrives_in_the_turn_in_which_the_time_is_up_is_rece
         async with TensorReceiver(here, max_wait_s=SHORT_S) as receiver, TensorSender(here) as sender:
             await sender.ready()
             coming = TensorHandle(sender.id, 0, 0, "int64", (3,), "cpu")
-            waiting = asyncio.create_task(receiver.receive(coming))
-            await until(lambda: receiver.statistics().waiting == 1)
             loop = asyncio.get_running_loop()
-            over = loop.time() + SHORT_S
-            await sender.send(pattern(0, 3))  # it is on the socket, and nobody has read it
-            while loop.time() < over + SHORT_S:
-                pass  # the loop finds the record and the end of the time at once
+
+            def send_and_hold_up() -> None:
+                assert receiver.statistics().waiting == 1
+                over = loop.time() + SHORT_S
+                sender.send_nowait(pattern(0, 3))  # it is on the socket, and nobody has read it
+                while loop.time() < over + SHORT_S:
+                    pass  # the loop finds the record and the end of the time at once
+
+            waiting = asyncio.create_task(receiver.receive(coming))
+            loop.call_soon(send_and_hold_up)  # in the turn in which the wait begins: it is not over then
             assert torch.equal(await waiting, pattern(0, 3))
 
 

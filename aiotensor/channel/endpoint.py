@@ -11,7 +11,6 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from aiotensor.channel.context import Context, begin, check_descriptors, end
 from aiotensor.channel.options import Address
 from aiotensor.channel.sockets import LoopSocket, SocketEvents
-from aiotensor.descriptors import close_after_fork
 from aiotensor.errors import UsageError
 from aiotensor.links.socket_file import SocketFile
 
@@ -105,6 +104,5 @@ class Endpoint:
         """Listen as `UnixListener` does, and hand ZeroMQ the socket, which would replace a living one."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self._file = SocketFile(path, sock)
-        close_after_fork(sock)
         await self._file.take()
         self._listener = sock

@@ -59,7 +59,7 @@ def takes_long(message: object, *, has_sender: bool) -> bool:
             left -= len(value)
         elif kind == _TENSOR:
             left -= _TENSOR_BYTES
-            if not (has_sender or (value.is_contiguous() and not value.is_conj() and not value.is_neg())):
+            if not (has_sender or _is_flat(value)):
                 to_gather -= value.numel() * value.element_size()
         elif kind == _ITEMS:
             left -= _ITEM_BYTES * len(value)
@@ -84,6 +84,13 @@ def takes_long(message: object, *, has_sender: bool) -> bool:
         if left < 0 or to_gather < 0:
             return True
     return False
+
+
+def _is_flat(tensor: torch.Tensor) -> bool:
+    try:
+        return placements.is_flat(tensor)
+    except RuntimeError:
+        return True  # it has no order of elements, as a sparse tensor: the encoder refuses it at once
 
 
 class _Found(NamedTuple):
@@ -118,7 +125,8 @@ def _look_into(value: Any) -> _Found | None:
     elif hasattr(value, "__attrs_attrs__"):
         found = _fields(value, [attribute.name for attribute in value.__attrs_attrs__])
     elif isinstance(value, SupportsDLPack):
-        found = _Found(_TENSOR_BYTES)
+        # Only `__dlpack__` tells its size and strides, and that may take long itself.
+        found = _Found(_TENSOR_BYTES, to_gather=placements.QUICK_BYTES + 1)
     return found
 
 

@@ -167,6 +167,8 @@ class LoopSocket:
             self._socket.set(zmq.USE_FD, descriptor)
         self._socket.bind(address)  # type: ignore[arg-type]  # which is bytes as well
         self._begin()
+        if _is_readable(self._monitor):
+            self._read_event()  # that it listens: a child forked in this turn closes the listener too
 
     @property
     def address(self) -> str:
@@ -219,20 +221,7 @@ class LoopSocket:
     def look_for_events(self) -> None:
         """Tell of what has become of connections by now."""
         while not self._is_closed and _is_readable(self._monitor):
-            event, value = _EVENT.unpack(self._monitor.recv_multipart(_LAST)[0])
-            if event == zmq.EVENT_LISTENING:
-                self._connections[value] = _InChild(value)
-                self._place = _place_of(value)
-            elif event & (zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED):
-                self._connections[value] = _InChild(value)
-                self._events.connected(value)
-            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._events.handshaken()
-            elif event & (_DENIED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
-                self._events.refused(is_final=bool(event & _DENIED))
-            elif event == zmq.EVENT_DISCONNECTED:
-                self._connections.pop(value, None)
-                self._events.disconnected(value)
+            self._read_event()
 
     def cut(self, descriptor: int) -> None:
         """Break a connection that was made to this socket."""
@@ -261,6 +250,22 @@ class LoopSocket:
         # A descriptor says nothing before it was looked at once.
         self._look_soon()
         self._loop.call_soon(self.look_for_events)
+
+    def _read_event(self) -> None:
+        event, value = _EVENT.unpack(self._monitor.recv_multipart(_LAST)[0])
+        if event == zmq.EVENT_LISTENING:
+            self._connections[value] = _InChild(value)
+            self._place = _place_of(value)
+        elif event & (zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED):
+            self._connections[value] = _InChild(value)
+            self._events.connected(value)
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._events.handshaken()
+        elif event & (_DENIED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
+            self._events.refused(is_final=bool(event & _DENIED))
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._connections.pop(value, None)
+            self._events.disconnected(value)
 
     def _read_one(self) -> None:
         """Read a message, or some of the rest of one that has too many parts."""

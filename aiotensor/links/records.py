@@ -135,9 +135,9 @@ class _Queued:
 
     def close(self) -> None:
         """Close the child's copies."""
-        for _, descriptors in self._outbox:
-            close_all(descriptors)
+        ours = [descriptor for _, descriptors in self._outbox for descriptor in descriptors]
         self._outbox.clear()
+        close_all(ours)
 
 
 class RecordSocket:
@@ -315,7 +315,7 @@ class RecordSocket:
                 on_closed(reason)
 
     def _drop_outbox(self) -> None:
-        for _, descriptors in self._outbox:
-            close_all(descriptors)
+        ours = [descriptor for _, descriptors in self._outbox for descriptor in descriptors]
         self._outbox.clear()
+        close_all(ours)
         self._flushers.wake()

@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 
+from aiotensor.descriptors import Descriptor, close_after_fork
 from aiotensor.errors import UsageError
 from aiotensor.logs import logger_of
 
@@ -41,6 +42,7 @@ class SocketFile:
     """
 
     def __init__(self, path: str, sock: socket.socket) -> None:
+        close_after_fork(sock)
         self._path = path
         self._folder = os.path.dirname(path)
         self._sock = sock
@@ -60,19 +62,19 @@ class SocketFile:
             OSError: the file system is read-only or has no sockets, or no descriptor is left.
         """
         try:
-            folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            folder = Descriptor(os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         except OSError as error:
             raise self._refused(error) from error
         try:
-            await self._lock(folder)
+            await self._lock(folder.number)
             try:
                 self._listen()
             finally:
-                # A child that another thread forks just now has the descriptor too, and closing this one
-                # would leave the folder locked for as long as the child lives.
-                fcntl.flock(folder, fcntl.LOCK_UN)
+                # A child that another thread starts just now has the descriptor until it runs its program,
+                # and closing this one would leave the folder locked until then.
+                fcntl.flock(folder.number, fcntl.LOCK_UN)
         finally:
-            os.close(folder)
+            folder.close()
 
     def leave(self) -> None:
         """Remove the file, if it is still this socket's, and close the socket."""

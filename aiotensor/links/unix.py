@@ -10,7 +10,7 @@ import socket
 from collections.abc import Sequence
 from functools import partial
 
-from aiotensor.descriptors import close_after_fork, close_all
+from aiotensor.descriptors import close_all
 from aiotensor.errors import AccessDeniedError, AioTensorError, PeerLostError, UsageError
 from aiotensor.gates import Waiters
 from aiotensor.links.base import MAX_UNREAD_BYTES, ReceiverEvents, SenderEvents
@@ -278,7 +278,6 @@ class UnixListener:
             file.leave()
             raise
         self._file = file
-        close_after_fork(sock)
         self._sock = sock
         self._events = events
         self._loop.add_reader(sock.fileno(), self._accept)

@@ -20,7 +20,7 @@ from aiotensor.placements.gathering import as_tensor
 from aiotensor.placements.inline import MAX_INLINE_BYTES, bytes_of, open_inline
 from aiotensor.placements.leaves import as_leaf
 from aiotensor.placements.mapped import MappedSegment, open_segment
-from aiotensor.placements.raw import copy_of, new_tensor
+from aiotensor.placements.raw import copy_of, is_addressable, new_tensor
 from aiotensor.placements.segments import Segment, whole_pages
 from aiotensor.placements.source import (
     ArraySource,
@@ -65,6 +65,7 @@ __all__ = [
     "copy_now",
     "copy_of",
     "dtype_from_name",
+    "is_addressable",
     "is_flat",
     "new_tensor",
     "open_buffer",

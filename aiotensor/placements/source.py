@@ -136,13 +136,23 @@ def _refusal(tensor: torch.Tensor) -> str | None:
         return f"a tensor of {tensor.dim()} dimensions cannot travel: reshape it to at most {MAX_DIMENSIONS}"
     if not is_addressable(tensor.shape, tensor.element_size()):
         return f"a tensor of shape {tuple(tensor.shape)} cannot travel: send one of smaller sizes"
-    if not tensor.data_ptr() and tensor.numel():
-        return "a tensor without memory, a zero tensor or one whose storage was freed, has no values to send"
+    if not _has_memory(tensor) and tensor.numel():
+        return (
+            "a tensor without memory, as a zero tensor, one whose storage was freed, or one inside a "
+            "transformation of torch.func, has no values to send"
+        )
     if tensor.requires_grad and not tensor.is_leaf:
         return "a tensor with a gradient history would lose it on the way: send tensor.detach()"
     if hasattr(tensor, "names") and any(tensor.names):  # gone from recent releases
         return "a tensor with named dimensions would lose the names: send tensor.rename(None)"
     return None
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.data_ptr() != 0
+    except RuntimeError:  # as inside a function that `torch.func` transforms
+        return False
 
 
 class _WritableAlias:

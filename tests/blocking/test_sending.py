@@ -11,6 +11,7 @@ from aiotensor import (
     DiscardedError,
     PeerLostError,
     TensorHandle,
+    TooLargeError,
     UnsupportedTensorError,
     UsageError,
     WouldBlockError,
@@ -207,6 +208,10 @@ def test_an_error_of_one_call_leaves_the_sender_as_it_was(engine: Other, endpoin
             sender.send(torch.empty(3, device="meta"))
         with pytest.raises(ValueError, match="not negative"):
             sender.allocate((-1,), torch.int64)
+        with pytest.raises(TooLargeError):
+            sender.allocate((0, 2**63), torch.int64)
+        with sender.message() as message, pytest.raises(TooLargeError):
+            message.allocate((0, 2**62, 2**62), torch.int64)
         with pytest.raises(TypeError):
             sender.send("no tensor")  # type: ignore[arg-type]
         assert settled(sender)

@@ -23,7 +23,7 @@ def test_a_call_that_waits_too_long_gives_everything_back(name: str, timeout: fl
         begun = time.monotonic()
         with pytest.raises(TimeoutError):
             wait.call(timeout=timeout)
-        assert timeout <= time.monotonic() - begun < 10
+        assert time.monotonic() - begun >= timeout
         until(lambda: wait.held() == before)
 
 

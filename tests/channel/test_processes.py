@@ -270,19 +270,20 @@ async def test_a_server_that_does_not_move_is_lost_by_its_heartbeats() -> None:
     with place() as here:
         remote = here._replace(messages="tcp://127.0.0.1:0")
         async with peers.process(here) as server, peers.process(here) as client:
-            address = await server.call(_open_server_at, remote)
+            address = await server.call(_open_at_and_answer_nothing, remote)
             reached = here._replace(messages=address)
             await client.call(peers.open_client, reached, heartbeat_interval_s=0.1, heartbeat_timeout_s=0.4)
-            assert await client.call(peers.ask, 1)
+            await client.call(peers.begin_to_ask, [2], 5)  # whose tensor rides in the message
             await server.stop()
             try:
-                with promptly(1.5):
-                    await client.call(peers.begin_to_ask, [2], 5)  # whose tensor rides in the message
+                with promptly(10):  # without heartbeats nothing would end it
                     [error] = await client.call(peers.outcomes)
                     assert isinstance(error, PeerLostError)
+                    await client.call(_until_lost)
             finally:
                 server.go_on()
-            assert await client.call(peers.ask, 3)
+            await server.call(_begin_to_answer)
+            assert await client.call(_ask_until_answered, 3)
 
 
 async def test_either_side_is_killed_at_any_moment_many_times_and_the_other_goes_on() -> None:
@@ -333,6 +334,19 @@ async def _outcomes_until_lost(state: peers.State) -> list[bool | Exception]:
     return [result for result in results if not isinstance(result, asyncio.CancelledError)]
 
 
-async def _open_server_at(state: peers.State, where: Place) -> str:
-    await peers.open_server(state, where)
+async def _ask_until_answered(state: peers.State, seed: int) -> bool:
+    """Ask a server again that is lost whenever it gets no time for its heartbeats."""
+    while True:
+        try:
+            return await peers.ask(state, seed)
+        except PeerLostError:
+            continue
+
+
+async def _begin_to_answer(state: peers.State) -> None:
+    state.others["serving"] = asyncio.create_task(state.others["server"].serve(answer))
+
+
+async def _open_at_and_answer_nothing(state: peers.State, where: Place) -> str:
+    await peers.open_server(state, where, answers=False)
     return str(state.others["server"].address)

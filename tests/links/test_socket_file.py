@@ -2,8 +2,10 @@
 
 # ruff: noqa: ASYNC240 - the paths of tests are quick
 import asyncio
+import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,8 @@ import pytest
 from aiotensor import TensorReceiver, UsageError
 from aiotensor.channel import MessageServer
 from tests.links.unix_ends import in_child, leave_stale
+from tests.pairs import until
+from tests.test_home import forks, in_a_fork
 
 _NOBODY = 65534
 
@@ -120,3 +124,58 @@ async def test_a_read_only_file_system_is_an_os_error(scheme: str, path: Path) -
     if refusal is None:
         pytest.skip("nothing can be mounted here")
     assert refusal == (errno.EROFS, str(path.parent))
+
+
+def _open_descriptors() -> dict[int, str]:
+    descriptors = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that listed them
+            descriptors[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return descriptors
+
+
+def _left_in_a_fork(ours: dict[int, str]) -> str:
+    """Say which of these descriptors a child has that is forked now."""
+
+    def tell() -> None:
+        raise RuntimeError(sorted(target for one, target in _open_descriptors().items() if one in ours))
+
+    return in_a_fork(tell)
+
+
+@forks
+async def test_a_child_forked_while_the_folder_is_locked_has_neither_the_socket_nor_the_folder(
+    listen: Callable[[Path], Any], path: Path
+) -> None:
+    folder = os.open(path.parent, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    before = _open_descriptors()
+
+    def opened() -> dict[int, str]:
+        return {one: target for one, target in _open_descriptors().items() if one not in before}
+
+    listener = listen(path)
+    opening = asyncio.create_task(listener.__aenter__())
+    try:
+        await until(lambda: str(path.parent) in opened().values())
+        assert any(target.startswith("socket:") for target in opened().values())
+        assert _left_in_a_fork(opened()) == "RuntimeError: []"
+    finally:
+        os.close(folder)
+        await opening
+        await listener.aclose()
+
+
+@forks
+@pytest.mark.parametrize("scheme", [*LISTENERS, "tcp"])
+async def test_a_child_forked_as_soon_as_somebody_listens_does_not_listen(scheme: str, path: Path) -> None:
+    before = _open_descriptors()
+    listener = LISTENERS[scheme](path) if scheme in LISTENERS else MessageServer("tcp://127.0.0.1:0", int)
+    async with listener:
+        sockets = {
+            one: target
+            for one, target in _open_descriptors().items()
+            if one not in before and target.startswith("socket:")
+        }
+        assert sockets
+        assert _left_in_a_fork(sockets) == "RuntimeError: []"

@@ -262,6 +262,16 @@ def test_a_tensor_without_memory_is_refused(count: int) -> None:
     assert as_tensor(torch.zeros(0)).numel() == 0
 
 
+def test_a_tensor_inside_a_function_that_torch_transforms_is_refused() -> None:
+    def refuse(tensor: torch.Tensor) -> torch.Tensor:
+        assert "without memory" in refusal_of(tensor)
+        return tensor.sum()
+
+    torch.vmap(refuse)(torch.zeros(2, 3))
+    torch.func.grad(refuse)(torch.zeros(3))
+    torch.func.functionalize(refuse)(torch.zeros(3))
+
+
 def test_a_tensor_with_named_dimensions_as_an_earlier_torch_has_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
