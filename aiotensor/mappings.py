@@ -119,6 +119,8 @@ class Mappings:
         for end in self._ends.values():
             end.cancel()
         self._ends.clear()
+        for lease in self._leases.values():
+            lease.segment.mapped.close()
         self._worker.close()
 
     def check(self, segments: Segments, number: int, nbytes: int) -> None:

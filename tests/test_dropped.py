@@ -319,6 +319,24 @@ def test_what_is_dropped_is_released_when_another_thread_runs_its_loop(loop: str
         assert not os.listdir(os.path.dirname(here.tensors.removeprefix("unix://")))
 
 
+def test_a_tensor_that_is_freed_after_its_loop_was_closed_returns_its_memory_at_once() -> None:
+    async def receive(at: str) -> torch.Tensor:
+        async with TensorReceiver(at) as receiver, TensorSender(at) as sender:
+            return await receiver.receive(await sender.send(pattern(1, BIG)))
+
+    gc.collect()
+    gc.disable()
+    try:
+        with place() as here:
+            tensor = asyncio.run(receive(here.tensors))
+        assert torch.equal(tensor, pattern(1, BIG))
+        assert watch.memfds(os.getpid())
+        del tensor
+        assert not watch.memfds(os.getpid())
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("make", [TensorReceiver, TensorSender])
 def test_what_is_dropped_after_its_loop_was_closed_leaves_no_descriptor(make: Callable[[str], Any]) -> None:
     with place() as here:  # the file of a socket stays, as that of a process that was killed
