@@ -245,13 +245,13 @@ class SenderRules(World):
         self.call("drain", sender, sender.sender.drain(), finish)
 
     @precondition(lambda self: self.living)
-    @rule(data=st.data())
-    def hold_or_let_go_of_a_worker(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), only_long=st.booleans())
+    def hold_or_let_go_of_a_worker(self, data: st.DataObject, only_long: bool) -> None:
         worker = data.draw(st.sampled_from(self.living)).sender._outgoing.memory._worker
         if self.steps.is_held(worker):
             self.steps.let_go(worker)
         else:
-            self.steps.hold(worker)
+            self.steps.hold(worker, only_long=only_long)
 
 
 async def _block(message: Message) -> bool:

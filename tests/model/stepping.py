@@ -12,6 +12,9 @@ import pytest
 import uvloop
 from anyio._backends._asyncio import WorkerThread
 
+from aiotensor import memory
+from aiotensor.placements import segments
+from aiotensor.protocol import pages
 from aiotensor.worker import Worker
 
 T = TypeVar("T")
@@ -44,7 +47,7 @@ class Steps:
         self.loop = asyncio.SelectorEventLoop() if kind == "asyncio" else uvloop.new_event_loop()
         self.complaints: list[str] = []
         self.loop.set_exception_handler(lambda loop, context: self.complaints.append(str(context)))
-        self._workers: dict[Worker, threading.Event | None] = {}  # and what holds it
+        self._workers: dict[Worker, dict[object, threading.Event]] = {}  # and what holds its lanes
         self._posted: list[_Post] = []  # by `call_soon_threadsafe`, since the last turn
         self._clock = 0.0
         self._timers: list[_Timer] = []
@@ -53,6 +56,10 @@ class Steps:
         self._patched.setattr(self.loop, "call_later", self._call_later)
         self._patched.setattr(self.loop, "call_at", self._call_at)
         self._patched.setattr(self.loop, "time", lambda: self._clock)
+        # So that small tensors, too, take either lane, and share chunks with others.
+        self._patched.setattr(memory, "_SHORT_COPY_BYTES", 32 << 10)
+        for module in (pages, segments):
+            self._patched.setattr(module, "CHUNK_BYTES", 32 << 10)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -84,25 +91,25 @@ class Steps:
 
     def watch(self, worker: Worker) -> None:
         """Wait for the work of this one from now on."""
-        self._workers[worker] = None
+        self._workers[worker] = {}
 
-    def hold(self, worker: Worker) -> None:
-        """Let no more work of a worker begin; what has begun is done first."""
-        event = self._workers[worker] = threading.Event()
-        for lane in (worker._short, worker._long):
+    def hold(self, worker: Worker, *, only_long: bool) -> None:
+        """Let no more work of a worker begin, or none that takes long; what has begun is done first."""
+        # Not the short lane alone, since work in the other may wait for it.
+        for lane in (worker._long,) if only_long else (worker._short, worker._long):
+            event = self._workers[worker][lane] = threading.Event()
             lane.executor.submit(int).result()
             lane.executor.submit(event.wait)
 
     def is_held(self, worker: Worker) -> bool:
-        """Say whether no work of a worker begins."""
-        return self._workers.get(worker) is not None
+        """Say whether some work of a worker does not begin."""
+        return bool(self._workers.get(worker))
 
     def let_go(self, worker: Worker) -> None:
         """Let the work of a worker begin."""
-        event = self._workers[worker]
-        self._workers[worker] = None
-        if event is not None:
+        for event in self._workers[worker].values():
             event.set()
+        self._workers[worker] = {}
 
     def close(self) -> None:
         """Close the loop, in which nothing runs any more."""
@@ -144,20 +151,22 @@ class Steps:
                     thread.join()
                 else:
                     thread.queue.join()
-        for worker, held_by in self._workers.items():
+        for worker, held in self._workers.items():
             for lane in (worker._short, worker._long):
-                if held_by is None and lane.running:
+                if lane not in held and lane.running:
                     try:
                         lane.executor.submit(int).result()
                     except RuntimeError:  # it was shut down, and ends what it was doing
                         for thread in list(lane.executor._threads):
                             thread.join()
         # Which of two threads was faster must make no difference, nor whether one was done at once.
-        order = {id(owner): place for place, owner in enumerate([*others, *self._workers], 1)}
+        lanes = [lane for worker in self._workers for lane in (worker._short, worker._long)]
+        order = {id(owner): place for place, owner in enumerate([*others, *lanes], 1)}
         posted, self._posted = self._posted, []
-        for callback, args, context in sorted(posted, key=lambda one: order.get(id(_owner_of(one[0])), 0)):
+        for callback, args, context in sorted(posted, key=lambda one: order.get(id(_owner_of(*one)), 0)):
             self.loop.call_soon(callback, *args, context=context)
 
 
-def _owner_of(callback: Callable[..., object]) -> object:
-    return getattr(callback, "__self__", None)
+def _owner_of(callback: Callable[..., object], args: tuple[object, ...], _: object) -> object:
+    owner = getattr(callback, "__self__", None)
+    return args[0] if isinstance(owner, Worker) else owner  # the lane
