@@ -92,6 +92,7 @@ class Conversation:
         self.link = link
         self.is_connected = False
         self.is_admitted = False  # and the receiver has said so
+        self.needs_admission = False  # before anything is announced: it was refused, and not admitted since
         self.failure: AioTensorError | None = None  # why no receiver is looked for, until somebody asks again
         self.receiver_pid: int | None = None
         self.receiver_id: str | None = None
@@ -101,7 +102,6 @@ class Conversation:
         self._max_bytes = max_bytes
         self._events = events
         self._refusal: RefusedError | None = None  # of a receiver that may still be there
-        self._needs_admission = False  # it was refused, and not admitted since
         self._announced: dict[int, Message] = {}
         self._admissions = Waiters()
         self._is_ending = False
@@ -159,11 +159,11 @@ class Conversation:
         After a refusal it cannot before a receiver has admitted this sender: it would be lost with the next
         refusal, unnoticed, since its call had returned.
         """
-        return self.link.is_ready and not self._needs_admission
+        return self.link.is_ready and not self.needs_admission
 
     async def room(self) -> None:
         """Wait until `has_room` may have changed, or `wake` is called."""
-        if self._needs_admission and self.is_connected:
+        if self.needs_admission and self.is_connected:
             await self._admissions.wait()
         else:
             self._look_again()
@@ -322,7 +322,7 @@ class Conversation:
                 # Not beyond what this side's sockets take, whatever the other one does.
                 self._outbox.max_bytes = min(frame.max_frame_bytes, MAX_RECORD_BYTES)
                 if frame.is_admitted:
-                    self.is_admitted, self._refusal, self._needs_admission = True, None, False
+                    self.is_admitted, self._refusal, self.needs_admission = True, None, False
                     self._admissions.wake()
             case Inquire():
                 self._accountant.ask()
@@ -377,7 +377,7 @@ class Conversation:
         self.is_admitted = False
         self.failure = None if is_retried else error
         self._refusal = error if isinstance(error, RefusedError) else None
-        self._needs_admission |= self._refusal is not None
+        self.needs_admission |= self._refusal is not None
         pid, self.receiver_pid, self.receiver_id = self.receiver_pid, None, None
         self._outbox.clear()
         self._accountant.forget()

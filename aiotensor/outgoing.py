@@ -137,7 +137,7 @@ class Outgoing:
     async def put(self, message: Message, source: Source, plan: Plan, *, last: bool) -> TensorHandle:
         """Take a tensor from its bytes to its announcement."""
         # The link's queue is bounded only by this: nobody adds to it while it is behind.
-        if not self.conversation.has_room:
+        if not self._link.is_ready or self.conversation.needs_admission:
             await self._room(message)
         self._check_open(message)
         allocation = plan.allocation
@@ -171,7 +171,7 @@ class Outgoing:
         except placements.CopyAbandonedError:
             raise self.why_not(message) from None
         try:
-            if not self.conversation.has_room:
+            if not self._link.is_ready or self.conversation.needs_admission:
                 await self._room(message)
             self._check_open(message)
             return self._announce(message, source, placements.place_copy(block.place), block, last=last)
