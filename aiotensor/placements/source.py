@@ -136,7 +136,11 @@ def _refusal(tensor: torch.Tensor) -> str | None:
         return f"a tensor of {tensor.dim()} dimensions cannot travel: reshape it to at most {MAX_DIMENSIONS}"
     if not is_addressable(tensor.shape, tensor.element_size()):
         return f"a tensor of shape {tuple(tensor.shape)} cannot travel: send one of smaller sizes"
-    if not _has_memory(tensor) and tensor.numel():
+    try:
+        has_memory = tensor.data_ptr() != 0
+    except RuntimeError:  # as inside a function that `torch.func` transforms
+        has_memory = False
+    if not has_memory and tensor.numel():
         return (
             "a tensor without memory, as a zero tensor, one whose storage was freed, or one inside a "
             "transformation of torch.func, has no values to send"
@@ -146,13 +150,6 @@ def _refusal(tensor: torch.Tensor) -> str | None:
     if hasattr(tensor, "names") and any(tensor.names):  # gone from recent releases
         return "a tensor with named dimensions would lose the names: send tensor.rename(None)"
     return None
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    try:
-        return tensor.data_ptr() != 0
-    except RuntimeError:  # as inside a function that `torch.func` transforms
-        return False
 
 
 class _WritableAlias:
