@@ -126,6 +126,8 @@ class Grants:
         message.awaits_bytes += 1
         message.has_bytes = True
         try:
+            if allocation is None:
+                return await self.memory.acquire(nbytes, message)
             with _counted(self._await_bytes, allocation):
                 return await self.memory.acquire(nbytes, message)
         except StuckError:
@@ -162,11 +164,8 @@ class Grants:
 
 
 @contextmanager
-def _counted(blocks: Counter[int], allocation: Allocation | None) -> Iterator[None]:
+def _counted(blocks: Counter[int], allocation: Allocation) -> Iterator[None]:
     """Count an allocated block as one whose send waits."""
-    if allocation is None:
-        yield
-        return
     number = allocation.block.number
     blocks[number] += 1
     try:

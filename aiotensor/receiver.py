@@ -327,7 +327,7 @@ class TensorReceiver(LoopObject):
         )
 
     async def _await(self, key: Key) -> Delivery:
-        while (item := self._find(key)) is None:
+        while True:
             self._arrivals.raise_if_failed()
             waiters = self._arrivals.waiters.setdefault(key, Waiters())
             try:
@@ -337,7 +337,9 @@ class TensorReceiver(LoopObject):
                     del self._arrivals.waiters[key]
             if self._home.is_closed:
                 raise ClosedError("this TensorReceiver was closed")
-        return item
+            item = self._find(key)
+            if item is not None:
+                return item
 
     def _find(self, key: Key) -> Delivery | None:
         """Reserve a tensor if it is here."""

@@ -76,4 +76,7 @@ class Allocations:
         if not self._by_number:
             return None
         start = source.data_ptr()
-        return next((one for one in self._by_number.values() if one.start <= start < one.stop), None)
+        for allocation in self._by_number.values():
+            if allocation.start <= start < allocation.stop:
+                return allocation
+        return None
