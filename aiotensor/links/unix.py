@@ -5,6 +5,7 @@ other dies. The receiver may start later than its senders, and may be restarted:
 """
 
 import asyncio
+import errno
 import os
 import socket
 from collections.abc import Sequence
@@ -150,6 +151,8 @@ class UnixSenderLink:
             ) from error
         except OSError as error:
             sock.close()
+            if error.errno in (errno.ENOMEM, errno.ENOBUFS):
+                raise  # there may be some again later
             raise UsageError(f"nothing can be sent to {self._path}: {error.strerror}") from error
         except BaseException:
             sock.close()

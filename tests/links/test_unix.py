@@ -98,6 +98,22 @@ async def test_a_sender_that_could_not_introduce_itself_says_so_once_and_tries_a
         assert await receiver.arrived.get() == b"there"
 
 
+async def test_a_sender_that_lacks_memory_to_connect_tries_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(sock: socket.socket, address: str) -> None:
+        raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+
+    async with connecting(path) as sender, listening(path):
+        with monkeypatch.context() as patch:
+            patch.setattr(socket.socket, "connect", refuse)
+            look_now(sender)
+        assert not sender.is_ready()
+        assert sender.lost.empty()
+        look_now(sender)
+        assert sender.is_ready()
+
+
 async def test_a_sender_looks_for_a_receiver_only_while_there_is_none(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
