@@ -42,7 +42,7 @@ async def answer(listener: socket.socket, conversation: Conversation, things: Th
         for step in conversation.steps:
             while read < step.after and await _read(sock):
                 read += 1
-            beside = [things.descriptor(name) for name in step.descriptors]
+            beside = things.descriptors(step.descriptors)
             if not await say(sock, step.data, beside):
                 return
 

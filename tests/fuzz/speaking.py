@@ -98,9 +98,7 @@ class OnSocket:
         sock = self._sock
         if sock is None:
             raise RuntimeError("nothing is said before connecting")
-        beside = [
-            sock.fileno() if name == "itself" else self._things.descriptor(name) for name in step.descriptors
-        ]
+        beside = self._things.descriptors(step.descriptors, sock.fileno())
         return await say(sock, step.data.replace(STAND_IN.encode(), sender), beside)
 
     async def answered(self) -> None:
@@ -128,10 +126,7 @@ class OnQueue:
 
     async def say(self, step: Step, sender: bytes) -> bool:
         record = step.data.replace(STAND_IN.encode(), sender)
-        beside = [
-            self._queue.fileno() if name == "itself" else self._things.descriptor(name)
-            for name in step.descriptors
-        ]
+        beside = self._things.descriptors(step.descriptors, self._queue.fileno())
         is_new, self._is_new = self._is_new, False
         envelope = step.envelope
         if envelope == RIGHT:

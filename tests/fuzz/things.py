@@ -5,6 +5,8 @@ import fcntl
 import os
 import socket
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -28,12 +30,15 @@ OTHER_THINGS = ("pipe", "directory", "file", "socket", "listener")
 _SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HUGE_BYTES = 2 << 20
 
+_RENEWED = "sealed", "growable"
+_AT_ONCE = 9  # of one name in a record, more than a receiver takes
+
 
 class Things:
     """Open one of each kind, all at once, so that their number tells nothing; close them in the end."""
 
     def __init__(self) -> None:
-        self._opened: dict[str, int] = {}
+        self._opened: dict[tuple[str, int], int] = {}
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -41,7 +46,7 @@ class Things:
             self.descriptor(name)
         for kind in MEMORY_KINDS:
             for nbytes in SEGMENT_BYTES:
-                self.descriptor(f"{kind}:{nbytes}")
+                self.descriptors([f"{kind}:{nbytes}"] * (_AT_ONCE if kind in _RENEWED else 1))
         return self
 
     def __exit__(
@@ -50,16 +55,36 @@ class Things:
         self._stack.close()
         self._opened.clear()
 
-    def descriptor(self, name: str) -> int:
-        """Return a descriptor of what is called so; it stays ours."""
-        if name not in self._opened:
-            descriptor = self._opened[name] = self._open(name)
+    def descriptor(self, name: str, number: int = 0) -> int:
+        """Return a descriptor of what is called so; it stays ours.
+
+        Args:
+            name: of the kind, and the size of memory.
+            number: of those of the same name that are sent at once.
+        """
+        key = name, min(number, _AT_ONCE - 1) if name.startswith(_RENEWED) else 0
+        if key not in self._opened:
+            descriptor = self._opened[key] = self._open(name)
             self._stack.callback(os.close, descriptor)
-        elif name.startswith(("sealed:", "growable:")):
+        elif name.startswith(_RENEWED):
             # Memory is handed over once: a receiver returns it to the system when its sender is gone.
             with os.fdopen(self._open(name)) as renewed:
-                os.dup2(renewed.fileno(), self._opened[name], inheritable=False)
-        return self._opened[name]
+                os.dup2(renewed.fileno(), self._opened[key], inheritable=False)
+        return self._opened[key]
+
+    def descriptors(self, names: Sequence[str], itself: int = -1) -> list[int]:
+        """Return those that go with one record, none of which shares memory with another.
+
+        Args:
+            names: what they are called; "itself" for what the record is written to.
+            itself: what that is.
+        """
+        before: Counter[str] = Counter()
+        found = []
+        for name in names:
+            found.append(itself if name == "itself" else self.descriptor(name, before[name]))
+            before[name] += 1
+        return found
 
     def _open(self, name: str) -> int:
         kind, _, size = name.partition(":")
