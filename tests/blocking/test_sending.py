@@ -198,7 +198,8 @@ def test_the_death_of_the_receiver_is_told(engine: Other, endpoint: Endpoint) ->
             assert isinstance(error, PeerLostError)
             assert error.pid == pid
         until(lambda: settled(sender))
-        assert sender.statistics().receivers_lost == 1
+        # Twice if it connected again before the kernel had closed the listening socket of the dead process.
+        assert sender.statistics().receivers_lost in (1, 2)
 
 
 def test_an_error_of_one_call_leaves_the_sender_as_it_was(engine: Other, endpoint: Endpoint) -> None:

@@ -190,7 +190,10 @@ async def test_a_client_that_lost_its_descriptors_with_its_server_goes_on_when_t
             async with peers.process(here) as server:
                 await server.call(peers.open_server, here)
                 await client.call(_give_descriptors)
-                assert await asking
+                try:
+                    assert await asking
+                except PeerLostError:  # it had to make a socket while there were no descriptors
+                    assert await client.call(peers.ask, 3, 5)
 
 
 async def _take_descriptors(state: peers.State) -> None:
