@@ -9,6 +9,7 @@ was given up reaches the next server. ZeroMQ waits before it connects again, so 
 """
 
 import asyncio
+import errno
 import logging
 import os
 import socket
@@ -23,6 +24,7 @@ from aiotensor.channel.options import Address
 from aiotensor.channel.outbox import Outbox, flush_all
 from aiotensor.channel.parcels import Answered, Asked, Handles, body_and_buffers, check_parts
 from aiotensor.channel.sockets import MAX_PARTS, LoopSocket, copy_of
+from aiotensor.channel.unanswered import Unanswered
 from aiotensor.errors import (
     AccessDeniedError,
     AioTensorError,
@@ -59,6 +61,8 @@ __all__ = ["Connection"]
 logger = logger_of("channel")
 
 _LAST_MESSAGES = 1024  # of a server that is gone, which are read before it counts as lost
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+_TRY_AGAIN_S = 0.1  # while this process has no descriptors or no memory
 _HANDSHAKES = 3  # that fail without a reason before it counts: one may be that of a server just killed
 
 
@@ -97,10 +101,8 @@ class Connection:
         self.max_part_bytes: int | None = None  # of the server
         self._hello = write(ClientHello(VERSION, os.getpid(), receiver, max_part_bytes))
         self._max_wait_s = max_wait_s
-        self._drop = drop
         self._changed = changed
-        self._open: dict[int, asyncio.Future[Answered]] = {}
-        self._next_number = 0
+        self._unanswered = Unanswered(drop)
         self._pid: int | None = None
         self._waiters = Waiters()
         self._outbox = Outbox(self._send, patience=self._patience)
@@ -110,17 +112,31 @@ class Connection:
         self.refused_at = 0.0
         self._failure: AioTensorError | None = None  # why there is no socket
         self._socket: LoopSocket | None = None
+        self._retry: asyncio.TimerHandle | None = None  # there is none, for want of descriptors or memory
 
     def connect(self) -> None:
-        """Begin to connect; if that cannot be done, `ready` says why."""
-        self._failure = None
+        """Begin to connect, as soon as there is what that takes; if it cannot be done, `ready` says why."""
+        is_known, self._retry, self._failure = self._retry is not None, None, None
         self._failed_handshakes = 0
         try:
             self._socket = LoopSocket(self._context, zmq.DEALER, self._options, self)
             self._socket.connect(self._address.target)
         except zmq.ZMQError as error:
-            self._end(PeerLostError(f"nobody can connect to {self._address.text}: {error.strerror}"))
-            self.refused_at = asyncio.get_running_loop().time()
+            text = f"nobody can connect to {self._address.text}: {error.strerror}"
+            self._end(PeerLostError(text))
+            if error.errno in _EXHAUSTED:  # there may be some again later
+                self._failure = None
+                self._retry = asyncio.get_running_loop().call_later(_TRY_AGAIN_S, self.connect)
+                if not is_known:
+                    logger.error(
+                        "%s",
+                        text,
+                        extra={
+                            "event": "looking_failed",
+                            "address": self._address.text,
+                            "reason": error.strerror,
+                        },
+                    )
 
     def close(self, error: AioTensorError, linger_s: float = 0.0) -> None:
         """Close for good, and fail what waits; what was sent has so many seconds to leave."""
@@ -161,7 +177,7 @@ class Connection:
     @property
     def is_hopeless(self) -> bool:
         """Say whether no server will come, unless somebody tries again."""
-        return self._socket is None
+        return self._socket is None and self._retry is None
 
     def try_again(self, at_most_every_s: float = 0.0) -> None:
         """Connect again to a server that refused this client, unless that was just now."""
@@ -201,32 +217,23 @@ class Connection:
                 await self.ready()
                 continue
             check_parts(parts, self.max_part_bytes, "server")
-            number, self._next_number = self._next_number, self._next_number + 1
-            asked = Asked(number, asyncio.get_running_loop().create_future() if wants_answer else None)
-            header = write(Ask(number, body, handles, wants_answer))
+            asked = self._unanswered.number(wants_answer=wants_answer)
+            header = write(Ask(asked.number, body, handles, wants_answer))
             following: Sequence[bytes | memoryview] = parts if body is None else parts[1:]
             try:
-                if await self._outbox.put([header, *following], nbytes, partial(self._expect, asked)):
+                if await self._outbox.put(
+                    [header, *following], nbytes, partial(self._unanswered.expect, asked)
+                ):
                     return asked
             except BaseException:
                 self.cancel(asked)  # it may have left in this very turn
                 following = ()  # the error keeps this frame
                 raise
 
-    def _expect(self, asked: Asked) -> None:
-        if asked.answered is not None:
-            self._open[asked.number] = asked.answered
-
     def cancel(self, asked: Asked) -> None:
         """Say that nobody wants an answer any more; one that has come is dropped."""
-        future = asked.answered
-        if future is None:
-            return
-        if self._open.get(asked.number) is future:
-            del self._open[asked.number]
+        if self._unanswered.give_up(asked):
             self._notices.post([write(Cancel(asked.number))])
-        elif future.done() and not future.cancelled() and future.exception() is None:
-            self._drop(future.result())
 
     def _send(self, parts: Sequence[bytes | memoryview], is_retry: bool) -> bool:
         return self.is_ready and self._open_socket().send(parts, is_retry=is_retry)
@@ -286,14 +293,10 @@ class Connection:
                 case Answer(number, body, handles, taken, taken_bytes):
                     message = body_and_buffers(body, parts[1:])
                     self._returned(taken, taken_bytes)
-                    future = self._answered(number)
-                    give = self._drop if future is None else future.set_result
-                    give(Answered(handles, message))
+                    self._unanswered.answer(number, Answered(handles, message))
                 case Failure(number, type_name, text, taken, taken_bytes):
                     self._returned(taken, taken_bytes)
-                    future = self._answered(number)
-                    if future is not None:
-                        future.set_exception(RemoteError(f"{type_name}: {text}", type_name=type_name))
+                    self._unanswered.fail(number, RemoteError(f"{type_name}: {text}", type_name=type_name))
                 case Taken(messages, nbytes):
                     self._returned(messages, nbytes)
                 case ServerHello():
@@ -336,15 +339,6 @@ class Connection:
         if self._outbox:
             self._outbox.flush(is_retry=False)
 
-    def _answered(self, number: int) -> "asyncio.Future[Answered] | None":
-        """Find who waits for an answer, or None if it was given up in the meantime."""
-        future = self._open.pop(number, None)
-        if future is None:
-            if number >= self._next_number:
-                raise ProtocolError(f"it answered message {number}, which was never sent")
-            return None
-        return None if future.done() else future
-
     # Ends
 
     def _lose(
@@ -355,7 +349,7 @@ class Connection:
         what = "refused this client" if is_refusal else "is gone"
         error = kind(f"the server{pid} at {self._address.text} {what}: {reason}", pid=self._pid)
         error.__cause__ = cause
-        lost = len(self._open)
+        lost = len(self._unanswered)
         self.session += self.is_ready
         self._end(error)
         logger.log(
@@ -371,7 +365,6 @@ class Connection:
                 "messages_lost": lost,
             },
         )
-        self.refused_at = asyncio.get_running_loop().time()
         if retry:
             self.connect()
         self._changed()
@@ -382,7 +375,6 @@ class Connection:
             error,
             extra={"event": "server_refused", "address": self._address.text, "reason": str(error)},
         )
-        self.refused_at = asyncio.get_running_loop().time()
         self._end(error)
         self._changed()
 
@@ -390,15 +382,15 @@ class Connection:
         sock, self._socket = self._socket, None
         if sock is not None:
             sock.close(linger_s)
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        self.refused_at = asyncio.get_running_loop().time()
         self.is_ready = self._is_introduced = False
         self._failure = error
         self._pid = None
-        self._next_number = 0
         self._outbox.window = self.max_part_bytes = None
-        lost, self._open = self._open, {}
-        for future in lost.values():
-            if not future.done():
-                future.set_exception(again(error))
+        self._unanswered.end(error)
         # Those that had not left wait for the next server, and get no error here.
         self._notices.clear()
         self._outbox.clear()

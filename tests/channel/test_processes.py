@@ -190,10 +190,38 @@ async def test_a_client_that_lost_its_descriptors_with_its_server_goes_on_when_t
             async with peers.process(here) as server:
                 await server.call(peers.open_server, here)
                 await client.call(_give_descriptors)
-                try:
-                    assert await asking
-                except PeerLostError:  # it had to make a socket while there were no descriptors
-                    assert await client.call(peers.ask, 3, 5)
+                assert await asking
+
+
+async def test_a_client_that_lacks_descriptors_to_connect_waits_for_some() -> None:
+    with place() as here:
+        async with peers.listening(here) as (server, _), peers.process(here) as child:
+            serving = asyncio.create_task(server.serve(answer))
+            answers, texts = await child.call(_ask_before_there_are_descriptors, here)
+            assert answers == 8
+            assert texts
+            assert len(texts) < 8
+            assert all("Too many open files" in text for text in texts)
+            await server.aclose()
+            await serving
+
+
+async def _ask_before_there_are_descriptors(state: peers.State, place: Place) -> tuple[int, list[str]]:
+    """Open a client with enough descriptors for some of its servers.
+
+    Returns how many of them answer when there are more descriptors, and what was logged.
+    """
+    kept = [os.dup(0) for _ in range(12)]
+    client = MessageClient([place.messages] * 8, reply_type=Answer)
+    with said() as texts:
+        with no_descriptors():
+            for descriptor in kept:
+                os.close(descriptor)
+            await state.stack.enter_async_context(client)
+            asking = [asyncio.create_task(client.request(Question(7), target=target)) for target in range(8)]
+            await asyncio.sleep(0)  # they have begun
+        answers = sum([(await asked).seed == 7 for asked in asking])
+    return answers, texts
 
 
 async def _take_descriptors(state: peers.State) -> None:
@@ -275,18 +303,18 @@ async def test_a_server_that_does_not_move_is_lost_by_its_heartbeats() -> None:
         async with peers.process(here) as server, peers.process(here) as client:
             address = await server.call(_open_at_and_answer_nothing, remote)
             reached = here._replace(messages=address)
-            await client.call(peers.open_client, reached, heartbeat_interval_s=0.1, heartbeat_timeout_s=0.4)
+            await client.call(peers.open_client, reached, heartbeat_interval_s=0.1, heartbeat_timeout_s=3)
             await client.call(peers.begin_to_ask, [2], 5)  # whose tensor rides in the message
             await server.stop()
             try:
-                with promptly(10):  # without heartbeats nothing would end it
+                with promptly(4.5):
                     [error] = await client.call(peers.outcomes)
                     assert isinstance(error, PeerLostError)
                     await client.call(_until_lost)
             finally:
                 server.go_on()
             await server.call(_begin_to_answer)
-            assert await client.call(_ask_until_answered, 3)
+            assert await client.call(peers.ask, 3)
 
 
 async def test_either_side_is_killed_at_any_moment_many_times_and_the_other_goes_on() -> None:
@@ -335,15 +363,6 @@ async def _outcomes_until_lost(state: peers.State) -> list[bool | Exception]:
     results = await peers.outcomes(state)
     await peers.held(state)
     return [result for result in results if not isinstance(result, asyncio.CancelledError)]
-
-
-async def _ask_until_answered(state: peers.State, seed: int) -> bool:
-    """Ask a server again that is lost whenever it gets no time for its heartbeats."""
-    while True:
-        try:
-            return await peers.ask(state, seed)
-        except PeerLostError:
-            continue
 
 
 async def _begin_to_answer(state: peers.State) -> None:
