@@ -47,12 +47,14 @@ def set_mode(loop: asyncio.AbstractEventLoop, mode: str) -> None:
 
 
 def let_threads_run() -> None:
-    """Let go of the interpreter for a moment, in a loop that turns without a pause.
+    """Release the GIL, so that another thread runs: for a loop that checks a condition again and again.
 
-    Such a loop has it again before a thread that waits for it wakes up, and keeps it for
-    `sys.getswitchinterval`: 5 ms for every step that the thread takes.
+    Without a pause, such a loop takes the GIL back before another thread wakes up, and keeps it for
+    `sys.getswitchinterval`: each step of that thread would take 5 ms longer.
     """
-    time.sleep(0.00002)  # waits for nothing: the shortest pause in which the kernel runs another thread
+    # 20 us is the shortest pause in which Linux runs another thread. No test relies on its length, since the
+    # condition of the loop decides.
+    time.sleep(0.00002)
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 import asyncio
 import gc
-import time
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -11,9 +11,12 @@ import torch
 from aiotensor import PeerLostError, TensorReceiver, TensorSender, WouldBlockError
 from aiotensor.gates import Gate
 from tests.cancellation.situations import clog, unread
+from tests.model.stepping import Steps
 from tests.pairs import BIG, endpoint, pattern, settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
+
+T = TypeVar("T")
 
 SHORT_S = 0.02
 LONG_S = 3600.0
@@ -181,12 +184,26 @@ async def test_a_wait_for_a_receiver_that_does_not_read_ends_and_leaves_the_link
 
 
 @pytest.mark.parametrize("link", ["unix"], indirect=True)
-async def test_what_waited_for_a_receiver_that_comes_in_the_turn_in_which_the_wait_ends_is_sent() -> None:
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+def test_what_waited_for_a_receiver_that_comes_in_the_turn_in_which_the_wait_ends_is_sent(kind: str) -> None:
+    steps = Steps(kind)
+
+    def finish(call: Coroutine[Any, Any, T]) -> T:
+        task = steps.start(call)
+        while not task.done():
+            steps.turn()
+        return task.result()
+
     with endpoint() as place:
-        async with TensorSender(place, max_wait_s=1) as sender:
-            sending = asyncio.create_task(sender.send(pattern(1, 5)))
-            await until(lambda: sender.statistics().in_flight == 1)
-            with unread(place):
-                # Afterwards the end of the wait is due, and the next look for a receiver, in one turn.
-                time.sleep(1.5)  # noqa: ASYNC251 - the loop stands still: no event tells that both are due
-                await sending
+        sender = finish(TensorSender(place, max_wait_s=1).__aenter__())
+        sending = steps.start(sender.send(pattern(1, 5)))
+        while not sender.statistics().in_flight:
+            steps.turn()
+        with unread(place):
+            steps.pass_time(1.5)  # the next look for a receiver is due, and then the end of the wait
+            steps.turn()
+            while not sending.done():
+                steps.turn()
+            assert sending.result().sender == sender.id
+            finish(sender.aclose())
+    steps.close()

@@ -1,16 +1,15 @@
 """A server in threads, and a client in another process, with either API."""
 
-import asyncio
 import os
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+import aiotensor.channel
 from aiotensor import RemoteError, UsageError
 from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
 from tests.blocking.others import Other, other
@@ -39,16 +38,19 @@ def answering(place: Place, **options: Any) -> Iterator[Answering]:
         yield Answering(server, receiver)
 
 
-def ask_until(given_up: threading.Event, client: MessageClient[Answer]) -> "Future[None]":
-    """Ask, and give up when told: a timeout may be over before the server has the request."""
-
-    async def ask() -> None:
-        asking = asyncio.create_task(client._inner.request(Question(1)))
-        await asyncio.to_thread(given_up.wait)
-        asking.cancel()
-        await asking
-
-    return in_thread(lambda: client._wait(ask))
+@contextmanager
+def client_on_a_loop(
+    place: Place,
+) -> Iterator[tuple[BlockingPortal, aiotensor.channel.MessageClient[Answer]]]:
+    """Open a client with a receiver on an event loop, where a request can be cancelled at any moment."""
+    with (
+        start_blocking_portal() as loop,
+        loop.wrap_async_context_manager(aiotensor.TensorReceiver(place.answers)) as receiver,
+        loop.wrap_async_context_manager(
+            aiotensor.channel.MessageClient(place.messages, receiver=receiver, reply_type=Answer)
+        ) as client,
+    ):
+        yield loop, client
 
 
 def test_requests_are_iterated_over_and_answered(stranger: Other, place: Place) -> None:
@@ -202,17 +204,15 @@ def test_what_a_function_raises_or_cannot_return_goes_to_the_client(place: Place
 
 
 def test_nobody_wants_the_answer_to_what_was_given_up(place: Place) -> None:
-    with answering(place) as ends, MessageClient(place.messages, reply_type=Answer) as client:
-        given_up = threading.Event()
-        asked = ask_until(given_up, client)
+    with answering(place) as ends, client_on_a_loop(place) as (loop, client):
+        asked = loop.start_task_soon(client.request, Question(1))
         request = ends.server.next()
         assert request.is_wanted
-        given_up.set()
-        assert asked.exception() is not None
+        asked.cancel()
         until(lambda: not request.is_wanted)
         assert ends.server.statistics().cancelled == 1
         assert not request.reply(Answer(1))
-        client.send(Question(2))
+        loop.call(client.send, Question(2))
         request = ends.server.next()
         assert not request.is_wanted
         with request:  # which is no error
@@ -221,20 +221,17 @@ def test_nobody_wants_the_answer_to_what_was_given_up(place: Place) -> None:
 
 def test_an_answer_that_nobody_wants_any_more_waits_for_no_permit(place: Place) -> None:
     with (
-        TensorReceiver(place.answers) as receiver,
         TensorSender(place.answers, 1) as sender,
         answering(place, sender=sender) as ends,
-        MessageClient(place.messages, receiver=receiver, reply_type=Answer) as client,
+        client_on_a_loop(place) as (loop, client),
     ):
         sender.send(pattern(0, 3))  # it has the permit
-        given_up = threading.Event()
-        asked = ask_until(given_up, client)
+        asked = loop.start_task_soon(client.request, Question(1))
         with ends.server.next() as request:
             replying = in_thread(lambda: request.reply(Answer(1, tensor=pattern(1, BIG))))
             until(lambda: sender.statistics().waiting == 1)
-            given_up.set()
+            asked.cancel()
             assert replying.result() is False
-        assert asked.exception() is not None
         assert sender.statistics().in_flight == 1
 
 

@@ -18,6 +18,7 @@ from tests.blocking.others import Other, other
 from tests.blocking.waiting import in_thread, is_opening, nobody_listens_in, until
 from tests.channel.parties import Answer, Place, Question
 from tests.pairs import BIG, pattern
+from tests.promptly import promptly
 
 
 @contextmanager
@@ -60,7 +61,7 @@ def test_closing_waits_no_longer_than_it_may(engine: Other, place: Place) -> Non
     sender.send(pattern(1, BIG))
     with _full(sender, engine):
         begun = time.monotonic()
-        with pytest.raises(TimeoutError):
+        with promptly(10), pytest.raises(TimeoutError):
             sender.close(timeout=0.1)
         assert time.monotonic() - begun >= 0.1
         assert not [thread for thread in threading.enumerate() if thread.name == "aiotensor-blocking"]

@@ -9,6 +9,7 @@ from aiotensor import ClosedError
 from tests.blocking.waiting import in_thread, until
 from tests.blocking.waits import WAITS
 from tests.channel.parties import Place
+from tests.promptly import promptly
 
 _LIMITED = [name for name, row in WAITS.items() if row.takes_timeout]
 _CLOSED = [name for name in WAITS if name != "request, for a permit"]  # the permit is another's to give
@@ -21,7 +22,7 @@ def test_a_call_that_waits_too_long_gives_everything_back(name: str, timeout: fl
     with row.far(place), row.near(place) as wait:
         before = wait.held()
         begun = time.monotonic()
-        with pytest.raises(TimeoutError):
+        with promptly(10), pytest.raises(TimeoutError):
             wait.call(timeout=timeout)
         assert time.monotonic() - begun >= timeout
         until(lambda: wait.held() == before)

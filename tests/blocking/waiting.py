@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from aiotensor.blocking.portal import BlockingObject
+from tests.loops import let_threads_run
 
 __all__ = ["in_thread", "is_opening", "nobody_listens_in", "until"]
 
@@ -23,7 +24,7 @@ def until(condition: Callable[[], object]) -> None:
     end = time.monotonic() + _PATIENCE_S
     while not condition():
         assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.001)  # the condition decides, not this: without a pause the other threads would wait
+        let_threads_run()
 
 
 def is_opening(listener: BlockingObject[Any]) -> bool:

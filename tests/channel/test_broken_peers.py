@@ -3,7 +3,6 @@
 import asyncio
 import os
 import random
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -35,6 +34,7 @@ from aiotensor.protocol.exchange import (
 from tests.channel import parties
 from tests.channel.parties import Channel, Question, answer, channel, place, said, settled
 from tests.channel.rogues import hear, raw
+from tests.loops import let_threads_run
 from tests.pairs import BIG, pattern, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -251,7 +251,7 @@ async def test_what_a_client_said_before_it_went_counts_though_its_end_is_found_
 def _wait_until(condition: Callable[[], bool]) -> None:
     """Wait for a thread of ZeroMQ, and let the loop stand still meanwhile."""
     while not condition():
-        time.sleep(0.0001)  # the condition decides, not this: the kernel is to run that thread
+        let_threads_run()
 
 
 REFUSED: dict[str, tuple[Parts, str]] = {

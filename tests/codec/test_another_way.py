@@ -160,7 +160,7 @@ ERRORS = [
     PeerLostError("gone", pid=3),
     ProtocolError("gone"),
     asyncio.CancelledError(),
-    NotImplementedError(),  # raised by a `place` or a `find` of a test, as the others are
+    NotImplementedError(),  # msgspec raises it, too, for a type that it does not support
     RecursionError("gone"),
     msgspec.DecodeError("gone"),
     msgspec.ValidationError("gone"),
