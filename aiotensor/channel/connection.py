@@ -112,10 +112,10 @@ class Connection:
         self.refused_at = 0.0
         self._failure: AioTensorError | None = None  # why there is no socket
         self._socket: LoopSocket | None = None
-        self._retry: asyncio.TimerHandle | None = None  # there is none, for want of descriptors or memory
+        self._retry: asyncio.TimerHandle | None = None  # while descriptors or memory are lacking
 
     def connect(self) -> None:
-        """Begin to connect, as soon as there is what that takes; if it cannot be done, `ready` says why."""
+        """Begin to connect, later if descriptors or memory are lacking; `ready` raises other errors."""
         is_known, self._retry, self._failure = self._retry is not None, None, None
         self._failed_handshakes = 0
         try:
@@ -232,7 +232,7 @@ class Connection:
 
     def cancel(self, asked: Asked) -> None:
         """Say that nobody wants an answer any more; one that has come is dropped."""
-        if self._unanswered.give_up(asked):
+        if self._unanswered.cancel(asked):
             self._notices.post([write(Cancel(asked.number))])
 
     def _send(self, parts: Sequence[bytes | memoryview], is_retry: bool) -> bool:
@@ -390,7 +390,7 @@ class Connection:
         self._failure = error
         self._pid = None
         self._outbox.window = self.max_part_bytes = None
-        self._unanswered.end(error)
+        self._unanswered.fail_all(error)
         # Those that had not left wait for the next server, and get no error here.
         self._notices.clear()
         self._outbox.clear()

@@ -1,4 +1,4 @@
-"""What a client has asked one server, and has no answer to."""
+"""The requests of a client that one server has not answered yet."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,10 +10,10 @@ __all__ = ["Unanswered"]
 
 
 class Unanswered:
-    """The messages that wait for an answer, by their numbers; belongs to the running loop.
+    """The futures of the answers, by the numbers of their requests; belongs to the running loop.
 
     Args:
-        drop: called with an answer that nobody waits for.
+        drop: called with an answer whose request was cancelled.
     """
 
     def __init__(self, drop: Callable[[Answered], None]) -> None:
@@ -25,17 +25,20 @@ class Unanswered:
         return len(self._open)
 
     def number(self, *, wants_answer: bool) -> Asked:
-        """Give the next message its number, and a future if it is to be answered."""
+        """Assign the next number, and a future if the message is to be answered."""
         number, self._next_number = self._next_number, self._next_number + 1
         return Asked(number, asyncio.get_running_loop().create_future() if wants_answer else None)
 
     def expect(self, asked: Asked) -> None:
-        """Note that a message has left."""
+        """Wait for the answer to a message that was sent."""
         if asked.answered is not None:
             self._open[asked.number] = asked.answered
 
-    def give_up(self, asked: Asked) -> bool:
-        """Wait for an answer no more, and say whether one may still come; one that has come is dropped."""
+    def cancel(self, asked: Asked) -> bool:
+        """Stop waiting for an answer, and drop it if it has arrived.
+
+        Returns whether it may still arrive.
+        """
         future = asked.answered
         if future is None:
             return False
@@ -47,35 +50,35 @@ class Unanswered:
         return False
 
     def answer(self, number: int, answered: Answered) -> None:
-        """Take an answer.
+        """Pass an answer on to its request, or drop it if the request was cancelled.
 
         Raises:
-            ProtocolError: to a message that was never sent.
+            ProtocolError: no message of this number was sent.
         """
-        future = self._taken(number)
-        give = self._drop if future is None else future.set_result
-        give(answered)
+        future = self._pop(number)
+        deliver = self._drop if future is None else future.set_result
+        deliver(answered)
 
     def fail(self, number: int, error: RemoteError) -> None:
-        """Take an error instead of an answer.
+        """Raise an error in a request.
 
         Raises:
-            ProtocolError: to a message that was never sent.
+            ProtocolError: no message of this number was sent.
         """
-        future = self._taken(number)
+        future = self._pop(number)
         if future is not None:
             future.set_exception(error)
 
-    def end(self, error: AioTensorError) -> None:
-        """Fail what waits: the server is gone, and the next one counts from 0."""
+    def fail_all(self, error: AioTensorError) -> None:
+        """Raise an error in every request, and count from 0 again for the next server."""
         lost, self._open = self._open, {}
         self._next_number = 0
         for future in lost.values():
             if not future.done():
                 future.set_exception(again(error))
 
-    def _taken(self, number: int) -> "asyncio.Future[Answered] | None":
-        """Find who waits for an answer, or None if it was given up in the meantime."""
+    def _pop(self, number: int) -> "asyncio.Future[Answered] | None":
+        """Return the future of an answer, or None if its request was cancelled."""
         future = self._open.pop(number, None)
         if future is None:
             if number >= self._next_number:
