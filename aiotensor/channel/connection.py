@@ -61,9 +61,9 @@ __all__ = ["Connection"]
 logger = logger_of("channel")
 
 _LAST_MESSAGES = 1024  # of a server that is gone, which are read before it counts as lost
+_HANDSHAKES = 3  # that fail without a reason before it counts: one may be that of a server just killed
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _TRY_AGAIN_S = 0.1  # while this process has no descriptors or no memory
-_HANDSHAKES = 3  # that fail without a reason before it counts: one may be that of a server just killed
 
 
 class Connection:

@@ -160,7 +160,7 @@ ERRORS = [
     PeerLostError("gone", pid=3),
     ProtocolError("gone"),
     asyncio.CancelledError(),
-    NotImplementedError(),  # msgspec raises it, too, for a type that it does not support
+    RuntimeError("gone"),
     RecursionError("gone"),
     msgspec.DecodeError("gone"),
     msgspec.ValidationError("gone"),
