@@ -2,10 +2,11 @@
 
     CONNECTING --handshake, hello, hello--> READY --lost--> CONNECTING
 
-What is asked while it is not ready waits for the next server. What was asked fails with `PeerLostError`.
+While the connection is not ready, new requests wait for the next server. When a server is lost, its open
+requests fail with `PeerLostError`.
 
-Each connection is a socket of its own: when it is lost, whatever had not left goes with it, so nothing that
-was given up reaches the next server. ZeroMQ waits before it connects again, so the loss is known here first.
+Each connection has a new socket: closing the old one discards its unsent messages, so no cancelled message
+reaches the next server. ZeroMQ waits before it connects again, so the loss is known here first.
 """
 
 import asyncio
@@ -76,7 +77,7 @@ class Connection:
         receiver: the id of the receiver that takes the tensors of answers; "" for none.
         max_part_bytes: the largest part of an answer; None for no limit.
         max_wait_s: after how many seconds a wait for the server, or for credit, ends; None for never.
-        drop: called with an answer that nobody waits for.
+        drop: called with an answer whose request was cancelled.
         changed: called when it became ready, or is not ready any more.
     """
 
@@ -139,19 +140,19 @@ class Connection:
                     )
 
     def close(self, error: AioTensorError, linger_s: float = 0.0) -> None:
-        """Close for good, and fail what waits; what was sent has so many seconds to leave."""
+        """Close, and fail what waits. Messages that were sent get `linger_s` seconds to leave."""
         self._end(error, linger_s)
 
     # What is said
 
     async def ready(self) -> None:
-        """Wait until a server is there.
+        """Wait until a server is connected.
 
         Raises:
             RefusedError: it refused this client. The next call tries again.
             PeerLostError: nothing can connect there, or it broke the protocol. The next call tries again.
             AccessDeniedError: it is another user, or does not know the key.
-            WouldBlockError: none was there for so long as this waits.
+            WouldBlockError: none was connected within `max_wait_s`.
             ClosedError: this client was closed.
         """
         self.try_again()
@@ -176,7 +177,7 @@ class Connection:
 
     @property
     def is_hopeless(self) -> bool:
-        """Say whether no server will come, unless somebody tries again."""
+        """Return whether the connection stays without a server until `try_again`."""
         return self._socket is None and self._retry is None
 
     def try_again(self, at_most_every_s: float = 0.0) -> None:
@@ -201,13 +202,13 @@ class Connection:
 
         Raises:
             PeerLostError: the server went while the tensors were on their way.
-            WouldBlockError: there was no credit for so long as this waits.
+            WouldBlockError: there was no credit within `max_wait_s`.
             TooLargeError: the server does not accept a part of this size.
         """
         nbytes = sum(map(len, parts))
         body = None if len(parts[0]) >= BODY_BYTES else memoryview(parts[0])
         while True:
-            # What went to a server that is gone does not wait for the next one.
+            # Its tensors went to a server that is lost, so the message does not wait for the next one.
             if handles and session != self.session:
                 raise PeerLostError(
                     f"the server at {self._address.text} was replaced while the tensors of a message were on "
@@ -231,7 +232,7 @@ class Connection:
                 raise
 
     def cancel(self, asked: Asked) -> None:
-        """Say that nobody wants an answer any more; one that has come is dropped."""
+        """Notify the server that a request was cancelled, and drop its answer if it has arrived."""
         if self._unanswered.cancel(asked):
             self._notices.post([write(Cancel(asked.number))])
 
@@ -241,7 +242,7 @@ class Connection:
     # What is heard
 
     def connected(self, descriptor: int) -> None:
-        """Look who is at the other end, before anything is said."""
+        """Check the user of the peer, before the first message."""
         if self._address.path is None:
             return
         try:
@@ -273,14 +274,14 @@ class Connection:
             )
 
     def disconnected(self, descriptor: int) -> None:
-        """Note that the server is gone; what it said before still counts."""
+        """Handle the end of the connection, after the messages that arrived before."""
         sock = self._open_socket()
         sock.read_some(_LAST_MESSAGES)
         if self._socket is sock and self._is_introduced:
             self._lose("it ended, or the connection broke", retry=True)
 
     def has_room(self) -> None:
-        """Send what there was no room for."""
+        """Send messages that the socket had no room for."""
         flush_all(lambda: [one for one in (self._notices, self._outbox) if one])
 
     def message_arrived(self, parts: "list[zmq.Frame]") -> None:
@@ -391,13 +392,13 @@ class Connection:
         self._pid = None
         self._outbox.window = self.max_part_bytes = None
         self._unanswered.fail_all(error)
-        # Those that had not left wait for the next server, and get no error here.
+        # Unsent requests get no error: they wait for the next server.
         self._notices.clear()
         self._outbox.clear()
         self._waiters.wake()
 
     def raise_failure(self) -> None:
-        """Say why there is no server, if nobody tries to reach one."""
+        """Raise the reason why the connection stays without a server."""
         if self._failure is not None:
             raise again(self._failure)
 
