@@ -5,10 +5,12 @@ import errno
 import os
 import random
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from aiotensor import PeerLostError, RemoteError
+from aiotensor import PeerLostError, RemoteError, WouldBlockError
 from aiotensor.channel import MessageClient, MessageServer
 from tests.channel import peers
 from tests.channel.parties import Answer, Place, Question, answer, place, said
@@ -197,31 +199,52 @@ async def test_a_client_that_lacks_descriptors_to_connect_waits_for_some() -> No
     with place() as here:
         async with peers.listening(here) as (server, _), peers.process(here) as child:
             serving = asyncio.create_task(server.serve(answer))
-            answers, texts = await child.call(_ask_before_there_are_descriptors, here)
-            assert answers == 8
-            assert texts
-            assert len(texts) < 8
-            assert all("Too many open files" in text for text in texts)
+            assert await child.call(_ask_before_there_are_descriptors, here) == 8
             await server.aclose()
             await serving
 
 
-async def _ask_before_there_are_descriptors(state: peers.State, place: Place) -> tuple[int, list[str]]:
-    """Open a client with enough descriptors for some of its servers.
-
-    Returns how many of them answer when there are more descriptors, and what was logged.
-    """
-    kept = [os.dup(0) for _ in range(12)]
+async def _ask_before_there_are_descriptors(state: peers.State, place: Place) -> int:
+    """Return how many servers answer once there are more descriptors."""
     client = MessageClient([place.messages] * 8, reply_type=Answer)
-    with said() as texts:
-        with no_descriptors():
-            for descriptor in kept:
-                os.close(descriptor)
-            await state.stack.enter_async_context(client)
-            asking = [asyncio.create_task(client.request(Question(7), target=target)) for target in range(8)]
-            await asyncio.sleep(0)  # they have begun
-        answers = sum([(await asked).seed == 7 for asked in asking])
-    return answers, texts
+    with _descriptors_for_some_servers():
+        await state.stack.enter_async_context(client)
+        asking = [asyncio.create_task(client.request(Question(7), target=target)) for target in range(8)]
+        await asyncio.sleep(0)  # they have begun
+    return sum([(await asked).seed == 7 for asked in asking])
+
+
+async def test_a_wait_for_descriptors_to_connect_ends_after_max_wait_s_and_is_logged_once() -> None:
+    with place() as here:
+        async with peers.process(here) as child:
+            errors, texts = await child.call(_wait_for_descriptors, here)
+            assert [type(error) for error in errors] == [WouldBlockError] * 8
+            assert texts
+            assert len(texts) < 8
+            assert all("Too many open files" in text for text in texts)
+
+
+async def _wait_for_descriptors(
+    state: peers.State, place: Place
+) -> tuple[list[Answer | BaseException], list[str]]:
+    """Return how requests end while there are no descriptors, and what is logged."""
+    # The client tries again more than twice in this time.
+    client = MessageClient([place.messages] * 8, reply_type=Answer, max_wait_s=0.35)
+    with said() as texts, _descriptors_for_some_servers():
+        async with client:
+            requests = [client.request(Question(7), target=target) for target in range(8)]
+            errors = await asyncio.gather(*requests, return_exceptions=True)
+    return errors, texts
+
+
+@contextmanager
+def _descriptors_for_some_servers() -> Iterator[None]:
+    """Leave enough descriptors for a client and its connections to some of 8 servers."""
+    kept = [os.dup(0) for _ in range(12)]
+    with no_descriptors():
+        for descriptor in kept:
+            os.close(descriptor)
+        yield
 
 
 async def _take_descriptors(state: peers.State) -> None:
