@@ -1,10 +1,14 @@
 """The library's loggers: one line for one event, whatever a peer puts into its texts."""
 
+import asyncio
 import logging
+from collections.abc import Callable
 from traceback import TracebackException
-from typing import Final
+from typing import Final, Generic, TypeVarTuple, Unpack
 
-__all__ = ["MAX_TEXT", "logger_of", "one_line"]
+__all__ = ["MAX_TEXT", "RepeatedEvent", "logger_of", "one_line"]
+
+Details = TypeVarTuple("Details")
 
 # Of a text in a log, in characters. A peer may send megabytes, and the event loop would look through them.
 MAX_TEXT: Final = 1024
@@ -23,6 +27,57 @@ def logger_of(room: str) -> logging.Logger:
     # Of the logger and not of a handler: those are the application's.
     logger.addFilter(_make_plain)
     return logger
+
+
+class RepeatedEvent(Generic[*Details]):
+    """Log an event that a peer can repeat at any rate, in at most one line per interval.
+
+    The first event is logged at once. Those that follow within the interval are counted, and the latest of
+    them is logged at its end. Belongs to the running loop.
+
+    Args:
+        write: logs a line; called with the number of events that it stands for, and the details of the
+            latest.
+        interval_s: the least time between two lines, in seconds.
+    """
+
+    def __init__(self, write: Callable[[int, Unpack[Details]], None], interval_s: float = 1.0) -> None:
+        self._write = write
+        self._interval_s = interval_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._count = 0  # events since the last line
+        self._latest: tuple[*Details] | None = None
+
+    def add(self, *details: *Details) -> None:
+        """Log an event, or count it if the last line was written within the interval."""
+        self._count += 1
+        self._latest = details
+        if self._timer is None:
+            self._log()
+            self._begin_interval()
+
+    def close(self) -> None:
+        """Log the events that were only counted so far."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._count:
+            self._log()
+
+    def _begin_interval(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._interval_ended)
+
+    def _interval_ended(self) -> None:
+        self._timer = None
+        if self._count:
+            self._log()
+            self._begin_interval()
+
+    def _log(self) -> None:
+        if self._latest is not None:
+            count, self._count = self._count, 0
+            details, self._latest = self._latest, None
+            self._write(count, *details)
 
 
 def one_line(text: str) -> str:

@@ -1,0 +1,55 @@
+"""Events that a peer repeats at any rate are logged in at most one line per interval, and all are counted."""
+
+import asyncio
+import itertools
+
+from aiotensor.logs import RepeatedEvent
+from tests.pairs import until
+
+
+async def test_the_first_event_is_logged_at_once_and_the_following_ones_together() -> None:
+    lines: list[tuple[int, str]] = []
+    repeated = RepeatedEvent(lambda count, name: lines.append((count, name)), 0.01)
+    for name in ("first", "second", "third"):
+        repeated.add(name)
+    assert lines == [(1, "first")]
+    await until(lambda: len(lines) == 2)
+    assert lines[1] == (2, "third")
+    repeated.close()
+
+
+async def test_no_two_lines_are_closer_than_the_interval_and_no_event_is_lost() -> None:
+    loop = asyncio.get_running_loop()
+    written: list[tuple[float, int]] = []
+    repeated = RepeatedEvent(lambda count: written.append((loop.time(), count)), 0.02)
+    end = loop.time() + 0.3
+    events = 0
+    while loop.time() < end:
+        repeated.add()
+        events += 1
+        await asyncio.sleep(0)
+    repeated.close()
+    assert sum(count for _, count in written) == events
+    times = [time for time, _ in written[:-1]]  # closing writes the last at once
+    assert all(later - earlier >= 0.02 for earlier, later in itertools.pairwise(times))
+
+
+async def test_an_event_after_a_quiet_interval_is_logged_at_once() -> None:
+    lines: list[int] = []
+    repeated = RepeatedEvent(lines.append, 0.001)
+    repeated.add()
+    await until(lambda: repeated._timer is None)
+    repeated.add()
+    assert lines == [1, 1]
+    repeated.close()
+
+
+async def test_closing_logs_what_was_counted_and_stops_the_timer() -> None:
+    lines: list[int] = []
+    repeated = RepeatedEvent(lines.append, 60.0)
+    for _ in range(5):
+        repeated.add()
+    repeated.close()
+    repeated.close()
+    assert lines == [1, 4]
+    assert repeated._timer is None
