@@ -267,7 +267,7 @@ class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
                 return await self._next(self._inner)
         except TimeoutError:
             while self._inner._ready:
-                request = await self._inner._take(self._inner._ready.popleft())
+                request = await self._inner._take(self._inner._ready.take())
                 if request is not None:
                     return request
             raise

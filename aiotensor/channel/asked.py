@@ -12,6 +12,7 @@ import enum
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from aiotensor.channel.outbox import Outbox
 from aiotensor.channel.parcels import QUICK_BODY_BYTES
@@ -24,7 +25,7 @@ from aiotensor.receiver import TensorReceiver
 from aiotensor.sender import TensorSender
 from aiotensor.types import TensorHandle
 
-__all__ = ["Asked", "Client", "State", "await_tensors"]
+__all__ = ["Asked", "Client", "Limits", "State", "await_tensors"]
 
 logger = logger_of("channel")
 
@@ -92,6 +93,22 @@ class Asked:
     def is_wanted(self) -> bool:
         """Say whether somebody waits for an answer."""
         return self.wants_answer and self.state is not State.ENDED
+
+
+class Limits(NamedTuple):
+    """What clients may use of a server; None for no limit.
+
+    Attributes:
+        clients: the most at once.
+        waiting: messages of each that may wait to be taken.
+        waiting_bytes: after how many bytes of them it sends no more.
+        part_bytes: the largest part of a message.
+    """
+
+    clients: int | None
+    waiting: int
+    waiting_bytes: int
+    part_bytes: int | None
 
 
 class Client:

@@ -10,17 +10,18 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import zmq
 
-from aiotensor.channel.asked import Asked, Client, State
+from aiotensor.channel.accepted import Accepted
+from aiotensor.channel.asked import Asked, Client, Limits, State
 from aiotensor.channel.outbox import Outbox, flush_all
 from aiotensor.channel.parcels import body_and_buffers
 from aiotensor.channel.sockets import MAX_PARTS, LoopSocket, PeerGoneError
 from aiotensor.errors import ProtocolError
 from aiotensor.gates import Waiters
-from aiotensor.logs import logger_of
+from aiotensor.logs import RepeatedEvent, logger_of
 from aiotensor.protocol.exchange import (
     BODY_BYTES,
     VERSION,
@@ -41,7 +42,7 @@ from aiotensor.protocol.versions import mismatch
 from aiotensor.protocol.window import Tally
 from aiotensor.types import TensorHandle
 
-__all__ = ["MAX_UNREAD", "Clients", "ClientsEvents", "Limits"]
+__all__ = ["MAX_UNREAD", "Clients", "ClientsEvents"]
 
 logger = logger_of("channel")
 
@@ -51,27 +52,8 @@ Handles = tuple[TensorHandle, ...]
 # nobody does.
 MAX_UNREAD = 4096
 
-# Connections beside those of clients: of who has not introduced himself yet, or was turned away.
-_NEWCOMERS = 64
-
 _LAST_MESSAGES = 1024  # of all clients, which are read before one that is gone counts as lost
 _REMEMBERED = 1024  # clients that are gone
-
-
-class Limits(NamedTuple):
-    """What clients may use of a server; None for no limit.
-
-    Attributes:
-        clients: the most at once.
-        waiting: messages of each that may wait to be taken.
-        waiting_bytes: after how many bytes of them it sends no more.
-        part_bytes: the largest part of a message.
-    """
-
-    clients: int | None
-    waiting: int
-    waiting_bytes: int
-    part_bytes: int | None
 
 
 class ClientsEvents(Protocol):
@@ -109,7 +91,10 @@ class Clients:
         self._waiters = waiters
         self._clients: dict[bytes, Client] = {}
         self._leftovers: dict[Client, None] = {}  # clients that are gone, and whose messages wait to be taken
-        self._connections: dict[int, set[bytes]] = {}  # by their descriptors, and who is there
+        self._accepted = Accepted(limits.clients, self._clients.__contains__, self._cut)
+        self._is_making_room = False
+        self._refusals = RepeatedEvent(_log_refusal)
+        self._breaches = RepeatedEvent(_log_breach)
         self._turned_away: dict[bytes, Outbox] = {}  # still connected, and not listened to
         self._gone: OrderedDict[bytes, None] = OrderedDict()  # the last ones: something of them may come yet
         self.socket: LoopSocket  # given by the server, which opens it
@@ -174,6 +159,8 @@ class Clients:
             self._post(client, Farewell())
             self._give_up_all(client, and_those_without_answer=True)
         self._clients.clear()
+        for events in (self._accepted, self._refusals, self._breaches):
+            events.close()
 
     # What is heard
 
@@ -181,10 +168,23 @@ class Clients:
         """Take what a client says."""
         identity = parts[0].bytes
         client = self._clients.get(identity)
-        if client is None and (
-            identity in self._turned_away or identity in self._gone or not self._is_here(identity, parts[0])
+        if client is not None:
+            self._take(identity, client, parts)
+        elif identity not in self._turned_away and identity not in self._gone:
+            # ZeroMQ uses a descriptor again: the connection that had this one before may have to be
+            # forgotten first.
+            self.socket.after_events(partial(self._arrived_first, identity, parts))
+
+    def _arrived_first(self, identity: bytes, parts: "list[zmq.Frame]") -> None:
+        """Take what a peer says that is not known, or was not when its message arrived."""
+        client = self._clients.get(identity)
+        is_unknown = client is None and identity not in self._turned_away and identity not in self._gone
+        if client is not None or (
+            is_unknown and self._accepted.identify(int(parts[0].get(zmq.SRCFD)), identity)
         ):
-            return
+            self._take(identity, client, parts)
+
+    def _take(self, identity: bytes, client: Client | None, parts: "list[zmq.Frame]") -> None:
         try:
             if len(parts) > MAX_PARTS:
                 raise ProtocolError(f"it sent a message of more than {MAX_PARTS} parts")
@@ -214,45 +214,40 @@ class Clients:
                 case ClientHello():
                     raise ProtocolError("it introduced itself twice")
         except ProtocolError as error:
-            pid = None if client is None else client.pid
-            logger.error(
-                "a client (pid %s) broke the protocol: %s",
-                pid,
-                error,
-                extra={"event": "protocol_broken", "peer_pid": pid, "reason": str(error)},
-            )
+            self._breaches.add(None if client is None else client.pid, str(error))
             self._turn_away(identity, f"it broke the protocol: {error}")
             if client is not None:
                 self._lose(client)
 
     def connected(self, descriptor: int) -> None:
-        """Note a connection, and break it if there are too many."""
-        self._connections[descriptor] = set()
-        most = self.limits.clients
-        if most is not None and len(self._connections) > most + _NEWCOMERS:
-            others = len(self._connections) - 1
-            logger.warning(
-                "a connection is cut off: %s others are there",
-                others,
-                extra={"event": "connection_cut_off", "connections": others},
-            )
-            self.socket.cut(descriptor)
+        """Note a connection, and close older ones if there are too many that are no clients'."""
+        self._accepted.opened(descriptor)
+        if not self._is_making_room:
+            self._is_making_room = True
+            self.socket.after_events(self._make_room)
+
+    def _make_room(self) -> None:
+        self._is_making_room = False
+        for identity in self._accepted.make_room():
+            self._went(identity)
+
+    def _cut(self, descriptor: int) -> None:
+        self.socket.cut(descriptor)
 
     def handshaken(self) -> None:
-        """Wait for the client to introduce itself."""
+        """Wait for the hello of the client."""
 
     def refused(self, *, is_final: bool) -> None:
-        """Note that somebody does not have the keys, or went before that was seen."""
+        """Note that a peer does not have the keys, or left before that was known."""
         if is_final:
-            logger.warning(
-                "a client that does not have the keys was refused",
-                extra={"event": "client_refused", "peer_pid": None, "reason": "it does not have the keys"},
-            )
+            self._accepted.failed()
 
     def disconnected(self, descriptor: int) -> None:
-        """Note that a client is gone."""
-        # Later, since a message may just be taken in.
-        asyncio.get_running_loop().call_soon(self._lose_all, self._connections.pop(descriptor, set()))
+        """Note that a connection has ended."""
+        identity = self._accepted.closed(descriptor)
+        if identity is not None:
+            # Later, since a message may just be taken in.
+            asyncio.get_running_loop().call_soon(self._lose_all, {identity})
 
     def _lose_all(self, identities: set[bytes]) -> None:
         # What they said before still counts; those that flood this server must not keep it from this.
@@ -267,16 +262,6 @@ class Clients:
     def _waiting(self) -> list[Outbox]:
         outboxes = [client.outbox for client in self._clients.values() if client.outbox]
         return outboxes + [outbox for outbox in self._turned_away.values() if outbox]
-
-    def _is_here(self, identity: bytes, part: "zmq.Frame") -> bool:
-        """Say whether somebody new is still connected, and remember by which descriptor."""
-        # These are used again: what became of this one before the message came has to be known first.
-        self.socket.look_for_events()
-        here = self._connections.get(int(part.get(zmq.SRCFD)))
-        if here is None:
-            return False
-        here.add(identity)
-        return True
 
     def _introduced(self, identity: bytes, hello: FromClient) -> None:
         if not isinstance(hello, ClientHello):
@@ -322,12 +307,7 @@ class Clients:
 
     def _refuse(self, identity: bytes, hello: ClientHello, reason: str) -> None:
         """Refuse a client that has said who it is."""
-        logger.warning(
-            "a client (pid %s) is refused: %s",
-            hello.pid,
-            reason,
-            extra={"event": "client_refused", "peer_pid": hello.pid, "reason": reason},
-        )
+        self._refusals.add(hello.pid, reason)
         self.refused_clients += 1
         self._turn_away(identity, reason, is_refusal=True)
 
@@ -407,3 +387,23 @@ class Clients:
             client.outbox.clear()
             self._turn_away(client.identity, "it reads no answers")
             self._lose(client)
+
+
+def _log_refusal(count: int, pid: int | None, reason: str) -> None:
+    logger.warning(
+        "%s clients were refused, the latest (pid %s) because %s",
+        count,
+        pid,
+        reason,
+        extra={"event": "client_refused", "count": count, "peer_pid": pid, "reason": reason},
+    )
+
+
+def _log_breach(count: int, pid: int | None, reason: str) -> None:
+    logger.error(
+        "%s clients broke the protocol, the latest (pid %s): %s",
+        count,
+        pid,
+        reason,
+        extra={"event": "protocol_broken", "count": count, "peer_pid": pid, "reason": reason},
+    )

@@ -313,7 +313,7 @@ class Connection:
                 "the server (pid %s) broke the protocol: %s",
                 self._pid,
                 error,
-                extra={"event": "protocol_broken", "peer_pid": self._pid, "reason": str(error)},
+                extra={"event": "protocol_broken", "count": 1, "peer_pid": self._pid, "reason": str(error)},
             )
             self._lose(f"it broke the protocol: {error}", ProtocolError(*error.args), retry=False)
 

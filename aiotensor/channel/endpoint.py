@@ -17,6 +17,14 @@ from aiotensor.links.socket_file import SocketFile
 __all__ = ["Endpoint"]
 
 
+# A connection whose handshake takes longer is closed. A client's limit is shorter: it knows its own reason.
+_HANDSHAKE_MS = 5000
+
+# Connections that wait to be accepted, as many as the kernel allows: during a flood, one that does not fit is
+# tried again by its kernel a second later.
+_BACKLOG = 4096
+
+
 class _Allowed:
     """Say which keys may connect; the authenticator of pyzmq asks."""
 
@@ -43,7 +51,13 @@ class Endpoint:
         self._target = address.target
         self._path = address.path
         # Without this a ROUTER drops what is for a client that is gone, or slow, and says nothing.
-        self._options = {**options, **address.options, zmq.ROUTER_MANDATORY: 1}
+        self._options = {
+            **options,
+            **address.options,
+            zmq.ROUTER_MANDATORY: 1,
+            zmq.HANDSHAKE_IVL: _HANDSHAKE_MS,
+            zmq.BACKLOG: _BACKLOG,
+        }
         self._listener: socket.socket | None = None
         self._allowed = allowed
         self._context: Context | None = None

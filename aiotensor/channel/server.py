@@ -2,7 +2,6 @@
 
 import asyncio
 import weakref
-from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
@@ -11,13 +10,14 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 
 from aiotensor.channel import options
-from aiotensor.channel.asked import Asked, State, await_tensors
-from aiotensor.channel.clients import Clients, Limits
+from aiotensor.channel.asked import Asked, Limits, State, await_tensors
+from aiotensor.channel.clients import Clients
 from aiotensor.channel.endpoint import Endpoint
 from aiotensor.channel.options import Key
 from aiotensor.channel.parcels import QUICK_TENSORS, Disposal, Loans, check_parts, discard, pack, unpack
 from aiotensor.channel.request import Answerer, Request, text_of
 from aiotensor.channel.serving import serve
+from aiotensor.channel.turns import Turns
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import ClosedError, ProtocolError, UsageError
 from aiotensor.gates import Waiters
@@ -38,7 +38,8 @@ class MessageServer(LoopObject, Generic[M]):
     Open it with ``async with``, once, and iterate: ``async for request in server``, in as many tasks as you
     like. Or have `serve` run a function for each message. Messages are taken, and with them the tensors that
     travel by a sender, when the iteration asks for the next one: until then the senders keep their permits,
-    so a slow server pushes back. They come in the order in which they are here with all their tensors: none
+    so a slow server pushes back. Clients take turns, so one that sends many messages does not delay the
+    others. The messages of a client come in the order in which they are here with all their tensors: none
     waits for the tensors of another.
 
     Opening raises `UsageError` if another server listens at the address, and an `OSError` if nothing can; at
@@ -115,7 +116,7 @@ class MessageServer(LoopObject, Generic[M]):
         self._arriving: dict[Asked, asyncio.Task[None]] = {}  # their tensors, one by one
         self._waiters = Waiters()
         self._clients = Clients(allowance, "" if receiver is None else receiver.id, self, self._waiters)
-        self._ready: deque[Asked] = deque()  # with all their tensors here
+        self._ready = Turns()  # with all their tensors here
         self._found: dict[Asked, list[torch.Tensor]] = {}  # taken, but not decoded yet
         self._in_hand: set[Asked] = set()
         self._waiting = self._waiting_bytes = 0
@@ -157,8 +158,7 @@ class MessageServer(LoopObject, Generic[M]):
         self._home.check()
         while True:
             while self._ready:
-                asked = self._ready.popleft()
-                request = await self._take(asked)
+                request = await self._take(self._ready.take())
                 if request is not None:
                     return request
             if self._home.is_closed:
@@ -275,7 +275,7 @@ class MessageServer(LoopObject, Generic[M]):
             self._refuse(asked, error)
 
     def _make_ready(self, asked: Asked) -> None:
-        self._ready.append(asked)
+        self._ready.add(asked)
         self._waiters.wake()
 
     # Taking
@@ -293,7 +293,7 @@ class MessageServer(LoopObject, Generic[M]):
                     self._drop(asked)
                 elif asked.state is State.WAITING:
                     self._found[asked] = found
-                    self._ready.appendleft(asked)
+                    self._ready.put_back(asked)
                     self._waiters.wake()
                 raise
         except Exception as error:  # noqa: BLE001 - the type of messages is the user's
@@ -345,8 +345,7 @@ class MessageServer(LoopObject, Generic[M]):
         task = self._arriving.pop(asked, None)
         if task is not None:
             task.cancel()
-        with suppress(ValueError):  # it is being taken, or its tensors are not here
-            self._ready.remove(asked)
+        self._ready.remove(asked)
         if self._receiver is not None and asked.handles:
             with suppress(ClosedError, ValueError):
                 self._receiver.discard(asked.handles[0])

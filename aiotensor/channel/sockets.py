@@ -11,7 +11,8 @@ import itertools
 import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import zmq
@@ -27,7 +28,10 @@ __all__ = ["MAX_PARTS", "LoopSocket", "PeerGoneError", "SocketEvents", "copy_of"
 # Of one message: an identity, a header, a body, and as many buffers as a message has tensors.
 MAX_PARTS = MAX_TENSORS + 3
 
-_MESSAGES_A_TURN = 64  # then other callbacks of the loop have their turn
+# In one iteration of the loop, before its other callbacks have their turn: messages, and events of
+# connections, which any process that reaches the address can cause.
+_MESSAGES_A_TURN = 64
+_EVENTS_A_TURN = 128
 
 # Plain numbers: each operation on an enum takes as long as a call into ZeroMQ.
 _LAST = int(zmq.NOBLOCK)
@@ -37,6 +41,8 @@ _POLLIN = int(zmq.POLLIN)
 _TRY_AGAIN_S = 0.05  # while there is no room: how long a peer waits at most whose word of it was missed
 
 _numbers = itertools.count()
+
+_LINGER_NEVER = struct.pack("ii", 1, 0)  # closing discards what is unsent, and sends a reset
 
 _EVENT = struct.Struct("=HI")  # which, and a number that goes with it
 _DENIED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -124,6 +130,8 @@ class LoopSocket:
         self._loop = asyncio.get_running_loop()
         self._events = events
         self._is_closed = self._is_scheduled = self._was_full = False
+        self._is_reporting = self._has_more_events = False
+        self._after_events: deque[Callable[[], None]] = deque()
         self._net: asyncio.TimerHandle | None = None
         self._drops = False  # the rest of a message of too many parts
         self._connections: dict[int, _InChild] = {}  # and the listener, by their descriptors
@@ -167,8 +175,7 @@ class LoopSocket:
             self._socket.set(zmq.USE_FD, descriptor)
         self._socket.bind(address)  # type: ignore[arg-type]  # which is bytes as well
         self._begin()
-        if _is_readable(self._monitor):
-            self._read_event()  # that it listens: a child forked in this turn closes the listener too
+        self._read_event()  # that it listens: a child forked in this turn closes the listener too
 
     @property
     def address(self) -> str:
@@ -219,17 +226,45 @@ class LoopSocket:
         self._look_soon()
 
     def look_for_events(self) -> None:
-        """Tell of what has become of connections by now."""
-        while not self._is_closed and _is_readable(self._monitor):
-            self._read_event()
+        """Report what has become of connections; the rest of many events follows in the next iterations."""
+        if self._is_reporting:
+            return
+        self._is_reporting = True
+        try:
+            for _ in range(_EVENTS_A_TURN):
+                if self._is_closed or not self._read_event():
+                    break
+            else:
+                if not self._has_more_events:
+                    self._has_more_events = True
+                    self._loop.call_soon(self._look_for_more_events)
+                return
+        finally:
+            self._is_reporting = False
+        if len(self._after_events) > _MESSAGES_A_TURN:
+            self._look_soon()  # reading has stopped
+        while self._after_events and not self._is_closed:
+            self._after_events.popleft()()
+
+    def after_events(self, callback: Callable[[], None]) -> None:
+        """Call a function once all events that have happened by now were reported.
+
+        Usually this calls it at once. During a flood of connections it is called in a later iteration of the
+        event loop, in the order of these calls.
+        """
+        self._after_events.append(callback)
+        self.look_for_events()
 
     def cut(self, descriptor: int) -> None:
-        """Break a connection that was made to this socket."""
+        """Reset a connection that was made to this socket."""
         # ZeroMQ may have closed it by now, and the number be that of anything.
         if self._place is not None and _place_of(descriptor) == self._place:
             sock = socket.socket(fileno=descriptor)
             with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+                # ZeroMQ reads the end and closes the socket, which sends a reset: an end without one is what
+                # a client with wrong keys sees.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NEVER)
+                sock.shutdown(socket.SHUT_RD)
             sock.detach()
 
     def close(self, linger_s: float = 0.0) -> None:
@@ -240,6 +275,7 @@ class LoopSocket:
         for descriptor in self._descriptors:
             self._loop.remove_reader(descriptor)
         self._connections.clear()
+        self._after_events.clear()
         if self._net is not None:
             self._net.cancel()
         self._socket.disable_monitor()
@@ -251,8 +287,17 @@ class LoopSocket:
         self._look_soon()
         self._loop.call_soon(self.look_for_events)
 
-    def _read_event(self) -> None:
-        event, value = _EVENT.unpack(self._monitor.recv_multipart(_LAST)[0])
+    def _look_for_more_events(self) -> None:
+        self._has_more_events = False
+        self.look_for_events()
+
+    def _read_event(self) -> bool:
+        """Report an event, and return whether there was one."""
+        try:
+            data, _ = self._monitor.recv_multipart(_LAST)
+        except zmq.Again:
+            return False
+        event, value = _EVENT.unpack(data)
         if event == zmq.EVENT_LISTENING:
             self._connections[value] = _InChild(value)
             self._place = _place_of(value)
@@ -266,6 +311,7 @@ class LoopSocket:
         elif event == zmq.EVENT_DISCONNECTED:
             self._connections.pop(value, None)
             self._events.disconnected(value)
+        return True
 
     def _read_one(self) -> None:
         """Read a message, or some of the rest of one that has too many parts."""
@@ -290,7 +336,8 @@ class LoopSocket:
     def _look(self) -> None:
         self._is_scheduled = False
         for _ in range(_MESSAGES_A_TURN):
-            if not self._has_messages():
+            # Each message of an unidentified peer waits until the events before it were reported.
+            if len(self._after_events) > _MESSAGES_A_TURN or not self._has_messages():
                 break
             self._read_one()
         else:

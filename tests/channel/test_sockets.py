@@ -73,16 +73,16 @@ async def test_a_connection_is_cut_by_its_number_while_it_is_there() -> None:
         async with MessageServer(here.messages, Question) as server:
             clients = server._clients
             reader, writer = await asyncio.open_unix_connection(here.messages.removeprefix("ipc://"))
-            await until(lambda: len(clients._connections) == 1)
+            await until(lambda: len(clients._accepted._identities) == 1)
             with socket.create_server(("127.0.0.1", 0)) as another:
                 clients.socket.cut(another.fileno())  # as if it had the number now
                 assert another.getsockname()
                 another.settimeout(0)
                 with pytest.raises(BlockingIOError):  # it listens still
                     another.accept()
-            assert len(clients._connections) == 1
-            clients.socket.cut(next(iter(clients._connections)))
+            assert len(clients._accepted._identities) == 1
+            clients.socket.cut(next(iter(clients._accepted._identities)))
             while await reader.read(100):
                 pass
-            await until(lambda: not clients._connections)
+            await until(lambda: not clients._accepted._identities)
             writer.close()

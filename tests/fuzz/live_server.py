@@ -49,7 +49,7 @@ class _Serving:
             and (received.leases, received.unclaimed_tensors, received.waiting) == (0, 0, 0)
             and received.senders == 1
             and not (self.answers or self.server._arriving or self.server._found or self.server._ready)
-            and len(clients._connections) == 1
+            and len(clients._accepted._identities) == 1
             and not clients._turned_away
         )
 
