@@ -1,0 +1,92 @@
+"""Processes that flood a server with connections, and have no key that it accepts."""
+
+import multiprocessing
+import selectors
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+__all__ = ["ATTACKS", "attacked"]
+
+# What a peer of ZeroMQ says first: ZMTP 3.0, and the mechanism NULL, which a server with keys refuses.
+_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+
+_SILENT = 128  # connections of one attacker that says nothing
+
+
+@contextmanager
+def attacked(address: str, attack: str, attackers: int = 2) -> Iterator[None]:
+    """Attack a server by so many processes while the block runs.
+
+    Args:
+        address: of the server, ``tcp://`` or ``ipc://``.
+        attack: one of `ATTACKS`.
+        attackers: how many processes there are.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    begun = [spawn.Event() for _ in range(attackers)]
+    processes = [spawn.Process(target=ATTACKS[attack], args=(address, event), daemon=True) for event in begun]
+    for process in processes:
+        process.start()
+    try:
+        for event in begun:
+            assert event.wait(60)
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+            process.close()
+
+
+def _connect(address: str) -> socket.socket:
+    scheme, _, place = address.partition("://")
+    host, _, port = place.rpartition(":")
+    sock = socket.socket(socket.AF_INET if scheme == "tcp" else socket.AF_UNIX)
+    sock.settimeout(1.0)
+    try:
+        sock.connect((host, int(port)) if scheme == "tcp" else place)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _hang_up(address: str, begun: "multiprocessing.synchronize.Event") -> None:
+    """Connect, greet, and close at once."""
+    while True:
+        with suppress(OSError), _connect(address) as sock:
+            sock.sendall(_GREETING)
+            begun.set()
+
+
+def _greet(address: str, begun: "multiprocessing.synchronize.Event") -> None:
+    """Connect, greet, and close when the server has greeted."""
+    while True:
+        with suppress(OSError), _connect(address) as sock:
+            sock.sendall(_GREETING)
+            sock.recv(100)
+            begun.set()
+
+
+def _say_nothing(address: str, begun: "multiprocessing.synchronize.Event") -> None:
+    """Keep connections open and say nothing; replace each that the server closes."""
+    with selectors.DefaultSelector() as selector:
+        while True:
+            while len(selector.get_map()) < _SILENT:
+                with suppress(OSError):
+                    selector.register(_connect(address), selectors.EVENT_READ)
+            begun.set()
+            for key, _ in selector.select():
+                sock = key.fileobj
+                assert isinstance(sock, socket.socket)
+                is_open = False
+                with suppress(OSError):
+                    is_open = bool(sock.recv(100))
+                if not is_open:
+                    selector.unregister(sock)
+                    sock.close()
+
+
+ATTACKS = {"hang up": _hang_up, "greet": _greet, "say nothing": _say_nothing}

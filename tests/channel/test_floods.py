@@ -1,0 +1,110 @@
+"""Peers without a key, however many connections they make, neither stall a server nor lock clients out."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import zmq
+
+from aiotensor import AccessDeniedError
+from aiotensor.channel import MessageClient, MessageServer
+from tests.channel.attackers import ATTACKS, attacked
+from tests.channel.parties import Answer, Place, Places, Question, answer, place
+from tests.pairs import until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+REPLIES, CLIENTS = 300, 6
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def here(request: pytest.FixtureRequest) -> Iterator[Place]:
+    """A place of each kind."""
+    Places.scheme = request.param
+    with place() as made:
+        yield made
+    Places.scheme = "ipc"
+
+
+def _keys(here: Place) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Make the keys of a server and of its clients, where there are any."""
+    if here.messages.startswith("ipc:"):
+        return {}, {}
+    public, secret = zmq.curve_keypair()
+    client_public, client_secret = zmq.curve_keypair()
+    return (
+        {"secret_key": secret, "client_keys": [client_public]},
+        {"secret_key": client_secret, "server_key": public},
+    )
+
+
+@contextmanager
+def _refusals() -> Iterator[list[tuple[float, int]]]:
+    """Collect when connections were said to be refused, and how many."""
+    lines: list[tuple[float, int]] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if vars(record).get("event") == "connection_refused":
+                lines.append((record.created, vars(record)["count"]))
+
+    logger, listener = logging.getLogger("aiotensor.channel"), Listener()
+    logger.addHandler(listener)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(listener)
+
+
+@pytest.mark.parametrize("attacks", [[attack] for attack in ATTACKS] + [list(ATTACKS)], ids=" and ".join)
+async def test_clients_are_served_while_others_flood_their_server(here: Place, attacks: list[str]) -> None:
+    server_keys, client_keys = _keys(here)
+    async with (
+        MessageServer(here.messages, Question, **server_keys) as server,
+        MessageClient(here.messages, reply_type=Answer, **client_keys) as existing,
+    ):
+        serving = asyncio.create_task(server.serve(answer))
+        assert (await existing.request(Question(0))).seed == 0
+        with _refusals() as lines:
+            contexts = [attacked(here.messages, attack) for attack in attacks]
+            for one in contexts:
+                await asyncio.to_thread(one.__enter__)
+            try:
+                asking = asyncio.create_task(_ask(existing))
+                for seed in range(CLIENTS):
+                    async with MessageClient(here.messages, reply_type=Answer, **client_keys) as new:
+                        assert (await new.request(Question(seed))).seed == seed
+                await asking
+            finally:
+                for one in contexts:
+                    await asyncio.to_thread(one.__exit__, None, None, None)
+        assert existing.statistics().servers_lost == 0
+        await server.aclose()
+        await serving
+    times = [time for time, _ in lines]
+    assert all(later - earlier > 0.99 for earlier, later in itertools.pairwise(times)), times
+
+
+async def _ask(client: MessageClient[Answer]) -> None:
+    for seed in range(REPLIES):
+        assert (await client.request(Question(seed))).seed == seed
+
+
+async def test_refused_handshakes_share_a_line_that_has_their_number() -> None:
+    Places.scheme = "tcp"
+    with place() as here:
+        server_keys, client_keys = _keys(here)
+        others = [{**client_keys, "secret_key": zmq.curve_keypair()[1]} for _ in range(5)]
+        async with MessageServer(here.messages, Question, **server_keys):
+            with _refusals() as lines:
+                for keys in others:
+                    async with MessageClient(here.messages, reply_type=Answer, **keys) as client:
+                        with pytest.raises(AccessDeniedError):
+                            await client.request(Question(0))
+                await until(lambda: sum(count for _, count in lines) == 5)
+    Places.scheme = "ipc"
+    assert len(lines) < 5
