@@ -1,6 +1,7 @@
 """Processes that flood a server with connections, and have no key that it accepts."""
 
 import multiprocessing
+import os
 import selectors
 import socket
 from collections.abc import Iterator
@@ -40,6 +41,12 @@ def attacked(address: str, attack: str, attackers: int = 2) -> Iterator[None]:
             process.close()
 
 
+def _is_wanted() -> bool:
+    """Return whether the process that began the attack still lives."""
+    parent = multiprocessing.parent_process()
+    return parent is not None and os.getppid() == parent.pid
+
+
 def _connect(address: str) -> socket.socket:
     scheme, _, place = address.partition("://")
     host, _, port = place.rpartition(":")
@@ -55,7 +62,7 @@ def _connect(address: str) -> socket.socket:
 
 def _hang_up(address: str, begun: "multiprocessing.synchronize.Event") -> None:
     """Connect, greet, and close at once."""
-    while True:
+    while _is_wanted():
         with suppress(OSError), _connect(address) as sock:
             sock.sendall(_GREETING)
             begun.set()
@@ -63,7 +70,7 @@ def _hang_up(address: str, begun: "multiprocessing.synchronize.Event") -> None:
 
 def _greet(address: str, begun: "multiprocessing.synchronize.Event") -> None:
     """Connect, greet, and close when the server has greeted."""
-    while True:
+    while _is_wanted():
         with suppress(OSError), _connect(address) as sock:
             sock.sendall(_GREETING)
             sock.recv(100)
@@ -73,12 +80,12 @@ def _greet(address: str, begun: "multiprocessing.synchronize.Event") -> None:
 def _say_nothing(address: str, begun: "multiprocessing.synchronize.Event") -> None:
     """Keep connections open and say nothing; replace each that the server closes."""
     with selectors.DefaultSelector() as selector:
-        while True:
-            while len(selector.get_map()) < _SILENT:
+        while _is_wanted():
+            while len(selector.get_map()) < _SILENT and _is_wanted():
                 with suppress(OSError):
                     selector.register(_connect(address), selectors.EVENT_READ)
             begun.set()
-            for key, _ in selector.select():
+            for key, _ in selector.select(1.0):
                 sock = key.fileobj
                 assert isinstance(sock, socket.socket)
                 is_open = False
