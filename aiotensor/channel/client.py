@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import partial
 from types import TracebackType
 from typing import Generic, Self, TypeVar
@@ -13,29 +13,27 @@ from aiotensor.channel import options, parcels
 from aiotensor.channel.connection import Connection
 from aiotensor.channel.context import Context, begin, end
 from aiotensor.channel.options import Key
-from aiotensor.channel.parcels import Answered, Asked, Disposal, Handles, Loans
+from aiotensor.channel.parcels import Answered, Asked, Disposal, Handles, Loans, Parcel
+from aiotensor.channel.servers import Servers
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import (
     AlreadyTakenError,
     ClosedError,
     DiscardedError,
+    PeerLostError,
     ProtocolError,
-    WouldBlockError,
 )
-from aiotensor.gates import Waiters, at_most, seconds_or_never
+from aiotensor.gates import seconds_or_never
 from aiotensor.home import Home, LoopObject
 from aiotensor.links.address import label_of
 from aiotensor.receiver import TensorReceiver
 from aiotensor.sender import OpenMessage, TensorSender
 from aiotensor.tally import ErrorTally
-from aiotensor.types import ClientStatistics, Usage
+from aiotensor.types import ClientStatistics
 
 __all__ = ["MessageClient"]
 
 R = TypeVar("R")
-
-# How often one of several servers that refused this client is asked again, while others serve it.
-_AT_MOST_EVERY_S = 1.0
 
 
 class MessageClient(LoopObject, Generic[R]):
@@ -128,7 +126,8 @@ class MessageClient(LoopObject, Generic[R]):
         self._receiver = receiver
         self._decoder: TensorDecoder[R] = TensorDecoder(reply_type)
         self._connections: list[Connection] = []
-        self._changes = Waiters()
+        self._sender_to: dict[Connection, TensorSender | None] = {}
+        self._servers: Servers | None = None  # if there are several
         self._context: Context | None = None
         self._sent = self._answers = self._failures = self._cancelled = 0
 
@@ -150,12 +149,14 @@ class MessageClient(LoopObject, Generic[R]):
                 self._max_part_bytes,
                 self._max_wait_s,
                 partial(parcels.drop_answer, self._disposal, self._receiver),
-                self._changes.wake,
             )
             for address in self._addresses
         ]
+        self._sender_to = dict(zip(self._connections, self._senders, strict=True))
+        if len(self._connections) > 1:
+            self._servers = Servers(self._connections, self._max_wait_s)
         for connection in self._connections:
-            connection.connect()
+            connection.connect(self._servers)
         self._home.settle(self, ",".join(label_of(address.text) for address in self._addresses))
         return self
 
@@ -173,8 +174,9 @@ class MessageClient(LoopObject, Generic[R]):
             message: a msgspec Struct, a dataclass, a list or a dict, with tensors and arrays anywhere in it.
                 Nothing in it may change before this returns. A large message is encoded in a thread, which
                 goes on for a moment if this is cancelled.
-            target: which of several servers, counted from 0; by default the one with the fewest messages in
-                flight, of those that are there.
+            target: which of several servers, counted from 0; by default the one with the least to do, of
+                those that are connected. Until a message without a target has left, it moves to another
+                server when its own is lost, or when it waits and another one has less to do.
             inside: an open message of the sender, for whoever takes the permit before there is a tensor, so
                 that it bounds the decoding too: ``async with sender.message() as permit: ... await
                 client.request(message, inside=permit)``. It is whole when all tensors are sent, and discarded
@@ -205,14 +207,11 @@ class MessageClient(LoopObject, Generic[R]):
         try:
             box = [message]
             del message
-            connection, sender = await self._choose(target, inside)
-            connection.in_flight += 1
-            asked: Asked | None = None
+            # It takes the message out of the box, whose tensors are the caller's while the server works.
+            connection, asked, handles = await self._ask(box, target, inside, wants_answer=True)
+            del inside
             try:
-                # It takes the message out of the box, whose tensors are the caller's while the server works.
-                asked, handles = await self._ask(connection, sender, box, inside, wants_answer=True)
-                del inside
-                answer = await self._answer_to(connection, sender, asked, handles)
+                answer = await self._answer_to(connection, asked, handles)
             finally:
                 connection.in_flight -= 1
                 # It has the error, whose traceback has this frame, and the callers' with their tensors.
@@ -237,12 +236,8 @@ class MessageClient(LoopObject, Generic[R]):
         with self._errors:
             box = [message]
             del message
-            connection, sender = await self._choose(target, inside)
-            connection.in_flight += 1
-            try:
-                await self._ask(connection, sender, box, inside, wants_answer=False)
-            finally:
-                connection.in_flight -= 1
+            connection, _, _ = await self._ask(box, target, inside, wants_answer=False)
+            connection.in_flight -= 1
 
     def statistics(self) -> ClientStatistics:
         """Return what is in flight and what was done; also after closing."""
@@ -270,15 +265,14 @@ class MessageClient(LoopObject, Generic[R]):
             return
         for connection in self._connections:
             connection.close(ClosedError("this MessageClient was closed"), self._linger_s)
-        self._changes.wake()
+        if self._servers is not None:
+            self._servers.close()
         with self._home.leaving(), closing(self._disposal):
             await end(self._context)
 
     # One message
 
-    async def _choose(
-        self, target: int | None, inside: OpenMessage | None
-    ) -> tuple[Connection, TensorSender | None]:
+    async def _choose(self, target: int | None, inside: OpenMessage | None) -> Connection:
         """Choose a server, and wait until it is there."""
         self._home.check()
         if inside is not None:
@@ -286,93 +280,81 @@ class MessageClient(LoopObject, Generic[R]):
             if not owners or target not in (None, *owners):
                 raise ValueError("`inside` is a message of this client's sender, for the same target")
             target = owners[0] if target is None else target
-        if target is None and len(self._connections) > 1:
-            try:
-                async with at_most(self._max_wait_s, self._overdue):
-                    target = await self._least_busy()
-            except WouldBlockError:
-                target = self._least_busy_of_all()  # one may have come in this very turn
-                if target is None:
-                    raise
+        if target is None and self._servers is not None:
+            return await self._servers.choose()
         number = 0 if target is None else target
         if not 0 <= number < len(self._connections):
             raise ValueError(f"target {target} is none of the {len(self._connections)} servers, from 0")
         connection = self._connections[number]
         if not connection.is_ready:
             await connection.ready()
-        return connection, self._senders[number]
-
-    def _overdue(self) -> WouldBlockError:
-        return WouldBlockError(
-            f"none of the {len(self._connections)} servers has been there for {self._max_wait_s:g} s",
-            messages=Usage(requested=1),
-        )
-
-    def _least_busy_of_all(self) -> int | None:
-        ready = [number for number, connection in enumerate(self._connections) if connection.is_ready]
-        return min(ready, key=lambda number: self._connections[number].in_flight, default=None)
-
-    async def _least_busy(self) -> int:
-        """Wait until a server is there, and return the number of the one with the least to do.
-
-        Raises:
-            RefusedError: all have refused this client, one of them just now.
-            PeerLostError: the same.
-            AccessDeniedError: the same.
-        """
-        asked: Connection | None = None  # again, when all had refused
-        while True:
-            for connection in self._connections:
-                connection.try_again(_AT_MOST_EVERY_S)
-            target = self._least_busy_of_all()
-            if target is not None:
-                return target
-            hopeless = [connection for connection in self._connections if connection.is_hopeless]
-            if len(hopeless) == len(self._connections):
-                if asked is not None:
-                    asked.raise_failure()
-                asked = min(hopeless, key=lambda one: one.refused_at)
-                asked.try_again()
-                continue
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_AT_MOST_EVERY_S if hopeless else None):
-                    await self._changes.wait()
-            self._home.check()
+        return connection
 
     async def _ask(
+        self, box: list[object], target: int | None, inside: OpenMessage | None, *, wants_answer: bool
+    ) -> tuple[Connection, Asked, Handles]:
+        """Send a message, and return the connection that it left by, where it counts as one in flight."""
+        parcel: Parcel | None = None
+        may_move = self._servers is not None and target is None and inside is None
+        try:
+            while True:
+                connection = await self._choose(target, inside)
+                connection.in_flight += 1
+                sent: tuple[Asked, Handles] | None = None
+                try:
+                    if parcel is None:
+                        parcel = await parcels.pack(box, has_sender=self._senders[0] is not None)
+                    sent = await self._send(connection, parcel, inside, wants_answer, may_move)
+                finally:
+                    connection.in_flight -= sent is None
+                if sent is not None:
+                    self._sent += 1
+                    return connection, *sent
+        finally:
+            if parcel is not None:
+                parcel.tensors.clear()
+                self._disposal.let_go(parcel.parts)
+
+    async def _send(
         self,
         connection: Connection,
-        sender: TensorSender | None,
-        box: list[object],
+        parcel: Parcel,
         inside: OpenMessage | None,
-        *,
         wants_answer: bool,
-    ) -> tuple[Asked, Handles]:
-        session = connection.session
+        may_move: bool,
+    ) -> tuple[Asked, Handles] | None:
+        """Send a message to one server; return None if it is to be sent to another one instead."""
+        session, sender = connection.session, self._sender_to[connection]
         handles: Handles = ()
-        parts: list[bytes | memoryview] = []
         try:
-            parcel = await parcels.pack(box, has_sender=sender is not None)
-            parts = parcel.parts
             if sender is not None and (parcel.tensors or inside is not None):
-                parcels.check_parts(parts, connection.max_part_bytes, "server")  # before anything is taken
-                handles = await parcel.send_tensors(sender, inside)
-                parcels.check_road(handles, connection.leads_to, sender.receiver_id)
-            loan = None if wants_answer else self._loans.lend(parts)
-            asked = await connection.ask(session, handles, parts, wants_answer=wants_answer)
-            self._sent += 1
-            self._disposal.let_go(parts)
+                parcels.check_parts(parcel.parts, connection.max_part_bytes, "server")  # first of all
+                sending = parcel.send_tensors(sender, inside)
+                sent = await (connection.movable_sending(sending) if may_move else sending)
+                if sent is None:
+                    return None
+                handles = sent
+                if not may_move or session == connection.session:
+                    parcels.check_road(handles, connection.leads_to, sender.receiver_id)
+            loan = None if wants_answer else self._loans.lend(parcel.parts)
+            asked = await connection.ask(
+                session, handles, parcel.parts, wants_answer=wants_answer, may_move=may_move
+            )
+            if asked is None:
+                parcels.discard(sender, handles)
+                return None
             if loan is not None:
+                parcel.tensors.clear()
+                self._disposal.let_go(parcel.parts)
                 await loan
-        except BaseException:
+        except BaseException as error:
             parcels.discard(sender, handles)
-            self._disposal.let_go(parts)
+            if may_move and isinstance(error, PeerLostError) and session != connection.session:
+                return None
             raise
         return asked, handles
 
-    async def _answer_to(
-        self, connection: Connection, sender: TensorSender | None, asked: Asked, handles: Handles
-    ) -> R:
+    async def _answer_to(self, connection: Connection, asked: Asked, handles: Handles) -> R:
         """Wait for an answer; whatever happens instead, nobody works for it any more."""
         try:
             if asked.answered is None:
@@ -380,7 +362,7 @@ class MessageClient(LoopObject, Generic[R]):
             return await self._open_answer(await asked.answered)
         except BaseException:
             connection.cancel(asked)
-            parcels.discard(sender, handles)
+            parcels.discard(self._sender_to[connection], handles)
             raise
         finally:
             del asked  # as in `request`

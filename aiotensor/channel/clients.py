@@ -87,6 +87,7 @@ class Clients:
         self.limits = limits
         self._receiver = receiver
         self.lost = self.refused_clients = 0
+        self._asked = 0  # messages of all clients that have not ended
         self._events = weakref.ref(events)
         self._waiters = waiters
         self._clients: dict[bytes, Client] = {}
@@ -116,7 +117,8 @@ class Clients:
             return False
         tally = asked.client.tally
         body = None if len(parts[0]) >= BODY_BYTES else memoryview(parts[0])
-        header = Answer(asked.number, body, handles, tally.taken, tally.taken_bytes)
+        others = self._asked_beside(asked.client)
+        header = Answer(asked.number, body, handles, tally.taken, tally.taken_bytes, others)
 
         def has_left() -> None:  # which it may not: whoever answers may be cancelled
             tally.told(header.taken, header.taken_bytes)
@@ -132,7 +134,8 @@ class Clients:
         self.end(asked)
         if was_wanted:
             client, tally = asked.client, asked.client.tally
-            self._post(client, failure(asked.number, type_name, text, tally.taken, tally.taken_bytes))
+            others = self._asked_beside(client)
+            self._post(client, failure(asked.number, type_name, text, tally.taken, tally.taken_bytes, others))
             tally.told(tally.taken, tally.taken_bytes)
         return was_wanted
 
@@ -144,13 +147,19 @@ class Clients:
             self._leftovers.pop(client, None)
         asked.parts = []
         if client.tally.is_due and client.identity in self._clients:
-            self._post(client, Taken(client.tally.taken, client.tally.taken_bytes))
+            others = self._asked_beside(client)
+            self._post(client, Taken(client.tally.taken, client.tally.taken_bytes, others))
             client.tally.told(client.tally.taken, client.tally.taken_bytes)
 
     def end(self, asked: Asked) -> None:
         """Note that a message needs nothing more."""
         asked.state = State.ENDED
-        asked.client.asked.pop(asked.number, None)
+        if asked.client.asked.pop(asked.number, None) is not None:
+            self._asked -= 1
+
+    def _asked_beside(self, client: Client) -> int:
+        """Count the messages of other clients that have not ended."""
+        return self._asked - len(client.asked)
 
     def say_farewell(self) -> None:
         """Tell every client that this is the end, and give up what they have asked."""
@@ -203,6 +212,7 @@ class Clients:
                     asked = Asked(client, number, handles, message, wants_answer=wants_answer)
                     client.tally.arrived(asked.nbytes)
                     client.asked[number] = asked
+                    self._asked += 1
                     events = self._events()
                     if events is not None:  # or it was garbage-collected, and is about to be closed
                         events._asked(asked)

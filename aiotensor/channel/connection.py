@@ -14,12 +14,14 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from typing import Protocol
 
 import zmq
 
+from aiotensor.channel.cancelling import CancelOnce
 from aiotensor.channel.context import Context
 from aiotensor.channel.options import Address
 from aiotensor.channel.outbox import Outbox, flush_all
@@ -67,6 +69,16 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _TRY_AGAIN_S = 0.1  # while this process has no descriptors or no memory
 
 
+class ServersEvents(Protocol):
+    """What chooses among several servers is told."""
+
+    def changed(self) -> None:
+        """Note that a server was connected or lost."""
+
+    def reported(self, connection: "Connection", others: int) -> None:
+        """Note how many messages of other clients a server has."""
+
+
 class Connection:
     """Ask one server; belongs to the running loop.
 
@@ -78,7 +90,6 @@ class Connection:
         max_part_bytes: the largest part of an answer; None for no limit.
         max_wait_s: after how many seconds a wait for the server, or for credit, ends; None for never.
         drop: called with an answer whose request was cancelled.
-        changed: called when it became ready, or is not ready any more.
     """
 
     def __init__(
@@ -90,7 +101,6 @@ class Connection:
         max_part_bytes: int | None,
         max_wait_s: float | None,
         drop: Callable[[Answered], None],
-        changed: Callable[[], None],
     ) -> None:
         self.is_ready = False
         self.in_flight = 0  # messages that are being sent, or wait for an answer; counted by the client
@@ -102,7 +112,8 @@ class Connection:
         self.max_part_bytes: int | None = None  # of the server
         self._hello = write(ClientHello(VERSION, os.getpid(), receiver, max_part_bytes))
         self._max_wait_s = max_wait_s
-        self._changed = changed
+        self._servers: ServersEvents | None = None
+        self._sending: dict[CancelOnce, None] = {}  # messages whose tensors are on their way, the latest last
         self._unanswered = Unanswered(drop)
         self._pid: int | None = None
         self._waiters = Waiters()
@@ -115,7 +126,16 @@ class Connection:
         self._socket: LoopSocket | None = None
         self._retry: asyncio.TimerHandle | None = None  # while descriptors or memory are lacking
 
-    def connect(self) -> None:
+    def connect(self, servers: "ServersEvents | None") -> None:
+        """Begin to connect.
+
+        Args:
+            servers: what chooses among several servers, and is told what becomes of this one.
+        """
+        self._servers = servers
+        self._connect()
+
+    def _connect(self) -> None:
         """Begin to connect, later if descriptors or memory are lacking; `ready` raises other errors."""
         is_known, self._retry, self._failure = self._retry is not None, None, None
         self._failed_handshakes = 0
@@ -127,7 +147,7 @@ class Connection:
             self._end(PeerLostError(text))
             if error.errno in _EXHAUSTED:  # there may be some again later
                 self._failure = None
-                self._retry = asyncio.get_running_loop().call_later(_TRY_AGAIN_S, self.connect)
+                self._retry = asyncio.get_running_loop().call_later(_TRY_AGAIN_S, self._connect)
                 if not is_known:
                     logger.error(
                         "%s",
@@ -185,11 +205,45 @@ class Connection:
         may_have_changed = isinstance(self._failure, PeerLostError | RefusedError | AccessDeniedError)
         can_try = self._socket is None and may_have_changed
         if can_try and asyncio.get_running_loop().time() >= self.refused_at + at_most_every_s:
-            self.connect()
+            self._connect()
+
+    @property
+    def movable(self) -> int:
+        """Return how many messages `give_up_one` may take back."""
+        return len(self._sending) + self._outbox.movable
+
+    @property
+    def takes_more(self) -> bool:
+        """Return whether no message waits for credit or room."""
+        window = self._outbox.window
+        return self.is_ready and not self._outbox and window is not None and window.is_open
+
+    def give_up_one(self) -> None:
+        """Take the latest message back that has not left: another server is to have it."""
+        if self._sending:
+            self._sending.popitem()[0].cancel()
+        else:
+            self._outbox.give_up_one()
+
+    async def movable_sending(self, sending: Awaitable[Handles]) -> Handles | None:
+        """Wait until the tensors of a message are sent; return None if another server is to have it."""
+        with CancelOnce() as move:
+            self._sending[move] = None
+            try:
+                return await sending
+            finally:
+                self._sending.pop(move, None)
+        return None
 
     async def ask(
-        self, session: int, handles: Handles, parts: Sequence[bytes | memoryview], *, wants_answer: bool
-    ) -> Asked:
+        self,
+        session: int,
+        handles: Handles,
+        parts: Sequence[bytes | memoryview],
+        *,
+        wants_answer: bool,
+        may_move: bool = False,
+    ) -> Asked | None:
         """Send a message, once the server has credit and there is room for it, in the order of the calls.
 
         Cancelling takes it back, or tells the server.
@@ -199,6 +253,8 @@ class Connection:
             handles: of its tensors.
             parts: its body, and the buffers beside it.
             wants_answer: whether it is to be answered.
+            may_move: whether to return None if another server is to have it, because this one was lost or
+                has more to do.
 
         Raises:
             PeerLostError: the server went while the tensors were on their way.
@@ -208,6 +264,8 @@ class Connection:
         nbytes = sum(map(len, parts))
         body = None if len(parts[0]) >= BODY_BYTES else memoryview(parts[0])
         while True:
+            if may_move and (session != self.session or not self.is_ready):
+                return None
             # Its tensors went to a server that is lost, so the message does not wait for the next one.
             if handles and session != self.session:
                 raise PeerLostError(
@@ -222,10 +280,11 @@ class Connection:
             header = write(Ask(asked.number, body, handles, wants_answer))
             following: Sequence[bytes | memoryview] = parts if body is None else parts[1:]
             try:
-                if await self._outbox.put(
-                    [header, *following], nbytes, partial(self._unanswered.expect, asked)
-                ):
+                expect = partial(self._unanswered.expect, asked)
+                if await self._outbox.put([header, *following], nbytes, expect, may_move=may_move):
                     return asked
+                if may_move:
+                    return None
             except BaseException:
                 self.cancel(asked)  # it may have left in this very turn
                 following = ()  # the error keeps this frame
@@ -291,15 +350,15 @@ class Connection:
                 raise ProtocolError(f"it sent a message of more than {MAX_PARTS} parts")
             header = read_from_server(parts[0].buffer)
             match header:
-                case Answer(number, body, handles, taken, taken_bytes):
+                case Answer(number, body, handles, taken, taken_bytes, others):
                     message = body_and_buffers(body, parts[1:])
-                    self._returned(taken, taken_bytes)
+                    self._returned(taken, taken_bytes, others)
                     self._unanswered.answer(number, Answered(handles, message))
-                case Failure(number, type_name, text, taken, taken_bytes):
-                    self._returned(taken, taken_bytes)
+                case Failure(number, type_name, text, taken, taken_bytes, others):
+                    self._returned(taken, taken_bytes, others)
                     self._unanswered.fail(number, RemoteError(f"{type_name}: {text}", type_name=type_name))
-                case Taken(messages, nbytes):
-                    self._returned(messages, nbytes)
+                case Taken(messages, nbytes, others):
+                    self._returned(messages, nbytes, others)
                 case ServerHello():
                     self._welcome(header)
                 case Farewell(""):
@@ -329,16 +388,19 @@ class Connection:
         self.is_ready = True
         self._outbox.flush(is_retry=False)
         self._waiters.wake()
-        self._changed()
+        if self._servers is not None:
+            self._servers.changed()
 
-    def _returned(self, messages: int, nbytes: int) -> None:
-        """Send what waited for credit."""
+    def _returned(self, messages: int, nbytes: int, others: int) -> None:
+        """Send what waited for credit, and note the load of the server."""
         window = self._outbox.window
         if window is None:
             raise ProtocolError("it answered before it introduced itself")
         window.taken(messages, nbytes)
         if self._outbox:
             self._outbox.flush(is_retry=False)
+        if self._servers is not None:
+            self._servers.reported(self, others)
 
     # Ends
 
@@ -367,8 +429,9 @@ class Connection:
             },
         )
         if retry:
-            self.connect()
-        self._changed()
+            self._connect()
+        if self._servers is not None:
+            self._servers.changed()
 
     def _refuse(self, error: AccessDeniedError) -> None:
         logger.error(
@@ -377,7 +440,8 @@ class Connection:
             extra={"event": "server_refused", "address": self._address.text, "reason": str(error)},
         )
         self._end(error)
-        self._changed()
+        if self._servers is not None:
+            self._servers.changed()
 
     def _end(self, error: AioTensorError, linger_s: float = 0.0) -> None:
         sock, self._socket = self._socket, None
@@ -392,7 +456,9 @@ class Connection:
         self._pid = None
         self._outbox.window = self.max_part_bytes = None
         self._unanswered.fail_all(error)
-        # Unsent requests get no error: they wait for the next server.
+        # Unsent requests get no error: they go to another server, or wait for the next one here.
+        for move in self._sending:
+            move.cancel()
         self._notices.clear()
         self._outbox.clear()
         self._waiters.wake()

@@ -22,9 +22,10 @@ class _Letter:
         nbytes: what it counts.
         on_sent: called when it leaves.
         gone: says in the end whether it left.
+        may_move: whether `give_up_one` may take it back.
     """
 
-    __slots__ = ("gone", "nbytes", "on_sent", "parts")
+    __slots__ = ("gone", "may_move", "nbytes", "on_sent", "parts")
 
     def __init__(
         self,
@@ -32,11 +33,13 @@ class _Letter:
         nbytes: int = 0,
         on_sent: Callable[[], object] = lambda: None,
         gone: "asyncio.Future[bool] | None" = None,
+        may_move: bool = False,
     ) -> None:
         self.parts = parts
         self.nbytes = nbytes
         self.on_sent = on_sent
         self.gone = gone
+        self.may_move = may_move
 
 
 class Outbox:
@@ -60,6 +63,7 @@ class Outbox:
         self._hand_over = send
         self._letters: deque[_Letter] = deque()
         self._is_over = False
+        self.movable = 0  # waiting messages that `give_up_one` may take back
 
     def __len__(self) -> int:
         return len(self._letters)
@@ -69,8 +73,17 @@ class Outbox:
         if self._letters or not self._send(parts, 0, is_retry=False):
             self._letters.append(_Letter(parts))
 
-    async def put(self, parts: Parts, nbytes: int = 0, on_sent: Callable[[], object] = lambda: None) -> bool:
-        """Send a message as soon as there is room, and say whether it left; not if the peer went first.
+    async def put(
+        self,
+        parts: Parts,
+        nbytes: int = 0,
+        on_sent: Callable[[], object] = lambda: None,
+        *,
+        may_move: bool = False,
+    ) -> bool:
+        """Send a message as soon as there is room, and return whether it left.
+
+        It does not if the peer went first, or if `give_up_one` took it back.
 
         Cancelling takes it back, if it is still here.
 
@@ -78,6 +91,7 @@ class Outbox:
             parts: of the message.
             nbytes: what it counts in the window.
             on_sent: called when it leaves.
+            may_move: whether `give_up_one` may take it back.
 
         Raises:
             OSError: this process lacks something to send it with.
@@ -89,8 +103,9 @@ class Outbox:
         if self._is_over:  # sending may have shown that
             return False
         gone: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        letter = _Letter(parts, nbytes, on_sent, gone)
+        letter = _Letter(parts, nbytes, on_sent, gone, may_move)
         self._letters.append(letter)
+        self.movable += may_move
         try:
             async with self._patience():
                 return await gone
@@ -101,6 +116,16 @@ class Outbox:
             if isinstance(error, WouldBlockError) and gone.done() and not gone.cancelled():
                 return gone.result()  # the wait ended when it was overdue, but it did end
             raise
+        finally:
+            self.movable -= may_move
+
+    def give_up_one(self) -> None:
+        """Take the latest message back that may be sent to another peer."""
+        for letter in reversed(self._letters):
+            if letter.may_move and letter.gone is not None and not letter.gone.done():
+                self._letters.remove(letter)
+                _settle(letter, was_sent=False)
+                break
 
     def flush(self, *, is_retry: bool) -> bool:
         """Send what there is room for, and say whether that was anything."""

@@ -109,7 +109,7 @@ class Parcel:
     async def send_tensors(
         self, sender: TensorSender, inside: OpenMessage | None = None
     ) -> tuple[TensorHandle, ...]:
-        """Send the tensors as one message, and let go of them.
+        """Send the tensors as one message.
 
         Args:
             sender: what to send by.
@@ -118,15 +118,12 @@ class Parcel:
         Yields to the loop between tensors when there are many, also where no send has to wait. Cancelling
         discards what was sent.
         """
-        try:
-            if inside is not None:
-                return await self._send_inside(inside)
-            if len(self.tensors) == 1:
-                return (await sender.send(self.tensors[0]),)
-            async with sender.message() as message:
-                return tuple(await self._send_all(message, []))
-        finally:
-            self.tensors.clear()
+        if inside is not None:
+            return await self._send_inside(inside)
+        if len(self.tensors) == 1:
+            return (await sender.send(self.tensors[0]),)
+        async with sender.message() as message:
+            return tuple(await self._send_all(message, []))
 
     async def _send_inside(self, message: OpenMessage) -> tuple[TensorHandle, ...]:
         handles: list[TensorHandle] = []

@@ -390,6 +390,7 @@ class MessageServer(LoopObject, Generic[M]):
             loan = self._loans.lend(parts)
             was_wanted = await self._clients.answer(asked, parts, handles)
         finally:
+            parcel.tensors.clear()
             self._disposal.let_go(parts)
             if not asked.is_answered:
                 discard(sender, handles)

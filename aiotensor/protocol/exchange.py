@@ -17,6 +17,8 @@
 The server reads whatever comes, and says at first how many messages, and how many bytes of them, a client may
 have waiting there. It counts what of them was taken, or needs no taking any more, from the beginning of the
 connection, and says so in every answer, or by itself when half of that credit was taken since it last did.
+With it goes the number of messages of other clients that have not ended there, so that clients of several
+servers can choose the one with the least load.
 
 One of these is the first part of what travels, a *header*. A large body of an `Ask` or an `Answer` follows it
 as a part of its own, so that it is not copied into the header, and so do the buffers beside the body. The
@@ -55,7 +57,7 @@ __all__ = [
     "write",
 ]
 
-VERSION = 2
+VERSION = 3
 
 # A body of at least so many bytes is a part of its own.
 BODY_BYTES = 64 * 1024
@@ -125,6 +127,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     handles: _Handles = ()
     taken: Number = 0
     taken_bytes: Number = 0
+    others: Number = 0
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
@@ -135,6 +138,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
     text: _Text
     taken: Number = 0
     taken_bytes: Number = 0
+    others: Number = 0
 
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
@@ -142,6 +146,7 @@ class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
 
     messages: Number
     bytes: Number
+    others: Number = 0
 
 
 class Farewell(msgspec.Struct, frozen=True, array_like=True, tag="farewell"):
@@ -164,9 +169,11 @@ _from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(From
 _from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
 
 
-def failure(number: int, type_name: str, text: str, taken: int = 0, taken_bytes: int = 0) -> Failure:
+def failure(
+    number: int, type_name: str, text: str, taken: int = 0, taken_bytes: int = 0, others: int = 0
+) -> Failure:
     """Make a `Failure` that can travel, whatever an error says of itself."""
-    return Failure(number, _plain(type_name, _MAX_NAME), _plain(text, _MAX_TEXT), taken, taken_bytes)
+    return Failure(number, _plain(type_name, _MAX_NAME), _plain(text, _MAX_TEXT), taken, taken_bytes, others)
 
 
 def _plain(text: str, length: int) -> str:

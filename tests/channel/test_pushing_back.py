@@ -421,6 +421,7 @@ async def test_a_message_whose_tensors_were_lost_fails_and_others_do_not() -> No
         await until(lambda: ends.receiver.statistics().senders == 1)
 
         taking = asyncio.create_task(anext(ends.server))
+        assert asked is not None
         assert asked.answered is not None
         with pytest.raises(RemoteError) as caught:
             await asked.answered

@@ -1,0 +1,273 @@
+"""A client of several servers: equal shares, and no message that waits where another server is free."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import msgspec
+import pytest
+
+from aiotensor import PeerLostError, TensorReceiver, TensorSender
+from aiotensor.channel import MessageClient, MessageServer
+from tests.channel.parties import Answer, Place, Question, answer, place
+from tests.channel.peers import open_server, process
+from tests.pairs import BIG, pattern, until
+from tests.processes.peers import Peer
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+SEVERAL = 3
+
+
+class Whose(msgspec.Struct):
+    """An answer that names its server."""
+
+    server: int
+
+
+@asynccontextmanager
+async def _places(count: int) -> AsyncIterator[list[Place]]:
+    async with AsyncExitStack() as stack:
+        yield [stack.enter_context(place()) for _ in range(count)]
+
+
+async def _open_client(
+    stack: AsyncExitStack, places: list[Place], *, with_senders: bool
+) -> MessageClient[Answer]:
+    """Open a client of several servers, with a sender of two permits to each."""
+    senders = (
+        [await stack.enter_async_context(TensorSender(here.tensors, 2)) for here in places]
+        if with_senders
+        else None
+    )
+    addresses = [here.messages for here in places]
+    return await stack.enter_async_context(MessageClient(addresses, sender=senders, reply_type=Answer))
+
+
+@pytest.mark.parametrize("clients", [1, 4, 8])
+async def test_several_servers_get_equal_shares_of_clients_that_ask_one_question_at_a_time(
+    clients: int,
+) -> None:
+    questions = 240 // clients
+    async with _places(SEVERAL) as places, AsyncExitStack() as stack:
+        serving = []
+        servers: list[MessageServer[Question]] = []
+        for number, here in enumerate(places):
+            servers.append(await stack.enter_async_context(MessageServer(here.messages, Question)))
+
+            async def name(question: Question, number: int = number) -> Whose:
+                for _ in range(question.seed % 7):
+                    await asyncio.sleep(0)
+                return Whose(number)
+
+            serving.append(asyncio.create_task(servers[-1].serve(name)))
+        addresses = [here.messages for here in places]
+        asking = [
+            await stack.enter_async_context(MessageClient(addresses, reply_type=Whose))
+            for _ in range(clients)
+        ]
+        await until(lambda: all(client.statistics().servers == SEVERAL for client in asking))
+        shares: Counter[int] = Counter()
+
+        async def ask(client: MessageClient[Whose]) -> None:
+            for seed in range(questions):
+                shares[(await client.request(Question(seed))).server] += 1
+
+        await asyncio.gather(*map(ask, asking))
+        for server in servers:
+            await server.aclose()
+        await asyncio.gather(*serving)
+    equal = shares.total() / SEVERAL
+    assert max(abs(share - equal) for share in (shares[number] for number in range(SEVERAL))) <= 0.2 * equal
+
+
+async def test_a_client_asks_the_server_that_has_less_to_do_for_other_clients() -> None:
+    async with _places(2) as places, AsyncExitStack() as stack:
+        busy, idle = [
+            await stack.enter_async_context(MessageServer(here.messages, Question)) for here in places
+        ]
+        other = await stack.enter_async_context(MessageClient(places[0].messages, reply_type=Answer))
+        asking = [asyncio.create_task(other.request(Question(100 + seed))) for seed in range(8)]
+        await until(lambda: busy.statistics().waiting == 8)
+        held = [await anext(busy) for _ in range(8)]
+
+        addresses = [here.messages for here in places]
+        client = await stack.enter_async_context(MessageClient(addresses, reply_type=Answer))
+        serving = [asyncio.create_task(server.serve(answer)) for server in (busy, idle)]
+        await client.request(Question(0), target=0)  # and hears of the eight
+        for seed in range(6):
+            await client.request(Question(seed))
+        assert idle.statistics().answers == 6
+        for request in held:
+            await request.reply(Answer(request.message.seed))
+        await asyncio.gather(*asking)
+        for server in (busy, idle):
+            await server.aclose()
+        await asyncio.gather(*serving)
+
+
+async def test_a_server_that_was_busy_is_asked_again_though_nothing_was_heard_of_it_since() -> None:
+    async with _places(2) as places, AsyncExitStack() as stack:
+        busy, idle = [
+            await stack.enter_async_context(MessageServer(here.messages, Question)) for here in places
+        ]
+        other = await stack.enter_async_context(MessageClient(places[0].messages, reply_type=Answer))
+        asking = [asyncio.create_task(other.request(Question(seed))) for seed in range(8)]
+        await until(lambda: busy.statistics().waiting == 8)
+        held = [await anext(busy) for _ in range(8)]
+        addresses = [here.messages for here in places]
+        client = await stack.enter_async_context(MessageClient(addresses, reply_type=Answer))
+        serving = [asyncio.create_task(server.serve(answer)) for server in (busy, idle)]
+        await client.request(Question(0), target=0)
+        for request in held:
+            await request.reply(Answer(request.message.seed))
+        await asyncio.gather(*asking)
+        before = busy.statistics().answers
+        for seed in range(40):
+            await client.request(Question(seed))
+        assert busy.statistics().answers - before >= 10
+        for server in (busy, idle):
+            await server.aclose()
+        await asyncio.gather(*serving)
+
+
+@pytest.mark.parametrize("with_senders", [True, False], ids=["tensors by senders", "tensors in messages"])
+async def test_messages_that_wait_for_a_server_that_dies_go_to_another_one(with_senders: bool) -> None:
+    async with _places(2) as places, AsyncExitStack() as stack:
+        first = await stack.enter_async_context(process(places[0]))
+        await first.call(open_server, places[0], answers=False, max_waiting=2)
+        receiver = await stack.enter_async_context(TensorReceiver(places[1].tensors))
+        server = await stack.enter_async_context(
+            MessageServer(places[1].messages, Question, receiver=receiver, max_waiting=2)
+        )
+        client = await _open_client(stack, places, with_senders=with_senders)
+        await until(lambda: client.statistics().servers == 2)
+        asking = [
+            asyncio.create_task(client.request(Question(seed, pattern(seed, BIG)))) for seed in range(40)
+        ]
+        await until(lambda: client.statistics().messages_sent == 4)  # the others wait for credit or permits
+        assert client.statistics().in_flight == (20, 20)
+
+        first.kill()
+        serving = asyncio.create_task(server.serve(answer))
+        results = await asyncio.gather(*asking, return_exceptions=True)
+        lost = [result for result in results if isinstance(result, PeerLostError)]
+        assert 1 <= len(lost) <= 2  # those that had been sent to it
+        answers = {seed: got.seed for seed, got in enumerate(results) if isinstance(got, Answer)}
+        assert all(seed == got for seed, got in answers.items())
+        assert len(answers) + len(lost) == 40
+        await server.aclose()
+        await serving
+
+
+@pytest.mark.parametrize("with_senders", [True, False], ids=["tensors by senders", "tensors in messages"])
+async def test_a_server_that_starts_gets_messages_that_wait_for_a_busy_one(with_senders: bool) -> None:
+    async with _places(2) as places, AsyncExitStack() as stack:
+        receiver = await stack.enter_async_context(TensorReceiver(places[0].tensors))
+        busy = await stack.enter_async_context(
+            MessageServer(places[0].messages, Question, receiver=receiver, max_waiting=2)
+        )
+        client = await _open_client(stack, places, with_senders=with_senders)
+        await until(lambda: client.statistics().servers == 1)
+        asking = [
+            asyncio.create_task(client.request(Question(seed, pattern(seed, BIG)))) for seed in range(20)
+        ]
+        await until(lambda: client.statistics().messages_sent == 2)  # and nobody takes these
+
+        second = await stack.enter_async_context(process(places[1]))
+        await second.call(open_server, places[1])
+        await until(lambda: sum(task.done() for task in asking) == 18)
+        serving = asyncio.create_task(busy.serve(answer))
+        assert [got.seed for got in await asyncio.gather(*asking)] == list(range(20))
+        await busy.aclose()
+        await serving
+
+
+async def test_a_message_that_is_moved_is_heard_once() -> None:
+    async with _places(2) as places, AsyncExitStack() as stack:
+        servers = [
+            await stack.enter_async_context(MessageServer(here.messages, Question, max_waiting=3))
+            for here in places
+        ]
+        addresses = [here.messages for here in places]
+        client = await stack.enter_async_context(MessageClient(addresses, reply_type=Answer))
+        await until(lambda: client.statistics().servers == 2)
+        sending = [asyncio.create_task(client.send(Question(seed))) for seed in range(60)]
+        heard: list[int] = []
+
+        async def hear(server: MessageServer[Question], every: int) -> None:
+            async for request in server:
+                heard.append(request.message.seed)
+                for _ in range(every):
+                    await asyncio.sleep(0)
+
+        hearing = [
+            asyncio.create_task(hear(server, every)) for server, every in zip(servers, (0, 20), strict=True)
+        ]
+        await asyncio.gather(*sending)
+        await until(lambda: len(heard) >= 60)
+        for server in servers:
+            await server.aclose()
+        await asyncio.gather(*hearing)
+    assert sorted(heard) == list(range(60))
+
+
+async def test_a_message_with_a_target_waits_for_that_server() -> None:
+    async with _places(2) as places, AsyncExitStack() as stack:
+        servers = [
+            await stack.enter_async_context(MessageServer(here.messages, Question, max_waiting=1))
+            for here in places
+        ]
+        addresses = [here.messages for here in places]
+        client = await stack.enter_async_context(MessageClient(addresses, reply_type=Answer))
+        asking = [asyncio.create_task(client.request(Question(seed), target=0)) for seed in range(5)]
+        await until(lambda: servers[0].statistics().waiting == 1)
+        serving = [asyncio.create_task(servers[1].serve(answer))]
+        assert (await client.request(Question(9))).seed == 9
+        assert not any(task.done() for task in asking)
+        serving.append(asyncio.create_task(servers[0].serve(answer)))
+        assert [got.seed for got in await asyncio.gather(*asking)] == list(range(5))
+        assert servers[0].statistics().answers == 5
+        for server in servers:
+            await server.aclose()
+        await asyncio.gather(*serving)
+
+
+async def test_engines_that_are_killed_and_replaced_under_load_leave_no_message_waiting() -> None:
+    async with _places(SEVERAL) as places, AsyncExitStack() as stack:
+        engines: list[Peer] = []
+        for here in places:
+            engines.append(await stack.enter_async_context(process(here)))
+            await engines[-1].call(open_server, here, max_waiting=2)
+        client = await _open_client(stack, places, with_senders=True)
+        await until(lambda: client.statistics().servers == SEVERAL)
+        outcomes: Counter[str] = Counter()
+        is_over = False
+
+        async def ask(first: int) -> None:
+            seed = first
+            while not is_over:
+                seed += 100
+                try:
+                    got = await client.request(Question(seed, pattern(seed, BIG)))
+                except PeerLostError:
+                    outcomes["lost"] += 1
+                else:
+                    assert got.seed == seed
+                    outcomes["answered"] += 1
+
+        asking = [asyncio.create_task(ask(first)) for first in range(24)]
+        for number in range(SEVERAL):
+            before = outcomes["answered"]
+            await until(lambda: outcomes["answered"] >= before + 30)  # noqa: B023
+            engines[number].kill()
+            before = outcomes["answered"]
+            await until(lambda: outcomes["answered"] >= before + 30)  # noqa: B023
+            engine = await stack.enter_async_context(process(places[number]))
+            await engine.call(open_server, places[number], max_waiting=2)
+            await until(lambda: client.statistics().servers == SEVERAL)
+        is_over = True
+        await asyncio.gather(*asking)
+        assert outcomes["lost"] < outcomes["answered"]
+        assert client.statistics().in_flight == (0,) * SEVERAL
