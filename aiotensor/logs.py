@@ -32,8 +32,8 @@ def logger_of(room: str) -> logging.Logger:
 class RepeatedEvent(Generic[*Details]):
     """Log an event that a peer can repeat at any rate, in at most one line per interval.
 
-    The first event is logged at once. Those that follow within the interval are counted, and the latest of
-    them is logged at its end. Belongs to the running loop.
+    The first event is logged at once. Further events within the interval are counted, and the latest of them
+    is logged at its end. Belongs to the running loop.
 
     Args:
         write: logs a line; called with the number of events that it stands for, and the details of the

@@ -1,4 +1,4 @@
-"""The connections that a server has accepted, of clients and of peers that it does not know yet."""
+"""The connections that a server has accepted, from clients and from unidentified peers."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,7 @@ class Accepted:
         self._refusals = RepeatedEvent(_log_refusal)
 
     def opened(self, descriptor: int) -> None:
-        """Note a connection."""
+        """Add a connection."""
         self._identities.pop(descriptor, None)
         self._identities[descriptor] = None
 
@@ -44,7 +44,7 @@ class Accepted:
         return self._identities.pop(descriptor, None)
 
     def identify(self, descriptor: int, identity: bytes) -> bool:
-        """Note the identity of a connection, and return whether it is still open."""
+        """Record the identity of a connection, and return whether the connection is still open."""
         if descriptor not in self._identities:
             return False
         self._identities[descriptor] = identity
@@ -53,7 +53,7 @@ class Accepted:
     def make_room(self) -> list[bytes]:
         """Close the oldest connections that are no clients' if there are too many of them.
 
-        Returns the identities of those that have one: the server had refused them.
+        Returns the identities of closed connections whose peers the server had refused.
         """
         gone: list[bytes] = []
         others = [
@@ -72,11 +72,11 @@ class Accepted:
         return gone
 
     def failed(self) -> None:
-        """Note that the handshake of a connection failed, because its peer does not have the keys."""
+        """Count a connection whose peer does not have the keys."""
         self._refusals.add("its peer does not have the keys")
 
     def close(self) -> None:
-        """Log what has not been logged yet."""
+        """Log the refusals that were only counted so far."""
         self._refusals.close()
 
 

@@ -73,10 +73,10 @@ class ServersEvents(Protocol):
     """What chooses among several servers is told."""
 
     def changed(self) -> None:
-        """Note that a server was connected or lost."""
+        """Handle a server that was connected or lost."""
 
     def reported(self, connection: "Connection", others: int) -> None:
-        """Note how many messages of other clients a server has."""
+        """Record the load of a server: the messages of other clients there."""
 
 
 class Connection:

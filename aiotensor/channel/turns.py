@@ -1,4 +1,4 @@
-"""Whose message a server takes next."""
+"""The order in which a server takes messages."""
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ __all__ = ["Turns"]
 class Turns:
     """Order messages so that clients take turns; the messages of one client stay in their order.
 
-    A client with many waiting messages gets no more turns than one that sends a message at a time.
+    A client with many waiting messages gets no more turns than a client with one.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Turns:
         self._waiting.setdefault(asked.client, deque()).append(asked)
 
     def put_back(self, asked: Asked) -> None:
-        """Make a message that was taken the next one again."""
+        """Return a message to the front, as if it had not been taken."""
         self._waiting.setdefault(asked.client, deque()).appendleft(asked)
         self._waiting.move_to_end(asked.client, last=False)
 

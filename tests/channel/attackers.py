@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 __all__ = ["ATTACKS", "attacked"]
 
-# What a peer of ZeroMQ says first: ZMTP 3.0, and the mechanism NULL, which a server with keys refuses.
+# The greeting of ZMTP 3.0 with the mechanism NULL, which a server with keys refuses.
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 
 _SILENT = 128  # connections of one attacker that says nothing

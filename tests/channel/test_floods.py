@@ -21,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 REPLIES, CLIENTS = 100, 4
 
 
-# At ``ipc://`` only processes of the same user reach the server. One that connects as fast as it can slows
-# the thread of ZeroMQ that accepts connections, and so does everything else there; it is not shown here.
+# At ``ipc://`` only processes of the same user reach the server. A process that only connects and closes slows
+# the thread of ZeroMQ there, which accepts faster than over TCP; "hang up" is left out.
 FLOODS = [("tcp", [attack]) for attack in ATTACKS] + [
     ("tcp", list(ATTACKS)),
     ("ipc", ["greet"]),
@@ -41,7 +41,7 @@ def _place(scheme: str) -> Iterator[Place]:
 
 
 def _keys(here: Place) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Make the keys of a server and of its clients, where there are any."""
+    """Make keys for a server and its clients at ``tcp://``; none at ``ipc://``."""
     if here.messages.startswith("ipc:"):
         return {}, {}
     public, secret = zmq.curve_keypair()

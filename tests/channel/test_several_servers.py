@@ -95,7 +95,7 @@ async def test_a_client_asks_the_server_that_has_less_to_do_for_other_clients() 
         addresses = [here.messages for here in places]
         client = await stack.enter_async_context(MessageClient(addresses, reply_type=Answer))
         serving = [asyncio.create_task(server.serve(answer)) for server in (busy, idle)]
-        await client.request(Question(0), target=0)  # and hears of the eight
+        await client.request(Question(0), target=0)  # the answer states the load
         for seed in range(6):
             await client.request(Question(seed))
         assert idle.statistics().answers == 6
@@ -153,7 +153,7 @@ async def test_messages_that_wait_for_a_server_that_dies_go_to_another_one(with_
         serving = asyncio.create_task(server.serve(answer))
         results = await asyncio.gather(*asking, return_exceptions=True)
         lost = [result for result in results if isinstance(result, PeerLostError)]
-        assert 1 <= len(lost) <= 2  # those that had been sent to it
+        assert 1 <= len(lost) <= 2  # the messages that had left
         answers = {seed: got.seed for seed, got in enumerate(results) if isinstance(got, Answer)}
         assert all(seed == got for seed, got in answers.items())
         assert len(answers) + len(lost) == 40
@@ -173,7 +173,7 @@ async def test_a_server_that_starts_gets_messages_that_wait_for_a_busy_one(with_
         asking = [
             asyncio.create_task(client.request(Question(seed, pattern(seed, BIG)))) for seed in range(20)
         ]
-        await until(lambda: client.statistics().messages_sent == 2)  # and nobody takes these
+        await until(lambda: client.statistics().messages_sent == 2)
 
         second = await stack.enter_async_context(process(places[1]))
         await second.call(open_server, places[1])
