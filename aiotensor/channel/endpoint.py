@@ -18,7 +18,7 @@ __all__ = ["Endpoint"]
 
 
 # A connection whose handshake takes longer is closed. A client's limit is shorter: it knows its own reason.
-_HANDSHAKE_MS = 5000
+_HANDSHAKE_S = 5
 
 # Connections that wait to be accepted, as many as the kernel allows: during a flood, one that does not fit is
 # tried again by its kernel a second later.
@@ -55,7 +55,7 @@ class Endpoint:
             **options,
             **address.options,
             zmq.ROUTER_MANDATORY: 1,
-            zmq.HANDSHAKE_IVL: _HANDSHAKE_MS,
+            zmq.HANDSHAKE_IVL: _HANDSHAKE_S * 1000,
             zmq.BACKLOG: _BACKLOG,
         }
         self._listener: socket.socket | None = None

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 REPLIES, CLIENTS = 100, 4
 
 
-# At ``ipc://`` only processes of the same user reach the server. "hang up" is left out there: over Unix sockets
-# a process connects so much faster than over TCP that the thread of ZeroMQ has time for little else.
+# At ``ipc://`` only processes of the same user reach the server. "hang up" is left out there: a process can
+# connect to a Unix socket so fast that the thread of ZeroMQ has time for little else.
 FLOODS = [("tcp", [attack]) for attack in ATTACKS] + [
     ("tcp", list(ATTACKS)),
     ("ipc", ["greet"]),
