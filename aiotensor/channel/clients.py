@@ -241,7 +241,10 @@ class Clients:
     def handshaken(self) -> None:
         """Wait for the client to introduce itself."""
 
-    def refused(self, *, is_final: bool) -> None:
+    def unreachable(self) -> None:
+        """Do nothing: a server connects to nobody."""
+
+    def refused(self, *, is_final: bool, error: int) -> None:
         """Note that somebody does not have the keys, or went before that was seen."""
         if is_final:
             logger.warning(
