@@ -114,7 +114,7 @@ class Connection:
         self._socket: LoopSocket | None = None
 
     def connect(self) -> None:
-        """Begin to connect, and go on until there is a server; `ready` raises what makes that impossible."""
+        """Begin to connect, and keep trying until a server is reached or `ready` raises."""
         self._failure = None
         self._dialer.begin()
 
@@ -243,7 +243,7 @@ class Connection:
 
     def connected(self, descriptor: int) -> None:
         """Check the user of the peer, before the first message."""
-        self._dialer.connected()
+        self._dialer.connected(descriptor)
         if self._address.path is None:
             return
         try:
@@ -263,6 +263,7 @@ class Connection:
 
     def unreachable(self) -> None:
         """Try the next address."""
+        self._dialer.unreachable()
         self._dial_again()
 
     def refused(self, *, is_final: bool, error: int) -> None:

@@ -1,20 +1,21 @@
 """Where a client connects to its server, and when it tries again.
 
-A server has one address, or several of which one leads to it: those of ``localhost``, and those that a name
-resolves to. They are tried one after the other, with a new socket for each attempt:
+A server has one address, or several: ``localhost`` and a name can have more than one. They are tried in turn,
+with a new socket for each attempt:
 
     attempt --fails--> next address ... last address --fails, after 5 to 250 ms--> first address
 
 Names are resolved in threads (`resolving.py`) when the attempts begin, and again each second while they fail:
-a server may have moved to another address. Meanwhile the addresses that are known are tried.
+a server may have moved to another address. Known addresses are tried while a lookup is running.
 """
 
 import asyncio
-import errno
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import zmq
 
+from aiotensor.channel.endings import Ending
 from aiotensor.channel.options import Address, Target
 from aiotensor.channel.resolving import Lookup
 from aiotensor.logs import logger_of
@@ -40,8 +41,8 @@ _LOOKUPS = 4
 DIALING_OPTIONS: Mapping[int, int] = {
     zmq.CONNECT_TIMEOUT: int(_CONNECT_S * 1000),
     zmq.HANDSHAKE_IVL: int(_HANDSHAKE_S * 1000),
-    # Never: a socket that ZeroMQ connects again hands what it had queued to the next server. Without any
-    # interval ZeroMQ would drop messages that have arrived, and would not report failed attempts.
+    # Never: a socket that ZeroMQ reconnects sends its queued messages to the next server. Without an interval
+    # ZeroMQ would discard messages that have arrived, and would not report failed attempts.
     zmq.RECONNECT_IVL: 2**31 - 1,
 }
 
@@ -51,7 +52,7 @@ class Dialer:
 
     Args:
         address: of the server.
-        dial: called to connect to a target. Whoever fails to calls `again`.
+        dial: called to connect to a target. If that fails, the owner calls `again`.
     """
 
     def __init__(self, address: Address, dial: Callable[[Target], None]) -> None:
@@ -62,20 +63,20 @@ class Dialer:
         self._dial = dial
         self._known: Sequence[Target] = address.targets
         self._left: list[Target] = []  # to be tried before the next delay
-        self._tried: Target | None = None
+        self._tried = Target("")
         self._delay = _FIRST_RETRY_S
         self._timer: asyncio.TimerHandle | None = None
         self._lookups: dict[Lookup, float] = {}  # and when they began
         self._looked_up_at: float | None = None
         self._is_reported = False
-        self._connected_at = 0.0
-        self._ended_handshakes = 0  # in a row
+        self._ending: Ending | None = None  # of the connection whose handshake has not ended
+        self._ended_handshakes: Counter[Target] = Counter()  # in a row, by the server at each address
 
     def begin(self) -> None:
         """Try the first address at once."""
         self.end()
         self.reason = ""
-        self._ended_handshakes = 0
+        self._ended_handshakes.clear()
         self.is_active = True
         self._delay = _FIRST_RETRY_S
         self._begin_round()
@@ -84,41 +85,52 @@ class Dialer:
         """Try the next address soon; the first one again after a delay."""
         self.is_active = True
         self._cancel_timer()
+        self._forget_connection()
         if self._left:
             self._timer = self._loop.call_later(0, self._next)
         else:
             self._timer = self._loop.call_later(self._delay, self._begin_round)
             self._delay = min(2 * self._delay, _LAST_RETRY_S)
 
-    def connected(self) -> None:
-        """Note that a connection was made; the handshake follows."""
-        self._connected_at = self._loop.time()
+    def connected(self, descriptor: int) -> None:
+        """Handle a new connection, whose handshake has yet to succeed.
+
+        Args:
+            descriptor: of the connection in this process.
+        """
+        self._ending = Ending(descriptor)
 
     def refused(self, error: int) -> bool:
-        """Return whether the server has ended so many handshakes in a row that it must have other keys.
+        """Return whether a server has ended so many handshakes in a row that it must have other keys.
 
         A server that is overloaded resets the connection instead, and a server that was stopped leaves it as
         it is: neither tells anything about the keys.
 
         Args:
-            error: errno, as ZeroMQ reports it. After a timeout it is that of an earlier failure in ZeroMQ's
-                thread, which may be any.
+            error: errno, as ZeroMQ reports it.
         """
-        was_ended = error == errno.EPIPE and self._loop.time() - self._connected_at < 0.9 * _HANDSHAKE_S
-        self._ended_handshakes = self._ended_handshakes + 1 if was_ended else 0
-        return self._ended_handshakes >= _HANDSHAKES
+        if self._ending is None or not self._ending.is_clean(error):
+            return self.unreachable()
+        self._ended_handshakes[self._tried] += 1
+        return self._ended_handshakes[self._tried] >= _HANDSHAKES
+
+    def unreachable(self) -> bool:
+        """Handle an attempt that shows nothing about the keys, and return False."""
+        del self._ended_handshakes[self._tried]
+        return False
 
     def reached(self) -> None:
-        """Note that a handshake succeeded. The delay stays until `begin`."""
+        """Stop, since a handshake succeeded. The delay stays until `begin`."""
         self.end()
-        self._ended_handshakes = 0
+        self._ended_handshakes.clear()
         self._is_reported = False
 
     def end(self) -> None:
-        """Try no more, until `begin` or `again`. What a name resolves to is noted, if it comes later."""
+        """Stop until `begin` or `again`. The result of a running lookup is kept for then."""
         self.is_active = False
         self._left = []
         self._cancel_timer()
+        self._forget_connection()
 
     def close(self) -> None:
         """Try no more. Threads that resolve the name are left to themselves."""
@@ -157,12 +169,17 @@ class Dialer:
             self._timer.cancel()
             self._timer = None
 
+    def _forget_connection(self) -> None:
+        if self._ending is not None:
+            self._ending.close()
+            self._ending = None
+
     # Names
 
     def _look_up(self) -> None:
         """Begin to resolve the name, unless that was just done or too many lookups have not ended.
 
-        A lookup is never given up for being slow. Those that begin later send questions of their own.
+        A slow lookup is never given up. Each later one sends its own queries.
         """
         now = self._loop.time()
         if self._lookups and now - min(self._lookups.values()) >= _LOOKUP_SLOW_S:
@@ -189,7 +206,7 @@ class Dialer:
         if not were_known:
             self._begin_round()
         elif targets != were_known:
-            # What is tried now may be nobody's address any more: the new ones are next.
+            # The address of the present attempt may be stale: the new ones are next.
             self._left = [target for target in targets if target != self._tried]
 
     def _unresolved(self, reason: str) -> None:

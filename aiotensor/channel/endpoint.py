@@ -103,7 +103,7 @@ class Endpoint:
         else:
             # ZeroMQ finds the address of an interface; with the option for IPv6 it finds no other.
             text = f"tcp://{where.host}:{where.port}"
-            return Target(text, {}), Target(text, {zmq.IPV6: 1})
+            return Target(text), Target(text, is_ipv6=True)
         try:
             return await look_up(where.host, where.port, _LOOKUP_S)
         except TimeoutError:

@@ -33,7 +33,8 @@ Key: TypeAlias = str | bytes
 
 _KEY_BYTES = 32
 
-# By default, where only silence tells that the other side is gone: within a second, as everywhere.
+# By default, where only silence shows that the other side is gone: within 1 s, or 1.5 s where only the
+# packets to it are lost.
 _HEARTBEAT_INTERVAL_S, _HEARTBEAT_TIMEOUT_S = 0.25, 0.65
 
 
@@ -46,11 +47,16 @@ class Target(NamedTuple):
 
     Attributes:
         address: as ZeroMQ takes it.
-        options: those of a socket that only this address asks for.
+        is_ipv6: whether it is, or may be, an IPv6 one.
     """
 
     address: str | bytes
-    options: Mapping[int, int]
+    is_ipv6: bool = False
+
+    @property
+    def options(self) -> Mapping[int, int]:
+        """Those of a socket that only this address asks for."""
+        return {zmq.IPV6: 1} if self.is_ipv6 else {}
 
 
 class Address(NamedTuple):
@@ -91,7 +97,7 @@ def parse(address: str, *, has_keys: bool, how: str, is_client: bool = False) ->
         raise TypeError(f"an address is a text such as 'ipc:///run/user/1000/m.sock', got {address!r}")
     if address.lower().startswith("ipc:///"):
         path = socket_path(address, "ipc")
-        return Address(address, (Target(b"ipc://" + os.fsencode(path), {}),), "", 0, path, True)
+        return Address(address, (Target(b"ipc://" + os.fsencode(path)),), "", 0, path, True)
     host, port = _host_and_port(address)
     if host is None:
         raise ValueError(
@@ -117,8 +123,8 @@ def parse(address: str, *, has_keys: bool, how: str, is_client: bool = False) ->
 def target_of(number: str, port: int) -> Target:
     """Return the target of a numeric address; an IPv6 one may name its zone after a ``%``."""
     if ":" in number:
-        return Target(f"tcp://[{number}]:{port}", {zmq.IPV6: 1})
-    return Target(f"tcp://{number}:{port}", {})
+        return Target(f"tcp://[{number}]:{port}", is_ipv6=True)
+    return Target(f"tcp://{number}:{port}")
 
 
 def _host_and_port(address: str) -> tuple[str | None, int | None]:
@@ -133,7 +139,7 @@ def _host_and_port(address: str) -> tuple[str | None, int | None]:
 def _targets(host: str, port: int) -> tuple[Target, ...]:
     """Return the targets of a host that needs no resolving; none if it is a name."""
     if host == "*":
-        return (Target(f"tcp://*:{port}", {zmq.IPV6: 1}),)
+        return (Target(f"tcp://*:{port}", is_ipv6=True),)
     # No name server is asked for this name: it might not answer, or name another machine.
     numbers = _LOCALHOST if host == "localhost" else (host,)
     try:

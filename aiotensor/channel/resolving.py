@@ -20,7 +20,7 @@ class Lookup:
     """Resolve a name once, in a daemon thread; belongs to the running loop.
 
     Nothing can interrupt the system's resolver. Neither the event loop nor the end of the process waits for
-    this thread, and each lookup has its own: one whose name server does not answer delays no other.
+    this thread. Each lookup has its own thread, so a silent name server delays no other lookup.
 
     Args:
         host: the name.
@@ -65,7 +65,7 @@ class Lookup:
 
 
 def _resolve(host: str, port: int) -> Sequence[Target]:
-    """Ask the system's resolver.
+    """Resolve a name by the system's resolver.
 
     Raises:
         OSError: the name cannot be resolved.

@@ -69,13 +69,13 @@ class SocketEvents(Protocol):
         """Note that a connection is ready to be used."""
 
     def unreachable(self) -> None:
-        """Note that no connection could be made; ZeroMQ tries again after its interval."""
+        """Handle a failed attempt to connect; ZeroMQ tries again after its interval."""
 
     def refused(self, *, is_final: bool, error: int) -> None:
         """Note that a handshake failed; if it is final, since the two sides do not agree on their keys.
 
-        Otherwise `error` is the errno of ZeroMQ's thread: EPIPE if the peer closed the connection, and the
-        one of an earlier failure if the handshake took too long.
+        Otherwise `error` is the errno of ZeroMQ's thread: EPIPE if the peer closed the connection, and that
+        of an earlier failure if the handshake took too long.
         """
 
     def disconnected(self, descriptor: int) -> None:

@@ -3,7 +3,7 @@
     with two_hosts() as hosts:
         server = Peer(endpoint, first=hosts.a.enter)  # from then on a process of that host
         ...
-        hosts.cut()  # packets are lost in both directions, and nobody is told
+        hosts.cut()  # packets are lost silently, in both directions
         hosts.heal()
 
 A test that needs them is skipped where this user may make no namespaces, or where `ip` is missing.
@@ -31,7 +31,7 @@ _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _DEVICE = "veth0"  # in each namespace, which has no other devices but its loopback
 _ADDRESSES = (("10.77.0.1", "10.77.0.3"), ("10.77.0.2",))
 _SILENT_DNS = "10.77.0.53"
-_NOWHERE = "02:00:00:00:00:99"  # no device has it: what is sent there is lost
+_NOWHERE = "02:00:00:00:00:99"  # no device has it: packets to it are lost
 
 _FORBIDDEN = ("Operation not permitted", "Permission denied")
 
@@ -42,7 +42,7 @@ class Host:
 
     Attributes:
         namespace: its name for ``ip netns``.
-        addresses: all that it has, on the cable.
+        addresses: of its end of the cable.
         etc: a folder with its own versions of files of ``/etc``.
     """
 
@@ -56,7 +56,7 @@ class Host:
         return self.addresses[0]
 
     def enter(self) -> None:
-        """Have the calling process be one of this host, with its network and its files of ``/etc``.
+        """Move the calling process to this host, with its network and its files of ``/etc``.
 
         Threads that were started before stay where they are.
         """
@@ -73,9 +73,9 @@ class Host:
             _check(libc.mount(source, place, None, _MS_BIND, None))
 
     def know(self, names: Mapping[str, str]) -> None:
-        """Have processes of this host resolve these names to these addresses, and no other name.
+        """Set the addresses of names for the processes of this host.
 
-        Of any other name they ask a name server that never answers.
+        For any other name they ask a name server that never answers.
         """
         lines = "".join(f"{address} {name}\n" for name, address in names.items())
         # The same file as before, since a process that has entered sees that one.
@@ -110,8 +110,7 @@ class Hosts:
 def two_hosts() -> Iterator[Hosts]:
     """Make two hosts, and remove them in the end.
 
-    They take the sysctl of Linux that has a connection attempt repeated after 1, 3, 7 and 15 s, as older
-    versions do.
+    Their kernels repeat a connection attempt after 1, 3, 7 and 15 s, as Linux did before 6.5.
     """
     tag = f"{os.getpid():x}{secrets.token_hex(3)}"
     if shutil.which("ip") is None:

@@ -63,13 +63,13 @@ async def serve(state: State, address: str, keys: Keys) -> None:
     state.others["serving"] = asyncio.create_task(server.serve(answer))
 
 
-async def open_client(state: State, addresses: list[str], keys: Keys, **options: Any) -> None:
+async def open_client(state: State, /, addresses: list[str], keys: Keys, **options: Any) -> None:
     client = MessageClient(addresses, reply_type=Answer, **keys.of_client(), **options)
     state.others["client"] = await state.stack.enter_async_context(client)
 
 
 async def ask(state: State, count: int = 1, target: int | None = None) -> int:
-    """Ask questions, one after the other, and return how many answers were right."""
+    """Send requests one after the other, and return the number of right answers."""
     client: MessageClient[Answer] = state.others["client"]
     answers = [await client.request(Question(seed), target=target) for seed in range(count)]
     return sum(got.seed == seed for seed, got in enumerate(answers))
@@ -88,7 +88,7 @@ async def close_client(state: State) -> float:
 
 
 async def ask_for_name(state: State, address: str, keys: Keys) -> tuple[str, list[str]]:
-    """Ask a server whose name cannot be resolved; return the error, and what is logged."""
+    """Send a request to a name that cannot be resolved; return the error and the logged texts."""
     with said() as texts:
         client = MessageClient(address, reply_type=Answer, max_wait_s=3.5, linger_s=0, **keys.of_client())
         async with client:
@@ -116,7 +116,7 @@ async def test_a_server_whose_name_is_not_resolved_delays_no_other_server(hosts:
 
 
 async def ask_for_s(state: State, seconds: float) -> int:
-    """Ask for so many seconds, and return how many answers were right."""
+    """Send requests for some seconds, and return the number of right answers."""
     loop = asyncio.get_running_loop()
     end, right = loop.time() + seconds, 0
     while loop.time() < end:
@@ -177,7 +177,7 @@ async def test_requests_go_on_soon_after_a_partition(hosts: Hosts, keys: Keys) -
         assert await client.call(ask) == 1
         hosts.cut()
         asking = client.start(ask)
-        # By then the kernel repeats a connection attempt of its own only after another 7 s.
+        # By then the kernel repeats a connection attempt only after another 7 s.
         await asyncio.sleep(9.5)
         hosts.heal()
         with promptly(3.5):
