@@ -52,7 +52,8 @@ class MessageClient(LoopObject, Generic[R]):
 
     Args:
         address: of the server: ``ipc://`` and an absolute path, or ``tcp://`` with a host and a port. A
-            sequence of them for several servers.
+            sequence of them for several servers. Threads resolve the name of a host, again each second while
+            no server is found; a name that cannot be resolved is waited for like a server.
         sender: an open sender to the receiver of that server, which is not closed before this client is. For
             several servers, one for each, in their order.
         receiver: an open receiver, by which the tensors of answers come if the server has a sender to it. Do
@@ -65,8 +66,9 @@ class MessageClient(LoopObject, Generic[R]):
         heartbeat_interval_s: how often, in seconds, a silent server is asked whether it is there.
         heartbeat_timeout_s: after how many seconds without an answer to that it is lost. On this machine the
             kernel says at once when a process has ended, so there are heartbeats only if one of these two is
-            given; to others they are 0.25 and 0.65 by default. The largest part of a message must travel in
-            less time than the timeout: raise it for large tensors on a slow network.
+            given; to others they are 0.25 and 0.65 by default: the loss is noticed within 1 s, or 1.5 s if
+            packets are lost in one direction only. The largest part of a message must travel in less time
+            than the timeout: raise it for large tensors on a slow network.
         secret_key: this client's CURVE key, for servers on other machines; from `zmq.curve_keypair`.
         server_key: the servers' public key.
         max_wait_s: after how many seconds a wait for a server that is not there, or that takes no more
@@ -330,7 +332,7 @@ class MessageClient(LoopObject, Generic[R]):
             if sender is not None and (parcel.tensors or inside is not None):
                 parcels.check_parts(parcel.parts, connection.max_part_bytes, "server")  # first of all
                 sending = parcel.send_tensors(sender, inside)
-                sent = await (connection.movable_sending(sending) if may_move else sending)
+                sent = await (connection.outbox.sending(sending) if may_move else sending)
                 if sent is None:
                     return None
                 handles = sent

@@ -247,7 +247,10 @@ class Clients:
     def handshaken(self) -> None:
         """Wait for the hello of the client."""
 
-    def refused(self, *, is_final: bool) -> None:
+    def unreachable(self) -> None:
+        """Do nothing: a server connects to nobody."""
+
+    def refused(self, *, is_final: bool, error: int) -> None:
         """Note that a peer does not have the keys, or left before that was known."""
         if is_final:
             self._accepted.failed()

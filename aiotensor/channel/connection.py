@@ -1,12 +1,12 @@
 """A client's way to one server, through all the servers that come and go at its address.
 
-    CONNECTING --handshake, hello, hello--> READY --lost--> CONNECTING
+    DIALING --handshake, hello, hello--> READY --lost--> DIALING
 
 While the connection is not ready, new requests wait for the next server. When a server is lost, its open
 requests fail with `PeerLostError`.
 
-Each connection has a new socket: closing the old one discards its unsent messages, so no cancelled message
-reaches the next server. ZeroMQ waits before it connects again, so the loss is known here first.
+`dialing.py` says where to connect and when. Each attempt has a new socket, and ZeroMQ connects none a second
+time: closing a socket discards its unsent messages, so no cancelled message reaches the next server.
 """
 
 import asyncio
@@ -14,16 +14,16 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Protocol
 
 import zmq
 
-from aiotensor.channel.cancelling import CancelOnce
 from aiotensor.channel.context import Context
-from aiotensor.channel.options import Address
+from aiotensor.channel.dialing import DIALING_OPTIONS, Dialer
+from aiotensor.channel.options import Address, Target
 from aiotensor.channel.outbox import Outbox, flush_all
 from aiotensor.channel.parcels import Answered, Asked, Handles, body_and_buffers, check_parts
 from aiotensor.channel.sockets import MAX_PARTS, LoopSocket, copy_of
@@ -64,9 +64,7 @@ __all__ = ["Connection"]
 logger = logger_of("channel")
 
 _LAST_MESSAGES = 1024  # of a server that is gone, which are read before it counts as lost
-_HANDSHAKES = 3  # that fail without a reason before it counts: one may be that of a server just killed
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
-_TRY_AGAIN_S = 0.1  # while this process has no descriptors or no memory
 
 
 class ServersEvents(Protocol):
@@ -108,26 +106,24 @@ class Connection:
         self.leads_to = ""  # the id of the server's receiver
         self._context = context
         self._address = address
-        self._options = {**options, **address.options}
+        self._options = {**options, **DIALING_OPTIONS}
         self.max_part_bytes: int | None = None  # of the server
         self._hello = write(ClientHello(VERSION, os.getpid(), receiver, max_part_bytes))
         self._max_wait_s = max_wait_s
         self._servers: ServersEvents | None = None
-        self._sending: dict[CancelOnce, None] = {}  # messages whose tensors are on their way, the latest last
         self._unanswered = Unanswered(drop)
         self._pid: int | None = None
         self._waiters = Waiters()
-        self._outbox = Outbox(self._send, patience=self._patience)
+        self.outbox = Outbox(self._send, patience=self._patience)
         self._notices = Outbox(self._send)  # what needs no credit
-        self._failed_handshakes = 0
+        self._dialer = Dialer(address, self._dial)
         self._is_introduced = False
         self.refused_at = 0.0
-        self._failure: AioTensorError | None = None  # why there is no socket
+        self._failure: AioTensorError | None = None  # why there is no socket and no attempt
         self._socket: LoopSocket | None = None
-        self._retry: asyncio.TimerHandle | None = None  # while descriptors or memory are lacking
 
     def connect(self, servers: "ServersEvents | None") -> None:
-        """Begin to connect.
+        """Begin to connect, and keep trying until a server is reached or `ready` raises.
 
         Args:
             servers: what chooses among several servers, and is told what becomes of this one.
@@ -136,31 +132,35 @@ class Connection:
         self._connect()
 
     def _connect(self) -> None:
-        """Begin to connect, later if descriptors or memory are lacking; `ready` raises other errors."""
-        is_known, self._retry, self._failure = self._retry is not None, None, None
-        self._failed_handshakes = 0
+        self._failure = None
+        self._dialer.begin()
+
+    def _changed(self) -> None:
+        if self._servers is not None:
+            self._servers.changed()
+
+    def _dial(self, target: Target) -> None:
+        """Try one address. If descriptors or memory are lacking, there may be some again later."""
         try:
-            self._socket = LoopSocket(self._context, zmq.DEALER, self._options, self)
-            self._socket.connect(self._address.target)
+            self._socket = LoopSocket(self._context, zmq.DEALER, {**self._options, **target.options}, self)
+            self._socket.connect(target.address)
         except zmq.ZMQError as error:
             text = f"nobody can connect to {self._address.text}: {error.strerror}"
-            self._end(PeerLostError(text))
-            if error.errno in _EXHAUSTED:  # there may be some again later
-                self._failure = None
-                self._retry = asyncio.get_running_loop().call_later(_TRY_AGAIN_S, self._connect)
-                if not is_known:
-                    logger.error(
-                        "%s",
-                        text,
-                        extra={
-                            "event": "looking_failed",
-                            "address": self._address.text,
-                            "reason": error.strerror,
-                        },
-                    )
+            if error.errno in _EXHAUSTED:
+                self._dialer.report(text, error.strerror)
+                self._dial_again()
+            else:
+                self._end(PeerLostError(text))
+                self._changed()
+
+    def _dial_again(self) -> None:
+        """Give up an attempt, and have the dialer make the next one."""
+        self._hang_up()
+        self._dialer.again()
 
     def close(self, error: AioTensorError, linger_s: float = 0.0) -> None:
         """Close, and fail what waits. Messages that were sent get `linger_s` seconds to leave."""
+        self._dialer.close()
         self._end(error, linger_s)
 
     # What is said
@@ -190,15 +190,16 @@ class Connection:
 
     def _overdue(self) -> WouldBlockError:
         why = "has had no room for this message" if self.is_ready else "has not been there"
+        more = f"; {self._dialer.reason}" if self._dialer.reason and not self.is_ready else ""
         return WouldBlockError(
-            f"the server at {self._address.text} {why} for {self._max_wait_s:g} s",
+            f"the server at {self._address.text} {why} for {self._max_wait_s:g} s{more}",
             messages=Usage(None, self.in_flight, 1),
         )
 
     @property
     def is_hopeless(self) -> bool:
         """Return whether the connection stays without a server until `try_again`."""
-        return self._socket is None and self._retry is None
+        return self._socket is None and not self._dialer.is_active
 
     def try_again(self, at_most_every_s: float = 0.0) -> None:
         """Connect again to a server that refused this client, unless that was just now."""
@@ -206,34 +207,6 @@ class Connection:
         can_try = self._socket is None and may_have_changed
         if can_try and asyncio.get_running_loop().time() >= self.refused_at + at_most_every_s:
             self._connect()
-
-    @property
-    def movable(self) -> int:
-        """Return how many messages `give_up_one` may take back."""
-        return len(self._sending) + self._outbox.movable
-
-    @property
-    def takes_more(self) -> bool:
-        """Return whether no message waits for credit or room."""
-        window = self._outbox.window
-        return self.is_ready and not self._outbox and window is not None and window.is_open
-
-    def give_up_one(self) -> None:
-        """Take the latest message back that has not left: another server is to have it."""
-        if self._sending:
-            self._sending.popitem()[0].cancel()
-        else:
-            self._outbox.give_up_one()
-
-    async def movable_sending(self, sending: Awaitable[Handles]) -> Handles | None:
-        """Wait until the tensors of a message are sent; return None if another server is to have it."""
-        with CancelOnce() as move:
-            self._sending[move] = None
-            try:
-                return await sending
-            finally:
-                self._sending.pop(move, None)
-        return None
 
     async def ask(
         self,
@@ -281,7 +254,7 @@ class Connection:
             following: Sequence[bytes | memoryview] = parts if body is None else parts[1:]
             try:
                 expect = partial(self._unanswered.expect, asked)
-                if await self._outbox.put([header, *following], nbytes, expect, may_move=may_move):
+                if await self.outbox.put([header, *following], nbytes, expect, may_move=may_move):
                     return asked
                 if may_move:
                     return None
@@ -302,6 +275,7 @@ class Connection:
 
     def connected(self, descriptor: int) -> None:
         """Check the user of the peer, before the first message."""
+        self._dialer.connected(descriptor)
         if self._address.path is None:
             return
         try:
@@ -315,16 +289,18 @@ class Connection:
 
     def handshaken(self) -> None:
         """Introduce this client."""
-        self._failed_handshakes = 0
+        self._dialer.reached()
         self._is_introduced = True
         self._open_socket().send([self._hello])
 
-    def refused(self, *, is_final: bool) -> None:
+    def unreachable(self) -> None:
+        """Try the next address."""
+        self._dialer.unreachable()
+        self._dial_again()
+
+    def refused(self, *, is_final: bool, error: int) -> None:
         """Give up if the other side will never have us."""
-        self._failed_handshakes += 1
-        # Without a reason it may be a server that was just killed, or one with other keys.
-        has_keys = zmq.CURVE_SECRETKEY in self._options
-        if is_final or (has_keys and self._failed_handshakes >= _HANDSHAKES):
+        if is_final or (self._dialer.refused(error) and zmq.CURVE_SECRETKEY in self._options):
             self._refuse(
                 AccessDeniedError(
                     f"the server at {self._address.text} and this client do not agree on their keys: give "
@@ -336,12 +312,16 @@ class Connection:
         """Handle the end of the connection, after the messages that arrived before."""
         sock = self._open_socket()
         sock.read_some(_LAST_MESSAGES)
-        if self._socket is sock and self._is_introduced:
+        if self._socket is not sock:
+            return
+        if self._is_introduced:
             self._lose("it ended, or the connection broke", retry=True)
+        else:
+            self._dial_again()
 
     def has_room(self) -> None:
         """Send messages that the socket had no room for."""
-        flush_all(lambda: [one for one in (self._notices, self._outbox) if one])
+        flush_all(lambda: [one for one in (self._notices, self.outbox) if one])
 
     def message_arrived(self, parts: "list[zmq.Frame]") -> None:
         """Take what the server says."""
@@ -383,22 +363,22 @@ class Connection:
         if hello.version != VERSION:
             self._lose(mismatch(hello.version, VERSION), retry=False, is_refusal=True)
             return
-        self._outbox.window = Window(hello.max_waiting, hello.max_waiting_bytes)
+        self.outbox.window = Window(hello.max_waiting, hello.max_waiting_bytes)
         self.max_part_bytes = hello.max_part_bytes
         self.is_ready = True
-        self._outbox.flush(is_retry=False)
+        self.outbox.flush(is_retry=False)
         self._waiters.wake()
         if self._servers is not None:
             self._servers.changed()
 
     def _returned(self, messages: int, nbytes: int, others: int) -> None:
         """Send what waited for credit, and note the load of the server."""
-        window = self._outbox.window
+        window = self.outbox.window
         if window is None:
             raise ProtocolError("it answered before it introduced itself")
         window.taken(messages, nbytes)
-        if self._outbox:
-            self._outbox.flush(is_retry=False)
+        if self.outbox:
+            self.outbox.flush(is_retry=False)
         if self._servers is not None:
             self._servers.reported(self, others)
 
@@ -413,7 +393,8 @@ class Connection:
         error = kind(f"the server{pid} at {self._address.text} {what}: {reason}", pid=self._pid)
         error.__cause__ = cause
         lost = len(self._unanswered)
-        self.session += self.is_ready
+        was_ready = self.is_ready
+        self.session += was_ready
         self._end(error)
         logger.log(
             logging.WARNING if lost or is_refusal else logging.INFO,
@@ -429,9 +410,12 @@ class Connection:
             },
         )
         if retry:
-            self._connect()
-        if self._servers is not None:
-            self._servers.changed()
+            self._failure = None
+            if was_ready:
+                self._connect()
+            else:  # a server that ends each connection at once is not asked all the time
+                self._dialer.again()
+        self._changed()
 
     def _refuse(self, error: AccessDeniedError) -> None:
         logger.error(
@@ -440,27 +424,25 @@ class Connection:
             extra={"event": "server_refused", "address": self._address.text, "reason": str(error)},
         )
         self._end(error)
-        if self._servers is not None:
-            self._servers.changed()
+        self._changed()
 
-    def _end(self, error: AioTensorError, linger_s: float = 0.0) -> None:
+    def _hang_up(self, linger_s: float = 0.0) -> None:
         sock, self._socket = self._socket, None
         if sock is not None:
             sock.close(linger_s)
-        if self._retry is not None:
-            self._retry.cancel()
-            self._retry = None
+
+    def _end(self, error: AioTensorError, linger_s: float = 0.0) -> None:
+        self._hang_up(linger_s)
+        self._dialer.end()
         self.refused_at = asyncio.get_running_loop().time()
         self.is_ready = self._is_introduced = False
         self._failure = error
         self._pid = None
-        self._outbox.window = self.max_part_bytes = None
+        self.outbox.window = self.max_part_bytes = None
         self._unanswered.fail_all(error)
         # Unsent requests get no error: they go to another server, or wait for the next one here.
-        for move in self._sending:
-            move.cancel()
         self._notices.clear()
-        self._outbox.clear()
+        self.outbox.clear()
         self._waiters.wake()
 
     def raise_failure(self) -> None:

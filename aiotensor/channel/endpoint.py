@@ -3,18 +3,22 @@
 import errno
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from aiotensor.channel.context import Context, begin, check_descriptors, end
-from aiotensor.channel.options import Address
+from aiotensor.channel.options import Address, Target
+from aiotensor.channel.resolving import look_up
 from aiotensor.channel.sockets import LoopSocket, SocketEvents
 from aiotensor.errors import UsageError
 from aiotensor.links.socket_file import SocketFile
 
 __all__ = ["Endpoint"]
+
+_LOOKUP_S = 10.0  # how long opening waits for the name of a server to be resolved
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.ENODEV)  # this machine has no such address
 
 
 # A connection whose handshake takes longer is closed. A client's limit is shorter: it knows its own reason.
@@ -48,12 +52,11 @@ class Endpoint:
         self, address: Address, options: Mapping[int, int | bytes], allowed: frozenset[bytes]
     ) -> None:
         self.address = address.text
-        self._target = address.target
+        self._where = address
         self._path = address.path
         # Without this a ROUTER drops what is for a client that is gone, or slow, and says nothing.
         self._options = {
             **options,
-            **address.options,
             zmq.ROUTER_MANDATORY: 1,
             zmq.HANDSHAKE_IVL: _HANDSHAKE_S * 1000,
             zmq.BACKLOG: _BACKLOG,
@@ -68,7 +71,9 @@ class Endpoint:
     async def open(self, events: SocketEvents) -> LoopSocket:
         """Begin to listen.
 
-        Waiting and errors at an ``ipc://`` address are those of `SocketFile.take`.
+        Waiting and errors at an ``ipc://`` address are those of `SocketFile.take`. At ``tcp://`` and the name
+        of a host it waits until that is resolved. It listens at the first of its addresses that this machine
+        has, and at ``localhost`` at 127.0.0.1, or at ::1 where there is no IPv4.
 
         Raises:
             UsageError: another server listens at the address, or the path is a file of another kind.
@@ -76,32 +81,92 @@ class Endpoint:
         """
         check_descriptors()
         try:
+            targets = await self._targets()
             if self._path is not None:
                 await self._take(self._path)
             self._context = begin()  # which has looked again; no await comes between this and the socket
-            try:
-                if self._allowed:
+            if self._allowed:
+                try:
                     self._authenticator = AsyncioAuthenticator(self._context)
                     self._authenticator.start()
                     self._authenticator.configure_curve_callback(credentials_provider=_Allowed(self._allowed))
-                self._socket = LoopSocket(self._context, zmq.ROUTER, self._options, events)
-            except zmq.ZMQError as error:
-                raise OSError(error.errno, error.strerror) from error
-            descriptor = None if self._listener is None else os.dup(self._listener.fileno())
-            try:
-                self._socket.bind(self._target, descriptor)
-            except zmq.ZMQError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise OSError(
-                        error.errno, f"cannot listen at {self.address}: {error.strerror}"
-                    ) from error
-                raise UsageError(f"another server listens at {self.address} already") from error
+                except zmq.ZMQError as error:
+                    raise OSError(error.errno, error.strerror) from error
+            self._socket = self._listen(self._context, targets, events)
         except BaseException:
             await self.close(0.0)
             raise
         if self._path is None:
             self.address = self._socket.address  # with the port that was free
         return self._socket
+
+    async def _targets(self) -> Sequence[Target]:
+        """Return where to listen.
+
+        Raises:
+            OSError: the name of the host cannot be resolved.
+        """
+        where = self._where
+        if where.targets:
+            return where.targets
+        try:
+            socket.if_nametoindex(where.host)
+        except OSError:  # it is the name of a host
+            pass
+        else:
+            # ZeroMQ finds the address of an interface; with the option for IPv6 it finds no other.
+            text = f"tcp://{where.host}:{where.port}"
+            return Target(text), Target(text, is_ipv6=True)
+        try:
+            return await look_up(where.host, where.port, _LOOKUP_S)
+        except TimeoutError:
+            reason = f"no name server answered for {_LOOKUP_S:g} s"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        raise OSError(
+            errno.EADDRNOTAVAIL,
+            f"cannot listen at {self.address}: the name {where.host} cannot be resolved ({reason}); write an "
+            f"address of this machine, or tcp://*:{where.port} for all of them",
+        )
+
+    def _listen(self, context: Context, targets: Sequence[Target], events: SocketEvents) -> LoopSocket:
+        """Listen at the first target that is an address of this machine.
+
+        Raises:
+            UsageError: another server listens there.
+            OSError: nothing can listen there, or no descriptors are left.
+        """
+        last = None
+        for target in targets:
+            try:
+                sock = LoopSocket(context, zmq.ROUTER, {**self._options, **target.options}, events)
+            except zmq.ZMQError as error:
+                raise OSError(error.errno, error.strerror) from error
+            try:
+                descriptor = None if self._listener is None else os.dup(self._listener.fileno())
+                sock.bind(target.address, descriptor)
+            except zmq.ZMQError as error:
+                sock.close()
+                if error.errno == errno.EADDRINUSE:
+                    raise UsageError(f"another server listens at {self.address} already") from error
+                last = error
+                if error.errno not in _NOT_HERE:
+                    break
+            except BaseException:
+                sock.close()
+                raise
+            else:
+                return sock
+        if last is None:
+            raise AssertionError("an address has at least one target")
+        text = f"cannot listen at {self.address}: {last.strerror}"
+        if self._path is None and last.errno in _NOT_HERE:
+            found = ", ".join(str(target.address) for target in targets)
+            text += (
+                f"; this machine does not have the address {found}: write one of its own, or "
+                f"tcp://*:{self._where.port} for all of them"
+            )
+        raise OSError(last.errno, text) from last
 
     async def close(self, linger_s: float) -> None:
         """Close; what was sent has so many seconds to leave, and cancelling waits no longer for it."""

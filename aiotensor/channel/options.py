@@ -3,6 +3,7 @@
 import ipaddress
 import operator
 import os
+import re
 from collections.abc import Collection, Mapping
 from typing import NamedTuple, TypeAlias
 from urllib.parse import urlsplit
@@ -17,6 +18,7 @@ from aiotensor.types import MAX_NUMBER
 __all__ = [
     "Address",
     "Key",
+    "Target",
     "client_keys",
     "limits",
     "parse",
@@ -24,14 +26,37 @@ __all__ = [
     "positive",
     "seconds",
     "server_keys",
+    "target_of",
 ]
 
 Key: TypeAlias = str | bytes
 
 _KEY_BYTES = 32
 
-# By default, where only silence tells that the other side is gone: within a second, as everywhere.
+# By default, where only silence shows that the other side is gone: within 1 s, or 1.5 s where only the
+# packets to it are lost.
 _HEARTBEAT_INTERVAL_S, _HEARTBEAT_TIMEOUT_S = 0.25, 0.65
+
+
+_LOCALHOST = ("127.0.0.1", "::1")
+_NAME = re.compile(r"[a-z0-9_.-]+", re.IGNORECASE | re.ASCII)
+
+
+class Target(NamedTuple):
+    """An address that ZeroMQ takes without resolving a name.
+
+    Attributes:
+        address: as ZeroMQ takes it.
+        is_ipv6: whether it is, or may be, an IPv6 one.
+    """
+
+    address: str | bytes
+    is_ipv6: bool = False
+
+    @property
+    def options(self) -> Mapping[int, int]:
+        """Those of a socket that only this address asks for."""
+        return {zmq.IPV6: 1} if self.is_ipv6 else {}
 
 
 class Address(NamedTuple):
@@ -39,17 +64,20 @@ class Address(NamedTuple):
 
     Attributes:
         text: as it was given.
-        target: as ZeroMQ takes it.
+        targets: where to connect or listen, in the order in which to try them; empty if `host` is a name that
+            has to be resolved.
+        host: the name or the numeric address; "" for a socket's file.
+        port: 0 for a socket's file, or for any port that is free.
         path: of the socket's file; None if there is none.
         is_local: whether both sides are on this machine, whose kernel says at once when one is gone.
-        options: those of a socket that only this address asks for.
     """
 
     text: str
-    target: str | bytes
+    targets: tuple[Target, ...]
+    host: str
+    port: int
     path: str | None
     is_local: bool
-    options: Mapping[int, int]
 
 
 def parse(address: str, *, has_keys: bool, how: str, is_client: bool = False) -> Address:
@@ -69,7 +97,7 @@ def parse(address: str, *, has_keys: bool, how: str, is_client: bool = False) ->
         raise TypeError(f"an address is a text such as 'ipc:///run/user/1000/m.sock', got {address!r}")
     if address.lower().startswith("ipc:///"):
         path = socket_path(address, "ipc")
-        return Address(address, b"ipc://" + os.fsencode(path), path, True, {})
+        return Address(address, (Target(b"ipc://" + os.fsencode(path)),), "", 0, path, True)
     host, port = _host_and_port(address)
     if host is None:
         raise ValueError(
@@ -78,6 +106,9 @@ def parse(address: str, *, has_keys: bool, how: str, is_client: bool = False) ->
         )
     if port is None:
         raise ValueError(f"the address {address!r} names no port: write, for example, tcp://127.0.0.1:5555")
+    targets = _targets(host, port)
+    if not (targets or _is_name(host)):
+        raise ValueError(f"the address {address!r} names no host: {host!r} is no name and no numeric address")
     if is_client and (host == "*" or port == 0):
         raise ValueError(f"the address {address!r} names no server to connect to: write its host and port")
     is_local = _is_loopback(host)
@@ -86,7 +117,14 @@ def parse(address: str, *, has_keys: bool, how: str, is_client: bool = False) ->
             f"anybody could connect to {address}: give {how}, made by zmq.curve_keypair(), or use ipc:// or "
             "the address 127.0.0.1"
         )
-    return Address(address, address, None, is_local, {} if _is_ipv4(host) else {zmq.IPV6: 1})
+    return Address(address, targets, host, port, None, is_local)
+
+
+def target_of(number: str, port: int) -> Target:
+    """Return the target of a numeric address; an IPv6 one may name its zone after a ``%``."""
+    if ":" in number:
+        return Target(f"tcp://[{number}]:{port}", is_ipv6=True)
+    return Target(f"tcp://{number}:{port}")
 
 
 def _host_and_port(address: str) -> tuple[str | None, int | None]:
@@ -98,9 +136,24 @@ def _host_and_port(address: str) -> tuple[str | None, int | None]:
         return None, None
 
 
-def _is_ipv4(host: str) -> bool:
-    """Say whether a host is one for which IPv6 changes nothing but how it is called."""
-    return host == "localhost" or (host.count(".") == 3 and host.replace(".", "").isdigit())
+def _targets(host: str, port: int) -> tuple[Target, ...]:
+    """Return the targets of a host that needs no resolving; none if it is a name."""
+    if host == "*":
+        return (Target(f"tcp://*:{port}", is_ipv6=True),)
+    # No name server is asked for this name: it might not answer, or name another machine.
+    numbers = _LOCALHOST if host == "localhost" else (host,)
+    try:
+        return tuple(target_of(str(ipaddress.ip_address(number)), port) for number in numbers)
+    except ValueError:
+        return ()
+
+
+def _is_name(host: str) -> bool:
+    """Return whether a text can be the name of a host or of a network interface."""
+    try:
+        return _NAME.fullmatch(host.encode("idna").decode()) is not None
+    except UnicodeError:  # a label of it is empty, or too long
+        return False
 
 
 def _is_loopback(host: str) -> bool:
@@ -109,7 +162,7 @@ def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # a name, or a wildcard
+        return False  # a name, whatever it resolves to at the moment, or a wildcard
 
 
 def client_keys(secret_key: Key | None, server_key: Key | None) -> dict[int, int | bytes]:

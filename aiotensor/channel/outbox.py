@@ -2,14 +2,17 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
+from aiotensor.channel.cancelling import CancelOnce
 from aiotensor.errors import WouldBlockError
 from aiotensor.protocol.window import Window
 
 __all__ = ["Outbox", "Parts", "flush_all"]
+
+R = TypeVar("R")
 
 Parts: TypeAlias = Sequence[bytes | memoryview]
 
@@ -63,7 +66,8 @@ class Outbox:
         self._hand_over = send
         self._letters: deque[_Letter] = deque()
         self._is_over = False
-        self.movable = 0  # waiting messages that `give_up_one` may take back
+        self._movable = 0  # letters that `give_up_one` may take back
+        self._sending: dict[CancelOnce, None] = {}  # messages whose tensors are on their way, the latest last
 
     def __len__(self) -> int:
         return len(self._letters)
@@ -105,7 +109,7 @@ class Outbox:
         gone: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         letter = _Letter(parts, nbytes, on_sent, gone, may_move)
         self._letters.append(letter)
-        self.movable += may_move
+        self._movable += may_move
         try:
             async with self._patience():
                 return await gone
@@ -117,10 +121,33 @@ class Outbox:
                 return gone.result()  # the wait ended when it was overdue, but it did end
             raise
         finally:
-            self.movable -= may_move
+            self._movable -= may_move
+
+    async def sending(self, tensors: Awaitable[R]) -> R | None:
+        """Wait until the tensors of a message are sent; return None if `give_up_one` or `clear` ends that."""
+        with CancelOnce() as wait:
+            self._sending[wait] = None
+            try:
+                return await tensors
+            finally:
+                self._sending.pop(wait, None)
+        return None
+
+    @property
+    def movable(self) -> int:
+        """Return how many messages `give_up_one` may take back."""
+        return len(self._sending) + self._movable
+
+    @property
+    def takes_more(self) -> bool:
+        """Return whether the peer has credit for a message and no other message waits."""
+        return not self._letters and self.window is not None and self.window.is_open
 
     def give_up_one(self) -> None:
-        """Take the latest message back that may be sent to another peer."""
+        """Take the latest message back that has not left and may be sent to another peer."""
+        if self._sending:
+            self._sending.popitem()[0].cancel()
+            return
         for letter in reversed(self._letters):
             if letter.may_move and letter.gone is not None and not letter.gone.done():
                 self._letters.remove(letter)
@@ -163,6 +190,8 @@ class Outbox:
 
     def clear(self) -> None:
         """Send nothing of what waits: the peer is gone."""
+        for wait in self._sending:
+            wait.cancel()
         letters, self._letters = self._letters, deque()
         for letter in letters:
             _settle(letter, was_sent=False)

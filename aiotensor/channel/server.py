@@ -47,7 +47,7 @@ class MessageServer(LoopObject, Generic[M]):
 
     Args:
         address: where clients connect: ``ipc://`` and an absolute path, where only this user can, or
-            ``tcp://`` with a host and a port, 0 for any that is free.
+            ``tcp://`` with a host and a port, 0 for any that is free. A name is resolved when it opens.
         message_type: of the messages, as msgspec takes it; they are checked.
         receiver: an open receiver for the senders of the clients. Do not iterate over it. Its `max_wait_s`
             bounds the wait for the tensors of a message, which is then answered with `WouldBlockError`.
@@ -66,8 +66,8 @@ class MessageServer(LoopObject, Generic[M]):
         heartbeat_interval_s: how often, in seconds, a silent client is asked whether it is there.
         heartbeat_timeout_s: after how many seconds without an answer to that it is lost. On this machine the
             kernel says at once when a process has ended, so there are heartbeats only if one of these two is
-            given; to others they are 0.25 and 0.65 by default. The largest part of a message must travel in
-            less time than the timeout: raise it for large tensors on a slow network.
+            given; to others they are 0.25 and 0.65 by default: a loss is noticed as by a `MessageClient`. The
+            largest part must travel in less time than the timeout: raise it for slow networks.
         secret_key: this server's CURVE key, without which it listens on this machine alone.
         client_keys: the public keys of the clients that may connect then.
         linger_s: how long `aclose` waits, in seconds, until answers have left.

@@ -85,15 +85,19 @@ class Servers:
         """Move messages that wait for a server while another one has less to do, the latest first."""
         if self._rest is not None or self._is_closed:
             return
-        waiting = [connection for connection in self._connections if connection.movable]
-        free = [connection for connection in self._connections if connection.takes_more] if waiting else []
+        waiting = [connection for connection in self._connections if connection.outbox.movable]
+        free = (
+            [connection for connection in self._connections if connection.outbox.takes_more]
+            if waiting
+            else []
+        )
         if not free:
             return
         busiest, freest = max(waiting, key=self._load_of), min(free, key=self._load_of)
-        moves = min(busiest.movable, int(self._load_of(busiest) - self._load_of(freest)) // 2)
+        moves = min(busiest.outbox.movable, int(self._load_of(busiest) - self._load_of(freest)) // 2)
         if moves > 0:
             for _ in range(moves):
-                busiest.give_up_one()
+                busiest.outbox.give_up_one()
             self._rest = asyncio.get_running_loop().call_later(_BETWEEN_MOVES_S, self._rested)
 
     def close(self) -> None:

@@ -50,6 +50,7 @@ _WATCHED = (
     _DENIED
     | zmq.EVENT_LISTENING
     | zmq.EVENT_CONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
     | zmq.EVENT_ACCEPTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -73,8 +74,15 @@ class SocketEvents(Protocol):
     def handshaken(self) -> None:
         """Note that a connection is ready to be used."""
 
-    def refused(self, *, is_final: bool) -> None:
-        """Note that a handshake failed; if it is final, since the two sides do not agree on their keys."""
+    def unreachable(self) -> None:
+        """Handle a failed attempt to connect; ZeroMQ tries again after its interval."""
+
+    def refused(self, *, is_final: bool, error: int) -> None:
+        """Note that a handshake failed; if it is final, since the two sides do not agree on their keys.
+
+        Otherwise `error` is the errno of ZeroMQ's thread: EPIPE if the peer closed the connection, and that
+        of an earlier failure if the handshake took too long.
+        """
 
     def disconnected(self, descriptor: int) -> None:
         """Note that a connection is gone."""
@@ -307,7 +315,9 @@ class LoopSocket:
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._events.handshaken()
         elif event & (_DENIED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
-            self._events.refused(is_final=bool(event & _DENIED))
+            self._events.refused(is_final=bool(event & _DENIED), error=value)
+        elif event == zmq.EVENT_CONNECT_RETRIED:
+            self._events.unreachable()
         elif event == zmq.EVENT_DISCONNECTED:
             self._connections.pop(value, None)
             self._events.disconnected(value)

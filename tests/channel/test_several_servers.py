@@ -94,6 +94,7 @@ async def test_a_client_asks_the_server_that_has_less_to_do_for_other_clients() 
 
         addresses = [here.messages for here in places]
         client = await stack.enter_async_context(MessageClient(addresses, reply_type=Answer))
+        await until(lambda: client.statistics().servers == 2)
         serving = [asyncio.create_task(server.serve(answer)) for server in (busy, idle)]
         await client.request(Question(0), target=0)  # the answer states the load
         for seed in range(6):
@@ -118,6 +119,7 @@ async def test_a_server_that_was_busy_is_asked_again_though_nothing_was_heard_of
         held = [await anext(busy) for _ in range(8)]
         addresses = [here.messages for here in places]
         client = await stack.enter_async_context(MessageClient(addresses, reply_type=Answer))
+        await until(lambda: client.statistics().servers == 2)
         serving = [asyncio.create_task(server.serve(answer)) for server in (busy, idle)]
         await client.request(Question(0), target=0)
         for request in held:

@@ -170,7 +170,7 @@ async def settle(state: State) -> list[str]:
     now = client.statistics()
     wrong = [] if now.servers == 1 else [f"has no server: {now}"]
     connection = client._connections[0]
-    if connection._unanswered or connection._outbox or connection._notices:
+    if connection._unanswered or connection.outbox or connection._notices:
         wrong.append(f"holds something at rest: {now}")
     return wrong
 

@@ -59,15 +59,21 @@ class Peer:
         endpoint: where it will send to or receive.
         method: how the process is started.
         kind: the event loop that it runs; like the test's own if there is none.
+        first: called in the child before anything else, to enter a network for example.
     """
 
     def __init__(
-        self, endpoint: Endpoint, *, method: str = "forkserver", kind: loops.Kind | None = None
+        self,
+        endpoint: Endpoint,
+        *,
+        method: str = "forkserver",
+        kind: loops.Kind | None = None,
+        first: Callable[[], None] | None = None,
     ) -> None:
         context, loop = _contexts[method], asyncio.get_running_loop()
         self._connection, theirs = context.Pipe()
         self.process = context.Process(
-            target=_main, args=(endpoint, theirs, kind or loops.kind_of(loop)), daemon=True
+            target=_main, args=(endpoint, theirs, kind or loops.kind_of(loop), first), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -178,7 +184,11 @@ async def peers(endpoint: Endpoint, count: int, method: str = "forkserver") -> A
             await peer.close()
 
 
-def _main(endpoint: Endpoint, connection: Connection, kind: loops.Kind) -> None:
+def _main(
+    endpoint: Endpoint, connection: Connection, kind: loops.Kind, first: Callable[[], None] | None
+) -> None:
+    if first is not None:
+        first()
     torch.set_num_threads(1)
     with loops.complaints() as complaints, asyncio.Runner(loop_factory=kind.make) as runner:
         runner.run(_serve(State(endpoint), connection, complaints))
