@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from functools import partial
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 import torch
@@ -158,11 +157,6 @@ class MessageClient(LoopObject, Generic[R]):
             connection.connect()
         self._home.settle(self, ",".join(label_of(address.text) for address in self._addresses))
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     async def request(
         self, message: object, *, target: int | None = None, inside: OpenMessage | None = None

@@ -5,7 +5,6 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import closing, suppress
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -137,11 +136,6 @@ class MessageServer(LoopObject, Generic[M]):
             raise
         self._home.settle(self, label_of(self.address))
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     def __aiter__(self) -> Self:
         return self
@@ -309,7 +303,7 @@ class MessageServer(LoopObject, Generic[M]):
             return None
         asked.state = State.IN_HAND
         self._in_hand.add(asked)
-        request = Request(asked, message, Answerer(self._answer, self._fail, self._free))
+        request = Request(asked, message, Answerer(self._answer, self._fail, self._free, self._home))
         dropped = self._dropped
         asked.request = weakref.ref(request, lambda _: dropped(asked))  # which does not keep this server
         self._count_out(asked)  # last: telling the client may show that it is gone
