@@ -37,7 +37,7 @@ from aiotensor.errors import (
     again,
 )
 from aiotensor.gates import Waiters, at_most
-from aiotensor.links.users import check_user
+from aiotensor.links.users import check_owner, check_user
 from aiotensor.logs import logger_of
 from aiotensor.protocol.exchange import (
     BODY_BYTES,
@@ -120,7 +120,8 @@ class Connection:
         is_known, self._retry, self._failure = self._retry is not None, None, None
         self._failed_handshakes = 0
         try:
-            self._socket = LoopSocket(self._context, zmq.DEALER, self._options, self)
+            failed = None if self._address.path is None else partial(self._not_connected, self._address.path)
+            self._socket = LoopSocket(self._context, zmq.DEALER, self._options, self, failed)
             self._socket.connect(self._address.target)
         except zmq.ZMQError as error:
             text = f"nobody can connect to {self._address.text}: {error.strerror}"
@@ -253,6 +254,13 @@ class Connection:
             self._refuse(error)
         except OSError:
             return  # it is gone already
+
+    def _not_connected(self, path: str) -> None:
+        """Check the user of a socket file where ZeroMQ would try again without end."""
+        try:
+            check_owner(path)
+        except AccessDeniedError as error:
+            self._refuse(error)
 
     def handshaken(self) -> None:
         """Introduce this client."""

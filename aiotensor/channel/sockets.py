@@ -11,7 +11,7 @@ import itertools
 import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import zmq
@@ -40,6 +40,7 @@ _numbers = itertools.count()
 
 _EVENT = struct.Struct("=HI")  # which, and a number that goes with it
 _DENIED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_RETRIED = int(zmq.EVENT_CONNECT_RETRIED)
 _WATCHED = (
     _DENIED
     | zmq.EVENT_LISTENING
@@ -113,16 +114,24 @@ class LoopSocket:
         kind: of the socket, `zmq.DEALER` or `zmq.ROUTER`.
         options: to set on it, by their numbers.
         events: who is told.
+        not_connected: called when an attempt to connect has failed, and another one will follow; None to save
+            the loop from waking up for that.
 
     Raises:
         zmq.ZMQError: the process has no descriptors left.
     """
 
     def __init__(
-        self, context: Context, kind: int, options: Mapping[int, int | bytes], events: SocketEvents
+        self,
+        context: Context,
+        kind: int,
+        options: Mapping[int, int | bytes],
+        events: SocketEvents,
+        not_connected: Callable[[], None] | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._events = events
+        self._not_connected = not_connected
         self._is_closed = self._is_scheduled = self._was_full = False
         self._net: asyncio.TimerHandle | None = None
         self._drops = False  # the rest of a message of too many parts
@@ -137,7 +146,7 @@ class LoopSocket:
             # Without a limit: while it waits for room, ZeroMQ has a lock that closing needs, with the GIL.
             self._monitor.rcvhwm = 0
             events_at = f"inproc://aiotensor-{next(_numbers)}"  # no name is used again
-            self._socket.monitor(events_at, _WATCHED)
+            self._socket.monitor(events_at, _WATCHED if not_connected is None else _WATCHED | _RETRIED)
             self._monitor.connect(events_at)
             made.pop_all()
         self._descriptors = int(self._socket.get(zmq.FD)), int(self._monitor.get(zmq.FD))
@@ -261,6 +270,8 @@ class LoopSocket:
             self._events.connected(value)
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._events.handshaken()
+        elif event == _RETRIED and self._not_connected is not None:
+            self._not_connected()
         elif event & (_DENIED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
             self._events.refused(is_final=bool(event & _DENIED))
         elif event == zmq.EVENT_DISCONNECTED:
