@@ -31,6 +31,7 @@ from aiotensor.protocol.exchange import (
     Farewell,
     FromClient,
     FromServer,
+    PartLimits,
     ServerHello,
     Taken,
     failure,
@@ -65,13 +66,13 @@ class Limits(NamedTuple):
         clients: the most at once.
         waiting: messages of each that may wait to be taken.
         waiting_bytes: after how many bytes of them it sends no more.
-        part_bytes: the largest part of a message.
+        parts: the largest part, and the largest body, of a message.
     """
 
     clients: int | None
     waiting: int
     waiting_bytes: int
-    part_bytes: int | None
+    parts: PartLimits
 
 
 class ClientsEvents(Protocol):
@@ -199,7 +200,7 @@ class Clients:
                             f"it sent message {number} after message {client.next_number - 1}"
                         )
                     client.next_number = number + 1
-                    message = body_and_buffers(body, parts[2:])
+                    message = body_and_buffers(body, parts[2:], self.limits.parts)
                     asked = Asked(client, number, handles, message, wants_answer=wants_answer)
                     client.tally.arrived(asked.nbytes)
                     client.asked[number] = asked
@@ -298,7 +299,7 @@ class Clients:
         self._post(
             client,
             ServerHello(
-                VERSION, os.getpid(), self._receiver, limits.waiting, limits.waiting_bytes, limits.part_bytes
+                VERSION, os.getpid(), self._receiver, limits.waiting, limits.waiting_bytes, *limits.parts
             ),
         )
 

@@ -105,9 +105,9 @@ class Request(Generic[M]):
             TypeError: something in the answer cannot be encoded, as `MessageClient.request` has it; answer
                 again, or `fail`.
             UnsupportedTensorError: a tensor would not arrive as it is.
-            TooLargeError: a tensor is larger than the sender's `arena_bytes`, the body or a tensor that
-            travels in the answer exceeds the client's `max_part_bytes`, or there are too many tensors;
-            nothing was sent, so answer again, or `fail`.
+            TooLargeError: a tensor is larger than the sender's `arena_bytes`, the body exceeds the client's
+            `max_body_bytes`, a tensor that travels in the answer its `max_part_bytes`, or there are too many
+            tensors; nothing was sent, so answer again, or `fail`.
             PeerLostError: the client's receiver is gone, though the client is not.
             ClosedError: the server was closed.
         """

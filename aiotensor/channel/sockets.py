@@ -24,8 +24,9 @@ from aiotensor.worker import no_thread
 
 __all__ = ["MAX_PARTS", "LoopSocket", "PeerGoneError", "SocketEvents", "copy_of"]
 
-# Of one message: an identity, a header, a body, and as many buffers as a message has tensors.
-MAX_PARTS = MAX_TENSORS + 3
+# Of one message: an identity, a header, a body, as many buffers as a message has tensors, and one for small
+# tensors.
+MAX_PARTS = MAX_TENSORS + 4
 
 _MESSAGES_A_TURN = 64  # then other callbacks of the loop have their turn
 

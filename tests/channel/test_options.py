@@ -92,6 +92,8 @@ async def test_on_this_machine_there_need_be_none(host: str) -> None:
         ({"high_water_mark": 0}, ValueError),
         ({"high_water_mark": 1.5}, TypeError),
         ({"max_part_bytes": 0}, ValueError),
+        ({"max_body_bytes": 0}, ValueError),
+        ({"max_body_bytes": 1.5}, TypeError),
         ({"heartbeat_interval_s": 0.0001}, ValueError),
         ({"heartbeat_interval_s": 1.0, "heartbeat_timeout_s": -1.0}, ValueError),
         ({"linger_s": -1.0}, ValueError),
