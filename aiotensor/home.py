@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from aiotensor import opened
@@ -137,6 +138,14 @@ class Home:
         if running is not None:
             raise UsageError(f"this {self._name} lives in another event loop: open one in each loop")
 
+    def is_left_in_child(self, error: BaseException | None) -> bool:
+        """Return whether an exception ends a block in a forked child, where there is nothing to close.
+
+        Args:
+            error: the exception; None for a block that ends without one.
+        """
+        return error is not None and os.getpid() != self._pid
+
     def freed(self, owner: object, release: Callable[[], object]) -> None:
         """Report an object that is garbage-collected while it is open, and release it in its event loop.
 
@@ -174,6 +183,12 @@ class LoopObject(abc.ABC):
     """
 
     _home: Home
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._home.is_left_in_child(error):  # else closing would replace the exception
+            await self.aclose()
 
     def __repr__(self) -> str:
         name, home = type(self).__name__, self.__dict__.get("_home")

@@ -174,9 +174,11 @@ class OpenMessage:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._message is None:
+        home = self._sender._home
+        if self._message is None or home.is_left_in_child(error):
             return
         if kind is not None:
             self._sender._outgoing.abandon(self._message)
         else:
+            home.check_place()
             self.finish()

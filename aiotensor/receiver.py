@@ -3,7 +3,6 @@
 import operator
 import secrets
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -106,11 +105,6 @@ class TensorReceiver(LoopObject):
             raise
         self._home.settle(self, self._endpoint)
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     async def receive(self, handle: TensorHandle, *, copy: bool = False) -> torch.Tensor:
         """Return the tensor that a handle names, once it has arrived.

@@ -5,7 +5,6 @@ import operator
 import secrets
 import sys
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -112,11 +111,6 @@ class TensorSender(LoopObject):
             raise
         self._home.settle(self, self._endpoint)
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     async def ready(self) -> None:
         """Wait until a receiver has admitted this sender.

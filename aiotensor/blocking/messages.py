@@ -37,6 +37,7 @@ class MessageClient(BlockingObject[channel.MessageClient[R]], Generic[R]):
         reply_type: type[R],
         high_water_mark: int = 16,
         max_part_bytes: int | None = 1 << 30,
+        max_body_bytes: int | None = 1 << 20,
         heartbeat_interval_s: float | None = None,
         heartbeat_timeout_s: float | None = None,
         secret_key: Key | None = None,
@@ -52,6 +53,7 @@ class MessageClient(BlockingObject[channel.MessageClient[R]], Generic[R]):
                 reply_type=reply_type,
                 high_water_mark=high_water_mark,
                 max_part_bytes=max_part_bytes,
+                max_body_bytes=max_body_bytes,
                 heartbeat_interval_s=heartbeat_interval_s,
                 heartbeat_timeout_s=heartbeat_timeout_s,
                 secret_key=secret_key,
@@ -181,6 +183,8 @@ class Request(Generic[M]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        if self._server._inner._home.is_left_in_child(error):
+            return False
         try:
             self._server._now(self._inner._leave, error)
         except ClosedError:
@@ -207,6 +211,7 @@ class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
         max_waiting_bytes: int = 64 << 20,
         high_water_mark: int = 16,
         max_part_bytes: int | None = 1 << 30,
+        max_body_bytes: int | None = 1 << 20,
         heartbeat_interval_s: float | None = None,
         heartbeat_timeout_s: float | None = None,
         secret_key: Key | None = None,
@@ -224,6 +229,7 @@ class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
                 max_waiting_bytes=max_waiting_bytes,
                 high_water_mark=high_water_mark,
                 max_part_bytes=max_part_bytes,
+                max_body_bytes=max_body_bytes,
                 heartbeat_interval_s=heartbeat_interval_s,
                 heartbeat_timeout_s=heartbeat_timeout_s,
                 secret_key=secret_key,

@@ -92,7 +92,8 @@ class BlockingObject(Generic[A]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if not self._inner._home.is_left_in_child(error):  # else closing would replace the exception
+            self.close()
 
     def close(self, *, timeout: float | None = None) -> None:
         """Close, as `aclose` does.

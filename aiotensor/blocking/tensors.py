@@ -206,6 +206,8 @@ class OpenMessage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._sender._inner._home.is_left_in_child(error):
+            return
         try:
             self._sender._wait(self._inner.__aexit__, kind, error, trace)
         except ClosedError:

@@ -19,7 +19,7 @@ from aiotensor.channel.parcels import QUICK_BODY_BYTES
 from aiotensor.errors import AioTensorError, ProtocolError, WouldBlockError
 from aiotensor.logs import logger_of
 from aiotensor.placements import QUICK_BYTES
-from aiotensor.protocol.exchange import ClientHello
+from aiotensor.protocol.exchange import ClientHello, PartLimits
 from aiotensor.protocol.window import Tally
 from aiotensor.receiver import TensorReceiver
 from aiotensor.sender import TensorSender
@@ -102,13 +102,13 @@ class Limits(NamedTuple):
         clients: the most at once.
         waiting: messages of each that may wait to be taken.
         waiting_bytes: after how many bytes of them it sends no more.
-        part_bytes: the largest part of a message.
+        parts: the largest part, and the largest body, of a message.
     """
 
     clients: int | None
     waiting: int
     waiting_bytes: int
-    part_bytes: int | None
+    parts: PartLimits
 
 
 class Client:
@@ -127,7 +127,7 @@ class Client:
         self.outbox = outbox
         self.pid = hello.pid
         self.receiver = hello.receiver
-        self.max_part_bytes = hello.max_part_bytes
+        self.limits = PartLimits(hello.max_part_bytes, hello.max_body_bytes)
         self._looks_at = 0.0
         self._takes_detour = False  # its tensors travel in the answers, though there are senders
         self.next_number = 0

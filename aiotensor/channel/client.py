@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 import torch
@@ -47,8 +46,9 @@ class MessageClient(LoopObject, Generic[R]):
     one permit; those of a few KiB ride in the message. Without one, all travel in the message itself, whose
     memory ZeroMQ reads and does not copy.
 
-    Large messages are encoded and decoded in threads. msgspec holds the GIL meanwhile, for 80 ms for each
-    100 MB of `bytes` or 1 million floats: put such data into tensors or arrays, which are not encoded.
+    Threads encode and decode large messages. But msgspec holds the GIL, so the event loop waits: decoding
+    takes 1 to 16 ms for each MiB of numbers, texts and structs, and up to a second for each MiB of tiny
+    lists; encoding takes less than half as long. Put large data into tensors or arrays, which need neither.
 
     Args:
         address: of the server: ``ipc://`` and an absolute path, or ``tcp://`` with a host and a port. A
@@ -61,8 +61,11 @@ class MessageClient(LoopObject, Generic[R]):
         reply_type: of the answers, as msgspec takes it; they are checked.
         high_water_mark: the most messages that wait to leave, and the most that wait to be read here, for
             each server. Beyond them, `request` and `send` wait.
-        max_part_bytes: the largest part of an answer in bytes: its body, or one tensor that travels in it;
-            None for no limit. The server is told: a request whose answer exceeds it raises `RemoteError`.
+        max_part_bytes: the largest part of an answer in bytes: its body, one tensor that travels beside the
+            body, or all small ones there; None for no limit. The server is told: a request whose answer
+            exceeds it raises `RemoteError`.
+        max_body_bytes: the largest body of an answer in bytes, which holds everything but tensors and arrays;
+            None for no limit but `max_part_bytes`. The server enforces it in the same way.
         heartbeat_interval_s: how often, in seconds, a silent server is asked whether it is there.
         heartbeat_timeout_s: after how many seconds without an answer to that it is lost. On this machine the
             kernel says at once when a process has ended, so there are heartbeats only if one of these two is
@@ -91,6 +94,7 @@ class MessageClient(LoopObject, Generic[R]):
         reply_type: type[R],
         high_water_mark: int = 16,
         max_part_bytes: int | None = 1 << 30,
+        max_body_bytes: int | None = 1 << 20,
         heartbeat_interval_s: float | None = None,
         heartbeat_timeout_s: float | None = None,
         secret_key: Key | None = None,
@@ -116,13 +120,14 @@ class MessageClient(LoopObject, Generic[R]):
                 f"got {len(self._senders)} senders and {len(texts)} addresses: there is one sender for each "
                 "server, or none; with several addresses, give a list of senders in their order"
             )
+        self._limits = options.part_limits(max_part_bytes, max_body_bytes)
+        largest = self._limits.part_bytes
         self._options = {
             **options.limits(
-                self._addresses, high_water_mark, max_part_bytes, heartbeat_interval_s, heartbeat_timeout_s
+                self._addresses, high_water_mark, largest, heartbeat_interval_s, heartbeat_timeout_s
             ),
             **keys,
         }
-        self._max_part_bytes = options.part_limit(max_part_bytes)
         self._max_wait_s = seconds_or_never("max_wait_s", max_wait_s)
         self._linger_s = options.seconds("linger_s", linger_s)
         self._receiver = receiver
@@ -148,7 +153,7 @@ class MessageClient(LoopObject, Generic[R]):
                 address,
                 self._options,
                 receiver,
-                self._max_part_bytes,
+                self._limits,
                 self._max_wait_s,
                 partial(parcels.drop_answer, self._disposal, self._receiver),
             )
@@ -161,11 +166,6 @@ class MessageClient(LoopObject, Generic[R]):
             connection.connect(self._servers)
         self._home.settle(self, ",".join(label_of(address.text) for address in self._addresses))
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     async def request(
         self, message: object, *, target: int | None = None, inside: OpenMessage | None = None
@@ -201,8 +201,9 @@ class MessageClient(LoopObject, Generic[R]):
             OSError: the machine has no shared memory, no descriptors or no threads left.
             TypeError: something in it cannot be encoded; `TensorEncoder.encode` lists further errors.
             UnsupportedTensorError: a tensor would not arrive as it is; nothing was taken for it.
-            TooLargeError: a tensor exceeds the sender's `arena_bytes`, the body or a tensor in the message
-            the server's `max_part_bytes`, or there are too many tensors; nothing was sent.
+            TooLargeError: a tensor exceeds the sender's `arena_bytes`, the body the server's
+            `max_body_bytes`, a tensor in the message its `max_part_bytes`, or there are too many tensors;
+            nothing was sent.
             ClosedError: this client was closed, perhaps while waiting.
             ValueError: there is no such target, or `inside` is of another sender.
         """
@@ -330,7 +331,7 @@ class MessageClient(LoopObject, Generic[R]):
         handles: Handles = ()
         try:
             if sender is not None and (parcel.tensors or inside is not None):
-                parcels.check_parts(parcel.parts, connection.max_part_bytes, "server")  # first of all
+                parcels.check_parts(parcel.parts, connection.limits, "server")  # first of all
                 sending = parcel.send_tensors(sender, inside)
                 sent = await (connection.outbox.sending(sending) if may_move else sending)
                 if sent is None:

@@ -208,7 +208,7 @@ class Clients:
                             f"it sent message {number} after message {client.next_number - 1}"
                         )
                     client.next_number = number + 1
-                    message = body_and_buffers(body, parts[2:])
+                    message = body_and_buffers(body, parts[2:], self.limits.parts)
                     asked = Asked(client, number, handles, message, wants_answer=wants_answer)
                     client.tally.arrived(asked.nbytes)
                     client.asked[number] = asked
@@ -296,7 +296,7 @@ class Clients:
         self._post(
             client,
             ServerHello(
-                VERSION, os.getpid(), self._receiver, limits.waiting, limits.waiting_bytes, limits.part_bytes
+                VERSION, os.getpid(), self._receiver, limits.waiting, limits.waiting_bytes, *limits.parts
             ),
         )
 

@@ -39,7 +39,7 @@ from aiotensor.errors import (
     again,
 )
 from aiotensor.gates import Waiters, at_most
-from aiotensor.links.users import check_user
+from aiotensor.links.users import check_owner, check_user
 from aiotensor.logs import logger_of
 from aiotensor.protocol.exchange import (
     BODY_BYTES,
@@ -50,6 +50,7 @@ from aiotensor.protocol.exchange import (
     ClientHello,
     Failure,
     Farewell,
+    PartLimits,
     ServerHello,
     Taken,
     read_from_server,
@@ -85,7 +86,7 @@ class Connection:
         address: of the server.
         options: of its sockets.
         receiver: the id of the receiver that takes the tensors of answers; "" for none.
-        max_part_bytes: the largest part of an answer; None for no limit.
+        limits: the largest part, and the largest body, of an answer.
         max_wait_s: after how many seconds a wait for the server, or for credit, ends; None for never.
         drop: called with an answer whose request was cancelled.
     """
@@ -96,7 +97,7 @@ class Connection:
         address: Address,
         options: Mapping[int, int | bytes],
         receiver: str,
-        max_part_bytes: int | None,
+        limits: PartLimits,
         max_wait_s: float | None,
         drop: Callable[[Answered], None],
     ) -> None:
@@ -107,8 +108,9 @@ class Connection:
         self._context = context
         self._address = address
         self._options = {**options, **DIALING_OPTIONS}
-        self.max_part_bytes: int | None = None  # of the server
-        self._hello = write(ClientHello(VERSION, os.getpid(), receiver, max_part_bytes))
+        self.limits = PartLimits()  # of the server
+        self._own_limits = limits
+        self._hello = write(ClientHello(VERSION, os.getpid(), receiver, *limits))
         self._max_wait_s = max_wait_s
         self._servers: ServersEvents | None = None
         self._unanswered = Unanswered(drop)
@@ -232,7 +234,7 @@ class Connection:
         Raises:
             PeerLostError: the server went while the tensors were on their way.
             WouldBlockError: there was no credit within `max_wait_s`.
-            TooLargeError: the server does not accept a part of this size.
+            TooLargeError: the server does not accept a body or a part of this size.
         """
         nbytes = sum(map(len, parts))
         body = None if len(parts[0]) >= BODY_BYTES else memoryview(parts[0])
@@ -248,7 +250,7 @@ class Connection:
             if not self.is_ready:
                 await self.ready()
                 continue
-            check_parts(parts, self.max_part_bytes, "server")
+            check_parts(parts, self.limits, "server")
             asked = self._unanswered.number(wants_answer=wants_answer)
             header = write(Ask(asked.number, body, handles, wants_answer))
             following: Sequence[bytes | memoryview] = parts if body is None else parts[1:]
@@ -294,7 +296,13 @@ class Connection:
         self._open_socket().send([self._hello])
 
     def unreachable(self) -> None:
-        """Try the next address."""
+        """Try the next address, unless the socket file is that of another user."""
+        try:
+            if self._address.path is not None:
+                check_owner(self._address.path)
+        except AccessDeniedError as error:
+            self._refuse(error)
+            return
         self._dialer.unreachable()
         self._dial_again()
 
@@ -331,7 +339,7 @@ class Connection:
             header = read_from_server(parts[0].buffer)
             match header:
                 case Answer(number, body, handles, taken, taken_bytes, others):
-                    message = body_and_buffers(body, parts[1:])
+                    message = body_and_buffers(body, parts[1:], self._own_limits)
                     self._returned(taken, taken_bytes, others)
                     self._unanswered.answer(number, Answered(handles, message))
                 case Failure(number, type_name, text, taken, taken_bytes, others):
@@ -364,7 +372,7 @@ class Connection:
             self._lose(mismatch(hello.version, VERSION), retry=False, is_refusal=True)
             return
         self.outbox.window = Window(hello.max_waiting, hello.max_waiting_bytes)
-        self.max_part_bytes = hello.max_part_bytes
+        self.limits = PartLimits(hello.max_part_bytes, hello.max_body_bytes)
         self.is_ready = True
         self.outbox.flush(is_retry=False)
         self._waiters.wake()
@@ -438,7 +446,7 @@ class Connection:
         self.is_ready = self._is_introduced = False
         self._failure = error
         self._pid = None
-        self.outbox.window = self.max_part_bytes = None
+        self.outbox.window, self.limits = None, PartLimits()
         self._unanswered.fail_all(error)
         # Unsent requests get no error: they go to another server, or wait for the next one here.
         self._notices.clear()

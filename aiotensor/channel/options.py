@@ -12,7 +12,7 @@ import zmq
 from zmq.utils import z85
 
 from aiotensor.links.address import socket_path
-from aiotensor.protocol.exchange import MAX_HEADER_BYTES
+from aiotensor.protocol.exchange import MAX_HEADER_BYTES, PartLimits
 from aiotensor.types import MAX_NUMBER
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "client_keys",
     "limits",
     "parse",
-    "part_limit",
+    "part_limits",
     "positive",
     "seconds",
     "server_keys",
@@ -218,16 +218,22 @@ def _key(name: str, value: Key) -> bytes:
 def limits(
     addresses: Collection[Address],
     high_water_mark: int,
-    max_part_bytes: int | None,
+    largest: int | None,
     heartbeat_interval_s: float | None,
     heartbeat_timeout_s: float | None,
 ) -> dict[int, int | bytes]:
     """Return the options of a socket that keep what it holds, and how long it waits, within bounds.
 
+    Args:
+        addresses: where the socket listens or connects.
+        high_water_mark: the most messages in each direction.
+        largest: the part of a message with the most bytes, as `part_limits` returns it.
+        heartbeat_interval_s: as the user gave it.
+        heartbeat_timeout_s: as the user gave it.
+
     Raises:
         ValueError: a limit is not positive.
     """
-    largest = part_limit(max_part_bytes)
     options: dict[int, int | bytes] = {
         zmq.SNDHWM: positive("high_water_mark", high_water_mark),
         zmq.RCVHWM: high_water_mark,
@@ -245,13 +251,16 @@ def limits(
     return options
 
 
-def part_limit(max_part_bytes: int | None) -> int | None:
-    """Check the limit on the parts of messages, and return it as hellos carry it.
+def part_limits(max_part_bytes: int | None, max_body_bytes: int | None) -> PartLimits:
+    """Check the limits on the parts of messages and on their bodies, and return them as hellos carry them.
 
     Raises:
-        ValueError: it is not positive.
+        ValueError: one is not positive.
     """
-    return None if max_part_bytes is None else min(positive("max_part_bytes", max_part_bytes), MAX_NUMBER)
+    named = {"max_part_bytes": max_part_bytes, "max_body_bytes": max_body_bytes}
+    return PartLimits(
+        *(None if limit is None else min(positive(name, limit), MAX_NUMBER) for name, limit in named.items())
+    )
 
 
 def positive(name: str, value: int) -> int:

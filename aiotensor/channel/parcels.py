@@ -14,10 +14,11 @@ import zmq
 
 from aiotensor import placements
 from aiotensor.channel.sizes import QUICK_CODED_TENSORS, takes_long
-from aiotensor.codec import SourceEncoder, TensorDecoder
+from aiotensor.codec import PACKED, SourceEncoder, TensorDecoder
 from aiotensor.errors import ClosedError, PeerLostError, ProtocolError, TooLargeError
 from aiotensor.home import FreedItems
 from aiotensor.placements import ArraySource, Source
+from aiotensor.protocol.exchange import PartLimits
 from aiotensor.protocol.frames import MAX_TENSORS
 from aiotensor.receiver import TensorReceiver
 from aiotensor.sender import OpenMessage, TensorSender
@@ -41,7 +42,8 @@ __all__ = [
     "unpack",
 ]
 
-# Of the tensors that ride in the body of a message which has a sender for the others.
+# Of the tensors that ride in the body of a message. Others go by a sender; without one, small ones are packed
+# into one buffer beside the body, so that tensors alone do not make it too large.
 _MAX_INLINE_BYTES = 8 * placements.MAX_INLINE_BYTES
 
 # So many tensors are sent or taken in one iteration of the event loop, each in 3 to 30 microseconds.
@@ -90,7 +92,8 @@ class Parcel:
     def encode(self, box: list[object]) -> None:
         """Encode the message in a box, and take it out: it is released here, if nothing else refers to it."""
         try:
-            self.parts = SourceEncoder(self._place).encode(box.pop())
+            encoder = SourceEncoder(self._place, max_inline_bytes=_MAX_INLINE_BYTES)
+            self.parts = encoder.encode(box.pop())
         except BaseException:
             self.tensors.clear()
             raise
@@ -196,8 +199,8 @@ def _decodes_quickly(parts: Sequence[memoryview], tensors: int) -> bool:
     if len(body) > QUICK_BODY_BYTES or sum(map(len, parts)) > placements.QUICK_BYTES:
         return False
     tensors += len(parts)
-    if len(body) > _MANY_TENSORS_BYTES:
-        tensors += bytes(body).count(_INSIDE)
+    if len(body) > _MANY_TENSORS_BYTES or len(parts) > 1:  # what stands for a packed tensor is short
+        tensors += bytes(body).count(_INSIDE) + bytes(body).count(PACKED)
     return tensors <= QUICK_CODED_TENSORS
 
 
@@ -219,44 +222,62 @@ def _decode(decoder: TensorDecoder[Any], parts: Sequence[memoryview], found: lis
     return message
 
 
-def body_and_buffers(body: memoryview | None, frames: "Sequence[zmq.Frame]") -> list[memoryview]:
+def body_and_buffers(
+    body: memoryview | None, frames: "Sequence[zmq.Frame]", limits: PartLimits
+) -> list[memoryview]:
     """Return the parts of a message that arrived.
 
     Args:
         body: from the header; None if it follows as a part of its own.
         frames: the parts after the header.
+        limits: as stated to the peer. ZeroMQ enforces the limit on parts.
 
     Raises:
-        ProtocolError: there is no body.
+        ProtocolError: there is no body, or it is too large.
     """
     parts = [frame.buffer for frame in frames]
     if body is not None:
-        return [body, *parts]
+        parts.insert(0, body)
     if not parts:
-        raise ProtocolError("the peer sent a message without a body")
+        raise ProtocolError("it sent a message without a body")
+    if limits.body_bytes is not None and len(parts[0]) > limits.body_bytes:
+        raise ProtocolError(
+            f"it sent a body of {len(parts[0])} bytes, though it was told max_body_bytes={limits.body_bytes}"
+        )
     return parts
 
 
-def check_parts(parts: Sequence[bytes | memoryview], limit: int | None, peer: str) -> None:
+def check_parts(parts: Sequence[bytes | memoryview], limits: PartLimits, peer: str) -> None:
     """Refuse a message that the peer does not accept.
 
     Args:
         parts: the body, and the buffers beside it.
-        limit: the peer's `max_part_bytes`.
+        limits: those of the peer.
         peer: "client" or "server", for the text of the error.
 
     Raises:
-        TooLargeError: a part is too large, or there are too many.
+        TooLargeError: the body or another part is too large, or there are too many.
     """
-    if len(parts) > MAX_TENSORS + 1:
+    # Packed tensors, which are `bytes`, are no tensor of their own.
+    tensors = len(parts) - 1 - (len(parts) > 1 and isinstance(parts[-1], bytes))
+    if tensors > MAX_TENSORS:
         raise TooLargeError(
             f"a message without a sender has at most {MAX_TENSORS} tensors of more than "
-            f"{placements.MAX_INLINE_BYTES} bytes, this one has {len(parts) - 1}: send several messages",
+            f"{placements.MAX_INLINE_BYTES} bytes, this one has {tensors}: send several messages",
             limit=MAX_TENSORS,
-            requested=len(parts) - 1,
+            requested=tensors,
         )
+    size, limit = len(parts[0]), limits.body_bytes
+    if limit is not None and size > limit:
+        raise TooLargeError(
+            f"the body of this message has {size} bytes, and the {peer} accepts max_body_bytes={limit}: "
+            "put large data into tensors or arrays, which travel beside it, or raise this limit",
+            limit=limit,
+            requested=size,
+        )
+    limit = limits.part_bytes
     if limit is not None and (largest := max(map(len, parts))) > limit:
-        what = "the body" if len(parts[0]) == largest else "a tensor"
+        what = "the body" if size == largest else "a tensor, or the small ones together,"
         raise TooLargeError(
             f"{what} of this message has {largest} bytes, and the {peer} accepts max_part_bytes={limit}: "
             f"send several messages, or tensors by a sender, or raise that limit of the {peer}",

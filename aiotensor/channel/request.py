@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 from aiotensor.channel.asked import Asked
 from aiotensor.channel.cancelling import CancelOnce
 from aiotensor.errors import ClosedError, UsageError
+from aiotensor.home import Home
 from aiotensor.logs import logger_of
 
 __all__ = ["Answerer", "Request", "text_of"]
@@ -25,11 +26,13 @@ class Answerer(NamedTuple):
         fail: says that there is none, with the name of an error's type and its text; and whether anybody
             wanted one.
         free: empties a box that holds the message.
+        home: where the server lives.
     """
 
     answer: Callable[[Asked, list[object]], Awaitable[bool]]
     fail: Callable[[Asked, str, str], bool]
     free: Callable[[Asked, list[Any]], None]
+    home: Home
 
 
 class Request(Generic[M]):
@@ -102,9 +105,9 @@ class Request(Generic[M]):
             TypeError: something in the answer cannot be encoded, as `MessageClient.request` has it; answer
                 again, or `fail`.
             UnsupportedTensorError: a tensor would not arrive as it is.
-            TooLargeError: a tensor is larger than the sender's `arena_bytes`, the body or a tensor that
-            travels in the answer exceeds the client's `max_part_bytes`, or there are too many tensors;
-            nothing was sent, so answer again, or `fail`.
+            TooLargeError: a tensor is larger than the sender's `arena_bytes`, the body exceeds the client's
+            `max_body_bytes`, a tensor that travels in the answer its `max_part_bytes`, or there are too many
+            tensors; nothing was sent, so answer again, or `fail`.
             PeerLostError: the client's receiver is gone, though the client is not.
             ClosedError: the server was closed.
         """
@@ -146,6 +149,8 @@ class Request(Generic[M]):
     ) -> bool:
         if self._block is None:
             raise AssertionError("a block that is left was entered")
+        if self._answerer.home.is_left_in_child(error):
+            return False
         was_cancelled = self._block.__exit__(kind, error, trace)
         self._leave(None if was_cancelled else error)
         return was_cancelled or isinstance(error, Exception)

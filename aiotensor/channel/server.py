@@ -4,7 +4,6 @@ import asyncio
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import closing, suppress
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -60,9 +59,13 @@ class MessageServer(LoopObject, Generic[M]):
         max_waiting_bytes: after how many bytes of these messages a client sends no more, not counting what
             came by senders.
         high_water_mark: the most messages that ZeroMQ keeps, in each direction, for each client.
-        max_part_bytes: the largest part of a message in bytes: its body, or one tensor that travels in it;
-            None for no limit. Clients are told, and raise `TooLargeError` for a message that exceeds it. One
-            that sends such a message all the same loses its connection.
+        max_part_bytes: the largest part of a message in bytes: its body, one tensor that travels beside the
+            body, or all small ones there; None for no limit. Clients are told, and raise `TooLargeError` for
+            a message that exceeds it. One that sends such a message all the same loses its connection.
+        max_body_bytes: the largest body of a message in bytes, which holds everything but tensors and arrays;
+            None for no limit but `max_part_bytes`. Clients enforce it in the same way, and a body beyond it
+            is never decoded here. A thread decodes large bodies, but stops the event loop: for 1 to 16 ms
+            for each MiB of numbers, texts and structs, and for up to a second for each MiB of tiny lists.
         heartbeat_interval_s: how often, in seconds, a silent client is asked whether it is there.
         heartbeat_timeout_s: after how many seconds without an answer to that it is lost. On this machine the
             kernel says at once when a process has ended, so there are heartbeats only if one of these two is
@@ -90,6 +93,7 @@ class MessageServer(LoopObject, Generic[M]):
         max_waiting_bytes: int = 64 << 20,
         high_water_mark: int = 16,
         max_part_bytes: int | None = 1 << 30,
+        max_body_bytes: int | None = 1 << 20,
         heartbeat_interval_s: float | None = None,
         heartbeat_timeout_s: float | None = None,
         secret_key: Key | None = None,
@@ -99,8 +103,9 @@ class MessageServer(LoopObject, Generic[M]):
         self._home = Home("MessageServer")
         keys, allowed = options.server_keys(secret_key, client_keys)
         parsed = options.parse(address, has_keys=bool(keys), how="secret_key and client_keys")
+        parts = options.part_limits(max_part_bytes, max_body_bytes)
         limits = options.limits(
-            [parsed], high_water_mark, max_part_bytes, heartbeat_interval_s, heartbeat_timeout_s
+            [parsed], high_water_mark, parts.part_bytes, heartbeat_interval_s, heartbeat_timeout_s
         )
         self._endpoint = Endpoint(parsed, {**limits, **keys}, allowed)
         self._linger_s = options.seconds("linger_s", linger_s)
@@ -111,7 +116,7 @@ class MessageServer(LoopObject, Generic[M]):
             None if max_clients is None else options.positive("max_clients", max_clients),
             options.positive("max_waiting", max_waiting),
             options.positive("max_waiting_bytes", max_waiting_bytes),
-            options.part_limit(max_part_bytes),
+            parts,
         )
         self._arriving: dict[Asked, asyncio.Task[None]] = {}  # their tensors, one by one
         self._waiters = Waiters()
@@ -138,11 +143,6 @@ class MessageServer(LoopObject, Generic[M]):
             raise
         self._home.settle(self, label_of(self.address))
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     def __aiter__(self) -> Self:
         return self
@@ -309,7 +309,7 @@ class MessageServer(LoopObject, Generic[M]):
             return None
         asked.state = State.IN_HAND
         self._in_hand.add(asked)
-        request = Request(asked, message, Answerer(self._answer, self._fail, self._free))
+        request = Request(asked, message, Answerer(self._answer, self._fail, self._free, self._home))
         dropped = self._dropped
         asked.request = weakref.ref(request, lambda _: dropped(asked))  # which does not keep this server
         self._count_out(asked)  # last: telling the client may show that it is gone
@@ -382,7 +382,7 @@ class MessageServer(LoopObject, Generic[M]):
         parts = parcel.parts
         handles: tuple[TensorHandle, ...] = ()
         try:
-            check_parts(parts, asked.client.max_part_bytes, "client")
+            check_parts(parts, asked.client.limits, "client")
             if sender is None and self._senders and len(parts) > 1:
                 asked.client.note_detour()
             if sender is not None and parcel.tensors:

@@ -25,8 +25,9 @@ from aiotensor.worker import no_thread
 
 __all__ = ["MAX_PARTS", "LoopSocket", "PeerGoneError", "SocketEvents", "copy_of"]
 
-# Of one message: an identity, a header, a body, and as many buffers as a message has tensors.
-MAX_PARTS = MAX_TENSORS + 3
+# Of one message: an identity, a header, a body, as many buffers as a message has tensors, and one for small
+# tensors.
+MAX_PARTS = MAX_TENSORS + 4
 
 # In one iteration of the loop, before its other callbacks have their turn: messages, and events of
 # connections, which any process that reaches the address can cause.
@@ -133,7 +134,11 @@ class LoopSocket:
     """
 
     def __init__(
-        self, context: Context, kind: int, options: Mapping[int, int | bytes], events: SocketEvents
+        self,
+        context: Context,
+        kind: int,
+        options: Mapping[int, int | bytes],
+        events: SocketEvents,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._events = events

@@ -19,5 +19,6 @@ handle, or None for "not mine"; and the decoder a `find`, which turns the handle
 from aiotensor.codec.decoder import Find, TensorDecoder
 from aiotensor.codec.encoder import Place, SourceEncoder, TensorEncoder
 from aiotensor.codec.meta import TensorMeta
+from aiotensor.codec.wire import PACKED
 
-__all__ = ["Find", "Place", "SourceEncoder", "TensorDecoder", "TensorEncoder", "TensorMeta"]
+__all__ = ["PACKED", "Find", "Place", "SourceEncoder", "TensorDecoder", "TensorEncoder", "TensorMeta"]

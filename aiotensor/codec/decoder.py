@@ -34,6 +34,18 @@ class _Parts:
         self.error: BaseException | None = None  # of `find`
         self.buffers = buffers
         self._used: set[int] = set()
+        self._pack: memoryview | None = None
+        self._packed_read = 0  # bytes of it
+
+    def next_packed(self) -> wire.Inside:
+        """Return the next record of the pack, which is the last buffer."""
+        if self._pack is None:
+            self._pack = self.take(max(len(self.buffers) - 1, 0))
+        start = self._packed_read + wire.LENGTH_BYTES
+        self._packed_read = start + int.from_bytes(self._pack[start - wire.LENGTH_BYTES : start], "big")
+        if start > len(self._pack) or self._packed_read > len(self._pack):
+            raise ProtocolError("the peer sent fewer packed tensors than its message has")
+        return wire.read_packed(self._pack[start : self._packed_read])
 
     def take(self, number: int) -> memoryview:
         """Use a buffer, once: two tensors over one would be changed by each other."""
@@ -60,6 +72,11 @@ class _Parts:
             raise ProtocolError(
                 f"the peer sent {len(self.buffers)} buffers, and the message uses {len(self._used)} of them: "
                 "there is one too many, or a tensor is in a field that the type here does not have"
+            )
+        if self._pack is not None and self._packed_read != len(self._pack):
+            raise ProtocolError(
+                "the peer sent more packed tensors than the message has: perhaps one is in a field that the "
+                "type here does not have"
             )
 
 
@@ -138,7 +155,8 @@ class TensorDecoder(Generic[T]):
     def _open_extension(self, code: int, data: memoryview) -> object:
         if code not in (TENSOR, ARRAY):
             return msgspec.msgpack.Ext(code, bytes(data))
-        tensor = self._open(wire.read(data))
+        is_packed = data == wire.PACKED
+        tensor = self._open(self._current.parts.next_packed() if is_packed else wire.read(data))
         return tensor if code == TENSOR else _as_array(tensor)
 
     def _open(self, record: wire.Record) -> torch.Tensor:

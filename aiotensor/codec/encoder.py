@@ -1,5 +1,6 @@
 """From a message to bytes, and buffers beside them."""
 
+import sys
 from collections.abc import Callable
 from typing import TypeAlias, cast
 
@@ -9,7 +10,18 @@ import torch
 from torch.nn import Parameter
 
 from aiotensor import placements
-from aiotensor.codec.wire import ARRAY, TENSOR, Beside, Elsewhere, Inside, Meaning, write
+from aiotensor.codec.wire import (
+    ARRAY,
+    LENGTH_BYTES,
+    MAX_PACKED_BYTES,
+    PACKED,
+    TENSOR,
+    Beside,
+    Elsewhere,
+    Inside,
+    Meaning,
+    write,
+)
 from aiotensor.placements import Sendable, Source, SupportsDLPack
 
 __all__ = ["Place", "SourceEncoder", "TensorEncoder"]
@@ -26,19 +38,37 @@ def _not_mine(source: Source) -> None:
     return None
 
 
+class _Parts:
+    """The buffers of one message, while its body is being encoded."""
+
+    __slots__ = ("buffers", "left", "pack")
+
+    def __init__(self, max_inline_bytes: int) -> None:
+        self.buffers: Buffers = []
+        self.left = max_inline_bytes  # of records in the body
+        self.pack = bytearray()
+
+
 class SourceEncoder:
     """Encode messages for a `place` that can send a source which torch cannot view; see `TensorEncoder`.
 
     Args:
         place: called with each source in the order of the message; returns a handle, or None.
         inline_bytes: sources of at most so many bytes ride in the body.
+        max_inline_bytes: the most bytes of such sources in one body, with their dtypes and shapes. Sources
+            beyond it are packed into one more buffer, the last one, which is `bytes`.
     """
 
     def __init__(
-        self, place: Callable[[Source], object | None], *, inline_bytes: int = placements.MAX_INLINE_BYTES
+        self,
+        place: Callable[[Source], object | None],
+        *,
+        inline_bytes: int = placements.MAX_INLINE_BYTES,
+        max_inline_bytes: int = sys.maxsize,
     ) -> None:
         self._place = place
         self._inline_bytes = inline_bytes
+        self._max_inline_bytes = max_inline_bytes
         self._open: Callable[[Sendable], Source] = placements.as_source
 
     def encode(self, message: object) -> Buffers:
@@ -61,15 +91,17 @@ class SourceEncoder:
             UnicodeEncodeError: a text in it has a lone surrogate.
             OSError: no memory is left for a copy.
         """
-        buffers: Buffers = []
+        parts = _Parts(self._max_inline_bytes)
 
         def encode_other(value: object) -> msgspec.msgpack.Ext:
-            return self._encode_tensor(value, buffers)
+            return self._encode_tensor(value, parts)
 
         body = msgspec.msgpack.encode(message, enc_hook=encode_other)
-        return [body, *buffers]
+        if parts.pack:
+            parts.buffers.append(bytes(parts.pack))
+        return [body, *parts.buffers]
 
-    def _encode_tensor(self, value: object, buffers: Buffers) -> msgspec.msgpack.Ext:
+    def _encode_tensor(self, value: object, parts: _Parts) -> msgspec.msgpack.Ext:
         if not isinstance(value, _TENSORS):
             raise TypeError(
                 f"a message cannot hold a {type(value).__name__!r}: use a msgspec Struct, a dataclass, a "
@@ -79,7 +111,7 @@ class SourceEncoder:
         code = ARRAY if isinstance(value, np.ndarray) else TENSOR
         handle = self._place(source)
         if handle is not None:
-            return write(code, Elsewhere(handle))
+            return msgspec.msgpack.Ext(code, write(Elsewhere(handle)))
         meaning = Meaning(
             placements.DTYPE_NAMES[source.dtype],
             tuple(source.shape),
@@ -87,9 +119,15 @@ class SourceEncoder:
             type(source) is Parameter,
         )
         if source.nbytes <= self._inline_bytes:
-            return write(code, Inside(meaning, memoryview(placements.bytes_of(source))))
-        buffers.append(placements.buffer_of(source).data.toreadonly())
-        return write(code, Beside(meaning, len(buffers) - 1))
+            record = write(Inside(meaning, memoryview(placements.bytes_of(source))))
+            size = len(record)
+            if parts.left < size <= MAX_PACKED_BYTES:
+                parts.pack += size.to_bytes(LENGTH_BYTES, "big") + record
+                return msgspec.msgpack.Ext(code, PACKED)
+            parts.left -= size
+            return msgspec.msgpack.Ext(code, record)
+        parts.buffers.append(placements.buffer_of(source).data.toreadonly())
+        return msgspec.msgpack.Ext(code, write(Beside(meaning, len(parts.buffers) - 1)))
 
 
 class TensorEncoder(SourceEncoder):

@@ -1,13 +1,31 @@
-"""What stands in a message where a tensor was: a msgpack extension, which holds one of these records."""
+"""What stands in a message where a tensor was: a msgpack extension, which holds one of these records.
 
-from typing import Annotated, Any, NamedTuple
+Records of small tensors may be packed: the last buffer holds them one after the other, each behind its
+length, and the extensions in the body say only that the next one is meant. This keeps a body of many tensors
+small.
+"""
+
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.frames import MAX_DIMENSIONS
 
-__all__ = ["ARRAY", "TENSOR", "Beside", "Elsewhere", "Inside", "Meaning", "read", "write"]
+__all__ = [
+    "ARRAY",
+    "LENGTH_BYTES",
+    "MAX_PACKED_BYTES",
+    "PACKED",
+    "TENSOR",
+    "Beside",
+    "Elsewhere",
+    "Inside",
+    "Meaning",
+    "read",
+    "read_packed",
+    "write",
+]
 
 # Codes of msgpack extensions. Those of users' own pass through as they are.
 TENSOR, ARRAY = ord("T"), ord("A")
@@ -48,13 +66,21 @@ class Elsewhere(msgspec.Struct, frozen=True, array_like=True, tag="at"):
 
 Record = Inside | Beside | Elsewhere
 
+R = TypeVar("R")
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+_inside: msgspec.msgpack.Decoder[Inside] = msgspec.msgpack.Decoder(Inside)
+
+PACKED = _encoder.encode("pk")  # stands for the next record of the pack
+
+LENGTH_BYTES = 2  # before each record, most significant first
+MAX_PACKED_BYTES = (1 << 8 * LENGTH_BYTES) - 1
 
 
-def write(code: int, record: Record) -> msgspec.msgpack.Ext:
-    """Make the extension that stands in the message."""
-    return msgspec.msgpack.Ext(code, _encoder.encode(record))
+def write(record: Record) -> bytes:
+    """Turn a record into bytes."""
+    return _encoder.encode(record)
 
 
 def read(data: memoryview) -> Record:
@@ -63,7 +89,20 @@ def read(data: memoryview) -> Record:
     Raises:
         ProtocolError: it is no such record, or a number in it is out of bounds.
     """
+    return _read(_decoder, data)
+
+
+def read_packed(data: memoryview) -> Inside:
+    """Read a packed record. It holds a tensor, never a handle, which could take long to decode.
+
+    Raises:
+        ProtocolError: it is no such record, or a number in it is out of bounds.
+    """
+    return _read(_inside, data)
+
+
+def _read(decoder: msgspec.msgpack.Decoder[R], data: memoryview) -> R:
     try:
-        return _decoder.decode(data)
+        return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"the peer described a tensor that cannot be: {error}") from error

@@ -17,7 +17,7 @@ from aiotensor.gates import Waiters
 from aiotensor.links.base import MAX_UNREAD_BYTES, ReceiverEvents, SenderEvents
 from aiotensor.links.records import RecordSocket
 from aiotensor.links.socket_file import SocketFile
-from aiotensor.links.users import check_user
+from aiotensor.links.users import check_owner, check_user
 from aiotensor.logs import logger_of
 
 __all__ = ["UnixListener", "UnixSenderLink"]
@@ -139,6 +139,7 @@ class UnixSenderLink:
             self.peer_pid = check_user(sock)
         except (FileNotFoundError, ConnectionRefusedError, BlockingIOError) as error:
             sock.close()  # it is not there, it is gone, or as many as can wait to be accepted do
+            check_owner(self._path)
             self.is_kept_waiting = isinstance(error, BlockingIOError)
             self._is_starved = False
             self._look_later()

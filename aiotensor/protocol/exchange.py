@@ -25,11 +25,12 @@ as a part of its own, so that it is not copied into the header, and so do the bu
 `handles` name the tensors of the message that travel by a sender; where they stand in the message, the body
 says, by their numbers in this tuple.
 
-Both hellos state the largest part, a body or a buffer, that their sender accepts. A message with a larger one
-is not sent. ZeroMQ, which drops the connection, is the guard against peers that send it all the same.
+Both hellos state the largest part, a body or a buffer, that their sender accepts, and the largest body. A
+message that exceeds them is not sent. If a peer sends it nevertheless, ZeroMQ closes the connection of a peer
+with a large part, and the side that reads a large body cuts the peer off without decoding the body.
 """
 
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
@@ -49,6 +50,7 @@ __all__ = [
     "Farewell",
     "FromClient",
     "FromServer",
+    "PartLimits",
     "ServerHello",
     "Taken",
     "failure",
@@ -73,24 +75,37 @@ _Limit = Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)] | None
 _Handles = Annotated[tuple[TensorHandle, ...], msgspec.Meta(max_length=MAX_TENSORS)]
 
 
+class PartLimits(NamedTuple):
+    """What one side accepts in a message; None for no limit.
+
+    Attributes:
+        part_bytes: the largest part.
+        body_bytes: the largest body.
+    """
+
+    part_bytes: int | None = None
+    body_bytes: int | None = None
+
+
 class ClientHello(msgspec.Struct, frozen=True, array_like=True, tag="client"):
     """Open the connection of a client.
 
     `receiver` is the id of the receiver by which it takes the tensors of answers; "" for none.
-    `max_part_bytes` bounds each part of an answer; None for no limit.
+    `max_part_bytes` bounds each part of an answer, and `max_body_bytes` its body; None for no limit.
     """
 
     version: int
     pid: Number
     receiver: _Id = ""
     max_part_bytes: _Limit = None
+    max_body_bytes: _Limit = None
 
 
 class ServerHello(msgspec.Struct, frozen=True, array_like=True, tag="server"):
     """Answer a `ClientHello`.
 
     `receiver` is the id of the server's receiver; "" for none. The limits are how many messages, and bytes of
-    them, may wait to be taken, and the bytes of each part of a message; None for no limit.
+    them, may wait to be taken, and the bytes of each part and of the body of a message; None for no limit.
     """
 
     version: int
@@ -99,6 +114,7 @@ class ServerHello(msgspec.Struct, frozen=True, array_like=True, tag="server"):
     max_waiting: Annotated[int, msgspec.Meta(ge=1)] = 1
     max_waiting_bytes: Annotated[int, msgspec.Meta(ge=1)] = 1
     max_part_bytes: _Limit = None
+    max_body_bytes: _Limit = None
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
@@ -190,7 +206,7 @@ def read_from_client(data: bytes | memoryview) -> FromClient:
     """Read a header that a client wrote.
 
     Raises:
-        ProtocolError: the bytes are no such header, or a number in it is out of bounds.
+        ProtocolError: the bytes are no such header, a number in it is out of bounds, or it is too long.
     """
     return _read(_from_client, data, "a client")
 
@@ -199,12 +215,14 @@ def read_from_server(data: bytes | memoryview) -> FromServer:
     """Read a header that a server wrote.
 
     Raises:
-        ProtocolError: the bytes are no such header, or a number in it is out of bounds.
+        ProtocolError: the bytes are no such header, a number in it is out of bounds, or it is too long.
     """
     return _read(_from_server, data, "the server")
 
 
 def _read(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview, who: str) -> T:
+    if len(data) > MAX_HEADER_BYTES:
+        raise ProtocolError(f"{who} sent a header of {len(data)} bytes: at most {MAX_HEADER_BYTES} are read")
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
@@ -375,6 +376,26 @@ def end_in_the_middle(*place: str) -> None:
     with sender.message() as message:
         message.send(pattern(1, BIG))
         sys.exit(3)
+
+
+def leave_in_a_child(status: int, *place: str) -> None:
+    """Leave every kind of block by sys.exit in a forked child, and say with which status that ends."""
+    messages, tensors, _ = place
+    with (
+        TensorReceiver(tensors),
+        TensorSender(tensors) as sender,
+        MessageServer(messages, Question) as server,
+        MessageClient(messages, reply_type=Answer) as client,
+        sender.message() as message,
+    ):
+        message.send(pattern(1, 3))
+        client.send(Question(1))
+        with server.next():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside a thread
+            child = os.fork()
+            if not child:
+                sys.exit(status)
+    _say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def fail_beside_a_thread(*place: str) -> NoReturn:

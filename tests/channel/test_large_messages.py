@@ -154,8 +154,8 @@ async def exchange(question: object, reply: object) -> None:
     """Send a message each way, and one that is not answered."""
     with place() as here:
         async with (
-            MessageServer(here.messages, Envelope) as server,
-            MessageClient(here.messages, reply_type=Envelope) as client,
+            MessageServer(here.messages, Envelope, max_body_bytes=None) as server,
+            MessageClient(here.messages, reply_type=Envelope, max_body_bytes=None) as client,
         ):
             for number in range(2):
                 sending = asyncio.create_task((client.send if number else client.request)(question))

@@ -1,9 +1,11 @@
 """Where a server may be, who may connect, and what is refused before anything is done."""
 
+import asyncio
 import errno
 import os
 import socket
 import stat
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -21,9 +23,12 @@ from aiotensor import (
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.codec import TensorMeta
 from tests.channel.parties import Answer, Question, channel, place
+from tests.links.unix_ends import NOBODY, in_child, needs_root, squatting
 from tests.pairs import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+_PATIENCE_S = 20.0  # for what would otherwise be waited for without end
 
 
 def key_pair() -> tuple[bytes, bytes]:
@@ -87,6 +92,8 @@ async def test_on_this_machine_there_need_be_none(host: str) -> None:
         ({"high_water_mark": 0}, ValueError),
         ({"high_water_mark": 1.5}, TypeError),
         ({"max_part_bytes": 0}, ValueError),
+        ({"max_body_bytes": 0}, ValueError),
+        ({"max_body_bytes": 1.5}, TypeError),
         ({"heartbeat_interval_s": 0.0001}, ValueError),
         ({"heartbeat_interval_s": 1.0, "heartbeat_timeout_s": -1.0}, ValueError),
         ({"linger_s": -1.0}, ValueError),
@@ -231,6 +238,59 @@ async def test_a_server_of_another_user_is_told_nothing(monkeypatch: pytest.Monk
                 with pytest.raises(AccessDeniedError, match="run both as the same user"):
                     await client.request(Question(1))
             assert server.statistics().clients == 0
+
+
+@needs_root
+@pytest.mark.parametrize("listens", [True, False], ids=["full", "silent"])
+async def test_a_path_of_another_user_where_nothing_accepts_is_refused(listens: bool) -> None:
+    with place() as here:
+        path = Path(here.messages.removeprefix("ipc://"))
+        async with (
+            squatting(path, socket.SOCK_STREAM, listens=listens),
+            MessageClient(here.messages, reply_type=Answer) as client,
+        ):
+            for _ in range(2):
+                async with asyncio.timeout(_PATIENCE_S):
+                    with pytest.raises(AccessDeniedError, match=f"the file belongs to user {NOBODY}"):
+                        await client.request(Question(1))
+
+
+@needs_root
+@pytest.mark.parametrize("listens", [True, False], ids=["full", "silent"])
+async def test_a_request_that_waits_is_refused_once_another_user_takes_the_path(listens: bool) -> None:
+    with place() as here:
+        path = Path(here.messages.removeprefix("ipc://"))
+        async with MessageClient(here.messages, reply_type=Answer) as client:
+            asking = asyncio.create_task(client.request(Question(1)))
+            async with squatting(path, socket.SOCK_STREAM, listens=listens), asyncio.timeout(_PATIENCE_S):
+                with pytest.raises(AccessDeniedError, match=f"the file belongs to user {NOBODY}"):
+                    await asking
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("mode", "reason"), [(0o700, "may not connect"), (0o755, "belongs to user 0")], ids=["folder", "file"]
+)
+async def test_a_client_that_may_not_open_the_socket_file_is_told_so(mode: int, reason: str) -> None:
+    with place() as here:
+        async with MessageServer(here.messages, Question) as server:
+            Path(here.messages.removeprefix("ipc://")).parent.chmod(mode)
+            assert reason in await in_child(_ask_as_nobody, here.messages)
+            assert server.statistics().clients == 0
+
+
+def _ask_as_nobody(address: str) -> str:
+    os.setuid(NOBODY)
+
+    async def ask() -> str:
+        async with MessageClient(address, reply_type=Answer) as client, asyncio.timeout(_PATIENCE_S):
+            try:
+                await client.request(Question(1))
+            except AccessDeniedError as error:
+                return str(error)
+        return "answered"
+
+    return asyncio.run(ask())
 
 
 async def test_one_client_too_many_is_refused_and_the_others_are_served() -> None:

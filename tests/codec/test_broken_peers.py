@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiotensor.codec import TensorEncoder
+from aiotensor.codec import SourceEncoder
 from aiotensor.placements.dtypes import DTYPES
 from tests.codec.messages import (
     Box,
@@ -42,8 +42,10 @@ def valid_parts(draw: st.DrawFn) -> list[bytearray]:
         below=Scene(options={"second": draw(tensors())}),
     )
     places = iter(draw(st.lists(st.sampled_from([None, 0, "there"]), max_size=4)))
-    encoder = TensorEncoder(
-        lambda tensor: next(places, None), inline_bytes=draw(st.sampled_from([0, 40, 8192]))
+    encoder = SourceEncoder(
+        lambda tensor: next(places, None),
+        inline_bytes=draw(st.sampled_from([0, 40, 8192])),
+        max_inline_bytes=draw(st.sampled_from([1 << 20, 0, 100])),
     )
     return sent(encoder.encode(scene))
 

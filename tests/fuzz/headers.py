@@ -4,7 +4,7 @@ import math
 
 import msgspec
 
-from aiotensor.codec.wire import ARRAY, TENSOR
+from aiotensor.codec.wire import ARRAY, LENGTH_BYTES, PACKED, TENSOR
 from aiotensor.placements.dtypes import DTYPES
 from aiotensor.protocol.exchange import VERSION
 from tests.fuzz.choosers import WILDNESS, Chooser, happens, one_of
@@ -36,9 +36,9 @@ class _Words:
         frame: Frame = [tag, VERSION, 1]
         if tag == "client":
             frame.append(one_of(chooser, ("", STAND_IN)))
-            frame += [self._limit()] if happens(chooser, 4) else []
+            frame += [self._limit(), self._limit()] if happens(chooser, 4) else []
         elif happens(chooser, 4):
-            frame += ["", one_of(chooser, (64, 1)), 1 << 20, self._limit()]
+            frame += ["", one_of(chooser, (64, 1)), 1 << 20, self._limit(), self._limit()]
         return [self._header(frame)]
 
     def _limit(self) -> Scalar:
@@ -74,6 +74,7 @@ class _Words:
         """Make a body and the buffers beside it; so many of its tensors are known by their numbers."""
         chooser = self._chooser
         buffers: list[bytes] = []
+        pack = bytearray()
         tensors = [self._tensor(["at", number]) for number in range(elsewhere)]
         for _ in range(chooser.number(0, 3)):
             meaning, nbytes = self._meaning()
@@ -81,6 +82,10 @@ class _Words:
             if happens(chooser, 2):
                 buffers.append(data)
                 tensors.append(self._tensor(["by", meaning, len(buffers) - 1]))
+            elif happens(chooser, 3):
+                record = _encode(["in", meaning, data])
+                pack += len(record).to_bytes(LENGTH_BYTES, "big") + record
+                tensors.append(msgspec.msgpack.Ext(TENSOR, PACKED))
             else:
                 tensors.append(self._tensor(["in", meaning, data]))
         fields: dict[str, Scalar] = {"number": chooser.number(0, 9), "tensors": tensors}
@@ -91,6 +96,10 @@ class _Words:
                 chooser, (None, [], {}, "text", boundary(chooser), tensors)
             )
         body = _encode(fields)
+        if pack:
+            buffers.append(
+                broken_bytes(chooser, bytes(pack)) if happens(chooser, self._one_in) else bytes(pack)
+            )
         return [broken_bytes(chooser, body) if happens(chooser, 2 * self._one_in) else body, *buffers]
 
     def _tensor(self, record: Frame) -> msgspec.msgpack.Ext:

@@ -60,7 +60,12 @@ _serving: list[_Serving] = []  # of the child
 async def _start(state: peers.State) -> None:
     receiver = await TensorReceiver(state.endpoint).__aenter__()
     server = MessageServer(
-        messages_at(state.endpoint), Note, receiver=receiver, max_waiting=_MAX_WAITING, max_part_bytes=1 << 24
+        messages_at(state.endpoint),
+        Note,
+        receiver=receiver,
+        max_waiting=_MAX_WAITING,
+        max_part_bytes=1 << 24,
+        max_body_bytes=1 << 16,
     )
     await server.__aenter__()
     await threads_started(receiver._incoming.mappings._worker, server._disposal._worker)

@@ -12,16 +12,24 @@ import pytest
 import uvloop
 
 from aiotensor.errors import AccessDeniedError
-from tests.links.unix_ends import Receiver, Sender, connecting, in_child, listening, no_descriptors
+from tests.links.unix_ends import (
+    NOBODY,
+    Receiver,
+    Sender,
+    connecting,
+    in_child,
+    listening,
+    needs_root,
+    no_descriptors,
+    squatting,
+)
 from tests.steps import counted_calls
 
-_NOBODY = 65534
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+_PATIENCE_S = 20.0  # for what would otherwise be waited for without end
 
 
 def _connect_as_nobody(path: Path) -> str:
-    os.setuid(_NOBODY)
+    os.setuid(NOBODY)
     return asyncio.run(_connect(path))
 
 
@@ -36,7 +44,7 @@ async def _connect(path: Path) -> str:
 
 
 def _connect_raw_as_nobody(path: Path) -> bytes:
-    os.setuid(_NOBODY)
+    os.setuid(NOBODY)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.connect(str(path))
         try:
@@ -70,7 +78,7 @@ async def test_a_sender_refuses_a_receiver_that_is_another_user(path: Path) -> N
     async with listening(path) as receiver:
         path.chmod(0o666)
         answer = await in_child(_connect_as_nobody, path)
-        assert f"runs as user 0, this process as user {_NOBODY}" in answer
+        assert f"runs as user 0, this process as user {NOBODY}" in answer
         assert receiver.arrived.empty()
 
 
@@ -83,7 +91,7 @@ async def test_a_receiver_refuses_a_sender_that_is_another_user(
         assert await receiver.arrived.get() == b"introduction 1"
         path.chmod(0o666)
         assert await in_child(_connect_raw_as_nobody, path) == b""
-        assert f"runs as user {_NOBODY}, this process as user 0" in caplog.text
+        assert f"runs as user {NOBODY}, this process as user 0" in caplog.text
         assert len(receiver.links) == 1
         assert receiver.arrived.empty()
 
@@ -95,13 +103,13 @@ async def test_root_does_not_send_to_another_users_receiver(path: Path) -> None:
     listening_there = asyncio.create_task(in_child(_listen_as_nobody, path, done))
     while not path.exists():
         await asyncio.sleep(0.01)
-    assert f"runs as user {_NOBODY}" in await _connect_when_it_listens(path)
+    assert f"user {NOBODY}" in await _connect(path)  # its file is there before it listens
     done.touch()
     assert await listening_there == 0
 
 
 def _listen_as_nobody(path: Path, done: Path) -> int:
-    os.setuid(_NOBODY)
+    os.setuid(NOBODY)
 
     async def listen() -> int:
         async with listening(path) as receiver:
@@ -112,16 +120,25 @@ def _listen_as_nobody(path: Path, done: Path) -> int:
     return asyncio.run(listen())
 
 
-async def _connect_when_it_listens(path: Path) -> str:
-    while True:
-        sender = Sender(path)
-        try:
-            await sender.link.open(sender)
-        except AccessDeniedError as error:
-            return str(error)
-        assert not sender.is_ready()  # its file was there before it listened
-        sender.link.close()
-        await asyncio.sleep(0.01)
+@needs_root
+@pytest.mark.parametrize("listens", [True, False], ids=["full", "silent"])
+async def test_a_sender_refuses_a_path_of_another_user_where_nothing_accepts(
+    listens: bool, path: Path
+) -> None:
+    async with squatting(path, socket.SOCK_SEQPACKET, listens=listens):
+        assert f"the file belongs to user {NOBODY}" in await _connect(path)
+
+
+@needs_root
+@pytest.mark.parametrize("listens", [True, False], ids=["full", "silent"])
+async def test_a_sender_that_waits_refuses_another_user_who_takes_the_path_and_accepts_nothing(
+    listens: bool, path: Path
+) -> None:
+    async with connecting(path) as sender, squatting(path, socket.SOCK_SEQPACKET, listens=listens):
+        async with asyncio.timeout(_PATIENCE_S):
+            error = await sender.lost.get()
+        assert isinstance(error, AccessDeniedError)
+        assert f"the file belongs to user {NOBODY}" in str(error)
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])

@@ -6,7 +6,7 @@ import os
 import resource
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -20,6 +20,10 @@ from aiotensor.links.unix import UnixListener, UnixSenderLink
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+NOBODY = 65534
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 
 _children = multiprocessing.get_context("forkserver")
 _children.set_forkserver_preload(["pytest", "torch", "uvloop", "aiotensor"])
@@ -104,6 +108,50 @@ def leave_stale(path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.bind(str(path))
         sock.listen()
+
+
+@asynccontextmanager
+async def squatting(path: Path, kind: socket.SocketKind, *, listens: bool) -> AsyncIterator[None]:
+    """Have another user occupy a path, and accept no connection there.
+
+    Args:
+        path: of the socket, in a folder that this opens to everybody.
+        kind: of the socket.
+        listens: whether there is a listener, whose backlog is full then.
+    """
+    path.parent.chmod(0o777)
+    is_there, is_over = path.with_name("there"), path.with_name("over")
+    squatter = asyncio.create_task(in_child(_squat, path, kind, is_there, is_over, listens=listens))
+    while not is_there.exists():
+        await asyncio.sleep(0.01)
+    try:
+        yield
+    finally:
+        is_over.touch()
+        await squatter
+
+
+def _squat(path: Path, kind: socket.SocketKind, is_there: Path, is_over: Path, *, listens: bool) -> None:
+    os.setuid(NOBODY)
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, kind))
+        elsewhere = path.with_name("elsewhere")  # renamed once nothing can connect any more
+        listener.bind(str(elsewhere))
+        elsewhere.chmod(0o666)
+        if listens:
+            listener.listen(0)
+            with suppress(BlockingIOError):
+                while True:
+                    sock = stack.enter_context(socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK))
+                    sock.connect(str(elsewhere))
+        elsewhere.rename(path)
+        is_there.touch()
+        asyncio.run(_seen(is_over))
+
+
+async def _seen(path: Path) -> None:
+    while not path.exists():  # noqa: ASYNC240
+        await asyncio.sleep(0.01)
 
 
 @contextmanager

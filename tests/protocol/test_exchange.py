@@ -46,12 +46,12 @@ counts = st.integers(1, 2**63 - 1)
 limits = st.none() | counts
 
 from_clients = st.one_of(
-    st.builds(ClientHello, st.integers(0, 99), numbers, st.text(max_size=64), limits),
+    st.builds(ClientHello, st.integers(0, 99), numbers, st.text(max_size=64), limits, limits),
     st.builds(Ask, numbers, st.none() | bodies, handles, st.booleans()),
     st.builds(Cancel, numbers),
 )
 from_servers = st.one_of(
-    st.builds(ServerHello, st.integers(0, 99), numbers, st.just(""), counts, counts, limits),
+    st.builds(ServerHello, st.integers(0, 99), numbers, st.just(""), counts, counts, limits, limits),
     st.builds(Answer, numbers, st.none() | bodies, handles),
     st.builds(Failure, numbers, st.text(max_size=64), st.text(max_size=200)),
     st.builds(Farewell, st.text(max_size=200)),
@@ -96,6 +96,9 @@ def test_noise_is_refused_and_nothing_else_is_raised(
         ["ask", 0, b"", [{}] * 1025],
         ["ask", 0, b"", [{"sender": "x"}]],
         ["client", VERSION, 1, "x" * 65],
+        ["client", VERSION, 1, "", 0],
+        ["client", VERSION, 1, "", None, 0],
+        ["client", VERSION, 1, "", None, 2**63],
         ["server", VERSION, 1],
         ["unknown", 1],
         {"number": 1},
@@ -107,6 +110,16 @@ def test_noise_is_refused_and_nothing_else_is_raised(
 def test_a_header_out_of_bounds_is_refused(wrong: object) -> None:
     with pytest.raises(ProtocolError, match="a client sent a header that cannot be read"):
         read_from_client(msgspec.msgpack.encode(wrong))
+
+
+@pytest.mark.parametrize("read", [read_from_client, read_from_server])
+def test_a_header_that_is_longer_than_any_of_an_honest_peer_is_refused_unread(
+    read: Callable[[bytes], FromClient | FromServer],
+) -> None:
+    frame = ["ask", 0, None, [], True] if read is read_from_client else ["taken", 0, 0]
+    read(msgspec.msgpack.encode([*frame, [1]]))  # a later version may add something
+    with pytest.raises(ProtocolError, match=f"at most {MAX_HEADER_BYTES} are read"):
+        read(msgspec.msgpack.encode([*frame, [1] * MAX_HEADER_BYTES]))
 
 
 def test_a_later_version_may_add_items_at_the_end() -> None:

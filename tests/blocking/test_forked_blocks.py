@@ -1,0 +1,110 @@
+"""A forked child that leaves a block of its parent: its exceptions go on, and its statuses are its own."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import NoReturn
+
+import pytest
+
+from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
+from tests.blocking.nursery import Ended, Nursery
+from tests.channel.parties import Answer, Place, Question
+from tests.test_home import forks, in_a_fork
+
+pytestmark = forks
+
+Block = AbstractContextManager[object]
+
+
+@contextmanager
+def _sender(place: Place) -> Iterator[Block]:
+    with TensorReceiver(place.tensors), TensorSender(place.tensors) as sender:
+        yield sender
+
+
+@contextmanager
+def _receiver(place: Place) -> Iterator[Block]:
+    with TensorReceiver(place.tensors) as receiver:
+        yield receiver
+
+
+@contextmanager
+def _message(place: Place) -> Iterator[Block]:
+    with TensorReceiver(place.tensors), TensorSender(place.tensors) as sender, sender.message() as message:
+        yield message
+
+
+@contextmanager
+def _client(place: Place) -> Iterator[Block]:
+    with MessageClient(place.messages, reply_type=Answer) as client:
+        yield client
+
+
+@contextmanager
+def _server(place: Place) -> Iterator[Block]:
+    with MessageServer(place.messages, Question) as server:
+        yield server
+
+
+@contextmanager
+def _request(place: Place) -> Iterator[Block]:
+    with (
+        MessageServer(place.messages, Question) as server,
+        MessageClient(place.messages, reply_type=Answer) as client,
+    ):
+        asking = threading.Thread(target=client.request, args=(Question(1),))
+        asking.start()
+        with server.next() as request:
+            yield request
+            request.reply(Answer(1))
+        asking.join()
+
+
+BLOCKS = {
+    "a sender": _sender,
+    "a receiver": _receiver,
+    "a message": _message,
+    "a client": _client,
+    "a server": _server,
+    "a request": _request,
+}
+
+
+def _leave(block: Block, error: BaseException) -> NoReturn:
+    with ExitStack() as stack:
+        stack.push(block)  # which the parent has entered
+        raise error
+    raise AssertionError("the block kept the exception")
+
+
+def _fall_off(block: Block) -> None:
+    block.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt("3"), LookupError("3")], ids=repr)
+@pytest.mark.parametrize("make", BLOCKS.values(), ids=BLOCKS)
+def test_an_exception_in_a_forked_child_leaves_the_block(
+    make: Callable[[Place], AbstractContextManager[Block]], error: BaseException, place: Place
+) -> None:
+    with make(place) as entered:
+        assert in_a_fork(partial(_leave, entered, error)) == f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("make", BLOCKS.values(), ids=BLOCKS)
+def test_a_forked_child_that_reaches_the_end_of_the_block_is_told_at_once(
+    make: Callable[[Place], AbstractContextManager[Block]], place: Place
+) -> None:
+    with make(place) as entered:
+        report = in_a_fork(partial(_fall_off, entered))
+        assert report.startswith("UsageError: this ")
+        assert "came here by a fork" in report
+
+
+@pytest.mark.parametrize(("status", "child"), [(0, "0"), (7, "7")])
+def test_a_forked_child_that_leaves_all_blocks_by_sys_exit_says_nothing_and_has_its_status(
+    status: int, child: str, nursery: Nursery, place: Place
+) -> None:
+    with nursery.program("leave_in_a_child", status, *place) as program:
+        assert program.ended() == Ended(0, [child], "")

@@ -1,0 +1,102 @@
+"""Small tensors beyond a limit are packed into one buffer beside the body."""
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiotensor.codec import PACKED, SourceEncoder, TensorDecoder
+from aiotensor.codec.wire import LENGTH_BYTES
+from aiotensor.errors import ProtocolError
+from aiotensor.placements import MAX_INLINE_BYTES
+from tests.codec.messages import Kind, anything, body_of, extension, kinds, plain, sent
+from tests.pairs import pattern
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+HERE = ["in", ["uint8", [3]], b"abc"]
+NEXT = msgspec.msgpack.Ext(ord("T"), PACKED)
+NAMED = extension("T", ["by", ["uint8", [3]], 0])
+
+
+def packed(*records: object) -> bytes:
+    written = [msgspec.msgpack.encode(record) for record in records]
+    return b"".join(len(data).to_bytes(LENGTH_BYTES, "big") + data for data in written)
+
+
+@settings(deadline=None, max_examples=300)
+@given(kind=kinds, limit=st.sampled_from([0, 40, 200]), data=st.data())
+def test_any_message_comes_back_as_it_was(kind: Kind, limit: int, data: st.DataObject) -> None:
+    message = data.draw(kind.values)
+    parts = SourceEncoder(lambda _: None, max_inline_bytes=limit).encode(message)
+
+    assert plain(TensorDecoder(kind.type_).decode(sent(parts))) == plain(message)
+
+
+def test_a_body_of_many_small_tensors_has_a_few_bytes_for_each() -> None:
+    message = {"a": [pattern(number, 4) for number in range(1000)], "b": [torch.zeros(0)] * 1000}
+    body, pack = SourceEncoder(lambda _: None, max_inline_bytes=0).encode(message)
+
+    assert len(body) < 2000 * 7
+    assert isinstance(pack, bytes)
+    assert plain(anything.decode([body, pack])) == plain(message)
+
+
+def test_large_tensors_have_buffers_before_the_one_of_the_small_ones() -> None:
+    large = torch.arange(MAX_INLINE_BYTES + 1).to(torch.uint8)
+    message = [pattern(1, 4), large, pattern(2, 4), large]
+    body, *buffers, pack = SourceEncoder(lambda _: None, max_inline_bytes=0).encode(message)
+
+    assert [type(buffer) for buffer in buffers] == [memoryview, memoryview]
+    assert plain(anything.decode([body, *buffers, pack])) == plain(message)
+
+
+def test_as_many_bytes_as_the_limit_stay_in_the_body() -> None:
+    message = [pattern(number, 4) for number in range(10)]
+    [whole] = SourceEncoder(lambda _: None).encode(message)
+    each = (len(whole) - 1) // 10 - 3  # the list, and the head of each extension
+
+    assert len(SourceEncoder(lambda _: None, max_inline_bytes=10 * each).encode(message)) == 1
+    assert len(SourceEncoder(lambda _: None, max_inline_bytes=10 * each - 1).encode(message)) == 2
+
+
+WRONG: dict[str, tuple[Any, list[bytes]]] = {
+    "no pack": ([NEXT], []),
+    "an empty pack": ([NEXT], [b""]),
+    "half a length": ([NEXT], [b"\x00"]),
+    "a record that is cut off": ([NEXT], [packed(HERE)[:-1]]),
+    "a tensor too few": ([NEXT, NEXT], [packed(HERE)]),
+    "a tensor too many": ([NEXT], [packed(HERE, HERE)]),
+    "a byte too many": ([NEXT], [packed(HERE) + b"\x00"]),
+    "a pack that is a tensor too": ([NEXT, NAMED], [packed(HERE)]),
+    "a tensor that is a pack too": ([NAMED, NEXT], [packed(HERE)]),
+    "a handle in the pack": ([NEXT], [packed(["at", [1] * 1000])]),
+    "a buffer in the pack": ([NEXT], [packed(["by", ["uint8", [3]], 0])]),
+    "a pack in the pack": ([NEXT], [packed("pk")]),
+    "too few bytes of a tensor": ([NEXT], [packed(["in", ["uint8", [4]], b"abc"])]),
+    "a buffer that nothing names": ([NEXT], [b"abc", packed(HERE)]),
+}
+
+
+@pytest.mark.parametrize(("message", "buffers"), WRONG.values(), ids=WRONG)
+def test_a_wrong_pack_is_refused(message: object, buffers: list[bytes]) -> None:
+    with pytest.raises(ProtocolError):
+        anything.decode([body_of(message), *buffers])
+
+
+class Old(msgspec.Struct):
+    first: torch.Tensor
+
+
+class New(msgspec.Struct):
+    first: torch.Tensor
+    second: torch.Tensor | None = None
+
+
+def test_packed_tensors_in_a_field_that_the_type_lacks_are_refused_with_a_reason() -> None:
+    parts = SourceEncoder(lambda _: None, max_inline_bytes=0).encode(New(pattern(1, 3), pattern(2, 3)))
+    with pytest.raises(ProtocolError, match="in a field that the type here does not have"):
+        TensorDecoder(Old).decode(parts)
