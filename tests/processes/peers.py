@@ -185,7 +185,7 @@ async def peers(endpoint: Endpoint, count: int, method: str = "forkserver") -> A
 
 
 def _main(
-    endpoint: Endpoint, connection: Connection, kind: loops.Kind, first: Callable[[], None] | None
+    endpoint: Endpoint, connection: Connection, kind: loops.Kind, first: Callable[[], None] | None = None
 ) -> None:
     if first is not None:
         first()
