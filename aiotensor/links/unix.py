@@ -31,6 +31,9 @@ _ACCEPTS_A_TURN = 16  # who connects without end must not keep the loop from eve
 _FIRST_RETRY_S = 0.005
 _LAST_RETRY_S = 0.25
 
+# A full backlog has room only for moments, and other processes may compete for it.
+_FULL_RETRY_S = 0.01
+
 # With no descriptor left, a listening socket would stay readable and keep the loop busy.
 _ACCEPT_PAUSE_S = 1.0
 
@@ -54,6 +57,7 @@ class UnixSenderLink:
         self._events: SenderEvents | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._delay = _FIRST_RETRY_S
+        self._connected_at = 0.0
         self.peer_pid = 0
         self.is_kept_waiting = False
         self._is_starved = False  # this process has no descriptors or no memory, and that was logged
@@ -105,6 +109,9 @@ class UnixSenderLink:
         if self._sock is not None:
             self._sock.close()
             self._sock = None
+            if self._loop.time() - self._connected_at >= _LAST_RETRY_S:
+                # Otherwise the delay grows, also if the receiver accepts each connection and closes it.
+                self._delay = _FIRST_RETRY_S
         if retry:
             self._look_later()
         self._waiters.wake()
@@ -158,6 +165,7 @@ class UnixSenderLink:
             sock.close()
             raise
         self._sock = RecordSocket(sock, on_record=self._record_arrived, on_closed=self._lost)
+        self._connected_at = self._loop.time()
         try:
             self._sock.write(events.introduction())
         except OSError:
@@ -187,13 +195,15 @@ class UnixSenderLink:
 
     def _look_later(self) -> None:
         if self._events is not None and self._retry is None:
+            if self.is_kept_waiting:
+                self._retry = self._loop.call_later(_FULL_RETRY_S, self._look)
+                return
             self._retry = self._loop.call_later(self._delay, self._look)
             self._delay = min(2 * self._delay, _LAST_RETRY_S)
 
     def _record_arrived(self, data: memoryview, descriptors: list[int]) -> None:
         if descriptors:
             close_all(descriptors)  # nothing on the way back has any
-        self._delay = _FIRST_RETRY_S
         if self._events is not None:
             self._events.record_arrived(data)
 
