@@ -16,9 +16,10 @@ from aiotensor.errors import AccessDeniedError, AioTensorError, PeerLostError, U
 from aiotensor.gates import Waiters
 from aiotensor.links.base import MAX_UNREAD_BYTES, ReceiverEvents, SenderEvents
 from aiotensor.links.records import RecordSocket
+from aiotensor.links.refusals import log_cut_off, log_refused
 from aiotensor.links.socket_file import SocketFile
 from aiotensor.links.users import check_user
-from aiotensor.logs import logger_of
+from aiotensor.logs import RepeatedEvent, logger_of
 
 __all__ = ["UnixListener", "UnixSenderLink"]
 
@@ -239,11 +240,7 @@ class _UnixReceiverLink:
         try:
             self._sock.write(data)
         except OSError as error:
-            logger.error(
-                "a sender is cut off, writing to it failed: %s",
-                error,
-                extra={"event": "sender_cut_off", "reason": str(error)},
-            )
+            self._listener._cut_off.add(str(error))
             self._sock.close()
             self._lost(f"writing failed: {error}")
 
@@ -278,6 +275,9 @@ class UnixListener:
         self._links: set[_UnixReceiverLink] = set()
         self._events: ReceiverEvents | None = None
         self._pause: asyncio.TimerHandle | None = None
+        # A peer can connect again at any rate.
+        self._refused = RepeatedEvent(log_refused)
+        self._cut_off = RepeatedEvent(log_cut_off)
 
     async def open(self, events: ReceiverEvents, max_record_bytes: int) -> None:
         """Listen at the path, and accept connections; waiting and errors are those of `SocketFile.take`."""
@@ -317,6 +317,8 @@ class UnixListener:
         self.stop()
         for link in list(self._links):
             link.close()
+        self._refused.close()
+        self._cut_off.close()
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_A_TURN):
@@ -342,11 +344,7 @@ class UnixListener:
             try:
                 pid = check_user(sock)
             except AccessDeniedError as error:
-                logger.error(
-                    "a sender was refused: %s",
-                    error,
-                    extra={"event": "sender_refused", "address": self._path, "reason": str(error)},
-                )
+                self._refused.add(self._path, str(error))
                 sock.close()
                 continue
             link = _UnixReceiverLink(self, sock, pid, self._events, self._max_record_bytes)
