@@ -4,12 +4,9 @@ import asyncio
 from collections.abc import Callable
 
 from aiotensor.links.base import ReceiverLink
-from aiotensor.protocol.frames import Bye, Discarded, Release, Taken, ToSender, encode
+from aiotensor.protocol.frames import MAX_NUMBERS, Bye, Discarded, Release, Taken, ToSender, encode
 
 __all__ = ["Answers"]
-
-# A sender handles one record in an iteration of its loop, and frees each block of it.
-_NUMBERS_A_FRAME = 128
 
 
 class _Pending:
@@ -38,11 +35,10 @@ class _Pending:
 
 def _split(make: Callable[[tuple[int, ...]], ToSender], numbers: list[int]) -> list[ToSender]:
     """Make as few frames of numbers as their length allows."""
-    if len(numbers) <= _NUMBERS_A_FRAME:
+    if len(numbers) <= MAX_NUMBERS:
         return [make(tuple(numbers))]
     return [
-        make(tuple(numbers[start : start + _NUMBERS_A_FRAME]))
-        for start in range(0, len(numbers), _NUMBERS_A_FRAME)
+        make(tuple(numbers[start : start + MAX_NUMBERS])) for start in range(0, len(numbers), MAX_NUMBERS)
     ]
 
 
@@ -89,7 +85,7 @@ class Answers:
         pending, self._pending = self._pending, {}
         for link, answers in pending.items():
             frames = answers.frames()
-            if len(answers.taken) + len(answers.discarded) + len(answers.blocks) <= _NUMBERS_A_FRAME:
+            if len(answers.taken) + len(answers.discarded) + len(answers.blocks) <= MAX_NUMBERS:
                 link.write(encode(*frames))
             else:
                 for frame in frames:

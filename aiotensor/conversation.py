@@ -331,7 +331,7 @@ class Conversation:
             case Bye(is_refusal=True):
                 self._refused(frame.reason)
             case Bye():
-                self._drop(f"it closed the connection: {frame.reason}", retry=False)
+                self._drop(f"it closed the connection: {frame.reason}", retry=frame.retry)
 
     def _answered(self, number: int) -> Message | None:
         """Find the message of an answer, or None if it was discarded here in the meantime."""

@@ -18,6 +18,7 @@ from aiotensor.logs import logger_of
 from aiotensor.mappings import Mappings, Segments
 from aiotensor.observers import Observers, reports
 from aiotensor.protocol.frames import (
+    MAX_HELLO_BYTES,
     VERSION,
     Account,
     Attach,
@@ -37,16 +38,17 @@ from aiotensor.protocol.frames import (
 from aiotensor.protocol.limits import Limits
 from aiotensor.protocol.mailbox import Key, Mailbox
 from aiotensor.protocol.versions import mismatch
+from aiotensor.refusals import Refusals
 from aiotensor.types import Delivery, ReceiverStatistics, TensorHandle
 
-__all__ = ["MAX_STRANGERS", "Incoming"]
+__all__ = ["MAX_UNIDENTIFIED", "Incoming"]
 
 logger = logger_of("receiver")
 
-
-# Connections that are no senders': they have not said who they are, which each of ours does at once, or look.
-# Those who look make room for others.
-MAX_STRANGERS = 64
+# Connections that are not admitted as senders: unidentified ones, and inspectors. A sender of this library
+# sends its hello right after it has connected, so the oldest unidentified connection is the least likely to
+# be one. Inspectors are closed first: they can ask again.
+MAX_UNIDENTIFIED = 64
 
 
 class _Peer:
@@ -85,6 +87,8 @@ class Incoming:
         self._wake = self.arrivals.wake
         self._statistics = statistics
         self._observers = Observers()
+        self._refusals = Refusals()
+        self._unidentified: dict[ReceiverLink, _Peer] = {}  # the oldest first
         self._peers: dict[ReceiverLink, _Peer] = {}
         self._senders: dict[str, _Peer] = {}
 
@@ -137,22 +141,27 @@ class Incoming:
             await self.mappings.settle()
         finally:
             self.mappings.close()
+            self._refusals.close()
 
     # What links say
 
     def link_opened(self, link: ReceiverLink) -> None:
-        """Take a connection, or refuse it if too many others have said nothing yet."""
-        peer = self._peers[link] = _Peer(link)
-        if len(self._peers) - len(self._senders) <= MAX_STRANGERS:
-            return
-        observer = next((one for one in self._peers.values() if one.link in self._observers), None)
-        if observer is None:
-            self._refuse(peer, f"{MAX_STRANGERS} connections have not introduced themselves")
-        else:
-            # This may be a sender. Who looks can look again, and takes nobody's place meanwhile.
-            observer.link.write(encode(Bye(f"{MAX_STRANGERS} other connections are no senders'")))
-            self._forget(observer)
-            observer.link.close()
+        """Take a connection; if too many others are not admitted as senders, close one of those."""
+        self._peers[link] = self._unidentified[link] = _Peer(link)
+        if len(self._unidentified) + len(self._observers) > MAX_UNIDENTIFIED:
+            oldest = self._observers.oldest
+            if oldest is None:
+                oldest = next(iter(self._unidentified))
+                self.senders_refused += 1
+                self._refusals.replaced(oldest.peer_pid, MAX_UNIDENTIFIED)
+            self._replace(self._peers[oldest])
+
+    def _replace(self, peer: _Peer) -> None:
+        """Close a connection that may be opened again."""
+        reason = f"a newer connection replaced it: at most {MAX_UNIDENTIFIED} may be unidentified or inspect"
+        peer.link.write(encode(Bye(reason, retry=True)))
+        self._forget(peer)
+        peer.link.close()
 
     def record_arrived(
         self, link: ReceiverLink, data: bytes | memoryview, descriptors: Sequence[int]
@@ -165,24 +174,15 @@ class Incoming:
         unclaimed = list(descriptors) if descriptors else []
         changed: list[Key] = []
         try:
-            if len(data) > self.limits.frame_bytes:
-                raise ProtocolError(f"it sent a record of more than {self.limits.frame_bytes} bytes")
+            max_bytes = MAX_HELLO_BYTES if peer.sender is None else self.limits.frame_bytes
+            if len(data) > max_bytes:
+                raise ProtocolError(f"it sent a record of more than {max_bytes} bytes")
             for frame in decode_to_receiver(data):
                 changed += self._handle(peer, frame, unclaimed)
                 if link not in self._peers:
                     break  # it left, or was refused
         except ProtocolError as error:
-            logger.error(
-                "sender %s broke the protocol, its link is closed: %s",
-                peer.sender,
-                error,
-                extra={
-                    "event": "protocol_broken",
-                    "sender_id": peer.sender,
-                    "peer_pid": peer.pid or None,
-                    "reason": str(error),
-                },
-            )
+            self._refusals.protocol_broken(peer.sender, peer.pid or None, str(error))
             # A new one: the traceback of what was raised would keep the record, and memory that is mapped,
             # for as long as the loss is remembered.
             self._lose(peer, ProtocolError(*error.args))
@@ -254,6 +254,7 @@ class Incoming:
             look.pid,
             extra={"event": "receiver_inspected", "peer_pid": look.pid},
         )
+        del self._unidentified[peer.link]
         self._observers.add(peer.link)
         self._welcome(peer)
         if look.version != VERSION:
@@ -302,6 +303,7 @@ class Incoming:
             self._turn_away(peer, hello, exceeded)
             return ()
         keys = self.mailbox.join(hello.sender, hello.pid, hello.max_concurrent_videos, hello.first_message)
+        del self._unidentified[peer.link]
         peer.sender = hello.sender
         peer.max_messages = hello.max_concurrent_videos
         peer.segments.arena_bytes = hello.arena_bytes
@@ -367,14 +369,7 @@ class Incoming:
     ) -> None:
         """End a connection with a reason; a refusal is one that trying again does not change."""
         self.senders_refused += 1
-        sender, pid = peer.sender or newcomer, peer.pid or None
-        logger.warning(
-            "sender %s (pid %s) is refused: %s",
-            sender,
-            pid,
-            reason,
-            extra={"event": "sender_refused", "sender_id": sender, "peer_pid": pid, "reason": reason},
-        )
+        self._refusals.sender_refused(peer.sender or newcomer, peer.pid or None, reason)
         peer.link.write(encode(Bye(reason, is_refusal=is_refusal)))
         error = RefusedError(reason) if is_refusal else PeerLostError(reason)
         self._lose(peer, error, was_refused=True)
@@ -395,6 +390,7 @@ class Incoming:
 
     def _forget(self, peer: _Peer) -> None:
         self._peers.pop(peer.link, None)
+        self._unidentified.pop(peer.link, None)
         self.answers.forget(peer.link)
         self._observers.forget(peer.link)
         if peer.sender is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from traceback import TracebackException
 from typing import Final, Generic, TypeVarTuple, Unpack
 
-__all__ = ["MAX_TEXT", "RepeatedEvent", "logger_of", "one_line"]
+__all__ = ["MAX_TEXT", "RepeatedEvent", "logger_of", "one_line", "others"]
 
 Details = TypeVarTuple("Details")
 
@@ -78,6 +78,11 @@ class RepeatedEvent(Generic[*Details]):
             count, self._count = self._count, 0
             details, self._latest = self._latest, None
             self._write(count, *details)
+
+
+def others(count: int) -> str:
+    """Return what to append to the text of a line that stands for so many events."""
+    return "" if count == 1 else f" (the latest of {count} since the last such line)"
 
 
 def one_line(text: str) -> str:

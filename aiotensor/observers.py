@@ -39,15 +39,23 @@ class Observers:
     """Who looks at a receiver, and which senders owe an account to whom."""
 
     def __init__(self) -> None:
-        self._observers: set[ReceiverLink] = set()
+        self._observers: dict[ReceiverLink, None] = {}  # in the order in which they began to look
         self._asked: dict[ReceiverLink, set[ReceiverLink]] = {}  # senders, and the observers of each
 
     def __contains__(self, link: ReceiverLink) -> bool:
         return link in self._observers
 
+    def __len__(self) -> int:
+        return len(self._observers)
+
+    @property
+    def oldest(self) -> ReceiverLink | None:
+        """The connection that has looked for longest; None if none looks."""
+        return next(iter(self._observers), None)
+
     def add(self, observer: ReceiverLink) -> None:
         """Note that a connection is that of an observer."""
-        self._observers.add(observer)
+        self._observers[observer] = None
 
     def ask(self, observer: ReceiverLink, senders: Iterable[ReceiverLink]) -> None:
         """Have the account of each sender handed to an observer, as soon as there is one."""
@@ -77,6 +85,6 @@ class Observers:
         """Note that somebody is gone, a sender or an observer."""
         self._asked.pop(link, None)
         if link in self._observers:
-            self._observers.discard(link)
+            del self._observers[link]
             for observers in self._asked.values():
                 observers.discard(link)

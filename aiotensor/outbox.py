@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import Callable
 
-from aiotensor.protocol.frames import LEAST_FRAME_BYTES, ToReceiver, encode
+from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_FRAMES, MAX_RECORD_BYTES, ToReceiver, encode
 
 __all__ = ["Outbox"]
 
-# More than a frame takes without its payload. The longest is an account: two tables of waits, names, holders.
-_FRAME_BYTES = 2048
+# What a frame counts without its payload, so that a record has at most `MAX_FRAMES`. No frame takes more: the
+# longest is an account, with two tables of waits, names and holders.
+_FRAME_BYTES = MAX_RECORD_BYTES // MAX_FRAMES
 
 
 class Outbox:

@@ -249,7 +249,8 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
         senders: senders that are connected now.
         max_senders: the limit on them.
         senders_lost: senders that died or broke the link.
-        senders_refused: senders that were refused, because of a limit or of their version.
+        senders_refused: senders that were refused, because of a limit or of their version, and unidentified
+            connections that newer ones replaced.
         waiting: `receive` calls and iterations that wait now.
         unclaimed_tensors: tensors that arrived and that nobody has taken.
         unclaimed_bytes: bytes of those tensors.

@@ -1,6 +1,7 @@
 """What a peer cannot use up: memory, descriptors, mappings, the turn of the loop, the patience of others."""
 
 import asyncio
+import contextlib
 import os
 import secrets
 import socket
@@ -12,11 +13,13 @@ import pytest
 import torch
 
 from aiotensor import PeerLostError, RefusedError, TensorHandle, TensorQueue, TensorReceiver, TensorSender
-from aiotensor.incoming import MAX_STRANGERS
+from aiotensor.incoming import MAX_UNIDENTIFIED
 from aiotensor.links import Endpoint, queue, unix
-from aiotensor.links.records import RecordSocket
+from aiotensor.links.records import _QUEUED_RECORD_BYTES, RecordSocket, record_pair
 from aiotensor.placements.arena import _WHERE
 from aiotensor.protocol.frames import (
+    MAX_FRAMES,
+    MAX_HELLO_BYTES,
     MAX_RECORD_BYTES,
     VERSION,
     Attach,
@@ -114,7 +117,7 @@ async def test_a_sender_that_does_not_read_its_answers_is_cut_off_at_a_limit(
 ) -> None:
     for links in (unix, queue):
         monkeypatch.setattr(links, "MAX_UNREAD_BYTES", 1 << 20)
-    again = [put(block=2**63 - 1)] * 1000  # each is answered, since the message was discarded
+    again = [put(block=2**63 - 1)] * MAX_FRAMES  # each is answered, since the message was discarded
     async with _among_the_honest() as (receiver, rogue, _, _):
         await rogue.connect()
         await rogue.say(put(), Discard(0))
@@ -123,8 +126,8 @@ async def test_a_sender_that_does_not_read_its_answers_is_cut_off_at_a_limit(
             await rogue.say(*again)
             said += 1
             await asyncio.sleep(0)
-        assert said * 1000 * 11 > 1 << 20, "it was cut off before the limit"
-        assert said < 300
+        assert said * (MAX_FRAMES * 11 + _QUEUED_RECORD_BYTES) > 1 << 20, "it was cut off before the limit"
+        assert said * MAX_FRAMES < 300_000
         assert "does not read" in caplog.text
         with pytest.raises(PeerLostError, match="does not read"):
             await receiver.receive(TensorHandle(rogue.id, 1, 0, "uint8", (3,), "cpu"))
@@ -226,9 +229,50 @@ async def test_who_connects_without_end_leaves_the_loop_to_others() -> None:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert len(receiver._incoming._peers) - before < 50
-        await until(lambda: receiver.statistics().senders_refused == 100 - MAX_STRANGERS)
+        await until(lambda: receiver.statistics().senders_refused == 100 - MAX_UNIDENTIFIED)
         for sock in knocking:
             sock.close()
+
+
+async def test_silent_connections_take_no_senders_place() -> None:
+    async with _among_the_honest() as (receiver, _, place, _):
+        await until(lambda: receiver.statistics().senders == 1)
+        with contextlib.ExitStack() as stack:
+            for _ in range(MAX_UNIDENTIFIED + 10):
+                _stay_silent(place, stack)
+            await until(lambda: receiver.statistics().senders_refused >= 10)
+            async with TensorSender(place) as sender:
+                assert torch.equal(
+                    await receiver.receive(await sender.send(pattern(3, BIG))), pattern(3, BIG)
+                )
+                assert sender.statistics().receivers_lost == 0
+            assert len(receiver._incoming._unidentified) <= MAX_UNIDENTIFIED
+
+
+def _stay_silent(place: Endpoint, stack: contextlib.ExitStack) -> None:
+    """Connect, and never send a hello."""
+    if isinstance(place, TensorQueue):
+        near, far = record_pair()
+        stack.enter_context(near)
+        with far, place._duplicate_writer() as writer:
+            writer.setblocking(True)
+            socket.send_fds(writer, [b"H" + secrets.token_hex(16).encode() + b"\x90"], [far.fileno()])
+    else:
+        sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        sock.connect(place.removeprefix("unix://"))
+
+
+async def test_a_long_record_of_an_unidentified_connection_is_not_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with _among_the_honest() as (receiver, rogue, _, _):
+        await until(lambda: receiver.statistics().senders == 1)
+        await rogue._road.connect()
+        hello = Hello(VERSION, 1, STAND_IN, 4, 64 * _PAGE)
+        await rogue.say(hello, put(payload=bytes(MAX_HELLO_BYTES), shape=(MAX_HELLO_BYTES,)))
+        await until(lambda: bool(caplog.records))
+        assert f"a record of more than {MAX_HELLO_BYTES} bytes" in caplog.text
+        assert receiver.statistics().senders == 1
 
 
 async def test_a_receiver_cannot_make_a_sender_write_longer_records_than_its_socket_takes() -> None:

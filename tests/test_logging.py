@@ -23,10 +23,11 @@ import pytest
 import zmq
 from starlette.types import Message, Receive, Scope, Send
 
-from aiotensor import PeerLostError, RemoteError, TensorReceiver, TensorSender
+from aiotensor import AccessDeniedError, PeerLostError, RemoteError, TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.integrations.hangups import HangUps, watch
 from aiotensor.integrations.problems import problem_of
+from aiotensor.links import unix
 from aiotensor.logs import MAX_TEXT, logger_of, one_line
 from aiotensor.protocol import exchange
 from aiotensor.protocol.frames import VERSION, Bye, Hello, Welcome, encode
@@ -311,6 +312,56 @@ async def test_a_sender_cannot_forge_a_line_by_its_name_or_by_what_it_says(addre
     assert f"sender {escaped} broke the protocol" in broken.message
     assert "so it is\\n2026-01-01 CRITICAL" in str(broken.fields["reason"])
     assert (broken.logger, broken.level) == ("aiotensor.receiver", "ERROR")
+
+
+async def _counted(receiver: TensorReceiver, count: int, name: str) -> None:
+    await until(lambda: getattr(receiver.statistics(), name) == count)
+
+
+async def test_refusals_that_are_repeated_share_a_line_with_their_number(address: str) -> None:
+    with heard() as events:
+        async with TensorReceiver(address, max_senders=1) as receiver:
+            with _rogue_sender(address, "admitted") as rogue:
+                await until(lambda: receiver.statistics().senders == 1)
+                for number in range(10):
+                    with _rogue_sender(address, f"refused {number}"):
+                        await _counted(receiver, number + 1, "senders_refused")
+                rogue.send(b"nonsense")
+                await _counted(receiver, 1, "senders_lost")
+            for number in range(5):
+                with _rogue_sender(address, f"broken {number}") as rogue:
+                    rogue.send(b"nonsense")
+                    await _counted(receiver, number + 2, "senders_lost")
+    for name, first, latest, count in (
+        ("sender_refused", "refused 0", "refused 9", 10),
+        ("protocol_broken", "admitted", "broken 4", 6),
+    ):
+        lines = [event.fields for event in events if event.event == name]
+        assert (lines[0]["sender_id"], lines[0]["count"]) == (first, 1)
+        assert lines[-1]["sender_id"] == latest
+        assert sum(map(int, map(str, (line["count"] for line in lines)))) == count
+        assert len(lines) < count
+    text = next(event.message for event in events if event.fields.get("sender_id") == "broken 4")
+    assert re.search(r" \(the latest of \d+ since the last such line\)$", text)
+
+
+async def test_other_users_that_knock_again_and_again_share_a_line_with_their_number(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(sock: socket.socket) -> int:
+        refused.append(sock.fileno())
+        raise AccessDeniedError("it is another user")
+
+    refused: list[int] = []
+    monkeypatch.setattr(unix, "check_user", refuse)
+    with heard() as events:
+        async with TensorReceiver(address):
+            for _ in range(10):
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+                    sock.connect(address.removeprefix("unix://"))
+            await until(lambda: len(refused) == 10)
+    lines = [event.fields["count"] for event in events if event.event == "sender_refused"]
+    assert lines == [1, 9]
 
 
 @pytest.mark.parametrize("says", ["goodbye", "nonsense"])

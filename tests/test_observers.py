@@ -7,7 +7,7 @@ import os
 import pytest
 
 from aiotensor import PeerLostError, TensorReceiver, TensorSender
-from aiotensor.incoming import MAX_STRANGERS
+from aiotensor.incoming import MAX_UNIDENTIFIED
 from aiotensor.inspection import inspect
 from aiotensor.links import unix
 from aiotensor.protocol.frames import (
@@ -30,6 +30,11 @@ from tests.pairs import BIG, pattern, until
 from tests.processes import peers
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+_REPLACED = Bye(
+    f"a newer connection replaced it: at most {MAX_UNIDENTIFIED} may be unidentified or inspect", retry=True
+)
 
 
 # How senders are asked
@@ -161,15 +166,15 @@ async def test_those_who_look_make_room_for_whoever_comes_the_first_of_them_firs
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with TensorReceiver(address) as receiver, contextlib.AsyncExitStack() as stack:
-        crowd = [await stack.enter_async_context(observing(address)) for _ in range(MAX_STRANGERS)]
+        crowd = [await stack.enter_async_context(observing(address)) for _ in range(MAX_UNIDENTIFIED)]
         for observer in crowd:
             await observer.reports()
         async with TensorSender(address) as sender:
             await receiver.receive(await sender.send(pattern(0, 3)))
         assert (await look_at(address)).statistics.senders_refused == 0
-        await until(lambda: observers(receiver) == MAX_STRANGERS - 1)
+        await until(lambda: observers(receiver) == MAX_UNIDENTIFIED - 1)
         [bye] = await crowd[0].read_all()
-        assert bye == Bye(f"{MAX_STRANGERS} other connections are no senders'")
+        assert bye == _REPLACED
         assert not caplog.records
         await until(lambda: receiver.statistics().senders == 0)
         await stack.enter_async_context(observing(address))
@@ -178,18 +183,30 @@ async def test_those_who_look_make_room_for_whoever_comes_the_first_of_them_firs
         assert [type(frame) for frame in await crowd[1].read_all()] == [Bye]
 
 
-async def test_where_nobody_looks_too_many_who_say_nothing_keep_others_out(address: str) -> None:
+async def test_where_none_inspects_a_new_connection_replaces_the_oldest_unidentified_one(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with TensorReceiver(address) as receiver, contextlib.AsyncExitStack() as stack:
         first = await stack.enter_async_context(observing(address))
         await first.reports()
-        for _ in range(MAX_STRANGERS):
-            await stack.enter_async_context(observing(address, looks=False))
-        assert [type(frame) for frame in await first.read_all()] == [Bye]
-        with pytest.raises(PeerLostError, match=f"refused to be looked at: {MAX_STRANGERS} connections"):
-            await look_at(address)
+        silent = [
+            await stack.enter_async_context(observing(address, looks=False)) for _ in range(MAX_UNIDENTIFIED)
+        ]
+        assert await first.read_all() == [_REPLACED]
+        assert not caplog.records
+        async with TensorSender(address) as sender:
+            await receiver.receive(await sender.send(pattern(0, 3)))
+        assert await silent[0].read_all() == [_REPLACED]
+        await silent[1].say(encode(Look(VERSION, 1)))
+        assert await silent[1].reports()
+        assert receiver.statistics().senders_refused == 1
+        [record] = caplog.records
+        assert vars(record)["event"] == "connection_cut_off"
+        assert vars(record)["peer_pid"] == os.getpid()
         await stack.aclose()
-        await until(lambda: not receiver._incoming._peers)
+        await until(lambda: not receiver._incoming._unidentified)
         assert (await look_at(address)).senders == ()
+        await until(lambda: not receiver._incoming._peers)
 
 
 async def test_those_who_go_in_the_middle_of_a_look_are_forgotten_at_once(address: str) -> None:
@@ -220,9 +237,9 @@ async def test_who_looks_and_does_not_read_harms_nobody_and_is_not_waited_for(
     async with TensorReceiver(address, max_senders=None) as receiver, contextlib.AsyncExitStack() as stack:
         sender = await stack.enter_async_context(TensorSender(address, 1, arena_bytes=1))
         await until(lambda: receiver.statistics().senders == 1)
-        for _ in range(MAX_STRANGERS - 2):
+        for _ in range(MAX_UNIDENTIFIED - 2):
             await stack.enter_async_context(observing(address))
-        await until(lambda: observers(receiver) == MAX_STRANGERS - 2)
+        await until(lambda: observers(receiver) == MAX_UNIDENTIFIED - 2)
         assert (await look_at(address)).senders[0].statistics is not None
         await sender.send(pattern(0, 3))
         await anext(receiver)
@@ -231,8 +248,8 @@ async def test_who_looks_and_does_not_read_harms_nobody_and_is_not_waited_for(
         monkeypatch.setattr(unix, "MAX_UNREAD_BYTES", 1 << 20)
         before = set(receiver._incoming._observers._observers)
         await stack.enter_async_context(observing(address))
-        await until(lambda: observers(receiver) == MAX_STRANGERS - 1)
-        [deaf] = receiver._incoming._observers._observers - before
+        await until(lambda: observers(receiver) == MAX_UNIDENTIFIED - 1)
+        [deaf] = set(receiver._incoming._observers._observers) - before
         while deaf in receiver._incoming._observers:
             deaf.write(bytes(60_000))
         await sender.send(pattern(1, 3))

@@ -151,7 +151,8 @@ TABLE: _Rows = (
             Counter(
                 "aiotensor_receiver_senders_refused",
                 "senders_refused",
-                "Senders that were refused, because of a limit or of their version.",
+                "Senders that were refused, because of a limit or of their version, and unidentified "
+                "connections that newer ones replaced.",
             ),
         ),
     ),

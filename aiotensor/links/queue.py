@@ -26,12 +26,11 @@ from aiotensor.links.records import (
     pipe_of,
     record_pair,
 )
+from aiotensor.links.refusals import log_broken, log_cut_off
 from aiotensor.links.tensor_queue import TensorQueue
-from aiotensor.logs import logger_of
+from aiotensor.logs import RepeatedEvent
 
 __all__ = ["QueueListener", "QueueSenderLink"]
-
-logger = logger_of("links")
 
 # A record: its kind, who sent it, then the frames.
 _HELLO = b"H"
@@ -163,11 +162,7 @@ class _QueueReceiverLink:
         try:
             self._pipe.write(data)
         except OSError as error:
-            logger.error(
-                "a sender is cut off, writing to it failed: %s",
-                error,
-                extra={"event": "sender_cut_off", "reason": str(error)},
-            )
+            self._listener._cut_off.add(str(error))
             self._pipe.close()
             self._closed(f"writing failed: {error}")
 
@@ -207,6 +202,9 @@ class QueueListener:
         self._reading: asyncio.Task[None] | None = None
         self._wake: asyncio.Future[None] | None = None
         self._events: ReceiverEvents | None = None
+        # A holder of the queue can make up a sender with every record.
+        self._broken = RepeatedEvent(log_broken)
+        self._cut_off = RepeatedEvent(log_cut_off)
 
     async def open(self, events: ReceiverEvents, max_record_bytes: int) -> None:
         """Become the queue's one receiver, and begin to drain it."""
@@ -244,6 +242,8 @@ class QueueListener:
         task, self._reading = self._reading, None
         for link in list(self._links.values()):
             link.close()
+        self._broken.close()
+        self._cut_off.close()
         if self._turn is not None:
             self._turn.close()
         if task is not None:
@@ -301,12 +301,7 @@ class QueueListener:
             has_arrived = bool(descriptors)
             pipe = pipe_of(descriptors.pop(0)) if has_arrived else None
             if has_arrived and pipe is None:
-                logger.error(
-                    "sender %s broke the protocol, it is not listened to: %s",
-                    sender,
-                    _NO_PIPE,
-                    extra={"event": "protocol_broken", "sender_id": sender, "reason": _NO_PIPE},
-                )
+                self._broken.add(sender, _NO_PIPE)
             else:
                 opened = self._links[sender] = _QueueReceiverLink(self, sender, pipe)
                 if self._events is not None:

@@ -16,9 +16,10 @@ from aiotensor.errors import AccessDeniedError, AioTensorError, PeerLostError, U
 from aiotensor.gates import Waiters
 from aiotensor.links.base import MAX_UNREAD_BYTES, ReceiverEvents, SenderEvents
 from aiotensor.links.records import RecordSocket
+from aiotensor.links.refusals import log_cut_off, log_refused
 from aiotensor.links.socket_file import SocketFile
 from aiotensor.links.users import check_owner, check_user
-from aiotensor.logs import logger_of
+from aiotensor.logs import RepeatedEvent, logger_of
 
 __all__ = ["UnixListener", "UnixSenderLink"]
 
@@ -30,6 +31,9 @@ _ACCEPTS_A_TURN = 16  # who connects without end must not keep the loop from eve
 # and only then: a connected pair does nothing while it is idle.
 _FIRST_RETRY_S = 0.005
 _LAST_RETRY_S = 0.25
+
+# A full backlog has room only for moments, and other processes may compete for it.
+_FULL_RETRY_S = 0.01
 
 # With no descriptor left, a listening socket would stay readable and keep the loop busy.
 _ACCEPT_PAUSE_S = 1.0
@@ -54,6 +58,7 @@ class UnixSenderLink:
         self._events: SenderEvents | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._delay = _FIRST_RETRY_S
+        self._connected_at = 0.0
         self.peer_pid = 0
         self.is_kept_waiting = False
         self._is_starved = False  # this process has no descriptors or no memory, and that was logged
@@ -105,6 +110,9 @@ class UnixSenderLink:
         if self._sock is not None:
             self._sock.close()
             self._sock = None
+            if self._loop.time() - self._connected_at >= _LAST_RETRY_S:
+                # Otherwise the delay grows, also if the receiver accepts each connection and closes it.
+                self._delay = _FIRST_RETRY_S
         if retry:
             self._look_later()
         self._waiters.wake()
@@ -159,6 +167,7 @@ class UnixSenderLink:
             sock.close()
             raise
         self._sock = RecordSocket(sock, on_record=self._record_arrived, on_closed=self._lost)
+        self._connected_at = self._loop.time()
         try:
             self._sock.write(events.introduction())
         except OSError:
@@ -188,13 +197,15 @@ class UnixSenderLink:
 
     def _look_later(self) -> None:
         if self._events is not None and self._retry is None:
+            if self.is_kept_waiting:
+                self._retry = self._loop.call_later(_FULL_RETRY_S, self._look)
+                return
             self._retry = self._loop.call_later(self._delay, self._look)
             self._delay = min(2 * self._delay, _LAST_RETRY_S)
 
     def _record_arrived(self, data: memoryview, descriptors: list[int]) -> None:
         if descriptors:
             close_all(descriptors)  # nothing on the way back has any
-        self._delay = _FIRST_RETRY_S
         if self._events is not None:
             self._events.record_arrived(data)
 
@@ -230,11 +241,7 @@ class _UnixReceiverLink:
         try:
             self._sock.write(data)
         except OSError as error:
-            logger.error(
-                "a sender is cut off, writing to it failed: %s",
-                error,
-                extra={"event": "sender_cut_off", "reason": str(error)},
-            )
+            self._listener._cut_off.add(str(error))
             self._sock.close()
             self._lost(f"writing failed: {error}")
 
@@ -269,6 +276,9 @@ class UnixListener:
         self._links: set[_UnixReceiverLink] = set()
         self._events: ReceiverEvents | None = None
         self._pause: asyncio.TimerHandle | None = None
+        # A peer can connect again at any rate.
+        self._refused = RepeatedEvent(log_refused)
+        self._cut_off = RepeatedEvent(log_cut_off)
 
     async def open(self, events: ReceiverEvents, max_record_bytes: int) -> None:
         """Listen at the path, and accept connections; waiting and errors are those of `SocketFile.take`."""
@@ -308,6 +318,8 @@ class UnixListener:
         self.stop()
         for link in list(self._links):
             link.close()
+        self._refused.close()
+        self._cut_off.close()
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_A_TURN):
@@ -333,11 +345,7 @@ class UnixListener:
             try:
                 pid = check_user(sock)
             except AccessDeniedError as error:
-                logger.error(
-                    "a sender was refused: %s",
-                    error,
-                    extra={"event": "sender_refused", "address": self._path, "reason": str(error)},
-                )
+                self._refused.add(self._path, str(error))
                 sock.close()
                 continue
             link = _UnixReceiverLink(self, sock, pid, self._events, self._max_record_bytes)

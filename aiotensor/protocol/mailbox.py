@@ -59,17 +59,13 @@ class Mailbox(Generic[T]):
     def __init__(self) -> None:
         self._senders: dict[str, SenderRecord[T]] = {}
         self.messages_discarded = 0
+        self.messages_left = 0  # that can be taken and whose senders have closed
         self._departed: OrderedDict[str, None] = OrderedDict()
         self._strangers: OrderedDict[str, None] = OrderedDict()  # known only by the discard of a handle
         # By their first keys, in the order in which iterations deliver them.
         self._whole: OrderedDict[Key, Message[T]] = OrderedDict()
         self._claims = Claims()
         self.unclaimed = Unclaimed()  # of all senders
-
-    @property
-    def messages_left(self) -> int:
-        """Count the messages that can be taken and whose senders have closed."""
-        return sum(len(self._senders[sender].messages) for sender in self._departed)
 
     # What senders do
 
@@ -171,6 +167,7 @@ class Mailbox(Generic[T]):
         for number in [number for number, message in record.messages.items() if message.count is None]:
             self.messages_discarded += 1
             record.drop(number)
+        self.messages_left += len(record.messages)
         self._remember(self._departed, sender)
         return self._claims.of_sender(sender)
 
@@ -295,6 +292,7 @@ class Mailbox(Generic[T]):
         if message.tensors:
             return False
         del record.messages[key.message], self._whole[message.keys[0]]
+        self.messages_left -= record.left
         record.end(key.message, discarded=False)
         return True
 
@@ -345,6 +343,7 @@ class Mailbox(Generic[T]):
             record.messages.clear()
             record.unclaimed.add(-record.unclaimed.tensors, -record.unclaimed.nbytes)
         self._whole.clear()
+        self.messages_left = 0
 
     def _make_whole(self, sender: str, number: int, message: Message[T]) -> Sequence[Key]:
         count = message.count = len(message.tensors)
@@ -370,6 +369,7 @@ class Mailbox(Generic[T]):
         message = record.drop(number)
         if message is not None:
             self._whole.pop(message.keys[0], None)  # of one that is not whole it has none
+            self.messages_left -= record.left
 
     def _remember(self, senders: OrderedDict[str, None], sender: str) -> None:
         """Remember a sender that is not here, and forget the oldest of its kind beyond a limit."""

@@ -16,6 +16,7 @@ from aiotensor.links.records import RecordSocket
 from aiotensor.links.unix import UnixSenderLink
 from tests.links.ends import open_sockets, turns
 from tests.links.unix_ends import Receiver, Sender, connecting, leave_stale, listening
+from tests.pairs import until
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +132,7 @@ async def test_a_sender_looks_for_a_receiver_only_while_there_is_none(
             receiver.links[0].write(b"welcome")
             await sender.arrived.get()
             assert sender.looks_at() is None
+            sender.link._connected_at -= 0.25  # a receiver that stays
             sender.link.drop(retry=True)
             assert sender.looks_at()
             assert sender.link._delay == 0.01  # it begins anew
@@ -138,6 +140,42 @@ async def test_a_sender_looks_for_a_receiver_only_while_there_is_none(
             assert sender.looks_at() is None
         sender.link.close()
         assert sender.looks_at() is None
+
+
+async def test_a_receiver_that_closes_every_connection_at_once_is_tried_less_and_less_often(
+    path: Path,
+) -> None:
+    async with listening(path) as receiver, connecting(path) as sender:
+        delays = []
+        for _ in range(8):
+            await until(lambda: bool(receiver.links))
+            receiver.links[0].write(b"welcome")
+            await sender.arrived.get()
+            receiver.links[0].close()
+            receiver.links.clear()
+            sender.link.drop(retry=True)
+            delays.append(sender.link._delay)
+            look_now(sender)
+        assert delays == sorted(delays)
+        assert delays[-1] == 0.25
+
+
+async def test_a_sender_tries_a_full_backlog_at_a_steady_rate(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen(0)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+            other.connect(str(path))
+            async with connecting(path) as sender:
+                for _ in range(10):
+                    assert sender.link.is_kept_waiting
+                    wait = sender.looks_at()
+                    assert wait is not None
+                    assert wait - asyncio.get_running_loop().time() < 0.02
+                    look_now(sender)
+                listener.accept()[0].close()
+                await sender.link.ready()
+                assert not sender.link.is_kept_waiting
 
 
 async def test_a_dropped_receiver_that_is_not_retried_is_looked_for_on_demand_only(path: Path) -> None:

@@ -10,7 +10,9 @@ from aiotensor.errors import ProtocolError
 from aiotensor.protocol.frames import (
     LEAST_FRAME_BYTES,
     MAX_ERROR_NAMES,
+    MAX_FRAMES,
     MAX_HOLDERS,
+    MAX_NUMBERS,
     MAX_RECORD_BYTES,
     MAX_ROWS,
     VERSION,
@@ -184,12 +186,14 @@ def test_a_record_is_read_where_it_lies() -> None:
     assert decode_to_sender(memoryview(record)[6:-6]) == [Taken((1, 2)), Bye()]
 
 
-def test_as_many_frames_as_a_record_has_room_for_are_read() -> None:
-    frames = [Discard(0)] * (MAX_RECORD_BYTES // len(encode(Discard(0))))
-    record = encode(*frames)
+def test_a_record_with_more_frames_than_one_may_have_is_refused() -> None:
+    frames = [Discard(0)] * MAX_FRAMES
 
-    assert len(record) <= MAX_RECORD_BYTES
-    assert decode_to_receiver(record) == frames
+    assert decode_to_receiver(encode(*frames)) == frames
+    with pytest.raises(ProtocolError, match=f"length <= {MAX_FRAMES}"):
+        decode_to_receiver(encode(*frames, Discard(0)))
+    with pytest.raises(ProtocolError, match=f"length <= {MAX_FRAMES}"):
+        decode_to_sender(encode(*[Taken((0,))] * (MAX_FRAMES + 1)))
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -201,11 +205,13 @@ def test_one_frame_that_cannot_be_read_spoils_its_record(place: int) -> None:
         decode_to_receiver(record_of(*frames))
 
 
-def test_a_frame_of_4096_numbers_fits_and_a_record_is_long_enough_for_it() -> None:
-    frame = Taken((LARGEST,) * 4096)
+def test_a_frame_with_more_numbers_than_one_may_have_is_refused() -> None:
+    frames = [Taken((LARGEST,) * MAX_NUMBERS)] * MAX_FRAMES
 
-    assert decode_to_sender(encode(frame)) == [frame]
-    assert len(encode(frame)) <= MAX_RECORD_BYTES
+    assert decode_to_sender(encode(*frames)) == frames
+    assert len(encode(*frames)) <= MAX_RECORD_BYTES
+    with pytest.raises(ProtocolError, match=f"length <= {MAX_NUMBERS}"):
+        decode_to_sender(encode(Taken((LARGEST,) * (MAX_NUMBERS + 1))))
 
 
 @all_ways

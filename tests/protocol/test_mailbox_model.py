@@ -405,6 +405,11 @@ class MailboxMachine(RuleBasedStateMachine):
         assert self.mailbox.next_unclaimed() == (unclaimed[0] if unclaimed else None)
 
     @invariant()
+    def it_counts_the_messages_that_closed_senders_left(self) -> None:
+        left = [record for record in self.mailbox._senders.values() if record.left]
+        assert self.mailbox.messages_left == sum(len(record.messages) for record in left)
+
+    @invariant()
     def it_counts_what_was_discarded(self) -> None:
         assert self.mailbox.messages_discarded == self.discarded
 

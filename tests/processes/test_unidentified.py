@@ -1,0 +1,136 @@
+"""Connections that never identify themselves cost no sender its place or its tensors."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import secrets
+import socket
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from aiotensor import TensorReceiver, TensorSender
+from aiotensor.conversation import Conversation
+from aiotensor.incoming import MAX_UNIDENTIFIED
+from aiotensor.protocol.frames import MAX_RECORD_BYTES, VERSION, Bye, Hello, decode_to_sender, encode
+from tests.pairs import BIG, pattern, until
+from tests.processes import peers
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+_OPEN = 3 * MAX_UNIDENTIFIED  # connections that a flood keeps
+
+
+def _connected(address: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.settimeout(20)
+    sock.connect(address.removeprefix("unix://"))
+    return sock
+
+
+def _record(kind: str) -> bytes | None:
+    match kind:
+        case "nonsense":
+            return os.urandom(MAX_RECORD_BYTES)
+        case "many frames":
+            return encode(*[Bye()] * 8000)
+        case "a hello":
+            return encode(Hello(VERSION, os.getpid(), secrets.token_hex(16), 1 << 40, 0))
+    return None
+
+
+async def flood(state: peers.State, kind: str) -> None:
+    """Connect without end, and say one thing or nothing on each connection."""
+    state.others["connected"] = 0
+    kept: list[socket.socket] = []
+    path = str(state.endpoint).removeprefix("unix://")
+    for number in itertools.count():
+        if number % 32 == 0:
+            await asyncio.sleep(0)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        kept.append(sock)
+        with contextlib.suppress(OSError):
+            sock.connect(path)
+            state.others["connected"] += 1
+            if (record := _record(kind)) is not None:
+                sock.send(record)
+        if kind != "silence" or len(kept) > _OPEN:
+            kept.pop(0).close()
+
+
+async def flooded(state: peers.State, count: int) -> None:
+    await until(lambda: state.others.get("connected", 0) >= count)
+
+
+async def is_ready(state: peers.State) -> None:
+    await state.sender.ready()
+
+
+async def receivers_lost(state: peers.State) -> int:
+    return state.sender.statistics().receivers_lost
+
+
+@pytest.mark.parametrize("kind", ["silence", "closing", "nonsense", "many frames", "a hello"])
+async def test_a_flood_of_connections_keeps_no_sender_out_and_costs_none_its_tensors(
+    kind: str, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        TensorReceiver(address) as receiver,
+        peers.peers(address, 3) as [early, late, flooder],
+        contextlib.AsyncExitStack() as stack,
+    ):
+        await early.call(peers.open_sender)
+        sent = await early.call(peers.send_pattern, 1, BIG)
+        for _ in range(MAX_UNIDENTIFIED):
+            stack.enter_context(await asyncio.to_thread(_connected, address))
+        flooder.start(flood, kind)
+        await flooder.call(flooded, 500)
+
+        await late.call(peers.open_sender)
+        await late.call(is_ready)
+        for seed, sender in ((2, late), (3, early)):
+            handle = await sender.call(peers.send_pattern, seed, BIG)
+            assert torch.equal(await receiver.receive(handle), pattern(seed, BIG))
+        assert torch.equal(await receiver.receive(sent), pattern(1, BIG))
+        assert await early.call(receivers_lost) == 0
+        assert receiver.statistics().senders == 2
+        assert receiver.statistics().senders_lost == 0
+        _check_rate(caplog)
+
+
+def _check_rate(caplog: pytest.LogCaptureFixture) -> None:
+    """Check that no two lines of an event are closer than a second, apart from the accuracy of clocks."""
+    times: dict[tuple[str, object], list[float]] = {}
+    for record in caplog.records:
+        times.setdefault((record.name, vars(record)["event"]), []).append(record.created)
+    for written in times.values():
+        assert all(later - earlier > 0.9 for earlier, later in itertools.pairwise(written))
+
+
+async def test_a_sender_that_is_replaced_before_its_hello_arrives_reconnects(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    introduce: Callable[[Conversation], bytes] = Conversation.introduction
+    async with peers.peers(address, 1) as [engine]:
+        await engine.call(peers.open_receiver)
+        with contextlib.ExitStack() as stack:
+
+            def introduce_late(conversation: Conversation) -> bytes:
+                """Let others connect first, until the receiver has closed one of them and so this one."""
+                monkeypatch.undo()
+                others = [_connected(address) for _ in range(MAX_UNIDENTIFIED + 1)]
+                for other in others:
+                    stack.enter_context(other)
+                [bye] = decode_to_sender(others[0].recv(MAX_RECORD_BYTES))
+                assert isinstance(bye, Bye)
+                assert bye.retry
+                return introduce(conversation)
+
+            monkeypatch.setattr(Conversation, "introduction", introduce_late)
+            async with TensorSender(address) as sender:
+                await sender.ready()
+                assert sender.statistics().receivers_lost == 1
+                handle = await sender.send(pattern(1, BIG))
+                assert await engine.call(peers.receive_pattern, handle, 1)
