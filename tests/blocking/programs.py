@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
@@ -380,22 +380,15 @@ def end_in_the_middle(*place: str) -> None:
 
 def leave_in_a_child(status: int, *place: str) -> None:
     """Leave every kind of block by sys.exit in a forked child, and say with which status that ends."""
-    messages, tensors, _ = place
-    with (
-        TensorReceiver(tensors),
-        TensorSender(tensors) as sender,
-        MessageServer(messages, Question) as server,
-        MessageClient(messages, reply_type=Answer) as client,
-        sender.message() as message,
-    ):
-        message.send(pattern(1, 3))
-        client.send(Question(1))
-        with server.next():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside a thread
-            child = os.fork()
-            if not child:
-                sys.exit(status)
-    _say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    ends = _open_all(Place(*place))
+    ends.client.send(Question(1))
+    with ExitStack() as stack:
+        for block in (*ends, ends.sender.message().__enter__(), ends.server.next().__enter__()):
+            stack.push(block)
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside a thread
+        if not (child := os.fork()):
+            sys.exit(status)
+        _say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def fail_beside_a_thread(*place: str) -> NoReturn:
