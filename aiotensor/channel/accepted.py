@@ -22,11 +22,11 @@ class Accepted:
     Args:
         max_clients: the most clients at once; None for no limit.
         is_client: returns whether an identity is that of a client.
-        close: closes a connection.
+        close: closes a connection, and returns whether that was possible.
     """
 
     def __init__(
-        self, max_clients: int | None, is_client: Callable[[bytes], bool], close: Callable[[int], None]
+        self, max_clients: int | None, is_client: Callable[[bytes], bool], close: Callable[[int], bool]
     ) -> None:
         self._max_clients = max_clients
         self._is_client = is_client
@@ -64,10 +64,11 @@ class Accepted:
         clients = len(self._identities) - len(others)
         room = _UNIDENTIFIED if self._max_clients is None else _UNIDENTIFIED + self._max_clients - clients
         for descriptor, identity in others[: max(0, len(others) - room)]:
+            if not self._close(descriptor):
+                break  # this process has no descriptors left
             del self._identities[descriptor]
             if identity is not None:
                 gone.append(identity)
-            self._close(descriptor)
             self._refusals.add("it said no hello, and others need its place")
         return gone
 

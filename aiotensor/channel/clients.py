@@ -241,8 +241,8 @@ class Clients:
         for identity in self._accepted.make_room():
             self._went(identity)
 
-    def _cut(self, descriptor: int) -> None:
-        self.socket.cut(descriptor)
+    def _cut(self, descriptor: int) -> bool:
+        return self.socket.cut(descriptor)
 
     def handshaken(self) -> None:
         """Wait for the hello of the client."""

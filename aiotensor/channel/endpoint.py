@@ -24,9 +24,9 @@ _NOT_HERE = (errno.EADDRNOTAVAIL, errno.ENODEV)  # this machine has no such addr
 # A connection whose handshake takes longer is closed. A client's limit is shorter: it knows its own reason.
 _HANDSHAKE_S = 5
 
-# Connections that wait to be accepted, as many as the kernel allows: during a flood, one that does not fit is
-# tried again by its kernel a second later.
-_BACKLOG = 4096
+# Connections that wait to be accepted. During a flood, a connection that does not fit is tried again a second
+# later; with more places it would wait as long behind connections that have ended.
+_BACKLOG = 256
 
 
 class _Allowed:

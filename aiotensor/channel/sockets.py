@@ -7,6 +7,7 @@ something has changed, and says it once, so whoever hears it has to look until t
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import os
 import socket
@@ -32,7 +33,7 @@ MAX_PARTS = MAX_TENSORS + 4
 # In one iteration of the loop, before its other callbacks have their turn: messages, and events of
 # connections, which any process that reaches the address can cause.
 _MESSAGES_A_TURN = 64
-_EVENTS_A_TURN = 128
+_EVENTS_A_TURN = 32
 
 # Plain numbers: each operation on an enum takes as long as a call into ZeroMQ.
 _LAST = int(zmq.NOBLOCK)
@@ -268,17 +269,20 @@ class LoopSocket:
         self._after_events.append(callback)
         self.look_for_events()
 
-    def cut(self, descriptor: int) -> None:
-        """Reset a connection that was made to this socket."""
-        # ZeroMQ may have closed it by now, and the number be that of anything.
-        if self._place is not None and _place_of(descriptor) == self._place:
-            sock = socket.socket(fileno=descriptor)
-            with contextlib.suppress(OSError):
+    def cut(self, descriptor: int) -> bool:
+        """Reset a connection that was made to this socket; return whether it has ended or is about to end."""
+        # By a copy: ZeroMQ may close the descriptor at any time, and its number may become that of another.
+        try:
+            copy = copy_of(descriptor)
+        except OSError as error:
+            return error.errno not in (errno.EMFILE, errno.ENFILE)
+        with contextlib.suppress(OSError), copy:
+            if self._place is not None and _place_of(copy) == self._place:
                 # ZeroMQ reads the end and closes the socket, which sends a reset: an end without one is what
                 # a client with wrong keys sees.
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NEVER)
-                sock.shutdown(socket.SHUT_RD)
-            sock.detach()
+                copy.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NEVER)
+                copy.shutdown(socket.SHUT_RD)
+        return True
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close; what was sent goes out within so many seconds, while the context is there."""
@@ -313,7 +317,8 @@ class LoopSocket:
         event, value = _EVENT.unpack(data)
         if event == zmq.EVENT_LISTENING:
             self._connections[value] = _InChild(value)
-            self._place = _place_of(value)
+            with contextlib.suppress(OSError), copy_of(value) as listener:
+                self._place = _place_of(listener)
         elif event & (zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED):
             self._connections[value] = _InChild(value)
             self._events.connected(value)
@@ -405,18 +410,9 @@ def _file_of(descriptor: int) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _place_of(descriptor: int) -> object:
-    """Return the name of the socket behind a descriptor: a path or a port; None if it is no socket."""
-    try:
-        sock = socket.socket(fileno=descriptor)
-    except OSError:
-        return None
-    try:
-        name = sock.getsockname()
-    except OSError:
-        return None
-    finally:
-        sock.detach()
+def _place_of(sock: socket.socket) -> object:
+    """Return where a socket is bound: a path or a port."""
+    name = sock.getsockname()
     return name[1] if isinstance(name, tuple) else name  # a wildcard's address is another on each side
 
 

@@ -29,19 +29,26 @@ def test_a_forked_child_closes_its_copy_of_a_connection_and_nothing_that_has_its
     os.close(writer)
 
 
-def test_the_place_of_a_socket_is_its_path_or_its_port_and_nothing_else_has_one() -> None:
+def test_the_place_of_a_socket_is_its_path_or_its_port() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as one,
         listener.accept()[0] as other,
     ):
-        assert _place_of(other.fileno()) == _place_of(listener.fileno()) == listener.getsockname()[1]
-        assert _place_of(one.fileno()) != _place_of(listener.fileno())
-    reader, writer = os.pipe()
-    assert _place_of(reader) is None
-    for descriptor in (reader, writer):
-        os.close(descriptor)
-    assert _place_of(reader) is None
+        assert _place_of(other) == _place_of(listener) == listener.getsockname()[1]
+        assert _place_of(one) != _place_of(listener)
+
+
+async def test_a_connection_that_zeromq_has_closed_is_cut_without_an_error_and_nothing_else_is() -> None:
+    with place() as here:
+        async with MessageServer(here.messages, Question) as server:
+            sock = server._clients.socket
+            reader, writer = os.pipe()
+            assert sock.cut(reader)  # the number is that of a pipe now
+            os.fstat(reader)
+            for descriptor in (reader, writer):
+                os.close(descriptor)
+            assert sock.cut(reader)
 
 
 async def test_a_connection_whose_number_is_another_sockets_by_now_refuses_nobody() -> None:
