@@ -59,8 +59,8 @@ class MessageClient(LoopObject, Generic[R]):
         receiver: an open receiver, by which the tensors of answers come if the server has a sender to it. Do
             not iterate over it.
         reply_type: of the answers, as msgspec takes it; they are checked.
-        high_water_mark: the most messages that wait to leave, and the most that wait to be read here, for
-            each server. Beyond them, `request` and `send` wait.
+        high_water_mark: the most messages that wait to leave, and without heartbeats the most that wait to
+            be read here, for each server. Beyond them, `request` and `send` wait.
         max_part_bytes: the largest part of an answer in bytes: its body, one tensor that travels beside the
             body, or all small ones there; None for no limit. The server is told: a request whose answer
             exceeds it raises `RemoteError`.

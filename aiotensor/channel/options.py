@@ -242,6 +242,9 @@ def limits(
     }
     if all(address.is_local for address in addresses) and not (heartbeat_interval_s or heartbeat_timeout_s):
         return options
+    # ZeroMQ stops reading a connection whose queue is full. If the connection ends then, the next heartbeat
+    # fails an assertion of libzmq 4.3.5, which ends the process. Credit bounds what honest peers send.
+    options[zmq.RCVHWM] = 0
     options[zmq.HEARTBEAT_IVL] = _milliseconds(
         "heartbeat_interval_s", heartbeat_interval_s, _HEARTBEAT_INTERVAL_S
     )

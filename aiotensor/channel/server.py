@@ -58,7 +58,8 @@ class MessageServer(LoopObject, Generic[M]):
             were.
         max_waiting_bytes: after how many bytes of these messages a client sends no more, not counting what
             came by senders.
-        high_water_mark: the most messages that ZeroMQ keeps, in each direction, for each client.
+        high_water_mark: the most messages that ZeroMQ keeps, in each direction, for each client. With
+            heartbeats it bounds only those to a client; `max_waiting` bounds those from a client.
         max_part_bytes: the largest part of a message in bytes: its body, one tensor that travels beside the
             body, or all small ones there; None for no limit. Clients are told, and raise `TooLargeError` for
             a message that exceeds it. One that sends such a message all the same loses its connection.
