@@ -43,9 +43,18 @@ class Member:
         folder: for its files.
         name: of them.
         uvloop: whether it runs on that event loop.
+        first: called there before anything else.
     """
 
-    def __init__(self, endpoint: Endpoint, folder: str, name: str, *, uvloop: bool) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        folder: str,
+        name: str,
+        *,
+        uvloop: bool,
+        first: Callable[[], None] | None = None,
+    ) -> None:
         self.name = name
         self.is_killed = False
         self.continued_at = 0.0  # when it was last continued
@@ -56,7 +65,7 @@ class Member:
         self._path = f"{folder}/{name}"
         open(f"{self._path}.stderr", "w").close()
         self._folder = folder
-        self._peer = Peer(endpoint, kind=Kind("uvloop" if uvloop else "asyncio", "plain"))
+        self._peer = Peer(endpoint, kind=Kind("uvloop" if uvloop else "asyncio", "plain"), first=first)
         self.pid = self._peer.pid
         self._gone = asyncio.get_running_loop().create_future()
         self._stops = 0
@@ -140,6 +149,10 @@ class Member:
             self._log_offset = file.tell()
         return lines
 
+    async def ended(self) -> None:
+        """Wait until it has ended."""
+        await self._peer.ended()
+
     async def finish(self) -> int | None:
         """Let it end as programs do."""
         return await asyncio.wait_for(self._peer.finish(), WATCHDOG_S)
@@ -190,6 +203,7 @@ class Family:
         self.is_queue = FAMILIES[name] == "queue"
         self.receiver: Member
         self.senders: list[Member] = []
+        self.notes: list[str] = []  # what cannot be tried here
         self.dropped: set[tuple[str, int]] = set()  # discarded by the receiver, perhaps before they were sent
         self.has_ended = True  # its receiver is gone, and it does not get another
         self._begun = 0
@@ -209,6 +223,11 @@ class Family:
     def members(self) -> list[Member]:
         """Return the receiver and the senders."""
         return [self.receiver, *self.senders]
+
+    @property
+    def by_slot(self) -> list[tuple[int | None, Member]]:
+        """Return everybody, with what the faults of a round call them."""
+        return [(None, self.receiver), *enumerate(self.senders)]
 
     def left_in_folder(self) -> list[str]:
         """List what is in the folder where they meet, beside the socket."""
@@ -281,9 +300,9 @@ class Family:
             await self.probe(sender, plan.senders[slot])
         self.has_ended = False
 
-    async def _new(self, role: str, *, uvloop: bool) -> Member:
+    async def _new(self, role: str, *, uvloop: bool, first: Callable[[], None] | None = None) -> Member:
         self._begun += 1
         name = f"{self.name}-{role}-{self._begun}"
-        member = Member(self._endpoint, self._files, name, uvloop=uvloop)
+        member = Member(self._endpoint, self._files, name, uvloop=uvloop, first=first)
         await member.begin()
         return member

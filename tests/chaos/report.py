@@ -20,8 +20,10 @@ _GROWTH_KIB = 4096  # of an allocator that has not met every size in its warm-up
 class Run:
     """One run of a seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, only: str | None = None) -> None:
         self.seed = seed
+        self.only = only  # the family, if there is one
+        self.notes: list[str] = []  # what could not be tried here
         self.seconds = 0.0
         self.times = Times()
         self.tally = Tally()
@@ -35,11 +37,12 @@ class Run:
         """Count a round that was played."""
         self._rounds[plan.family] += 1
         for fault in plan.faults:
-            self._faults[f"{fault.kind.value} ({'receiver' if fault.target is None else 'sender'})"] += 1
-        taker = plan.taker
-        self._faults["the receiver takes nothing for a while"] += taker.stuck_ms > 0
-        self._faults["the receiver is slow"] += taker.slow_ms > 0
-        self._faults["the receiver holds what it took"] += taker.hold is not Hold.DROP and taker.hold_ms > 0
+            self._faults[f"{fault.kind.value} ({plan.who(fault)})"] += 1
+        for taker in plan.takers:
+            self._faults["the receiver takes nothing for a while"] += taker.stuck_ms > 0
+            self._faults["the receiver is slow"] += taker.slow_ms > 0
+            holds = taker.hold is not Hold.DROP and taker.hold_ms > 0
+            self._faults["the receiver holds what it took"] += holds
         self._faults["a full socket"] += any(len(sender.parts[0]) > 12 for sender in plan.senders)
         if problems:
             self.failed = plan
@@ -84,12 +87,16 @@ class Run:
             if samples:
                 table.add_row(f"memory of the elder of {family!r}", f"{course} MiB")
         console.print(table)
+        for text in self.notes:
+            console.print(text, markup=False)
         if self.problems:
             console.print("\nWRONG:", style="bold red")
             for problem in self.problems:
                 console.print(problem, markup=False)
         if self.failed is not None:
+            number = self.failed.number
             plan = msgspec.json.format(msgspec.json.encode(self.failed), indent=1).decode()
-            console.print(f"\nround {self.failed.number}: {plan}", markup=False)
-            again = f"python -m tests.chaos --seed {self.seed} --rounds {self.failed.number} --repeat 20"
+            console.print(f"\nround {number}: {plan}", markup=False)
+            only = "" if self.only is None else f" --family {self.only}"
+            again = f"python -m tests.chaos --seed {self.seed} --rounds {number} --repeat 20{only}"
             console.print(f"\nto play it again: {again}", markup=False)
