@@ -70,6 +70,7 @@ class Member:
         self._gone = asyncio.get_running_loop().create_future()
         self._stops = 0
         self._log_offset = 0
+        self.logged: list[str] = []  # when it was last asked
         self._is_closed = False
 
     async def begin(self) -> None:
@@ -147,6 +148,7 @@ class Member:
             file.seek(self._log_offset)
             lines = file.readlines()
             self._log_offset = file.tell()
+        self.logged = lines
         return lines
 
     async def ended(self) -> None:
