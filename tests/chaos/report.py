@@ -48,6 +48,10 @@ class Run:
             self.failed = plan
             self.problems += problems
 
+    def note_abort(self, plan: Round) -> None:
+        """Count a round in which ZeroMQ ended a process."""
+        self._faults[f"given up, since ZeroMQ ended a process: rounds of {plan.family!r}"] += 1
+
     def memory_problems(self, family: str) -> list[str]:
         """Say whether the memory of who lived for the whole run has grown since its warm-up."""
         samples = self.memory[family]

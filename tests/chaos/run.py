@@ -81,6 +81,10 @@ async def _play(run: Run, plan: Round, family: Family) -> None:
     except BaseException as error:
         error.add_note(f"in round {plan.number} of seed {run.seed}")
         raise
+    if problems and family.has_aborted:  # whatever else was wrong with that round
+        await family.abandon()
+        run.note_abort(plan)
+        return
     run.note(plan, problems)
     if not problems and plan.number % _ROUNDS_A_SAMPLE == 0 and family.elder is not None:
         await family.elder.call(here.tidy)
