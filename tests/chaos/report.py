@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.chaos.audit import Tally
-from tests.chaos.plan import FAMILIES, Hold, Round
+from tests.chaos.plan import FAMILIES, FaultKind, Hold, Round
 from tests.chaos.rounds import Times
 
 __all__ = ["Run"]
@@ -37,6 +37,8 @@ class Run:
         """Count a round that was played."""
         self._rounds[plan.family] += 1
         for fault in plan.faults:
+            if fault.kind is FaultKind.PARTITION and self.notes:
+                continue  # nothing can be cut here
             self._faults[f"{fault.kind.value} ({plan.who(fault)})"] += 1
         for taker in plan.takers:
             self._faults["the receiver takes nothing for a while"] += taker.stuck_ms > 0
