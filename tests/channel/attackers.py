@@ -1,11 +1,11 @@
 """Processes that flood a server with connections, and have no key that it accepts."""
 
 import multiprocessing
-import os
 import selectors
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Protocol
 
 __all__ = ["ATTACKS", "attacked"]
 
@@ -13,6 +13,12 @@ __all__ = ["ATTACKS", "attacked"]
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 
 _SILENT = 128  # connections of one attacker that says nothing
+
+
+class _Event(Protocol):
+    """What an attacker sets when its attack has begun."""
+
+    def set(self) -> None: ...
 
 
 @contextmanager
@@ -44,7 +50,7 @@ def attacked(address: str, attack: str, attackers: int = 2) -> Iterator[None]:
 def _is_wanted() -> bool:
     """Return whether the process that began the attack still lives."""
     parent = multiprocessing.parent_process()
-    return parent is not None and os.getppid() == parent.pid
+    return parent is not None and parent.is_alive()
 
 
 def _connect(address: str) -> socket.socket:
@@ -60,7 +66,7 @@ def _connect(address: str) -> socket.socket:
     return sock
 
 
-def _hang_up(address: str, begun: "multiprocessing.synchronize.Event") -> None:
+def _hang_up(address: str, begun: _Event) -> None:
     """Connect, greet, and close at once."""
     while _is_wanted():
         with suppress(OSError), _connect(address) as sock:
@@ -68,7 +74,7 @@ def _hang_up(address: str, begun: "multiprocessing.synchronize.Event") -> None:
             begun.set()
 
 
-def _greet(address: str, begun: "multiprocessing.synchronize.Event") -> None:
+def _greet(address: str, begun: _Event) -> None:
     """Connect, greet, and close when the server has greeted."""
     while _is_wanted():
         with suppress(OSError), _connect(address) as sock:
@@ -77,7 +83,7 @@ def _greet(address: str, begun: "multiprocessing.synchronize.Event") -> None:
             begun.set()
 
 
-def _say_nothing(address: str, begun: "multiprocessing.synchronize.Event") -> None:
+def _say_nothing(address: str, begun: _Event) -> None:
     """Keep connections open and say nothing; replace each that the server closes."""
     with selectors.DefaultSelector() as selector:
         while _is_wanted():

@@ -7,6 +7,7 @@ import sys
 
 import click
 
+from tests.chaos.plan import FAMILIES
 from tests.chaos.report import Run
 from tests.chaos.run import run_for
 
@@ -26,11 +27,12 @@ def _parse_rounds(context: click.Context, parameter: click.Parameter, text: str 
 @click.option("--seed", type=int, help="What the rounds are planned from.  [default: a random one]")
 @click.option("--rounds", callback=_parse_rounds, help="Only round A, or rounds A:B, of that seed.")
 @click.option("--repeat", type=click.IntRange(min=1), default=1, help="So many times, with --rounds.")
-def main(seconds: float, seed: int | None, rounds: range | None, repeat: int) -> None:
+@click.option("--family", type=click.Choice(list(FAMILIES)), help="Only rounds of this family.")
+def main(seconds: float, seed: int | None, rounds: range | None, repeat: int, family: str | None) -> None:
     """Send tensors while processes are killed, stopped and starved, and account for every one of them."""
     if seed is None:
         seed = int(os.environ.get("AIOTENSOR_SEED") or random.SystemRandom().getrandbits(32))
-    result: Run = asyncio.run(run_for(seed, seconds, rounds, repeat))
+    result: Run = asyncio.run(run_for(seed, seconds, rounds, repeat, family))
     result.print()
     sys.exit(1 if result.problems else 0)
 

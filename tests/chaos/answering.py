@@ -15,7 +15,7 @@ from tests.chaos.plan import ANSWERED_BY_SENDER, ASKS_BY_SENDER, SLOTS, Hold, Ta
 from tests.chaos.questions import PROBE, Question, Reply, answer_to, messages_at, name_back, wrong_with
 from tests.processes.peers import State
 
-__all__ = ["close", "heard", "leave", "open_receiver", "settle", "stop", "take"]
+__all__ = ["adopt", "close", "heard", "leave", "open_receiver", "settle", "stop", "take"]
 
 
 class HandlerError(Exception):
@@ -125,12 +125,17 @@ async def open_receiver(state: State, plan: TakerPlan) -> None:
             except (OSError, UsageError):  # this process has no descriptors now
                 await asyncio.sleep(0.005)
                 continue
-            _ends.stack = stack.pop_all()
-            break
+            state.receivers[:] = [receiver]
+            state.senders[:] = senders
+            adopt(server, stack)
+            return
+
+
+def adopt(server: MessageServer[Question], stack: contextlib.AsyncExitStack) -> None:
+    """Take over a server that was opened, with all that is to be closed with it, and answer at once."""
+    _ends.stack = stack.pop_all()
     _ends.server = server
     _ends.answering = _Answering(server, None)
-    state.receivers[:] = [receiver]
-    state.senders[:] = senders
     here.uses[:] = [server.statistics]
 
 
@@ -171,13 +176,14 @@ async def heard(state: State, sender: str) -> int:
 async def settle(state: State) -> list[str]:
     """Wait until nothing is held and everybody is here, and say what is wrong with what this process has."""
     gc.collect()
-    server, receiver = _ends.server, state.receiver
+    server = _ends.server
     while (now := server.statistics()).waiting or now.in_hand or now.clients != SLOTS:
         await asyncio.sleep(0.001)
-    while (got := receiver.statistics()).leases or got.waiting or got.unclaimed_tensors:
-        await asyncio.sleep(0.001)
-    while receiver.statistics().senders != len(ASKS_BY_SENDER):
-        await asyncio.sleep(0.001)
+    for receiver in state.receivers:
+        while (got := receiver.statistics()).leases or got.waiting or got.unclaimed_tensors:
+            await asyncio.sleep(0.001)
+        while receiver.statistics().senders != len(ASKS_BY_SENDER):
+            await asyncio.sleep(0.001)
     for sender in state.senders:
         while (sent := sender.statistics()).in_flight or sent.bytes_in_use or sent.waiting:
             await asyncio.sleep(0.001)

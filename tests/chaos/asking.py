@@ -18,7 +18,18 @@ from tests.chaos.working import Work
 from tests.pairs import pattern
 from tests.processes.peers import State
 
-__all__ = ["begin_round", "leave", "open_sender", "probe", "reopen", "send_all", "settle", "told"]
+__all__ = [
+    "adopt",
+    "begin_round",
+    "close",
+    "leave",
+    "open_sender",
+    "probe",
+    "reopen",
+    "send_all",
+    "settle",
+    "told",
+]
 
 _LARGE = 50_000  # elements: it goes by a sender, if there is one
 
@@ -61,11 +72,15 @@ async def open_sender(state: State, plan: SenderPlan) -> str:
             except (OSError, UsageError):  # this process has no descriptors now
                 await asyncio.sleep(0.005)
                 continue
-            _ends.client, _ends.is_open = client, True
-            _ends.stack = stack.pop_all()
-            break
-    state.senders[:] = [] if sender is None else [sender]
-    state.receivers[:] = [] if receiver is None else [receiver]
+            state.senders[:] = [] if sender is None else [sender]
+            state.receivers[:] = [] if receiver is None else [receiver]
+            return adopt(client, stack)
+
+
+def adopt(client: MessageClient[Reply], stack: contextlib.AsyncExitStack) -> str:
+    """Take over a client that was opened, with all that is to be closed with it; return its name."""
+    _ends.client, _ends.is_open = client, True
+    _ends.stack = stack.pop_all()
     here.uses[:] = [client.statistics, partial(_begin, client)]
     return str(os.getpid())
 
@@ -87,10 +102,15 @@ async def leave(state: State) -> None:
 
 async def reopen(state: State, plan: SenderPlan) -> str:
     """Close the client in the middle of what it does, and open another."""
+    await close(state)
+    return await open_sender(state, plan)
+
+
+async def close(state: State) -> None:
+    """Close the client in the middle of what it does."""
     losses = _losses(state)
     await leave(state)
     _ends.losses = losses
-    return await open_sender(state, plan)
 
 
 def _losses(state: State) -> int:
@@ -130,27 +150,32 @@ async def _ask(state: State, order: Order, sources: Sequence[torch.Tensor]) -> N
     client = _ends.client
     question = Question(order.key, order.wish, order.answer, list(sources))
     if order.how == "one-way":
-        await client.send(question)
+        await client.send(question, target=order.target)
         return
     if order.how == "inside" and state.senders:
         async with state.sender.message() as message:
             await _work.pause(state)
             reply = await client.request(question, inside=message)
     else:
-        reply = await client.request(question)
+        reply = await client.request(question, target=order.target)
     if not is_answer(reply, question):
         here.journal(Broken(f"question {order.key} was answered as {reply.key}: {reply.tensors}"))
 
 
 async def probe(state: State) -> None:
-    """Ask something of whoever is there, or comes, once its sender is here too."""
+    """Ask something of every server that is there, or comes, once its sender is here too."""
+    servers = len(_ends.client.statistics().in_flight)
+    await asyncio.gather(*(_probe(state, target) for target in range(servers)))
+
+
+async def _probe(state: State, target: int) -> None:
     sizes = (_LARGE, 3)
     question = Question(PROBE, "answer", sizes, [pattern(PROBE + i, n) for i, n in enumerate(sizes)])
     is_answered = False
     # A sender that was refused, for want of a descriptor perhaps, comes again with a later answer.
     while not is_answered or any(receiver.statistics().senders != 1 for receiver in state.receivers):
         with contextlib.suppress(PeerLostError, RefusedError):
-            is_answered = is_answer(await _ends.client.request(question), question)
+            is_answered = is_answer(await _ends.client.request(question, target=target), question)
             if not is_answered:
                 here.journal(Broken("a probe was not answered as it should be"))
         await asyncio.sleep(0.001)
@@ -168,9 +193,8 @@ async def settle(state: State) -> list[str]:
         while (got := receiver.statistics()).leases or got.waiting or got.unclaimed_tensors:
             await asyncio.sleep(0.001)
     now = client.statistics()
-    wrong = [] if now.servers == 1 else [f"has no server: {now}"]
-    connection = client._connections[0]
-    if connection._unanswered or connection.outbox or connection._notices:
+    wrong = [] if now.servers == len(now.in_flight) else [f"has lost a server: {now}"]
+    if any(one._unanswered or one.outbox or one._notices for one in client._connections):
         wrong.append(f"holds something at rest: {now}")
     return wrong
 

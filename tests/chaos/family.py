@@ -24,6 +24,9 @@ R = TypeVar("R")
 
 WATCHDOG_S = 15.0  # far beyond what anything here takes, also on a busy machine: then it hangs
 
+# With heartbeats, when a connection ends from which ZeroMQ reads nothing for want of room.
+_ABORTED = "Assertion failed: !_io_error"
+
 _PROBES = 16  # more than the receiver can have discarded before they were sent
 
 
@@ -43,9 +46,18 @@ class Member:
         folder: for its files.
         name: of them.
         uvloop: whether it runs on that event loop.
+        first: called there before anything else.
     """
 
-    def __init__(self, endpoint: Endpoint, folder: str, name: str, *, uvloop: bool) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        folder: str,
+        name: str,
+        *,
+        uvloop: bool,
+        first: Callable[[], None] | None = None,
+    ) -> None:
         self.name = name
         self.is_killed = False
         self.continued_at = 0.0  # when it was last continued
@@ -56,12 +68,13 @@ class Member:
         self._path = f"{folder}/{name}"
         open(f"{self._path}.stderr", "w").close()
         self._folder = folder
-        self._peer = Peer(endpoint, kind=Kind("uvloop" if uvloop else "asyncio", "plain"))
+        self._peer = Peer(endpoint, kind=Kind("uvloop" if uvloop else "asyncio", "plain"), first=first)
         self.pid = self._peer.pid
         self._gone = asyncio.get_running_loop().create_future()
         self._stops = 0
         self._log_offset = 0
-        self._is_closed = False
+        self.logged: list[str] = []  # when it was last asked
+        self.is_closed = False
 
     async def begin(self) -> None:
         """Give it its files."""
@@ -78,7 +91,10 @@ class Member:
         """
         if self.is_killed:
             raise GoneError(self.name)
-        future = self._peer.start(work, *args, **kwargs)
+        try:
+            future = self._peer.start(work, *args, **kwargs)
+        except ConnectionError:
+            raise await self._died() from None
         ended: set[asyncio.Future[R] | asyncio.Future[None]]
         ended, _ = await asyncio.wait(
             {future, self._gone}, timeout=WATCHDOG_S, return_when=asyncio.FIRST_COMPLETED
@@ -94,8 +110,14 @@ class Member:
         except AioTensorError as error:
             raise RoundError(f"{self.name}: {work.__name__} raised {error!r}") from error
         except ConnectionError:
-            status = await self._peer.ended()
-            raise RoundError(f"{self.name} died by itself, status {status}\n{self.complaints}") from None
+            raise await self._died() from None
+
+    async def _died(self) -> Exception:
+        """Return the error that says how it ended."""
+        if self.is_killed:
+            return GoneError(self.name)
+        status = await self._peer.ended()
+        return RoundError(f"{self.name} died by itself, status {status}\n{self.complaints}")
 
     async def _say_where(self) -> None:
         """Have it say on its standard error where it is: its tasks, or its threads if its loop is stuck."""
@@ -138,7 +160,12 @@ class Member:
             file.seek(self._log_offset)
             lines = file.readlines()
             self._log_offset = file.tell()
+        self.logged = lines
         return lines
+
+    async def ended(self) -> None:
+        """Wait until it has ended."""
+        await self._peer.ended()
 
     async def finish(self) -> int | None:
         """Let it end as programs do."""
@@ -146,9 +173,9 @@ class Member:
 
     async def close(self) -> None:
         """Forget it, and end it if it lives; closing again does nothing."""
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         await self._peer.close()
         for kind in ("journal", "stderr", "log"):
             with contextlib.suppress(FileNotFoundError):
@@ -190,9 +217,11 @@ class Family:
         self.is_queue = FAMILIES[name] == "queue"
         self.receiver: Member
         self.senders: list[Member] = []
+        self.notes: list[str] = []  # what cannot be tried here
         self.dropped: set[tuple[str, int]] = set()  # discarded by the receiver, perhaps before they were sent
         self.has_ended = True  # its receiver is gone, and it does not get another
         self._begun = 0
+        self._living: list[Member] = []  # and some that were closed
         self._files = tempfile.mkdtemp(prefix="chaos-")
         self._meeting = tempfile.mkdtemp(prefix="aiotensor-")
         self._endpoint: Endpoint = f"unix://{self._meeting}/s"
@@ -209,6 +238,11 @@ class Family:
     def members(self) -> list[Member]:
         """Return the receiver and the senders."""
         return [self.receiver, *self.senders]
+
+    @property
+    def by_slot(self) -> list[tuple[int | None, Member]]:
+        """Return everybody, with what the faults of a round call them."""
+        return [(None, self.receiver), *enumerate(self.senders)]
 
     def left_in_folder(self) -> list[str]:
         """List what is in the folder where they meet, beside the socket."""
@@ -262,10 +296,20 @@ class Family:
     async def leave(self, member: Member) -> None:
         """Have a process close what it does not close by itself when it ends."""
 
+    @property
+    def has_aborted(self) -> bool:
+        """Say whether ZeroMQ has ended a process, as it is known to do."""
+        return any(_ABORTED in member.complaints for member in self._living if not member.is_closed)
+
+    async def abandon(self) -> None:
+        """End everybody in the middle of a round; the next one begins with others."""
+        for member in self._living:
+            await member.close()
+        self.senders, self.has_ended = [], True
+
     async def close(self) -> None:
         """End everybody, and leave nothing behind."""
-        for member in self.members if self.senders else []:
-            await member.close()
+        await self.abandon()
         for folder in (self._files, self._meeting):
             shutil.rmtree(folder)
 
@@ -281,9 +325,10 @@ class Family:
             await self.probe(sender, plan.senders[slot])
         self.has_ended = False
 
-    async def _new(self, role: str, *, uvloop: bool) -> Member:
+    async def _new(self, role: str, *, uvloop: bool, first: Callable[[], None] | None = None) -> Member:
         self._begun += 1
         name = f"{self.name}-{role}-{self._begun}"
-        member = Member(self._endpoint, self._files, name, uvloop=uvloop)
+        member = Member(self._endpoint, self._files, name, uvloop=uvloop, first=first)
+        self._living = [*(one for one in self._living if not one.is_closed), member]
         await member.begin()
         return member

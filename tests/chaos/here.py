@@ -48,6 +48,7 @@ async def begin(state: State, folder: str, name: str) -> None:
     log = logging.FileHandler(f"{folder}/{name}.log")
     log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logging.getLogger("aiotensor").addHandler(log)
+    logging.getLogger("aiotensor").setLevel(logging.INFO)
     logging.getLogger("aiotensor").propagate = False  # asyncio's own complaints go to stderr
     faulthandler.register(signal.SIGUSR1)  # who hangs can be asked where
     here.journal = Journal(f"{folder}/{name}.journal")

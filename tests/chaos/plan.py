@@ -14,6 +14,7 @@ __all__ = [
     "ANSWERED_BY_SENDER",
     "ASKS_BY_SENDER",
     "ELDERS",
+    "ENGINES",
     "FAMILIES",
     "MAX_TENSORS",
     "SLOTS",
@@ -29,19 +30,22 @@ __all__ = [
 ]
 
 SLOTS = 3  # senders of a family
+ENGINES = 3  # that each client of the family "engines" is connected to
 MAX_TENSORS = 4  # of a message
 _PARTS = 2  # a process and the one that replaces it within the round
 _ORDERS = 256  # of one part at most
 
-# How they meet. A queue dies with its receiver; over messages, senders are clients that ask a server.
+# How they meet. A queue dies with its receiver; over messages, senders are clients that ask a server, and
+# over a network they ask several.
 FAMILIES = {
     "server": "unix",
     "engine": "unix",
     "queue": "queue",
     "asking": "messages",
     "answering": "messages",
+    "engines": "network",
 }
-_FAMILY_WEIGHTS = (9, 9, 4, 6, 6)
+_FAMILY_WEIGHTS = (9, 9, 4, 6, 6, 4)
 
 # Who lives for the whole run, a sender's slot or None for the receiver: memory is compared at the end.
 ELDERS: dict[str, int | None] = {"server": 0, "engine": None, "asking": 0, "answering": None}
@@ -68,6 +72,8 @@ class FaultKind(enum.Enum):
     CLOCK = "the clock jumps"
     FORK = "fork in the middle"
     COLLECT = "garbage collection at every allocation"
+    ATTACK = "a flood of connections"
+    PARTITION = "packets are lost"
 
 
 class Hold(enum.Enum):
@@ -83,15 +89,18 @@ class Fault(msgspec.Struct, frozen=True):
 
     Attributes:
         kind: what.
-        target: the sender's slot, or None for the receiver.
+        target: the sender's slot, or None for the receiver. Over a network, engines are counted on from
+            `SLOTS`, and None is the network.
         at_ms: when, after the round's start.
         for_ms: for how long, where that means something.
+        how: the attack, or the direction in which packets are lost.
     """
 
     kind: FaultKind
     target: int | None
     at_ms: float
     for_ms: float
+    how: str = ""
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -106,6 +115,7 @@ class Order(msgspec.Struct, frozen=True):
         after_ms: when it does that.
         wish: what is to become of a question: answer, raise, or drop.
         answer: elements of the tensors of its answer.
+        target: which of several engines is asked; None for any.
     """
 
     key: int
@@ -115,6 +125,7 @@ class Order(msgspec.Struct, frozen=True):
     after_ms: float
     wish: str = ""
     answer: tuple[int, ...] = ()
+    target: int | None = None
 
 
 class SenderPlan(msgspec.Struct, frozen=True):
@@ -169,13 +180,30 @@ class TakerPlan(msgspec.Struct, frozen=True):
 
 
 class Round(msgspec.Struct, frozen=True):
-    """A round: who sends what, how it is taken, and what goes wrong."""
+    """A round: who sends what, how it is taken, and what goes wrong.
+
+    Attributes:
+        taker: the receiver, or the first of several engines.
+        other_takers: the other engines.
+    """
 
     number: int
     family: str
     senders: tuple[SenderPlan, ...]
     taker: TakerPlan
     faults: tuple[Fault, ...]
+    other_takers: tuple[TakerPlan, ...] = ()
+
+    @property
+    def takers(self) -> tuple[TakerPlan, ...]:
+        """Return the plans of all receivers, or engines."""
+        return (self.taker, *self.other_takers)
+
+    def who(self, fault: Fault) -> str:
+        """Say to what a fault happens."""
+        if FAMILIES[self.family] == "network":
+            return "network" if fault.target is None else "client" if fault.target < SLOTS else "engine"
+        return "receiver" if fault.target is None else "sender"
 
     @property
     def ends_the_receiver(self) -> bool:
@@ -212,6 +240,25 @@ _RECEIVER_FAULTS = {
     FaultKind.FORK: 2,
     FaultKind.COLLECT: 2,
 }
+_CLIENT_FAULTS = {
+    FaultKind.KILL: 4,
+    FaultKind.STOP: 4,
+    FaultKind.CLOSE: 3,
+    FaultKind.CLOCK: 2,
+    FaultKind.FORK: 1,
+    FaultKind.COLLECT: 1,
+}
+_ENGINE_FAULTS = {
+    FaultKind.KILL: 5,
+    FaultKind.STOP: 4,
+    FaultKind.CLOSE: 3,
+    FaultKind.ATTACK: 3,
+    FaultKind.CLOCK: 2,
+    FaultKind.FORK: 1,
+    FaultKind.COLLECT: 1,
+}
+_ATTACKS = ("hang up", "greet", "say nothing")
+_DIRECTIONS = ("both", "both", "to engines", "to clients")
 
 
 def key_of(number: int, slot: int, part: int, order: int) -> int:
@@ -219,12 +266,16 @@ def key_of(number: int, slot: int, part: int, order: int) -> int:
     return (((number * SLOTS + slot) * _PARTS + part) * _ORDERS + order) * MAX_TENSORS
 
 
-def plan_round(seed: int, number: int) -> Round:
-    """Plan one round."""
+def plan_round(seed: int, number: int, only: str | None = None) -> Round:
+    """Plan one round, of any family or only of one."""
     rng = random.Random(f"{seed}/{number}")
     family = rng.choices(list(FAMILIES), _FAMILY_WEIGHTS)[0]
+    family = only or family
     floods = rng.random() < 0.15
     senders = tuple(_plan_sender(rng, number, slot, family, floods=floods) for slot in range(SLOTS))
+    if FAMILIES[family] == "network":
+        takers = [_plan_taker(rng) for _ in range(ENGINES)]
+        return Round(number, family, senders, takers[0], _plan_faults_of_network(rng), tuple(takers[1:]))
     faults = _plan_faults(rng, family)
     if floods:  # its socket fills while the receiver is stopped
         faults = (*faults, Fault(FaultKind.STOP, None, rng.uniform(0, 2), rng.uniform(10, 40)))
@@ -232,12 +283,15 @@ def plan_round(seed: int, number: int) -> Round:
 
 
 def _plan_sender(rng: random.Random, number: int, slot: int, family: str, *, floods: bool) -> SenderPlan:
-    asks = FAMILIES[family] == "messages"
+    asks = FAMILIES[family] in ("messages", "network")
     plan_one = _plan_question if asks else _plan_order
     parts = []
     for part in range(_PARTS):
         count = rng.randint(0, 10) if part == 0 else rng.randint(1, 3)
         orders = [plan_one(rng, key_of(number, slot, part, index)) for index in range(count)]
+        if FAMILIES[family] == "network":
+            targets = (None, None, None, *range(ENGINES))
+            orders = [msgspec.structs.replace(order, target=rng.choice(targets)) for order in orders]
         if floods and part == 0:
             first = len(orders)
             orders += [
@@ -333,3 +387,28 @@ def _plan_faults(rng: random.Random, family: str) -> tuple[Fault, ...]:
         starved = (FaultKind.NO_DESCRIPTORS, None)
         faults = [fault for fault in faults if (fault.kind, fault.target) != starved]
     return tuple(faults)
+
+
+def _plan_faults_of_network(rng: random.Random) -> tuple[Fault, ...]:
+    faults: dict[tuple[int | None, FaultKind], Fault] = {}
+    ends: set[int] = set()
+    for _ in range(rng.choices((0, 1, 2, 3, 4), (1, 4, 4, 2, 1))[0]):
+        target = rng.randrange(SLOTS + ENGINES)
+        weights = _CLIENT_FAULTS if target < SLOTS else _ENGINE_FAULTS
+        kind = rng.choices(list(weights), list(weights.values()))[0]
+        if kind in _ENDS and target in ends:
+            continue  # one end for each in a round
+        ends |= {target} if kind in _ENDS else set()
+        for_ms, how = rng.uniform(1, 60), ""
+        if kind is FaultKind.STOP and rng.random() < 0.15:
+            for_ms = rng.uniform(700, 1500)  # longer than heartbeats allow
+        if kind is FaultKind.ATTACK:
+            for_ms, how = rng.uniform(30, 400), rng.choice(_ATTACKS)
+        faults[target, kind] = Fault(kind, target, rng.uniform(0, 12), for_ms, how)
+    if rng.random() < 0.2:  # it takes long
+        longest_ms = rng.choice((300, 300, 1000, 3000))
+        partition = FaultKind.PARTITION
+        faults[None, partition] = Fault(
+            partition, None, rng.uniform(0, 20), rng.uniform(50, longest_ms), rng.choice(_DIRECTIONS)
+        )
+    return tuple(faults.values())

@@ -1,26 +1,33 @@
 """The account of a round of questions: each ended once, with its answer or an error that is explained."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from tests.chaos.audit import RESOURCES, Account, Tally
 from tests.chaos.journal import Began, Broken, Ended, Heard, Replied
 from tests.chaos.plan import ANSWERED_BY_SENDER, ASKS_BY_SENDER, FaultKind, Order, Round
 
-__all__ = ["audit_questions"]
+__all__ = ["Questions", "audit_questions"]
 
 # What `RemoteError` may name without a fault, by what was wished for. `serve` knows no dropping.
 _REMOTE = {"answer": set[str](), "raise": {"HandlerError"}, "drop": {"HandlerError", "UsageError"}}
 
 
-class _Questions:
+class Questions:
+    """The questions of a round, from all journals.
+
+    Args:
+        plan: of the round.
+        accounts: of all processes that had a part in it.
+    """
+
     def __init__(self, plan: Round, accounts: Iterable[Account]) -> None:
         self.plan = plan
         self.problems: list[str] = []
         self.orders = {order.key: order for one in plan.senders for part in one.parts for order in part}
         self.asked: dict[int, Account] = {}
         self.ends: dict[int, list[Ended]] = {}
-        self.heard = Counter[int]()
+        self.heard: dict[int, list[str]] = defaultdict(list)  # by whom
         self.replied = Counter[int]()
         for account in accounts:
             for event in account.events:
@@ -31,7 +38,7 @@ class _Questions:
                     case Ended():
                         self.ends[event.key].append(event)
                     case Heard():
-                        self.heard[event.key] += 1
+                        self.heard[event.key].append(account.name)
                     case Replied():
                         self.replied[event.key] += 1
                     case Broken():
@@ -40,6 +47,7 @@ class _Questions:
                         self.problems.append(f"{account.name} wrote {event}")
 
     def run(self, tally: Tally) -> list[str]:
+        """Account for every question, and return what is wrong."""
         for key, account in self.asked.items():
             problem = self._account(account, self.orders[key], tally)
             if problem:
@@ -49,9 +57,10 @@ class _Questions:
         return self.problems
 
     def _account(self, account: Account, order: Order, tally: Tally) -> str:
-        heard, replied, ends = self.heard[order.key], self.replied[order.key], self.ends[order.key]
+        by, replied, ends = self.heard[order.key], self.replied[order.key], self.ends[order.key]
+        heard = len(by)
         if heard > 1 or replied > 1 or len(ends) > 1:
-            return f"heard {heard} times, answered {replied} times, ended as {ends}"
+            return f"heard {heard} times, by {by}, answered {replied} times, ended as {ends}"
         if replied and (order.how == "one-way" or order.wish != "answer"):
             return f"somebody wanted the answer to {order}"
         if not ends:
@@ -60,18 +69,18 @@ class _Questions:
         how, text = ends[0].how, ends[0].text
         if how != "whole":
             tally.questions[f"ended with {how}"] += 1
-            is_explained = self._may_raise(account, order, how, text)
+            is_explained = self.may_raise(account, order, how, text)
             return "" if is_explained else f"nothing explains its {how}: {text}; {order}"
         if order.how == "one-way":
             tally.questions["one-way, heard" if heard else "one-way, lost"] += 1
-            is_lost = not heard and not self._may_be_lost(account)
+            is_lost = not heard and not self.may_be_lost(account)
             return "it was sent and never heard, and nobody was lost" if is_lost else ""
         tally.questions["answered"] += 1
         if order.wish != "answer":
             return f"it was answered, though its handler had to {order.wish}"
         return "" if heard else "it was answered, and nobody heard it"
 
-    def _may_be_lost(self, account: Account) -> bool:
+    def may_be_lost(self, account: Account) -> bool:
         """Say whether what a client sent may have gone with it, or with the server."""
         plan = self.plan
         return (
@@ -82,7 +91,7 @@ class _Questions:
             or plan.has(account.slot, RESOURCES)
         )
 
-    def _may_raise(self, account: Account, order: Order, how: str, text: str) -> bool:
+    def may_raise(self, account: Account, order: Order, how: str, text: str) -> bool:
         """Say whether the order, or something in the plan, explains an error of a request."""
         plan, slot = self.plan, account.slot
         starved = plan.has(None, RESOURCES) or plan.has(slot, RESOURCES)
@@ -118,4 +127,4 @@ def audit_questions(plan: Round, accounts: Iterable[Account], tally: Tally) -> l
     Returns:
         what is wrong.
     """
-    return _Questions(plan, accounts).run(tally)
+    return Questions(plan, accounts).run(tally)

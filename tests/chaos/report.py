@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.chaos.audit import Tally
-from tests.chaos.plan import FAMILIES, Hold, Round
+from tests.chaos.plan import FAMILIES, FaultKind, Hold, Round
 from tests.chaos.rounds import Times
 
 __all__ = ["Run"]
@@ -20,8 +20,10 @@ _GROWTH_KIB = 4096  # of an allocator that has not met every size in its warm-up
 class Run:
     """One run of a seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, only: str | None = None) -> None:
         self.seed = seed
+        self.only = only  # the family, if there is one
+        self.notes: list[str] = []  # what could not be tried here
         self.seconds = 0.0
         self.times = Times()
         self.tally = Tally()
@@ -35,15 +37,22 @@ class Run:
         """Count a round that was played."""
         self._rounds[plan.family] += 1
         for fault in plan.faults:
-            self._faults[f"{fault.kind.value} ({'receiver' if fault.target is None else 'sender'})"] += 1
-        taker = plan.taker
-        self._faults["the receiver takes nothing for a while"] += taker.stuck_ms > 0
-        self._faults["the receiver is slow"] += taker.slow_ms > 0
-        self._faults["the receiver holds what it took"] += taker.hold is not Hold.DROP and taker.hold_ms > 0
+            if fault.kind is FaultKind.PARTITION and self.notes:
+                continue  # nothing can be cut here
+            self._faults[f"{fault.kind.value} ({plan.who(fault)})"] += 1
+        for taker in plan.takers:
+            self._faults["the receiver takes nothing for a while"] += taker.stuck_ms > 0
+            self._faults["the receiver is slow"] += taker.slow_ms > 0
+            holds = taker.hold is not Hold.DROP and taker.hold_ms > 0
+            self._faults["the receiver holds what it took"] += holds
         self._faults["a full socket"] += any(len(sender.parts[0]) > 12 for sender in plan.senders)
         if problems:
             self.failed = plan
             self.problems += problems
+
+    def note_abort(self, plan: Round) -> None:
+        """Count a round in which ZeroMQ ended a process."""
+        self._faults[f"given up, since ZeroMQ ended a process: rounds of {plan.family!r}"] += 1
 
     def memory_problems(self, family: str) -> list[str]:
         """Say whether the memory of who lived for the whole run has grown since its warm-up."""
@@ -84,12 +93,16 @@ class Run:
             if samples:
                 table.add_row(f"memory of the elder of {family!r}", f"{course} MiB")
         console.print(table)
+        for text in self.notes:
+            console.print(text, markup=False)
         if self.problems:
             console.print("\nWRONG:", style="bold red")
             for problem in self.problems:
                 console.print(problem, markup=False)
         if self.failed is not None:
+            number = self.failed.number
             plan = msgspec.json.format(msgspec.json.encode(self.failed), indent=1).decode()
-            console.print(f"\nround {self.failed.number}: {plan}", markup=False)
-            again = f"python -m tests.chaos --seed {self.seed} --rounds {self.failed.number} --repeat 20"
+            console.print(f"\nround {number}: {plan}", markup=False)
+            only = "" if self.only is None else f" --family {self.only}"
+            again = f"python -m tests.chaos --seed {self.seed} --rounds {number} --repeat 20{only}"
             console.print(f"\nto play it again: {again}", markup=False)

@@ -39,6 +39,7 @@ class Times(msgspec.Struct):
     senders_told: float = 0.0  # that their receiver is gone, until nobody waits any more
     receiver_told: float = 0.0  # that a sender is gone
     recovered: float = 0.0  # from the end of the faults until every sender has sent something that arrived
+    reached: float = 0.0  # from the end of the faults until every client has reached every engine
     settled: float = 0.0  # until every permit and block is back
 
 
@@ -65,17 +66,18 @@ class Play:
         self.programs: set[asyncio.Task[None]] = set()
         self.receiver_is_old = True
         self.lingering: list[int] = []
+        self.faults_ended = 0.0
 
     async def run(self, tally: Tally) -> list[str]:
         family, plan = self.family, self.plan
         await asyncio.gather(*(member.call(family.sending.begin_round) for member in family.members))
-        firsts = {sender.id: sender.first for sender in family.senders}
-        await family.receiver.call(family.taking.take, plan.taker, firsts)
+        await self.begin()
         for slot, sender in enumerate(family.senders):
             self._send(sender, slot, 0)
         try:
-            async with asyncio.timeout(3 * WATCHDOG_S), _all_of(self._inject(fault) for fault in plan.faults):
+            async with asyncio.timeout(3 * WATCHDOG_S), _all_of(self.inject(fault) for fault in plan.faults):
                 pass
+            self.faults_ended = time.monotonic()
             if family.has_ended:
                 self._give_up_new()
             while self.programs:
@@ -86,15 +88,9 @@ class Play:
                 program.cancel()
             for pid in self.lingering:
                 os.kill(pid, signal.SIGKILL)
-        healed = time.monotonic()
         living = [(slot, sender) for slot, sender in enumerate(family.senders) if not sender.is_killed]
         if not family.has_ended:
-            await family.receiver.call(family.taking.stop)
-            # Together: a probe may wait for the permit of what is asked for, and asking for its sender.
-            await asyncio.gather(
-                self.ask(), *(family.probe(sender, plan.senders[slot]) for slot, sender in living)
-            )
-            self.times.recovered = max(self.times.recovered, time.monotonic() - healed)
+            await self.recover(living)
         settling = time.monotonic()
         problems = await self.settle([sender for _, sender in living])
         self.times.settled = max(self.times.settled, time.monotonic() - settling)
@@ -102,17 +98,38 @@ class Play:
             Account(member.name, slot, member.is_killed, member.events(), member.losses, member in self.new)
             for member, slot in [
                 *self.gone,
-                *((sender, slot) for slot, sender in living),
-                *([] if family.receiver.is_killed else [(family.receiver, None)]),
+                *((member, slot) for slot, member in family.by_slot if not member.is_killed),
             ]
         ]
         problems += self.audit(accounts, tally)
         problems += await self._look_around()
+        if problems:
+            everybody = [*dict.fromkeys([*(member for member, _ in self.gone), *family.members])]
+            problems += [f"log of {member.name}: {line}" for member in everybody for line in member.logged]
         for member, _ in self.gone:
             await member.close()
         return problems
 
     # The round
+
+    async def begin(self) -> None:
+        """Have the receiver take as planned."""
+        family = self.family
+        firsts = {sender.id: sender.first for sender in family.senders}
+        await family.receiver.call(family.taking.take, self.plan.taker, firsts)
+
+    def member(self, target: int | None) -> Member:
+        """Return to whom a fault happens."""
+        return self.family.receiver if target is None else self.family.senders[target]
+
+    async def end(self, fault: Fault, member: Member) -> None:
+        """Kill or close a process, and have another one, or open it again."""
+        if fault.target is None:
+            await self._end_receiver(fault.kind)
+        elif fault.kind is FaultKind.CLOSE:
+            member.id = await member.call(self.family.sending.reopen, self.plan.senders[fault.target])
+        else:
+            await self._kill_sender(fault.target)
 
     def _send(self, sender: Member, slot: int, part: int) -> None:
         program = asyncio.create_task(self._program(sender, slot, part))
@@ -127,24 +144,18 @@ class Play:
                 pauses=self.plan.ends_the_receiver and part == 0,
             )
 
-    async def _inject(self, fault: Fault) -> None:
+    async def inject(self, fault: Fault) -> None:
+        """Let a fault happen when it is due."""
         await asyncio.sleep(fault.at_ms / 1000)
-        member = self.family.receiver if fault.target is None else self.family.senders[fault.target]
+        member = self.member(fault.target)
         with contextlib.suppress(GoneError):
             match fault.kind:
                 case FaultKind.KILL | FaultKind.KILL_WITH_FORK:
                     if fault.kind is FaultKind.KILL_WITH_FORK:
                         self.lingering.append(await member.call(faults.fork_and_linger))
-                    if fault.target is None:
-                        await self._end_receiver(fault.kind)
-                    else:
-                        await self._kill_sender(fault.target)
+                    await self.end(fault, member)
                 case FaultKind.CLOSE:
-                    if fault.target is None:
-                        await self._end_receiver(fault.kind)
-                    else:
-                        plan = self.plan.senders[fault.target]
-                        member.id = await member.call(self.family.sending.reopen, plan)
+                    await self.end(fault, member)
                 case FaultKind.STOP:
                     await member.stop(fault.for_ms / 1000)
                 case FaultKind.FORK:
@@ -169,10 +180,15 @@ class Play:
                             f"the end of {sender.name} was told after {took:.3f} s, naming {pid}"
                         )
         if not family.has_ended:
-            replacement = await family.new_sender(self.plan, slot)
-            self.new.append(replacement)
-            family.senders[slot] = replacement
-            self._send(replacement, slot, 1)
+            await self.replace_sender(slot)
+
+    async def replace_sender(self, slot: int) -> None:
+        """Begin another process in the place of one that was killed."""
+        family = self.family
+        replacement = await family.new_sender(self.plan, slot)
+        self.new.append(replacement)
+        family.senders[slot] = replacement
+        self._send(replacement, slot, 1)
 
     async def _end_receiver(self, kind: FaultKind) -> None:
         family, old = self.family, self.family.receiver
@@ -213,6 +229,16 @@ class Play:
 
     # Its end
 
+    async def recover(self, living: list[tuple[int, Member]]) -> None:
+        """See that every sender has sent something that arrived."""
+        family, healed = self.family, time.monotonic()
+        await family.receiver.call(family.taking.stop)
+        # Together: a probe may wait for the permit of what is asked for, and asking for its sender.
+        await asyncio.gather(
+            self.ask(), *(family.probe(sender, self.plan.senders[slot]) for slot, sender in living)
+        )
+        self.times.recovered = max(self.times.recovered, time.monotonic() - healed)
+
     async def ask(self) -> None:
         """Ask the receiver what became of every tensor that has a handle."""
         family = self.family
@@ -251,12 +277,17 @@ class Play:
         """Say whether something in the plan explains an error in a log."""
         return "protocol" not in line and self.plan.has(slot, _RESOURCES)
 
+    def wrong_with_log(self, lines: list[str]) -> list[str]:
+        """Say what is wrong with all that a process logged."""
+        del lines
+        return []
+
     async def _look_around(self) -> list[str]:
         family = self.family
         problems = [f"left in the folder: {name}" for name in family.left_in_folder()]
         for member, slot in self.gone:
             problems += self._said(member, slot)
-        for slot, member in [(None, family.receiver), *enumerate(family.senders)]:
+        for slot, member in family.by_slot:
             if member.is_killed:
                 continue
             problems += self._said(member, slot)
@@ -274,7 +305,9 @@ class Play:
 
     def _said(self, member: Member, slot: int | None) -> list[str]:
         problems = [f"{member.name} complained: {member.complaints}"] if member.complaints else []
-        for line in member.new_log():
+        lines = member.new_log()
+        problems += [f"{member.name} {wrong}" for wrong in self.wrong_with_log(lines)]
+        for line in lines:
             is_error = " ERROR " in line or " CRITICAL " in line or "Traceback" in line
             if is_error and not self.may_log(line, slot):
                 problems.append(f"{member.name} logged: {line}")

@@ -4,8 +4,10 @@ import contextlib
 import itertools
 import multiprocessing
 import time
+from collections.abc import Mapping
 
 from tests.chaos import here
+from tests.chaos.engines import EnginesFamily, EnginesPlay
 from tests.chaos.exchanges import ExchangeFamily, ExchangePlay
 from tests.chaos.family import Family, RoundError
 from tests.chaos.plan import FAMILIES, Round, plan_round
@@ -18,7 +20,9 @@ __all__ = ["run_for"]
 _ROUNDS_A_SAMPLE = 5
 
 
-async def run_for(seed: int, seconds: float, rounds: range | None, repeat: int) -> Run:
+async def run_for(
+    seed: int, seconds: float, rounds: range | None, repeat: int, only: str | None = None
+) -> Run:
     """Play rounds.
 
     Args:
@@ -26,11 +30,12 @@ async def run_for(seed: int, seconds: float, rounds: range | None, repeat: int) 
         seconds: for how long new ones are begun.
         rounds: which; None for as many as there is time for.
         repeat: how often each of `rounds` is played.
+        only: the family of all rounds; None for any.
     """
     # Thousands of processes begin, each from one that has imported what takes long.
     forkserver = multiprocessing.get_context("forkserver")
     forkserver.set_forkserver_preload(["click", "rich", "uvloop", "tests.chaos.run"])
-    run = Run(seed)
+    run = Run(seed, only)
     families: dict[str, Family] = {}
     ends = time.monotonic() + seconds
     numbers = itertools.count() if rounds is None else (n for n in rounds for _ in range(repeat))
@@ -38,8 +43,8 @@ async def run_for(seed: int, seconds: float, rounds: range | None, repeat: int) 
         for number in numbers:
             if time.monotonic() > ends:
                 break
-            plan = plan_round(seed, number)
-            family = families.get(plan.family) or families.setdefault(plan.family, _new(plan.family))
+            plan = plan_round(seed, number, only)
+            family = families.get(plan.family) or families.setdefault(plan.family, _new(plan.family, run))
             await _play(run, plan, family)
             if run.problems:
                 break
@@ -53,20 +58,33 @@ async def run_for(seed: int, seconds: float, rounds: range | None, repeat: int) 
     return run
 
 
-def _new(name: str) -> Family:
-    return ExchangeFamily(name) if FAMILIES[name] == "messages" else Family(name)
+_KINDS: Mapping[str, tuple[type[Family], type[Play]]] = {
+    "unix": (Family, Play),
+    "queue": (Family, Play),
+    "messages": (ExchangeFamily, ExchangePlay),
+    "network": (EnginesFamily, EnginesPlay),
+}
+
+
+def _new(name: str, run: Run) -> Family:
+    family = _KINDS[FAMILIES[name]][0](name)
+    run.notes += family.notes
+    return family
 
 
 async def _play(run: Run, plan: Round, family: Family) -> None:
     try:
         await family.prepare(plan)
-        kind = ExchangePlay if isinstance(family, ExchangeFamily) else Play
-        problems = await kind(plan, family, run.times).run(run.tally)
+        problems = await _KINDS[FAMILIES[plan.family]][1](plan, family, run.times).run(run.tally)
     except RoundError as error:
         problems = [str(error)]
     except BaseException as error:
         error.add_note(f"in round {plan.number} of seed {run.seed}")
         raise
+    if problems and family.has_aborted:  # whatever else was wrong with that round
+        await family.abandon()
+        run.note_abort(plan)
+        return
     run.note(plan, problems)
     if not problems and plan.number % _ROUNDS_A_SAMPLE == 0 and family.elder is not None:
         await family.elder.call(here.tidy)

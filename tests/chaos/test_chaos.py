@@ -8,19 +8,31 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.plan import FaultKind, plan_round
+from tests.chaos.plan import ENGINES, FAMILIES, SLOTS, FaultKind, plan_round
 
 ROOT = Path(__file__).parent.parent.parent
 _SECONDS = 20  # of rounds; with the beginning and the end of the processes it takes a few more
+_SECONDS_OF_ENGINES = 8
+
+ONLY_OF_ENGINES = (FaultKind.ATTACK, FaultKind.PARTITION)
 
 
 @pytest.mark.timeout(300)
 def test_no_tensor_is_lost_or_doubled_and_nobody_hangs_whatever_happens_to_the_processes() -> None:
+    _run(_SECONDS)
+
+
+@pytest.mark.timeout(300)
+def test_no_question_is_heard_by_two_engines_whatever_happens_to_them_and_to_the_network() -> None:
+    _run(_SECONDS_OF_ENGINES, "--family", "engines")
+
+
+def _run(seconds: int, *words: str) -> None:
     seed = int(os.environ.get("AIOTENSOR_SEED", "0")) or random.SystemRandom().getrandbits(32)
     print(f"AIOTENSOR_SEED={seed}")  # noqa: T201 - pytest shows it with a failure
-    command = [sys.executable, "-m", "tests.chaos", "--seconds", str(_SECONDS), "--seed", str(seed)]
+    command = [sys.executable, "-m", "tests.chaos", "--seconds", str(seconds), "--seed", str(seed), *words]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    again = f"AIOTENSOR_SEED={seed} or: make chaos SECONDS=600 SEED={seed}"
+    again = f"AIOTENSOR_SEED={seed} or: python -m tests.chaos --seconds 600 --seed {seed} {' '.join(words)}"
     assert run.returncode == 0, f"{again}\n{run.stdout}\n{run.stderr}"
     assert run.stderr == "", again
 
@@ -31,9 +43,27 @@ def test_a_round_is_planned_from_its_seed_and_number_alone() -> None:
 
 
 def test_every_fault_is_planned_for_senders_and_for_the_receiver() -> None:
-    planned = {(fault.kind, fault.target is None) for n in range(2000) for fault in plan_round(1, n).faults}
+    rounds = [plan for n in range(2000) if FAMILIES[(plan := plan_round(1, n)).family] != "network"]
+    planned = {(fault.kind, fault.target is None) for plan in rounds for fault in plan.faults}
     only_senders_grow_arenas = {(kind, True) for kind in (FaultKind.NO_SPACE, FaultKind.FILE_SIZE)}
-    assert planned | only_senders_grow_arenas == {(kind, who) for kind in FaultKind for who in (True, False)}
+    kinds = [kind for kind in FaultKind if kind not in ONLY_OF_ENGINES]
+    assert planned | only_senders_grow_arenas == {(kind, who) for kind in kinds for who in (True, False)}
+
+
+def test_every_client_and_engine_is_killed_stopped_and_closed_and_every_engine_attacked() -> None:
+    planned = {
+        (fault.kind, fault.target) for n in range(1000) for fault in plan_round(1, n, "engines").faults
+    }
+    ends = (FaultKind.KILL, FaultKind.STOP, FaultKind.CLOSE)
+    assert planned >= {(kind, target) for kind in ends for target in range(SLOTS + ENGINES)}
+    assert planned >= {(FaultKind.ATTACK, SLOTS + number) for number in range(ENGINES)}
+    assert (FaultKind.PARTITION, None) in planned
+
+
+def test_a_round_of_one_family_is_the_same_when_only_that_family_is_played() -> None:
+    for number in range(50):
+        plan = plan_round(5, number)
+        assert plan_round(5, number, plan.family) == plan
 
 
 def test_no_message_of_any_round_has_the_pattern_of_another() -> None:

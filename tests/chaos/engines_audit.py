@@ -1,0 +1,57 @@
+"""The account of a round of questions to several engines: each was heard by one of them at most."""
+
+from collections.abc import Iterable, Sequence
+
+from tests.chaos.audit import Account, Tally
+from tests.chaos.plan import SLOTS, FaultKind, Order, Round
+from tests.chaos.questions_audit import Questions
+
+__all__ = ["audit_engines", "wrong_with_refusals"]
+
+_ENDS = (FaultKind.KILL, FaultKind.CLOSE)
+_SILENT_MS = 250  # heartbeats allow 400 at least, and it takes a moment until a process goes on
+
+_REFUSALS = 2  # one at once, and one that the end of an engine brings forward
+
+
+class _EngineQuestions(Questions):
+    def may_be_lost(self, account: Account) -> bool:
+        return account.is_killed or self._has(account, FaultKind.CLOSE) or self._may_lose_engine(account)
+
+    def may_raise(self, account: Account, order: Order, how: str, text: str) -> bool:
+        if how == "PeerLostError":
+            return self._may_lose_engine(account)
+        if how in ("RefusedError", "OSError", "WouldBlockError"):  # nothing is limited or lacks here
+            return False
+        return super().may_raise(account, order, how, text)
+
+    def _has(self, account: Account, kind: FaultKind) -> bool:
+        return self.plan.has(account.slot, (kind,))
+
+    def _may_lose_engine(self, account: Account) -> bool:
+        """Say whether a connection of a client may have ended, other than by its own will."""
+        return any(
+            fault.kind is FaultKind.PARTITION
+            or (fault.kind in _ENDS and fault.target is not None and fault.target >= SLOTS)
+            or (
+                fault.kind is FaultKind.STOP
+                and fault.for_ms > _SILENT_MS
+                and self._concerns(fault.target, account)
+            )
+            for fault in self.plan.faults
+        )
+
+    def _concerns(self, target: int | None, account: Account) -> bool:
+        return target == account.slot or (target is not None and target >= SLOTS)
+
+
+def audit_engines(plan: Round, accounts: Iterable[Account], tally: Tally) -> list[str]:
+    """Account for every question of a round; see `audit_questions`."""
+    return _EngineQuestions(plan, accounts).run(tally)
+
+
+def wrong_with_refusals(lines: Sequence[str], seconds: float) -> list[str]:
+    """Say whether a process logged more than one line a second about connections that it refused."""
+    refusals = sum("connections were refused" in line for line in lines)
+    allowed = _REFUSALS + seconds
+    return [f"logged {refusals} refusals in {seconds:.1f} s"] if refusals > allowed else []

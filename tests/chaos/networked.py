@@ -1,0 +1,61 @@
+"""What the processes of clients and engines open when a network is between them.
+
+All else they do like clients and servers on one host: `asking.py`, `answering.py`.
+"""
+
+import contextlib
+
+from aiotensor.channel import MessageClient, MessageServer
+from tests.chaos import answering, asking
+from tests.chaos.asking import begin_round, probe, send_all, told
+from tests.chaos.network import Places
+from tests.chaos.plan import SenderPlan, TakerPlan
+from tests.chaos.questions import Question, Reply
+from tests.processes.peers import State
+
+__all__ = [
+    "begin_round",
+    "know",
+    "open_receiver",
+    "open_sender",
+    "probe",
+    "reopen",
+    "send_all",
+    "told",
+]
+
+
+async def know(state: State, places: Places, engine: int | None) -> None:
+    """Tell a process where the engines are, and which of them it is."""
+    state.others.update(places=places, engine=engine)
+
+
+async def open_sender(state: State, plan: SenderPlan) -> str:
+    """Open a client of all engines, by which tensors travel in the messages."""
+    places: Places = state.others["places"]
+    client = MessageClient(
+        places.addresses, reply_type=Reply, high_water_mark=plan.permits, **places.keys_of_client()
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(client)
+        return asking.adopt(client, stack)
+
+
+async def reopen(state: State, plan: SenderPlan) -> str:
+    """Close the client in the middle of what it does, and open another."""
+    await asking.close(state)
+    return await open_sender(state, plan)
+
+
+async def open_receiver(state: State, plan: TakerPlan) -> None:
+    """Open an engine, and answer at once until `answering.take`."""
+    places: Places = state.others["places"]
+    server = MessageServer(
+        places.addresses[state.others["engine"]],
+        Question,
+        max_waiting=plan.max_waiting,
+        **places.keys_of_engine(),
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(server)
+        answering.adopt(server, stack)
