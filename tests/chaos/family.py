@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 WATCHDOG_S = 15.0  # far beyond what anything here takes, also on a busy machine: then it hangs
 
-# With heartbeats, when a connection ends from which ZeroMQ reads nothing for want of room.
+# With heartbeats, when a connection ends while a side that closes still has messages to send.
 _ABORTED = "Assertion failed: !_io_error"
 
 _PROBES = 16  # more than the receiver can have discarded before they were sent

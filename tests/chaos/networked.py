@@ -4,6 +4,7 @@ All else they do like clients and servers on one host: `asking.py`, `answering.p
 """
 
 import contextlib
+from typing import Any
 
 from aiotensor.channel import MessageClient, MessageServer
 from tests.chaos import answering, asking
@@ -25,6 +26,10 @@ __all__ = [
 ]
 
 
+# On a machine with as many busy processes as here, a living peer may be silent for longer than by default.
+_HEARTBEATS: dict[str, Any] = {"heartbeat_interval_s": 0.25, "heartbeat_timeout_s": 2.0}
+
+
 async def know(state: State, places: Places, engine: int | None) -> None:
     """Tell a process where the engines are, and which of them it is."""
     state.others.update(places=places, engine=engine)
@@ -34,7 +39,11 @@ async def open_sender(state: State, plan: SenderPlan) -> str:
     """Open a client of all engines, by which tensors travel in the messages."""
     places: Places = state.others["places"]
     client = MessageClient(
-        places.addresses, reply_type=Reply, high_water_mark=plan.permits, **places.keys_of_client()
+        places.addresses,
+        reply_type=Reply,
+        high_water_mark=plan.permits,
+        **places.keys_of_client(),
+        **_HEARTBEATS,
     )
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(client)
@@ -55,6 +64,7 @@ async def open_receiver(state: State, plan: TakerPlan) -> None:
         Question,
         max_waiting=plan.max_waiting,
         **places.keys_of_engine(),
+        **_HEARTBEATS,
     )
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(server)

@@ -10,7 +10,7 @@ from tests.chaos import here
 from tests.chaos.engines import EnginesFamily, EnginesPlay
 from tests.chaos.exchanges import ExchangeFamily, ExchangePlay
 from tests.chaos.family import Family, RoundError
-from tests.chaos.plan import FAMILIES, Round, plan_round
+from tests.chaos.plan import FAMILIES, FaultKind, Round, plan_round
 from tests.chaos.report import Run
 from tests.chaos.rounds import Play
 from tests.processes import watch
@@ -81,7 +81,8 @@ async def _play(run: Run, plan: Round, family: Family) -> None:
     except BaseException as error:
         error.add_note(f"in round {plan.number} of seed {run.seed}")
         raise
-    if problems and family.has_aborted:  # whatever else was wrong with that round
+    closes = any(fault.kind is FaultKind.CLOSE for fault in plan.faults)
+    if problems and closes and family.has_aborted:  # whatever else was wrong with that round
         await family.abandon()
         run.note_abort(plan)
         return
