@@ -11,7 +11,7 @@ from aiotensor.accounts import account_of
 from aiotensor.links.records import RecordSocket
 from aiotensor.links.unix import UnixSenderLink
 from aiotensor.message import State
-from aiotensor.protocol.frames import MAX_HOLDERS, Inquire, encode
+from aiotensor.protocol.frames import MAX_FRAMES, MAX_HOLDERS, Inquire, encode
 from aiotensor.tally import ERROR_NAMES, WaitTally
 from aiotensor.types import MAX_NUMBER, Holder, SenderStatistics, Waits
 from tests.frames import NO_WAITS
@@ -74,7 +74,7 @@ async def clogged(address: str) -> AsyncIterator[tuple[TensorSender, RogueReceiv
 async def test_who_asks_often_in_one_turn_is_answered_once(address: str) -> None:
     async with rogue_receiver(address) as (sender, receiver):
         await sender.send(pattern(0, 3))
-        await receiver.say(*[Inquire()] * 5000)
+        await receiver.say(*[Inquire()] * MAX_FRAMES)
         [account] = await receiver.accounts(1)
         assert account.in_flight == 1
         await receiver.say(Inquire())
@@ -88,7 +88,7 @@ async def test_who_asks_and_does_not_read_makes_nothing_grow_and_is_answered_onc
         queued = sock._unsent_bytes
         assert queued > 0
         for _ in range(20):
-            await receiver.say(*[Inquire()] * 1000)
+            await receiver.say(*[Inquire()] * MAX_FRAMES)
             await asyncio.sleep(0)
             assert len(_tasks()) <= 1
         await until(lambda: len(_tasks()) == 1)

@@ -161,7 +161,7 @@ class MessageClient(LoopObject, Generic[R]):
         ]
         self._sender_to = dict(zip(self._connections, self._senders, strict=True))
         if len(self._connections) > 1:
-            self._servers = Servers(self._connections, self._max_wait_s)
+            self._servers = Servers(self._sender_to, self._max_wait_s)
         for connection in self._connections:
             connection.connect(self._servers)
         self._home.settle(self, ",".join(label_of(address.text) for address in self._addresses))
@@ -216,7 +216,7 @@ class MessageClient(LoopObject, Generic[R]):
             try:
                 answer = await self._answer_to(connection, asked, handles)
             finally:
-                connection.in_flight -= 1
+                self._ended(connection)
                 # It has the error, whose traceback has this frame, and the callers' with their tensors.
                 del asked
         except BaseException as error:
@@ -240,7 +240,7 @@ class MessageClient(LoopObject, Generic[R]):
             box = [message]
             del message
             connection, _, _ = await self._ask(box, target, inside, wants_answer=False)
-            connection.in_flight -= 1
+            self._ended(connection)
 
     def statistics(self) -> ClientStatistics:
         """Return what is in flight and what was done; also after closing."""
@@ -303,13 +303,16 @@ class MessageClient(LoopObject, Generic[R]):
             while True:
                 connection = await self._choose(target, inside)
                 connection.in_flight += 1
+                session = connection.session
                 sent: tuple[Asked, Handles] | None = None
                 try:
                     if parcel is None:
                         parcel = await parcels.pack(box, has_sender=self._senders[0] is not None)
-                    sent = await self._send(connection, parcel, inside, wants_answer, may_move)
+                    if not may_move or session == connection.session:  # encoding may have taken long
+                        sent = await self._send(connection, parcel, inside, wants_answer, may_move)
                 finally:
-                    connection.in_flight -= sent is None
+                    if sent is None:
+                        self._ended(connection)
                 if sent is not None:
                     self._sent += 1
                     return connection, *sent
@@ -317,6 +320,12 @@ class MessageClient(LoopObject, Generic[R]):
             if parcel is not None:
                 parcel.tensors.clear()
                 self._disposal.let_go(parcel.parts)
+
+    def _ended(self, connection: Connection) -> None:
+        """Count a message less in flight."""
+        connection.in_flight -= 1
+        if self._servers is not None:
+            self._servers.rebalance_soon()
 
     async def _send(
         self,

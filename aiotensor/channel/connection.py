@@ -286,8 +286,12 @@ class Connection:
                     check_user(peer)
         except AccessDeniedError as error:
             self._refuse(error)
-        except OSError:
-            return  # it is gone already
+        except OSError as error:
+            if error.errno in _EXHAUSTED:  # who the server is cannot be found out: nothing is sent to it
+                self._dialer.report(
+                    f"the user of the server at {self._address.text} cannot be checked: {error}", str(error)
+                )
+                self._dial_again()
 
     def handshaken(self) -> None:
         """Introduce this client."""

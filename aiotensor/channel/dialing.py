@@ -161,6 +161,9 @@ class Dialer:
 
     def _next(self) -> None:
         self._cancel_timer()
+        if not self._left:  # a lookup has removed the address meanwhile
+            self.again()
+            return
         self._tried = self._left.pop(0)
         self._dial(self._tried)
 

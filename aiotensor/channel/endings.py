@@ -4,6 +4,7 @@ import errno
 import os
 import socket
 
+from aiotensor.channel.sockets import copy_of
 from aiotensor.descriptors import Descriptor
 
 __all__ = ["Ending"]
@@ -38,7 +39,7 @@ class Ending:
         if error != errno.EPIPE or self._copy.number < 0:
             return error == errno.EPIPE
         try:
-            with socket.socket(fileno=os.dup(self._copy.number)) as sock:
+            with copy_of(self._copy.number) as sock:
                 is_at_end = not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
                 if sock.family == socket.AF_UNIX:
                     return is_at_end

@@ -66,7 +66,8 @@ class Outbox:
         self._hand_over = send
         self._letters: deque[_Letter] = deque()
         self._is_over = False
-        self._movable = 0  # letters that `give_up_one` may take back
+        self.movable = 0  # letters that `give_up_one` may take back
+        self.on_wait: Callable[[], None] = lambda: None  # called when a movable message begins to wait
         self._sending: dict[CancelOnce, None] = {}  # messages whose tensors are on their way, the latest last
 
     def __len__(self) -> int:
@@ -109,7 +110,9 @@ class Outbox:
         gone: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         letter = _Letter(parts, nbytes, on_sent, gone, may_move)
         self._letters.append(letter)
-        self._movable += may_move
+        if may_move:
+            self.movable += 1
+            self.on_wait()
         try:
             async with self._patience():
                 return await gone
@@ -121,12 +124,13 @@ class Outbox:
                 return gone.result()  # the wait ended when it was overdue, but it did end
             raise
         finally:
-            self._movable -= may_move
+            self.movable -= may_move
 
     async def sending(self, tensors: Awaitable[R]) -> R | None:
         """Wait until the tensors of a message are sent; return None if `give_up_one` or `clear` ends that."""
         with CancelOnce() as wait:
             self._sending[wait] = None
+            self.on_wait()
             try:
                 return await tensors
             finally:
@@ -134,9 +138,9 @@ class Outbox:
         return None
 
     @property
-    def movable(self) -> int:
-        """Return how many messages `give_up_one` may take back."""
-        return len(self._sending) + self._movable
+    def sending_tensors(self) -> int:
+        """Return for how many messages tensors are being sent."""
+        return len(self._sending)
 
     @property
     def takes_more(self) -> bool:
@@ -144,15 +148,14 @@ class Outbox:
         return not self._letters and self.window is not None and self.window.is_open
 
     def give_up_one(self) -> None:
-        """Take the latest message back that has not left and may be sent to another peer."""
-        if self._sending:
-            self._sending.popitem()[0].cancel()
-            return
+        """Take the latest message back that waits here and may be sent to another peer."""
         for letter in reversed(self._letters):
             if letter.may_move and letter.gone is not None and not letter.gone.done():
                 self._letters.remove(letter)
                 _settle(letter, was_sent=False)
-                break
+                return
+        if self._sending:
+            self._sending.popitem()[0].cancel()
 
     def flush(self, *, is_retry: bool) -> bool:
         """Send what there is room for, and say whether that was anything."""

@@ -92,7 +92,12 @@ async def look_up(host: str, port: int, max_wait_s: float) -> Sequence[Target]:
         TimeoutError: the resolver did not return in time.
     """
     result: asyncio.Future[tuple[Sequence[Target], str]] = asyncio.get_running_loop().create_future()
-    lookup = Lookup(host, port, lambda _, targets, reason: result.set_result((targets, reason)))
+
+    def looked_up(_: Lookup, targets: Sequence[Target], reason: str) -> None:
+        if not result.done():  # the wait may end in the same iteration of the loop
+            result.set_result((targets, reason))
+
+    lookup = Lookup(host, port, looked_up)
     try:
         async with asyncio.timeout(max_wait_s):
             targets, reason = await result

@@ -7,12 +7,13 @@ lost, and when it waits for a permit, memory, credit or room while another serve
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 
 from aiotensor.channel.connection import Connection
 from aiotensor.errors import WouldBlockError
 from aiotensor.gates import Waiters, at_most
+from aiotensor.sender import TensorSender
 from aiotensor.types import Usage
 
 __all__ = ["Servers"]
@@ -26,19 +27,22 @@ _AT_MOST_EVERY_S = 1.0
 _AGES_BY, _COUNTS_FROM = 0.7, 0.1
 
 # Messages that are moved need a few iterations of the event loop until they count at their new servers.
-_BETWEEN_MOVES_S = 0.01
+_BETWEEN_MOVES_S = 0.002
 
 
 class Servers:
     """Choose among the servers of one client; belongs to the running loop.
 
     Args:
-        connections: one to each server.
+        senders: the connection to each server, with the sender for its tensors.
         max_wait_s: after how many seconds a wait for any of them ends; None for never.
     """
 
-    def __init__(self, connections: Sequence[Connection], max_wait_s: float | None) -> None:
-        self._connections = connections
+    def __init__(self, senders: Mapping[Connection, TensorSender | None], max_wait_s: float | None) -> None:
+        self._connections = connections = list(senders)
+        self._senders = senders
+        for connection in connections:
+            connection.outbox.on_wait = self.rebalance_soon
         self._max_wait_s = max_wait_s
         self._changes = Waiters()
         self._reports = 0
@@ -46,6 +50,8 @@ class Servers:
         # Of equal servers the one chosen the longest time ago is next. The order differs between clients.
         self._rotation = random.sample(connections, len(connections))
         self._rest: asyncio.TimerHandle | None = None
+        self._soon: asyncio.Handle | None = None
+        self._moved_to: list[Connection] = []  # for messages that were taken back, until they choose
         self._is_closed = False
 
     async def choose(self) -> Connection:
@@ -73,42 +79,66 @@ class Servers:
     def changed(self) -> None:
         """Handle a server that was connected or lost."""
         self._changes.wake()
-        self.rebalance()
+        self.rebalance_soon()
 
     def reported(self, connection: Connection, others: int) -> None:
         """Record the load of a server: the messages of other clients there."""
         self._reports += 1
         self._others[connection] = others, self._reports
-        self.rebalance()
+        self.rebalance_soon()
+
+    def rebalance_soon(self) -> None:
+        """Move messages in the next iteration of the event loop, when the present ones have left or wait."""
+        if self._soon is None and not self._is_closed:
+            self._soon = asyncio.get_running_loop().call_soon(self.rebalance)
 
     def rebalance(self) -> None:
         """Move messages that wait for a server while another one has less to do, the latest first."""
+        self._soon = None
         if self._rest is not None or self._is_closed:
             return
-        waiting = [connection for connection in self._connections if connection.outbox.movable]
-        free = (
-            [connection for connection in self._connections if connection.outbox.takes_more]
-            if waiting
-            else []
-        )
+        waiting = [connection for connection in self._connections if self._movable(connection)]
+        free = [connection for connection in self._connections if connection.outbox.takes_more]
+        free = [connection for connection in free if connection not in waiting] if waiting else []
         if not free:
             return
         busiest, freest = max(waiting, key=self._load_of), min(free, key=self._load_of)
-        moves = min(busiest.outbox.movable, int(self._load_of(busiest) - self._load_of(freest)) // 2)
+        moves = int(self._load_of(busiest) - self._load_of(freest)) // 2
+        if self._has_permit(freest):  # then a message does not wait there, whatever the loads are
+            moves = max(moves, 1)
+        moves = min(moves, self._movable(busiest))
         if moves > 0:
             for _ in range(moves):
                 busiest.outbox.give_up_one()
+            self._moved_to = [freest] * moves
             self._rest = asyncio.get_running_loop().call_later(_BETWEEN_MOVES_S, self._rested)
+
+    def _movable(self, connection: Connection) -> int:
+        """Count the messages that wait for a server and may be moved."""
+        outbox, sender = connection.outbox, self._senders[connection]
+        tensors = outbox.sending_tensors
+        if tensors and sender is not None:  # those whose tensors are being copied do not wait
+            tensors = min(tensors, sender.statistics().waiting)
+        return outbox.movable + tensors
+
+    def _has_permit(self, connection: Connection) -> bool:
+        sender = self._senders[connection]
+        if sender is None:
+            return True
+        now = sender.statistics()
+        return not now.waiting and now.in_flight < now.max_concurrent_videos
 
     def close(self) -> None:
         """Wake the tasks that wait for a server, and move nothing more."""
         self._is_closed = True
-        if self._rest is not None:
-            self._rest.cancel()
+        for handle in (self._rest, self._soon):
+            if handle is not None:
+                handle.cancel()
         self._changes.wake()
 
     def _rested(self) -> None:
         self._rest = None
+        self._moved_to.clear()
         self.rebalance()
 
     def _load_of(self, connection: Connection) -> float:
@@ -117,8 +147,11 @@ class Servers:
         return connection.in_flight + (aged if aged >= _COUNTS_FROM else 0.0)
 
     def _least_loaded(self) -> Connection | None:
+        if self._moved_to and self._moved_to[-1].is_ready:
+            return self._moved_to.pop()
         ready = [connection for connection in self._rotation if connection.is_ready]
-        return min(ready, key=self._load_of, default=None)
+        at_once = [connection for connection in ready if connection.outbox.takes_more]
+        return min(at_once or ready, key=self._load_of, default=None)
 
     async def _any(self) -> Connection:
         asked: Connection | None = None  # again, when all had refused

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, TypeAlias
 
 import pytest
@@ -115,15 +115,17 @@ async def test_a_server_that_moved_is_looked_for_at_its_new_address(
 ) -> None:
     of_server, of_client = keys
     resolver.names["engine.example"] = ["127.0.0.5"]
-    async with serving("tcp://127.0.0.5:0", **of_server) as server:
-        port = port_of(server)
-        client = MessageClient(f"tcp://engine.example:{port}", reply_type=Answer, max_wait_s=10, **of_client)
-        await client.__aenter__()
-        assert (await client.request(Question(1))).seed == 1
-    resolver.names["engine.example"] = ["127.0.0.7"]
-    async with serving(f"tcp://127.0.0.7:{port}", **of_server):
-        assert (await client.request(Question(2))).seed == 2
-        await client.aclose()
+    async with AsyncExitStack() as stack:
+        async with serving("tcp://127.0.0.5:0", **of_server) as server:
+            port = port_of(server)
+            client = await stack.enter_async_context(
+                MessageClient(f"tcp://engine.example:{port}", reply_type=Answer, max_wait_s=10, **of_client)
+            )
+            assert (await client.request(Question(1))).seed == 1
+        await until(lambda: client.statistics().servers == 0)  # or the request would be lost with it
+        resolver.names["engine.example"] = ["127.0.0.7"]
+        async with serving(f"tcp://127.0.0.7:{port}", **of_server):
+            assert (await client.request(Question(2))).seed == 2
 
 
 async def test_a_lookup_that_does_not_end_delays_nothing_else(

@@ -4,12 +4,14 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
 
 from aiotensor import PeerLostError, TensorReceiver, TensorSender
-from aiotensor.channel import MessageClient, MessageServer
+from aiotensor.channel import MessageClient, MessageServer, parcels
+from aiotensor.worker import in_thread
 from tests.channel.parties import Answer, Place, Question, answer, place
 from tests.channel.peers import open_server, process
 from tests.pairs import BIG, pattern, until
@@ -273,3 +275,125 @@ async def test_engines_that_are_killed_and_replaced_under_load_leave_no_message_
         await asyncio.gather(*asking)
         assert outcomes["lost"] < outcomes["answered"]
         assert client.statistics().in_flight == (0,) * SEVERAL
+
+
+async def test_messages_pass_a_server_that_takes_nothing() -> None:
+    async with _places(2) as places, AsyncExitStack() as stack:
+        stalled, good = [
+            await stack.enter_async_context(MessageServer(here.messages, Question, max_waiting=1))
+            for here in places
+        ]
+        client = await _open_client(stack, places, with_senders=False)
+        await until(lambda: client.statistics().servers == 2)
+        serving = asyncio.create_task(good.serve(answer))
+        for seed in range(6):
+            await client.send(Question(seed))
+        assert stalled.statistics().waiting <= 1
+        await good.aclose()
+        await serving
+
+
+async def test_requests_pass_a_server_whose_sender_has_no_permit_left() -> None:
+    async with _places(2) as places, AsyncExitStack() as stack:
+        serving = []
+        servers: list[MessageServer[Question]] = []
+        for here in places:
+            receiver = await stack.enter_async_context(TensorReceiver(here.tensors))
+            servers.append(
+                await stack.enter_async_context(MessageServer(here.messages, Question, receiver=receiver))
+            )
+            serving.append(asyncio.create_task(servers[-1].serve(answer)))
+        senders = [await stack.enter_async_context(TensorSender(here.tensors, 1)) for here in places]
+        addresses = [here.messages for here in places]
+        client = await stack.enter_async_context(MessageClient(addresses, sender=senders, reply_type=Answer))
+        await until(lambda: client.statistics().servers == 2)
+        async with senders[0].message():
+            for seed in range(4):
+                assert (await client.request(Question(seed, pattern(seed, BIG)))).seed == seed
+        for server in servers:
+            await server.aclose()
+        await asyncio.gather(*serving)
+
+
+async def test_a_request_that_waits_goes_to_the_server_that_has_become_idle() -> None:
+    async with _places(2) as places, AsyncExitStack() as stack:
+        servers = [
+            await stack.enter_async_context(MessageServer(here.messages, Question, max_waiting=1))
+            for here in places
+        ]
+        client = await _open_client(stack, places, with_senders=False)
+        await until(lambda: client.statistics().servers == 2)
+        asking = [asyncio.create_task(client.request(Question(seed))) for seed in range(3)]
+        await until(lambda: all(server.statistics().waiting == 1 for server in servers))
+        fast = client.statistics().in_flight.index(1)
+        serving = asyncio.create_task(servers[fast].serve(answer))
+        await until(lambda: sum(task.done() for task in asking) == 2)
+        for task in asking:
+            task.cancel()
+        await asyncio.wait(asking)
+        await servers[fast].aclose()
+        await serving
+
+
+async def test_requests_that_wait_move_when_others_are_cancelled() -> None:
+    async with _places(2) as places, AsyncExitStack() as stack:
+        servers = [
+            await stack.enter_async_context(MessageServer(here.messages, Question, max_waiting=4))
+            for here in places
+        ]
+        client = await _open_client(stack, places, with_senders=False)
+        await until(lambda: client.statistics().servers == 2)
+        begun: list[int] = []
+        is_free = asyncio.Event()
+
+        async def handle(question: Question) -> Answer:
+            begun.append(question.seed)
+            await is_free.wait()
+            return Answer(question.seed)
+
+        serving = asyncio.create_task(servers[1].serve(handle))
+        first = [asyncio.create_task(client.request(Question(seed), target=1)) for seed in range(20)]
+        await until(lambda: len(begun) == 20)
+        waiting = [asyncio.create_task(client.request(Question(100 + seed))) for seed in range(16)]
+        await until(lambda: client.statistics().messages_sent >= 24)
+        is_free.set()
+        for task in first:
+            task.cancel()
+        await asyncio.wait(first)
+        await until(lambda: sum(task.done() for task in waiting) >= 12)  # four are at the other server
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+        await servers[1].aclose()
+        await serving
+
+
+async def test_a_server_that_goes_while_a_message_is_encoded_does_not_hold_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, has_gone, is_encoding = in_thread, asyncio.Event(), asyncio.Event()
+
+    async def late(*work: Any) -> Any:
+        is_encoding.set()
+        await has_gone.wait()
+        return await real(*work)
+
+    async with _places(2) as places, AsyncExitStack() as stack:
+        receivers = [await stack.enter_async_context(TensorReceiver(here.tensors)) for here in places]
+        servers = [
+            await stack.enter_async_context(MessageServer(here.messages, Question, receiver=receiver))
+            for here, receiver in zip(places, receivers, strict=True)
+        ]
+        client = await _open_client(stack, places, with_senders=True)
+        await until(lambda: client.statistics().servers == 2)
+        monkeypatch.setattr(parcels, "in_thread", late)
+        asking = asyncio.create_task(client.request(Question(1, pattern(1, BIG), wish="7" * (900 << 10))))
+        await is_encoding.wait()
+        gone = client.statistics().in_flight.index(1)
+        await receivers[gone].aclose()
+        await servers[gone].aclose()
+        await until(lambda: client.statistics().servers == 1)
+        has_gone.set()
+        request = await anext(servers[1 - gone])
+        await request.reply(Answer(1))
+        assert (await asking).seed == 1

@@ -116,7 +116,7 @@ def test_a_header_out_of_bounds_is_refused(wrong: object) -> None:
 def test_a_header_that_is_longer_than_any_of_an_honest_peer_is_refused_unread(
     read: Callable[[bytes], FromClient | FromServer],
 ) -> None:
-    frame = ["ask", 0, None, [], True] if read is read_from_client else ["taken", 0, 0]
+    frame = ["ask", 0, None, [], True] if read is read_from_client else ["taken", 0, 0, 0]
     read(msgspec.msgpack.encode([*frame, [1]]))  # a later version may add something
     with pytest.raises(ProtocolError, match=f"at most {MAX_HEADER_BYTES} are read"):
         read(msgspec.msgpack.encode([*frame, [1] * MAX_HEADER_BYTES]))
