@@ -9,9 +9,11 @@ import asyncio
 import contextlib
 import errno
 import itertools
+import math
 import os
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -31,9 +33,11 @@ __all__ = ["MAX_PARTS", "LoopSocket", "PeerGoneError", "SocketEvents", "copy_of"
 MAX_PARTS = MAX_TENSORS + 4
 
 # In one iteration of the loop, before its other callbacks have their turn: messages, and events of
-# connections, which any process that reaches the address can cause.
+# connections, which any process that reaches the address can cause. There are more of the events if the other
+# callbacks took longer than these: events get up to half of the time.
 _MESSAGES_A_TURN = 64
 _EVENTS_A_TURN = 32
+_EVENTS_MOST_S = 0.02
 
 # Plain numbers: each operation on an enum takes as long as a call into ZeroMQ.
 _LAST = int(zmq.NOBLOCK)
@@ -145,6 +149,7 @@ class LoopSocket:
         self._events = events
         self._is_closed = self._is_scheduled = self._was_full = False
         self._is_reporting = self._has_more_events = False
+        self._paused_at = math.inf  # reading events, while there are more
         self._after_events: deque[Callable[[], None]] = deque()
         self._net: asyncio.TimerHandle | None = None
         self._drops = False  # the rest of a message of too many parts
@@ -244,17 +249,22 @@ class LoopSocket:
         if self._is_reporting:
             return
         self._is_reporting = True
+        now = time.monotonic()
+        # Where iterations are long, so few events would never keep up with a flood.
+        until = now + min(now - self._paused_at, _EVENTS_MOST_S)
+        count = 0
         try:
-            for _ in range(_EVENTS_A_TURN):
-                if self._is_closed or not self._read_event():
-                    break
-            else:
-                if not self._has_more_events:
-                    self._has_more_events = True
-                    self._loop.call_soon(self._look_for_more_events)
-                return
+            while not self._is_closed and self._read_event():
+                count += 1
+                if count % _EVENTS_A_TURN == 0 and time.monotonic() >= until:
+                    self._paused_at = time.monotonic()
+                    if not self._has_more_events:
+                        self._has_more_events = True
+                        self._loop.call_soon(self._look_for_more_events)
+                    return
         finally:
             self._is_reporting = False
+        self._paused_at = math.inf
         if len(self._after_events) > _MESSAGES_A_TURN:
             self._look_soon()  # reading has stopped
         while self._after_events and not self._is_closed:

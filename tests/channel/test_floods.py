@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -109,6 +110,29 @@ async def _flood(here: Place, attacks: list[str]) -> None:
 async def _ask(client: MessageClient[Answer]) -> None:
     for seed in range(REPLIES):
         assert (await client.request(Question(seed))).seed == seed
+
+
+async def test_a_new_client_is_served_during_a_flood_though_the_loop_has_other_work() -> None:
+    with _place("ipc") as here:
+        async with MessageServer(here.messages, Question) as server:
+            serving = asyncio.create_task(server.serve(answer))
+            is_over = False
+
+            async def work() -> None:
+                while not is_over:
+                    until_s = time.perf_counter() + 0.01
+                    while time.perf_counter() < until_s:
+                        pass
+                    await asyncio.sleep(0)
+
+            with attacked(here.messages, "greet", 1):
+                working = asyncio.create_task(work())
+                async with MessageClient(here.messages, reply_type=Answer) as new:
+                    assert (await new.request(Question(1))).seed == 1
+            is_over = True
+            await working
+            await server.aclose()
+            await serving
 
 
 async def test_refused_handshakes_share_a_line_that_has_their_number() -> None:
