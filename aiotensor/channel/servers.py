@@ -2,7 +2,8 @@
 
 A message goes to the server with the least load, which counts the client's own messages there and those of
 other clients as the server last reported them. Until the message has left it can move: when its server is
-lost, and when it waits for a permit, memory, credit or room while another server has less to do.
+lost, and when it waits for a permit, memory, credit or room while another server could take it or has less
+to do.
 """
 
 import asyncio
