@@ -344,6 +344,18 @@ class TensorSender(LoopObject):
             return placements.new_tensor(sizes, dtype)
         return await self._outgoing.allocate(nbytes, dtype, sizes, message)
 
+    @property
+    def _in_line(self) -> int:
+        """Count the calls that wait for a permit or memory; a copy that waits for its turn has both."""
+        out = self._outgoing
+        return out.permits.budget.waiting + out.memory.gate.budget.waiting if self._home.was_entered else 0
+
+    @property
+    def _has_permit(self) -> bool:
+        """Return whether a call would get a permit at once."""
+        permits = self._outgoing.permits.budget
+        return not self._in_line and permits.in_use < permits.limit
+
     def _details(self) -> list[str]:
         permits = self._outgoing.permits.budget
         in_flight = f"{permits.in_use} of {permits.limit} messages in flight"

@@ -105,7 +105,8 @@ class Servers:
             return
         busiest, freest = max(waiting, key=self._load_of), min(free, key=self._load_of)
         moves = int(self._load_of(busiest) - self._load_of(freest)) // 2
-        if self._has_permit(freest):  # then a message does not wait there, whatever the loads are
+        sender = self._senders[freest]
+        if sender is None or sender._has_permit:  # then a message does not wait there, whatever the loads are
             moves = max(moves, 1)
         moves = min(moves, self._movable(busiest))
         if moves > 0:
@@ -119,15 +120,8 @@ class Servers:
         outbox, sender = connection.outbox, self._senders[connection]
         tensors = outbox.sending_tensors
         if tensors and sender is not None:  # those whose tensors are being copied do not wait
-            tensors = min(tensors, sender.statistics().waiting)
+            tensors = min(tensors, sender._in_line)
         return outbox.movable + tensors
-
-    def _has_permit(self, connection: Connection) -> bool:
-        sender = self._senders[connection]
-        if sender is None:
-            return True
-        now = sender.statistics()
-        return not now.waiting and now.in_flight < now.max_concurrent_videos
 
     def close(self) -> None:
         """Wake the tasks that wait for a server, and move nothing more."""

@@ -35,11 +35,11 @@ async def _places(count: int) -> AsyncIterator[list[Place]]:
 
 
 async def _open_client(
-    stack: AsyncExitStack, places: list[Place], *, with_senders: bool
+    stack: AsyncExitStack, places: list[Place], *, with_senders: bool, permits: int = 2
 ) -> MessageClient[Answer]:
-    """Open a client of several servers, with a sender of two permits to each."""
+    """Open a client of several servers, perhaps with a sender to each."""
     senders = (
-        [await stack.enter_async_context(TensorSender(here.tensors, 2)) for here in places]
+        [await stack.enter_async_context(TensorSender(here.tensors, permits)) for here in places]
         if with_senders
         else None
     )
@@ -186,6 +186,24 @@ async def test_a_server_that_starts_gets_messages_that_wait_for_a_busy_one(with_
         assert [got.seed for got in await asyncio.gather(*asking)] == list(range(20))
         await busy.aclose()
         await serving
+
+
+async def test_messages_whose_tensors_are_being_copied_stay_at_their_servers() -> None:
+    async with _places(2) as places, AsyncExitStack() as stack:
+        servers = []
+        for here in places:
+            receiver = await stack.enter_async_context(TensorReceiver(here.tensors))
+            server = MessageServer(here.messages, Question, receiver=receiver)
+            servers.append(await stack.enter_async_context(server))
+        client = await _open_client(stack, places, with_senders=True, permits=4)
+        await until(lambda: client.statistics().servers == 2)
+        tensors = [pattern(0, BIG), pattern(0, 1 << 20)]  # 8 MiB take longer: one server gets these
+        asking = [asyncio.create_task(client.request(Question(seed, tensors[seed % 2]))) for seed in range(6)]
+        await until(lambda: client.statistics().messages_sent == 6)
+        assert client.statistics().in_flight == (3, 3)
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
 
 
 async def test_a_message_that_is_moved_is_heard_once() -> None:
