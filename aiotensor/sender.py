@@ -344,17 +344,18 @@ class TensorSender(LoopObject):
             return placements.new_tensor(sizes, dtype)
         return await self._outgoing.allocate(nbytes, dtype, sizes, message)
 
-    @property
-    def _in_line(self) -> int:
-        """Count the calls that wait for a permit or memory; a copy that waits for its turn has both."""
+    def _waiting_of(self, calls: int) -> int:
+        """Count how many of these calls wait for the receiver, a permit or memory, and not for a copy."""
         out = self._outgoing
-        return out.permits.budget.waiting + out.memory.gate.budget.waiting if self._home.was_entered else 0
+        if not (self._home.was_entered and out.conversation.is_connected):
+            return calls
+        return min(calls, out.permits.budget.waiting + out.memory.gate.budget.waiting)
 
     @property
     def _has_permit(self) -> bool:
         """Return whether a call would get a permit at once."""
         permits = self._outgoing.permits.budget
-        return not self._in_line and permits.in_use < permits.limit
+        return not self._waiting_of(1) and permits.in_use < permits.limit
 
     def _details(self) -> list[str]:
         permits = self._outgoing.permits.budget

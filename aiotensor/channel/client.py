@@ -299,6 +299,7 @@ class MessageClient(LoopObject, Generic[R]):
         """Send a message, and return the connection that it left by, where it counts as one in flight."""
         parcel: Parcel | None = None
         may_move = self._servers is not None and target is None and inside is None
+        lost: set[Connection] = set()
         try:
             while True:
                 connection = await self._choose(target, inside)
@@ -310,6 +311,12 @@ class MessageClient(LoopObject, Generic[R]):
                         parcel = await parcels.pack(box, has_sender=self._senders[0] is not None)
                     if not may_move or session == connection.session:  # encoding may have taken long
                         sent = await self._send(connection, parcel, inside, wants_answer, may_move)
+                except PeerLostError:
+                    # The sender may know of the loss before the connection does; if its receiver alone is
+                    # gone for good, the message is not sent there for ever.
+                    if not may_move or (session == connection.session and connection in lost):
+                        raise
+                    lost.add(connection)
                 finally:
                     if sent is None:
                         self._ended(connection)
@@ -359,10 +366,8 @@ class MessageClient(LoopObject, Generic[R]):
                 parcel.tensors.clear()
                 self._disposal.let_go(parcel.parts)
                 await loan
-        except BaseException as error:
+        except BaseException:
             parcels.discard(sender, handles)
-            if may_move and isinstance(error, PeerLostError) and session != connection.session:
-                return None
             raise
         return asked, handles
 

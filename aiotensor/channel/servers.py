@@ -119,8 +119,8 @@ class Servers:
         """Count the messages that wait for a server and may be moved."""
         outbox, sender = connection.outbox, self._senders[connection]
         tensors = outbox.sending_tensors
-        if tensors and sender is not None:  # those whose tensors are being copied do not wait
-            tensors = min(tensors, sender._in_line)
+        if tensors and sender is not None:
+            tensors = sender._waiting_of(tensors)
         return outbox.movable + tensors
 
     def close(self) -> None:

@@ -165,6 +165,29 @@ async def test_messages_that_wait_for_a_server_that_dies_go_to_another_one(with_
         await serving
 
 
+async def test_messages_that_wait_for_a_receiver_that_closes_go_to_another_server() -> None:
+    async with _places(2) as places, AsyncExitStack() as stack:
+        receivers = [await stack.enter_async_context(TensorReceiver(here.tensors)) for here in places]
+        servers = [
+            await stack.enter_async_context(MessageServer(here.messages, Question, receiver=receiver))
+            for here, receiver in zip(places, receivers, strict=True)
+        ]
+        client = await _open_client(stack, places, with_senders=True)
+        await until(lambda: client.statistics().servers == 2)
+        asking = [
+            asyncio.create_task(client.request(Question(seed, pattern(seed, BIG)))) for seed in range(40)
+        ]
+        await until(lambda: client.statistics().messages_sent == 4)  # the others wait for permits
+        await receivers[0].aclose()  # its sender is told, and the connection to the server stays
+        serving = [asyncio.create_task(servers[1].serve(answer))]
+        await until(lambda: client.statistics().answers == 38)
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await servers[1].aclose()
+        await asyncio.gather(*serving)
+
+
 @pytest.mark.parametrize("with_senders", [True, False], ids=["tensors by senders", "tensors in messages"])
 async def test_a_server_that_starts_gets_messages_that_wait_for_a_busy_one(with_senders: bool) -> None:
     async with _places(2) as places, AsyncExitStack() as stack:
