@@ -2,11 +2,12 @@
 
 import contextlib
 import os
+import socket
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-__all__ = ["Descriptor", "close_after_fork", "close_all"]
+__all__ = ["Descriptor", "ForeignDescriptor", "close_after_fork", "close_all", "copy_of"]
 
 
 class SupportsClose(Protocol):
@@ -57,8 +58,49 @@ class Descriptor:
             close(self.number)
 
 
+class ForeignDescriptor:
+    """A descriptor that another library owns, and that no forked child keeps.
+
+    Args:
+        number: the descriptor; the library may close it at any time.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._file = _file_of(number)
+        close_after_fork(self)
+
+    def close(self) -> None:
+        """Close it, unless the library has closed it and its number is that of another file now."""
+        if self._file is not None and _file_of(self._number) == self._file:
+            os.close(self._number)
+
+
+def copy_of(descriptor: int) -> socket.socket:
+    """Return a socket with a copy of a descriptor, whose owner may close it at any time.
+
+    Raises:
+        OSError: the descriptor is closed or not a socket's, or this process has no descriptors left.
+    """
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+
+
 def close_all(descriptors: Iterable[int]) -> None:
     """Close descriptors that nothing needs any more; all of them, also if closing one fails."""
     with contextlib.ExitStack() as closing:
         for descriptor in descriptors:
             closing.callback(os.close, descriptor)
+
+
+def _file_of(descriptor: int) -> tuple[int, int] | None:
+    """Return the device and the inode of an open file; None for a closed descriptor."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

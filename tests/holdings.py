@@ -181,7 +181,7 @@ def _of_client(client: MessageClient[Any]) -> dict[str, object]:
         "requests in flight": seen.in_flight,
         # What no statistics tell.
         "waiters for a server": [len(one._waiters) for one in client._connections],
-        "cancels that have not left": [len(one.outbox) + len(one._notices) for one in client._connections],
+        "cancels that have not left": [one.pipeline.unsent for one in client._connections],
     }
 
 

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from aiotensor.descriptors import Descriptor, close_after_fork, close_all
+from aiotensor.descriptors import Descriptor, ForeignDescriptor, close_after_fork, close_all
 from tests.test_home import forks, in_a_fork
 
 
@@ -57,3 +57,18 @@ def test_a_forked_child_closes_every_descriptor_though_closing_some_of_them_fail
     finally:
         for descriptor in descriptors:
             descriptor.close()
+
+
+def test_a_forked_child_closes_its_copy_of_a_connection_and_nothing_that_has_its_number_since() -> None:
+    reader, writer = os.pipe()
+    kept = ForeignDescriptor(reader)
+    os.close(reader)
+    again = os.open("/dev/null", os.O_RDONLY)
+    assert again == reader
+    kept.close()
+    os.fstat(again)  # it is open still
+
+    ForeignDescriptor(again).close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(again)
+    os.close(writer)

@@ -2,11 +2,9 @@
 
 from collections.abc import Callable
 
-from aiotensor.logs import RepeatedEvent, logger_of
+from aiotensor.channel.refusals import Refusals
 
 __all__ = ["Accepted"]
-
-logger = logger_of("channel")
 
 # Connections beside those of clients: their peers have not sent a hello yet, or the server has refused them.
 _UNIDENTIFIED = 64
@@ -23,16 +21,21 @@ class Accepted:
         max_clients: the most clients at once; None for no limit.
         is_client: returns whether an identity is that of a client.
         close: closes a connection, and returns whether that was possible.
+        refusals: logs the connections that are closed.
     """
 
     def __init__(
-        self, max_clients: int | None, is_client: Callable[[bytes], bool], close: Callable[[int], bool]
+        self,
+        max_clients: int | None,
+        is_client: Callable[[bytes], bool],
+        close: Callable[[int], bool],
+        refusals: Refusals,
     ) -> None:
         self._max_clients = max_clients
         self._is_client = is_client
         self._close = close
         self._identities: dict[int, bytes | None] = {}  # by their descriptors; the oldest connection first
-        self._refusals = RepeatedEvent(_log_refusal)
+        self._refusals = refusals
 
     def opened(self, descriptor: int) -> None:
         """Add a connection."""
@@ -69,22 +72,5 @@ class Accepted:
             del self._identities[descriptor]
             if identity is not None:
                 gone.append(identity)
-            self._refusals.add("it said no hello, and others need its place")
+            self._refusals.connection_refused("it said no hello, and others need its place")
         return gone
-
-    def failed(self) -> None:
-        """Count a connection whose peer does not have the keys."""
-        self._refusals.add("its peer does not have the keys")
-
-    def close(self) -> None:
-        """Log the refusals that were only counted so far."""
-        self._refusals.close()
-
-
-def _log_refusal(count: int, reason: str) -> None:
-    logger.warning(
-        "%s connections were refused, the latest because %s",
-        count,
-        reason,
-        extra={"event": "connection_refused", "count": count, "reason": reason},
-    )

@@ -14,8 +14,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
+
 from aiotensor.channel.outbox import Outbox
-from aiotensor.channel.parcels import QUICK_BODY_BYTES
+from aiotensor.channel.parcels import QUICK_BODY_BYTES, QUICK_TENSORS
 from aiotensor.errors import AioTensorError, ProtocolError, WouldBlockError
 from aiotensor.logs import logger_of
 from aiotensor.placements import QUICK_BYTES
@@ -25,7 +27,7 @@ from aiotensor.receiver import TensorReceiver
 from aiotensor.sender import TensorSender
 from aiotensor.types import TensorHandle
 
-__all__ = ["Asked", "Client", "Limits", "State", "await_tensors"]
+__all__ = ["Asked", "Client", "Limits", "State", "await_tensors", "take_tensors"]
 
 logger = logger_of("channel")
 
@@ -208,3 +210,13 @@ async def await_tensors(
     if method is not None:
         method(asked, error)
     del error  # its traceback has this frame
+
+
+async def take_tensors(
+    receiver: TensorReceiver, handles: Sequence[TensorHandle], found: list[torch.Tensor]
+) -> None:
+    """Take the tensors of a message that are not in `found` yet; yields to the loop between many."""
+    for count in range(len(found), len(handles)):
+        if count and not count % QUICK_TENSORS:
+            await asyncio.sleep(0)
+        found.append(receiver.receive_nowait(handles[count]))

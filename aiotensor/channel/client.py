@@ -347,9 +347,9 @@ class MessageClient(LoopObject, Generic[R]):
         handles: Handles = ()
         try:
             if sender is not None and (parcel.tensors or inside is not None):
-                parcels.check_parts(parcel.parts, connection.limits, "server")  # first of all
+                parcels.check_parts(parcel.parts, connection.pipeline.limits, "server")  # first of all
                 sending = parcel.send_tensors(sender, inside)
-                sent = await (connection.outbox.sending(sending) if may_move else sending)
+                sent = await (connection.pipeline.outbox.sending(sending) if may_move else sending)
                 if sent is None:
                     return None
                 handles = sent
@@ -378,7 +378,7 @@ class MessageClient(LoopObject, Generic[R]):
                 raise AssertionError("an answer was asked for")
             return await self._open_answer(await asked.answered)
         except BaseException:
-            connection.cancel(asked)
+            connection.pipeline.cancel(asked)
             parcels.discard(self._sender_to[connection], handles)
             raise
         finally:

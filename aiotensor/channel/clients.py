@@ -17,11 +17,12 @@ import zmq
 from aiotensor.channel.accepted import Accepted
 from aiotensor.channel.asked import Asked, Client, Limits, State
 from aiotensor.channel.outbox import Outbox, flush_all
-from aiotensor.channel.parcels import body_and_buffers
+from aiotensor.channel.parcels import Handles, body_and_buffers
+from aiotensor.channel.refusals import Refusals
 from aiotensor.channel.sockets import MAX_PARTS, LoopSocket, PeerGoneError
 from aiotensor.errors import ProtocolError
 from aiotensor.gates import Waiters
-from aiotensor.logs import RepeatedEvent, logger_of
+from aiotensor.logs import logger_of
 from aiotensor.protocol.exchange import (
     BODY_BYTES,
     VERSION,
@@ -40,13 +41,11 @@ from aiotensor.protocol.exchange import (
 )
 from aiotensor.protocol.versions import mismatch
 from aiotensor.protocol.window import Tally
-from aiotensor.types import TensorHandle
 
 __all__ = ["MAX_UNREAD", "Clients", "ClientsEvents"]
 
 logger = logger_of("channel")
 
-Handles = tuple[TensorHandle, ...]
 
 # Messages to a client that does not read them: answers that whoever gave them waits for, and errors, which
 # nobody does.
@@ -92,10 +91,9 @@ class Clients:
         self._waiters = waiters
         self._clients: dict[bytes, Client] = {}
         self._leftovers: dict[Client, None] = {}  # clients that are gone, and whose messages wait to be taken
-        self._accepted = Accepted(limits.clients, self._clients.__contains__, self._cut)
+        self._refusals = Refusals()
+        self._accepted = Accepted(limits.clients, self._clients.__contains__, self._cut, self._refusals)
         self._is_making_room = False
-        self._refusals = RepeatedEvent(_log_refusal)
-        self._breaches = RepeatedEvent(_log_breach)
         self._turned_away: dict[bytes, Outbox] = {}  # still connected, and not listened to
         self._gone: OrderedDict[bytes, None] = OrderedDict()  # the last ones: something of them may come yet
         self.socket: LoopSocket  # given by the server, which opens it
@@ -168,8 +166,7 @@ class Clients:
             self._post(client, Farewell())
             self._give_up_all(client, and_those_without_answer=True)
         self._clients.clear()
-        for events in (self._accepted, self._refusals, self._breaches):
-            events.close()
+        self._refusals.close()
 
     # What is heard
 
@@ -224,7 +221,7 @@ class Clients:
                 case ClientHello():
                     raise ProtocolError("it introduced itself twice")
         except ProtocolError as error:
-            self._breaches.add(None if client is None else client.pid, str(error))
+            self._refusals.protocol_broken(None if client is None else client.pid, str(error))
             self._turn_away(identity, f"it broke the protocol: {error}")
             if client is not None:
                 self._lose(client)
@@ -253,7 +250,7 @@ class Clients:
     def refused(self, *, is_final: bool, error: int) -> None:
         """Note that a peer does not have the keys, or left before that was known."""
         if is_final:
-            self._accepted.failed()
+            self._refusals.connection_refused("its peer does not have the keys")
 
     def disconnected(self, descriptor: int) -> None:
         """Note that a connection has ended."""
@@ -320,7 +317,7 @@ class Clients:
 
     def _refuse(self, identity: bytes, hello: ClientHello, reason: str) -> None:
         """Refuse a client that has said who it is."""
-        self._refusals.add(hello.pid, reason)
+        self._refusals.client_refused(hello.pid, reason)
         self.refused_clients += 1
         self._turn_away(identity, reason, is_refusal=True)
 
@@ -400,23 +397,3 @@ class Clients:
             client.outbox.clear()
             self._turn_away(client.identity, "it reads no answers")
             self._lose(client)
-
-
-def _log_refusal(count: int, pid: int | None, reason: str) -> None:
-    logger.warning(
-        "%s clients were refused, the latest (pid %s) because %s",
-        count,
-        pid,
-        reason,
-        extra={"event": "client_refused", "count": count, "peer_pid": pid, "reason": reason},
-    )
-
-
-def _log_breach(count: int, pid: int | None, reason: str) -> None:
-    logger.error(
-        "%s clients broke the protocol, the latest (pid %s): %s",
-        count,
-        pid,
-        reason,
-        extra={"event": "protocol_broken", "count": count, "peer_pid": pid, "reason": reason},
-    )

@@ -14,9 +14,8 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from functools import partial
 from typing import Protocol
 
 import zmq
@@ -24,17 +23,17 @@ import zmq
 from aiotensor.channel.context import Context
 from aiotensor.channel.dialing import DIALING_OPTIONS, Dialer
 from aiotensor.channel.options import Address, Target
-from aiotensor.channel.outbox import Outbox, flush_all
-from aiotensor.channel.parcels import Answered, Asked, Handles, body_and_buffers, check_parts
-from aiotensor.channel.sockets import MAX_PARTS, LoopSocket, copy_of
-from aiotensor.channel.unanswered import Unanswered
+from aiotensor.channel.outbox import Parts
+from aiotensor.channel.parcels import Answered, Asked, Handles
+from aiotensor.channel.pipeline import Pipeline
+from aiotensor.channel.sockets import MAX_PARTS, LoopSocket
+from aiotensor.descriptors import copy_of
 from aiotensor.errors import (
     AccessDeniedError,
     AioTensorError,
     PeerLostError,
     ProtocolError,
     RefusedError,
-    RemoteError,
     WouldBlockError,
     again,
 )
@@ -42,11 +41,8 @@ from aiotensor.gates import Waiters, at_most
 from aiotensor.links.users import check_owner, check_user
 from aiotensor.logs import logger_of
 from aiotensor.protocol.exchange import (
-    BODY_BYTES,
     VERSION,
     Answer,
-    Ask,
-    Cancel,
     ClientHello,
     Failure,
     Farewell,
@@ -57,7 +53,6 @@ from aiotensor.protocol.exchange import (
     write,
 )
 from aiotensor.protocol.versions import mismatch
-from aiotensor.protocol.window import Window
 from aiotensor.types import Usage
 
 __all__ = ["Connection"]
@@ -108,16 +103,12 @@ class Connection:
         self._context = context
         self._address = address
         self._options = {**options, **DIALING_OPTIONS}
-        self.limits = PartLimits()  # of the server
-        self._own_limits = limits
+        self.pipeline = Pipeline(self._send, self._patience, drop, limits)
         self._hello = write(ClientHello(VERSION, os.getpid(), receiver, *limits))
         self._max_wait_s = max_wait_s
         self._servers: ServersEvents | None = None
-        self._unanswered = Unanswered(drop)
         self._pid: int | None = None
         self._waiters = Waiters()
-        self.outbox = Outbox(self._send, patience=self._patience)
-        self._notices = Outbox(self._send)  # what needs no credit
         self._dialer = Dialer(address, self._dial)
         self._is_introduced = False
         self.refused_at = 0.0
@@ -214,7 +205,7 @@ class Connection:
         self,
         session: int,
         handles: Handles,
-        parts: Sequence[bytes | memoryview],
+        parts: Parts,
         *,
         wants_answer: bool,
         may_move: bool = False,
@@ -236,8 +227,6 @@ class Connection:
             WouldBlockError: there was no credit within `max_wait_s`.
             TooLargeError: the server does not accept a body or a part of this size.
         """
-        nbytes = sum(map(len, parts))
-        body = None if len(parts[0]) >= BODY_BYTES else memoryview(parts[0])
         while True:
             if may_move and (session != self.session or not self.is_ready):
                 return None
@@ -250,27 +239,11 @@ class Connection:
             if not self.is_ready:
                 await self.ready()
                 continue
-            check_parts(parts, self.limits, "server")
-            asked = self._unanswered.number(wants_answer=wants_answer)
-            header = write(Ask(asked.number, body, handles, wants_answer))
-            following: Sequence[bytes | memoryview] = parts if body is None else parts[1:]
-            try:
-                expect = partial(self._unanswered.expect, asked)
-                if await self.outbox.put([header, *following], nbytes, expect, may_move=may_move):
-                    return asked
-                if may_move:
-                    return None
-            except BaseException:
-                self.cancel(asked)  # it may have left in this very turn
-                following = ()  # the error keeps this frame
-                raise
+            asked = await self.pipeline.ask(handles, parts, wants_answer=wants_answer, may_move=may_move)
+            if asked is not None or may_move:
+                return asked
 
-    def cancel(self, asked: Asked) -> None:
-        """Notify the server that a request was cancelled, and drop its answer if it has arrived."""
-        if self._unanswered.cancel(asked):
-            self._notices.post([write(Cancel(asked.number))])
-
-    def _send(self, parts: Sequence[bytes | memoryview], is_retry: bool) -> bool:
+    def _send(self, parts: Parts, is_retry: bool) -> bool:
         return self.is_ready and self._open_socket().send(parts, is_retry=is_retry)
 
     # What is heard
@@ -333,7 +306,7 @@ class Connection:
 
     def has_room(self) -> None:
         """Send messages that the socket had no room for."""
-        flush_all(lambda: [one for one in (self._notices, self.outbox) if one])
+        self.pipeline.has_room()
 
     def message_arrived(self, parts: "list[zmq.Frame]") -> None:
         """Take what the server says."""
@@ -342,15 +315,10 @@ class Connection:
                 raise ProtocolError(f"it sent a message of more than {MAX_PARTS} parts")
             header = read_from_server(parts[0].buffer)
             match header:
-                case Answer(number, body, handles, taken, taken_bytes, others):
-                    message = body_and_buffers(body, parts[1:], self._own_limits)
-                    self._returned(taken, taken_bytes, others)
-                    self._unanswered.answer(number, Answered(handles, message))
-                case Failure(number, type_name, text, taken, taken_bytes, others):
-                    self._returned(taken, taken_bytes, others)
-                    self._unanswered.fail(number, RemoteError(f"{type_name}: {text}", type_name=type_name))
-                case Taken(messages, nbytes, others):
-                    self._returned(messages, nbytes, others)
+                case Answer() | Failure() | Taken():
+                    self.pipeline.heard(header, parts[1:])
+                    if self._servers is not None:
+                        self._servers.reported(self, header.others)
                 case ServerHello():
                     self._welcome(header)
                 case Farewell(""):
@@ -375,24 +343,10 @@ class Connection:
         if hello.version != VERSION:
             self._lose(mismatch(hello.version, VERSION), retry=False, is_refusal=True)
             return
-        self.outbox.window = Window(hello.max_waiting, hello.max_waiting_bytes)
-        self.limits = PartLimits(hello.max_part_bytes, hello.max_body_bytes)
         self.is_ready = True
-        self.outbox.flush(is_retry=False)
+        self.pipeline.begin(hello)
         self._waiters.wake()
-        if self._servers is not None:
-            self._servers.changed()
-
-    def _returned(self, messages: int, nbytes: int, others: int) -> None:
-        """Send what waited for credit, and note the load of the server."""
-        window = self.outbox.window
-        if window is None:
-            raise ProtocolError("it answered before it introduced itself")
-        window.taken(messages, nbytes)
-        if self.outbox:
-            self.outbox.flush(is_retry=False)
-        if self._servers is not None:
-            self._servers.reported(self, others)
+        self._changed()
 
     # Ends
 
@@ -404,7 +358,7 @@ class Connection:
         what = "refused this client" if is_refusal else "is gone"
         error = kind(f"the server{pid} at {self._address.text} {what}: {reason}", pid=self._pid)
         error.__cause__ = cause
-        lost = len(self._unanswered)
+        lost = self.pipeline.unanswered
         was_ready = self.is_ready
         self.session += was_ready
         self._end(error)
@@ -450,11 +404,7 @@ class Connection:
         self.is_ready = self._is_introduced = False
         self._failure = error
         self._pid = None
-        self.outbox.window, self.limits = None, PartLimits()
-        self._unanswered.fail_all(error)
-        # Unsent requests get no error: they go to another server, or wait for the next one here.
-        self._notices.clear()
-        self.outbox.clear()
+        self.pipeline.end(error)
         self._waiters.wake()
 
     def raise_failure(self) -> None:

@@ -4,8 +4,7 @@ import errno
 import os
 import socket
 
-from aiotensor.channel.sockets import copy_of
-from aiotensor.descriptors import Descriptor
+from aiotensor.descriptors import Descriptor, copy_of
 
 __all__ = ["Ending"]
 

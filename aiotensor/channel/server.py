@@ -9,11 +9,11 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 
 from aiotensor.channel import options
-from aiotensor.channel.asked import Asked, Limits, State, await_tensors
+from aiotensor.channel.asked import Asked, Limits, State, await_tensors, take_tensors
 from aiotensor.channel.clients import Clients
 from aiotensor.channel.endpoint import Endpoint
 from aiotensor.channel.options import Key
-from aiotensor.channel.parcels import QUICK_TENSORS, Disposal, Loans, check_parts, discard, pack, unpack
+from aiotensor.channel.parcels import Disposal, Loans, check_parts, discard, pack, unpack
 from aiotensor.channel.request import Answerer, Request, text_of
 from aiotensor.channel.serving import serve
 from aiotensor.channel.turns import Turns
@@ -287,7 +287,7 @@ class MessageServer(LoopObject, Generic[M]):
             found = self._found.pop(asked, None) or []
             try:
                 if asked.handles and self._receiver is not None:
-                    await self._take_tensors(self._receiver, asked.handles, found)
+                    await take_tensors(self._receiver, asked.handles, found)
                 message: M = await unpack(self._decoder, asked.parts, found)
             except asyncio.CancelledError:
                 if asked.state is State.WAITING and self._home.is_closed:
@@ -315,15 +315,6 @@ class MessageServer(LoopObject, Generic[M]):
         asked.request = weakref.ref(request, lambda _: dropped(asked))  # which does not keep this server
         self._count_out(asked)  # last: telling the client may show that it is gone
         return request
-
-    async def _take_tensors(
-        self, receiver: TensorReceiver, handles: Sequence[TensorHandle], found: list[torch.Tensor]
-    ) -> None:
-        """Take those tensors of a message that are not in `found`; yields to the loop between many."""
-        for count in range(len(found), len(handles)):
-            if count and not count % QUICK_TENSORS:
-                await asyncio.sleep(0)
-            found.append(receiver.receive_nowait(handles[count]))
 
     def _refuse(self, asked: Asked, error: Exception) -> None:
         """Tell a client that its message cannot be taken."""

@@ -43,7 +43,7 @@ class Servers:
         self._connections = connections = list(senders)
         self._senders = senders
         for connection in connections:
-            connection.outbox.on_wait = self.rebalance_soon
+            connection.pipeline.outbox.on_wait = self.rebalance_soon
         self._max_wait_s = max_wait_s
         self._changes = Waiters()
         self._reports = 0
@@ -99,7 +99,7 @@ class Servers:
         if self._rest is not None or self._is_closed:
             return
         waiting = [connection for connection in self._connections if self._movable(connection)]
-        free = [connection for connection in self._connections if connection.outbox.takes_more]
+        free = [connection for connection in self._connections if connection.pipeline.outbox.takes_more]
         free = [connection for connection in free if connection not in waiting] if waiting else []
         if not free:
             return
@@ -111,13 +111,13 @@ class Servers:
         moves = min(moves, self._movable(busiest))
         if moves > 0:
             for _ in range(moves):
-                busiest.outbox.give_up_one()
+                busiest.pipeline.outbox.give_up_one()
             self._moved_to = [freest] * moves
             self._rest = asyncio.get_running_loop().call_later(_BETWEEN_MOVES_S, self._rested)
 
     def _movable(self, connection: Connection) -> int:
         """Count the messages that wait for a server and may be moved."""
-        outbox, sender = connection.outbox, self._senders[connection]
+        outbox, sender = connection.pipeline.outbox, self._senders[connection]
         tensors = outbox.sending_tensors
         if tensors and sender is not None:
             tensors = sender._waiting_of(tensors)
@@ -145,7 +145,7 @@ class Servers:
         if self._moved_to and self._moved_to[-1].is_ready:
             return self._moved_to.pop()
         ready = [connection for connection in self._rotation if connection.is_ready]
-        at_once = [connection for connection in ready if connection.outbox.takes_more]
+        at_once = [connection for connection in ready if connection.pipeline.outbox.takes_more]
         return min(at_once or ready, key=self._load_of, default=None)
 
     async def _any(self) -> Connection:

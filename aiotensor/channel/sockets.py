@@ -10,7 +10,6 @@ import contextlib
 import errno
 import itertools
 import math
-import os
 import socket
 import struct
 import time
@@ -22,11 +21,11 @@ import zmq
 from zmq.utils.garbage import gc as collector
 
 from aiotensor.channel.context import Context, check_descriptors
-from aiotensor.descriptors import close_after_fork
+from aiotensor.descriptors import ForeignDescriptor, copy_of
 from aiotensor.protocol.frames import MAX_TENSORS
 from aiotensor.worker import no_thread
 
-__all__ = ["MAX_PARTS", "LoopSocket", "PeerGoneError", "SocketEvents", "copy_of"]
+__all__ = ["MAX_PARTS", "LoopSocket", "PeerGoneError", "SocketEvents"]
 
 # Of one message: an identity, a header, a body, as many buffers as a message has tensors, and one for small
 # tensors.
@@ -97,34 +96,6 @@ class SocketEvents(Protocol):
         """Note that what could not be sent before may be sent now; try until nothing more goes."""
 
 
-class _InChild:
-    """A descriptor of ZeroMQ: a forked child that has it would hide our death from the other side."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._file = _file_of(descriptor)
-        close_after_fork(self)
-
-    def close(self) -> None:
-        """Close the child's copy, unless ZeroMQ had closed it and it is another's now."""
-        if self._file is not None and _file_of(self._descriptor) == self._file:
-            os.close(self._descriptor)
-
-
-def copy_of(descriptor: int) -> socket.socket:
-    """Return a socket of one's own for a descriptor of ZeroMQ.
-
-    Raises:
-        OSError: it is none any more, or this process has no descriptors left.
-    """
-    copy = os.dup(descriptor)
-    try:
-        return socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
-
-
 class LoopSocket:
     """A socket that tells its owner what happens; belongs to the running loop.
 
@@ -153,7 +124,7 @@ class LoopSocket:
         self._after_events: deque[Callable[[], None]] = deque()
         self._net: asyncio.TimerHandle | None = None
         self._drops = False  # the rest of a message of too many parts
-        self._connections: dict[int, _InChild] = {}  # and the listener, by their descriptors
+        self._connections: dict[int, ForeignDescriptor] = {}  # and the listener, by their descriptors
         self._place: object = None  # where it listens
         with contextlib.ExitStack() as made:
             self._socket = made.enter_context(context.socket(kind))
@@ -326,11 +297,11 @@ class LoopSocket:
             return False
         event, value = _EVENT.unpack(data)
         if event == zmq.EVENT_LISTENING:
-            self._connections[value] = _InChild(value)
+            self._connections[value] = ForeignDescriptor(value)
             with contextlib.suppress(OSError), copy_of(value) as listener:
                 self._place = _place_of(listener)
         elif event & (zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED):
-            self._connections[value] = _InChild(value)
+            self._connections[value] = ForeignDescriptor(value)
             self._events.connected(value)
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._events.handshaken()
@@ -409,15 +380,6 @@ def _lent(part: bytes | memoryview) -> zmq.Frame:
         raise no_thread(error) from error
     except zmq.ZMQError as error:
         raise OSError(error.errno, error.strerror) from error
-
-
-def _file_of(descriptor: int) -> tuple[int, int] | None:
-    """Tell the file behind a descriptor from others; None if there is none."""
-    try:
-        found = os.fstat(descriptor)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
 
 
 def _place_of(sock: socket.socket) -> object:

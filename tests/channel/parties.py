@@ -112,9 +112,7 @@ class Channel:
             "messages whose tensors arrive": len(self.server._arriving),
             "messages taken halfway": len(self.server._found),
             "messages of clients": sum(len(one.asked) for one in self.server._clients._clients.values()),
-            "cancels that have not left": sum(
-                len(one.outbox) + len(one._notices) for one in self.client._connections
-            ),
+            "cancels that have not left": sum(one.pipeline.unsent for one in self.client._connections),
         }
         return {name: amount for name, amount in held.items() if amount}
 

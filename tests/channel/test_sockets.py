@@ -7,26 +7,11 @@ import socket
 import pytest
 
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.channel.sockets import _InChild, _place_of
+from aiotensor.channel.sockets import _place_of
 from tests.channel.parties import Answer, Question, answer, place
 from tests.pairs import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
-
-
-def test_a_forked_child_closes_its_copy_of_a_connection_and_nothing_that_has_its_number_since() -> None:
-    reader, writer = os.pipe()
-    kept = _InChild(reader)
-    os.close(reader)
-    again = os.open("/dev/null", os.O_RDONLY)
-    assert again == reader
-    kept.close()
-    os.fstat(again)  # it is open still
-
-    _InChild(again).close()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(again)
-    os.close(writer)
 
 
 def test_the_place_of_a_socket_is_its_path_or_its_port() -> None:

@@ -194,7 +194,7 @@ async def settle(state: State) -> list[str]:
             await asyncio.sleep(0.001)
     now = client.statistics()
     wrong = [] if now.servers == len(now.in_flight) else [f"has lost a server: {now}"]
-    if any(one._unanswered or one.outbox or one._notices for one in client._connections):
+    if any(one.pipeline.unanswered or one.pipeline.unsent for one in client._connections):
         wrong.append(f"holds something at rest: {now}")
     return wrong
 

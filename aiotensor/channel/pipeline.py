@@ -1,0 +1,146 @@
+"""The messages from a client to one server, from the call until the answer.
+
+Messages leave in the order of the calls, as the server gives credit for them. Cancellations need no credit,
+and overtake messages that wait for it.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+
+import zmq
+
+from aiotensor.channel.outbox import Outbox, Parts, flush_all
+from aiotensor.channel.parcels import Answered, Asked, Handles, body_and_buffers, check_parts
+from aiotensor.channel.unanswered import Unanswered
+from aiotensor.errors import AioTensorError, ProtocolError, RemoteError
+from aiotensor.protocol.exchange import (
+    BODY_BYTES,
+    Answer,
+    Ask,
+    Cancel,
+    Failure,
+    PartLimits,
+    ServerHello,
+    Taken,
+    write,
+)
+from aiotensor.protocol.window import Window
+
+__all__ = ["Pipeline"]
+
+
+class Pipeline:
+    """Send requests to one server, and return its answers; belongs to the running loop.
+
+    Args:
+        send: passes a message to ZeroMQ, and returns whether there was room for it; its second argument is
+            whether this is a retry.
+        patience: limits the time that a message waits for credit and room.
+        drop: called with an answer whose request was cancelled.
+        limits: the largest part, and the largest body, of an answer.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Parts, bool], bool],
+        patience: Callable[[], AbstractAsyncContextManager[None]],
+        drop: Callable[[Answered], None],
+        limits: PartLimits,
+    ) -> None:
+        self.outbox = Outbox(send, patience=patience)
+        self.limits = PartLimits()  # of the server
+        self._notices = Outbox(send)
+        self._unanswered = Unanswered(drop)
+        self._own_limits = limits
+
+    @property
+    def unsent(self) -> int:
+        """Count the messages and cancellations that have not left."""
+        return len(self.outbox) + len(self._notices)
+
+    @property
+    def unanswered(self) -> int:
+        """Count the requests that have left and have no answer."""
+        return len(self._unanswered)
+
+    def begin(self, hello: ServerHello) -> None:
+        """Send the messages that waited for the server, within the limits that it states."""
+        self.outbox.window = Window(hello.max_waiting, hello.max_waiting_bytes)
+        self.limits = PartLimits(hello.max_part_bytes, hello.max_body_bytes)
+        self.outbox.flush(is_retry=False)
+
+    def end(self, error: AioTensorError) -> None:
+        """Fail the requests that have left; the others go to another server, or wait for the next one."""
+        self.outbox.window, self.limits = None, PartLimits()
+        self._unanswered.fail_all(error)
+        self._notices.clear()
+        self.outbox.clear()
+
+    async def ask(
+        self, handles: Handles, parts: Parts, *, wants_answer: bool, may_move: bool
+    ) -> Asked | None:
+        """Send a message once the server has credit and there is room for it.
+
+        Cancelling takes it back, or tells the server.
+
+        Args:
+            handles: of its tensors.
+            parts: its body, and the buffers beside it.
+            wants_answer: whether it is to be answered.
+            may_move: whether another server may have it.
+
+        Returns None if it did not leave: because the server was lost, or because another one is to have it.
+
+        Raises:
+            WouldBlockError: there was no credit within `max_wait_s`.
+            TooLargeError: the server does not accept a body or a part of this size.
+        """
+        check_parts(parts, self.limits, "server")
+        body = None if len(parts[0]) >= BODY_BYTES else memoryview(parts[0])
+        asked = self._unanswered.number(wants_answer=wants_answer)
+        header = write(Ask(asked.number, body, handles, wants_answer))
+        following = parts if body is None else parts[1:]
+        nbytes, expect = sum(map(len, parts)), partial(self._unanswered.expect, asked)
+        try:
+            has_left = await self.outbox.put([header, *following], nbytes, expect, may_move=may_move)
+        except BaseException:
+            self.cancel(asked)  # it may have left in this iteration
+            parts = following = ()  # the error keeps this frame
+            raise
+        return asked if has_left else None
+
+    def cancel(self, asked: Asked) -> None:
+        """Notify the server that a request was cancelled, and drop its answer if it has arrived."""
+        if self._unanswered.cancel(asked):
+            self._notices.post([write(Cancel(asked.number))])
+
+    def has_room(self) -> None:
+        """Send messages that the socket had no room for."""
+        flush_all(lambda: [one for one in (self._notices, self.outbox) if one])
+
+    def heard(self, header: Answer | Failure | Taken, buffers: "Sequence[zmq.Frame]") -> None:
+        """Return an answer to its request, and send the messages that the server has credit for now.
+
+        Raises:
+            ProtocolError: the server broke the protocol.
+        """
+        match header:
+            case Answer(number, body, handles, messages, nbytes):
+                answered = Answered(handles, body_and_buffers(body, buffers, self._own_limits))
+                self._returned(messages, nbytes)
+                self._unanswered.answer(number, answered)
+            case Failure(number, type_name, text, messages, nbytes):
+                self._returned(messages, nbytes)
+                self._unanswered.fail(number, RemoteError(f"{type_name}: {text}", type_name=type_name))
+            case Taken(messages, nbytes):
+                self._returned(messages, nbytes)
+
+    def _returned(self, messages: int, nbytes: int) -> None:
+        """Send messages that waited for credit."""
+        window = self.outbox.window
+        if window is None:
+            raise ProtocolError("it answered before it introduced itself")
+        window.taken(messages, nbytes)
+        if self.outbox:
+            self.outbox.flush(is_retry=False)
