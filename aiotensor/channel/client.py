@@ -81,8 +81,8 @@ class MessageClient(LoopObject, Generic[R]):
 
     Raises:
         TypeError: an argument is of a wrong type.
-        ValueError: an address is invalid, or is on another machine and there are no keys, a limit is not
-            positive, or there are not as many senders as addresses.
+        ValueError: an address is invalid, or is not local and there are no keys, a limit is not positive, or
+            there are not as many senders as addresses.
     """
 
     def __init__(
@@ -390,7 +390,7 @@ class MessageClient(LoopObject, Generic[R]):
             receiver = self._receiver
             if receiver is None:
                 raise ProtocolError("the server sent tensors to a receiver, and this client has none")
-            # The server uses connected senders only, so a sender that is unknown here never will connect.
+            # The server uses connected senders only, so a sender that is unknown here will never connect.
             if not all(receiver._knows(handle.sender) for handle in answered.handles):
                 raise ProtocolError(
                     "the server named tensors of a sender that is not connected to this client"

@@ -91,7 +91,7 @@ def parse(address: str, *, has_keys: bool, how: str, is_client: bool = False) ->
 
     Raises:
         TypeError: it is not a string.
-        ValueError: it is invalid, or is on another machine or a wildcard and there are no keys.
+        ValueError: it is invalid, or is not local and there are no keys.
     """
     if not isinstance(address, str):
         raise TypeError(f"an address is a text such as 'ipc:///run/user/1000/m.sock', got {address!r}")
