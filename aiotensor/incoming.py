@@ -1,7 +1,7 @@
-"""What senders say, and what they are told: admits them, opens their tensors, files them.
+"""The senders of a receiver: admit them, open the tensors that they send, and pass these to the mailbox.
 
-A sender is admitted for all that it may ever use here: its messages in flight and its arena count against
-the receiver's limits from the introduction on, so that no later frame can exceed them.
+The admission of a sender covers its maximum use: its messages in flight and its arena count against the
+receiver's limits from its hello on, so that no later frame can exceed them.
 """
 
 import asyncio
@@ -52,24 +52,24 @@ MAX_UNIDENTIFIED = 64
 
 
 class _Peer:
-    """A sender that is connected."""
+    """A connection."""
 
     def __init__(self, link: ReceiverLink) -> None:
         self.link = link
-        self.sender: str | None = None  # known when it was admitted
-        self.pid = 0  # known when it has introduced itself
+        self.sender: str | None = None  # None until the sender is admitted
+        self.pid = 0  # 0 until the hello
         self.max_messages = 0
         self.segments = Segments(link)
 
 
 class Incoming:
-    """Everything that senders do to one receiver; belongs to the event loop's thread.
+    """Handle the connections and frames of a receiver's senders; belongs to the event loop's thread.
 
     Args:
         receiver: the receiver's id.
-        limits: what all senders together may use.
-        statistics: called when an inspector asks what is held here; returns None if the receiver is gone.
-            Connections refer to it, so it must not keep the receiver alive.
+        limits: the limits for all senders together.
+        statistics: called for an inspector; returns None if the receiver was garbage-collected. Connections
+            refer to this function, so it must not keep the receiver alive.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class Incoming:
         self._senders: dict[str, _Peer] = {}
 
     def open(self) -> None:
-        """Move into the running loop."""
-        # A tensor that was dropped as soon as it was taken is told of together with that.
+        """Start in the running loop."""
+        # The release of a tensor that was freed right after it was taken is sent together with that answer.
         self.answers = Answers(asyncio.get_running_loop(), self.mappings.collect)
         self.mappings.open(self.answers.released)
 
     @property
     def senders(self) -> int:
-        """Count the senders that are connected."""
+        """Count the connected senders."""
         return len(self._senders)
 
     @property
@@ -112,7 +112,7 @@ class Incoming:
 
     @property
     def promised_messages(self) -> int:
-        """Count the messages that may be unclaimed here at once, and those that closed senders left."""
+        """Count the messages that connected senders may have unclaimed, and those left by closed senders."""
         return self.mailbox.messages_left + sum(peer.max_messages for peer in self._senders.values())
 
     def link_of(self, sender: str) -> ReceiverLink | None:
@@ -121,13 +121,13 @@ class Incoming:
         return None if peer is None else peer.link
 
     async def close(self) -> None:
-        """Say goodbye to every sender, and let go of their memory; views of it that live keep it.
+        """Notify every sender, and release their memory; it stays mapped while views of it live.
 
-        Waits until the links have taken what the senders are to be told.
+        Waits until the last frames to the senders are sent, and the memory is unmapped.
         """
-        # An observer hears of it by the end of its connection: it may not read, and is not waited for.
+        # Observers only see the end of their connection, because they might not read and would delay this.
         peers = [peer for peer in self._peers.values() if peer.link not in self._observers]
-        # Before the last words: they tell the senders which blocks are not used here any more.
+        # Before the last frames, which tell the senders which blocks are free.
         self.mailbox.clear()
         self.mappings.collect_all()
         for peer in peers:
@@ -143,10 +143,10 @@ class Incoming:
             self.mappings.close()
             self._refusals.close()
 
-    # What links say
+    # Events of links
 
     def link_opened(self, link: ReceiverLink) -> None:
-        """Take a connection; if too many others are not admitted as senders, close one of those."""
+        """Add a connection, and close one if too many are not admitted as senders."""
         self._peers[link] = self._unidentified[link] = _Peer(link)
         if len(self._unidentified) + len(self._observers) > MAX_UNIDENTIFIED:
             oldest = self._observers.oldest
@@ -166,7 +166,7 @@ class Incoming:
     def record_arrived(
         self, link: ReceiverLink, data: bytes | memoryview, descriptors: Sequence[int]
     ) -> None:
-        """Take frames from a sender."""
+        """Handle a record of frames from a sender."""
         peer = self._peers.get(link)
         if peer is None:
             close_all(descriptors)
@@ -183,8 +183,8 @@ class Incoming:
                     break  # it left, or was refused
         except ProtocolError as error:
             self._refusals.protocol_broken(peer.sender, peer.pid or None, str(error))
-            # A new one: the traceback of what was raised would keep the record, and memory that is mapped,
-            # for as long as the loss is remembered.
+            # A new error: the traceback of the raised one would keep the record, and mapped memory, while the
+            # loss is remembered.
             self._lose(peer, ProtocolError(*error.args))
             link.close()
         finally:
@@ -194,19 +194,19 @@ class Incoming:
                 close_all(unclaimed)
 
     def link_lost(self, link: ReceiverLink, reason: str) -> None:
-        """Note that a sender is gone."""
+        """Handle the loss of a sender."""
         peer = self._peers.get(link)
         if peer is not None:
             self._lose(peer, PeerLostError(reason))
 
     def listener_failed(self, error: BaseException) -> None:
-        """Note that nothing more will arrive."""
+        """Fail all waits, since no more records arrive."""
         self.arrivals.fail(error)
 
     # Frames
 
     def _handle(self, peer: _Peer, frame: ToReceiver, descriptors: list[int]) -> Sequence[Key]:
-        """Do what a frame says, and return the keys whose waiters are to be woken."""
+        """Process a frame, and return the keys whose waiters are to be woken."""
         sender = peer.sender
         if sender is None:
             return self._hear_stranger(peer, frame)
@@ -248,7 +248,7 @@ class Incoming:
         raise ProtocolError("it sent a frame before it introduced itself")
 
     def _show(self, peer: _Peer, look: Look) -> None:
-        """Tell somebody what is here, and ask the senders for what they alone know."""
+        """Send the statistics of the receiver to an inspector, and request those of the senders."""
         logger.debug(
             "process %s looks at this receiver",
             look.pid,
@@ -266,7 +266,7 @@ class Incoming:
             return  # the receiver is about to be closed
         for report in reports(statistics, rows):
             peer.link.write(encode(report))
-        if peer.link in self._peers:  # or writing to it failed
+        if peer.link in self._peers:  # not if writing to it failed
             self._observers.ask(peer.link, [peer.link for _, peer in senders])
 
     def _row_of(self, sender: str, peer: _Peer) -> SenderRow:
@@ -287,13 +287,13 @@ class Incoming:
         peer.link.write(encode(welcome))
 
     def _admit(self, peer: _Peer, hello: Hello) -> Sequence[Key]:
-        """Give a sender its place, or refuse it; either way it is told."""
+        """Admit a sender or refuse it, and send it the result."""
         peer.pid = hello.pid
         if hello.version != VERSION:
             self._turn_away(peer, hello, mismatch(hello.version, VERSION))
             return ()
         earlier = self._senders.get(hello.sender)
-        if earlier is not None:  # it broke off and came back, and the end of the old connection is unread
+        if earlier is not None:  # it has reconnected, and the end of its old connection is still unread
             self._lose(earlier, PeerLostError("it connected again"))
             earlier.link.close()
         exceeded = self.limits.exceeded_by(
@@ -312,9 +312,9 @@ class Incoming:
         return keys
 
     def _turn_away(self, peer: _Peer, hello: Hello, reason: str) -> None:
-        """Refuse a sender that has said who it is, and end the waits for its tensors."""
+        """Refuse a sender after its hello, and fail the waits for its tensors."""
         self._welcome(peer)  # first: the two sides may speak different versions
-        if peer.link in self._peers:  # or writing to it failed
+        if peer.link in self._peers:  # not if writing to it failed
             self._refuse(peer, reason, hello.sender, is_refusal=True)
         if hello.sender not in self._senders:
             error = RefusedError(reason, pid=hello.pid)
@@ -338,7 +338,7 @@ class Incoming:
             close_all([descriptor])
 
     def _file(self, peer: _Peer, sender: str, put: Put) -> Sequence[Key]:
-        """Open a tensor that arrived, and keep it until somebody takes it."""
+        """Open a tensor that arrived, and add it to the mailbox."""
         mailbox = self.mailbox
         if not mailbox.expects(sender, put.message):
             self.answers.discarded(peer.link, put.message)
@@ -367,7 +367,7 @@ class Incoming:
     def _refuse(
         self, peer: _Peer, reason: str, newcomer: str | None = None, *, is_refusal: bool = False
     ) -> None:
-        """End a connection with a reason; a refusal is one that trying again does not change."""
+        """Close a connection with a reason; after a refusal, a retry would fail too."""
         self.senders_refused += 1
         self._refusals.sender_refused(peer.sender or newcomer, peer.pid or None, reason)
         peer.link.write(encode(Bye(reason, is_refusal=is_refusal)))
@@ -380,11 +380,11 @@ class Incoming:
         if peer.sender is not None:
             self.senders_lost += not was_refused
             self._wake(self.mailbox.lose(peer.sender, error))
-        self.mappings.collect_all()  # its tensors that no task has taken were freed just now
+        self.mappings.collect_all()  # losing the sender has freed its tensors that no task has taken
         self._take_over_later(peer)
 
     def _take_over_later(self, peer: _Peer) -> None:
-        # A sender whose connection broke may live, and have tensors in its memory.
+        # A sender whose connection broke may be alive, and use its memory.
         pid = peer.link.peer_pid
         self.mappings.take_over_after(peer.segments, peer.pid if pid is None else pid)
 

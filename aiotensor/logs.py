@@ -1,4 +1,4 @@
-"""The library's loggers: one line for one event, whatever a peer puts into its texts."""
+"""The library's loggers: one line for each event, even if the text of a peer has line breaks."""
 
 import asyncio
 import logging
@@ -10,21 +10,21 @@ __all__ = ["MAX_TEXT", "RepeatedEvent", "logger_of", "one_line", "others"]
 
 Details = TypeVarTuple("Details")
 
-# Of a text in a log, in characters. A peer may send megabytes, and the event loop would look through them.
+# The longest text in a log, in characters. A peer may send megabytes, and escaping them would block the loop.
 MAX_TEXT: Final = 1024
 
 
 def logger_of(room: str) -> logging.Logger:
-    """Return the logger of a room, whose records are plain and fit one line.
+    """Return a logger whose records contain printable text in a single line.
 
-    Some texts are those of peers and clients: reasons, names, paths. One with a line break in it would look
-    like two events, the second of which never was; one with an escape sequence would command a terminal.
+    Some texts come from peers: reasons, names, paths. A line break in such a text would forge a second event,
+    and an escape sequence would control the terminal.
 
     Args:
-        room: what comes after ``aiotensor.`` in the logger's name.
+        room: the part of the logger's name after ``aiotensor.``.
     """
     logger = logging.getLogger(f"aiotensor.{room}")
-    # Of the logger and not of a handler: those are the application's.
+    # The filter belongs to the logger, because the handlers belong to the application.
     logger.addFilter(_make_plain)
     return logger
 
@@ -36,8 +36,8 @@ class RepeatedEvent(Generic[*Details]):
     is logged at its end. Belongs to the running loop.
 
     Args:
-        write: logs a line; called with the number of events that it stands for, and the details of the
-            latest.
+        write: logs a line; called with the number of events since the last line, and the details of the
+            latest event.
         interval_s: the least time between two lines, in seconds.
     """
 
@@ -81,12 +81,12 @@ class RepeatedEvent(Generic[*Details]):
 
 
 def others(count: int) -> str:
-    """Return what to append to the text of a line that stands for so many events."""
+    """Return the suffix of a line that stands for `count` events."""
     return "" if count == 1 else f" (the latest of {count} since the last such line)"
 
 
 def one_line(text: str) -> str:
-    """Escape what is not printable in a text, as `repr` does, and cut it if it is very long."""
+    """Escape the unprintable characters of a text, as `repr` does, and truncate it to `MAX_TEXT`."""
     cut = text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 3]}..."
     if cut.isprintable():
         return cut
@@ -94,9 +94,9 @@ def one_line(text: str) -> str:
 
 
 def _make_plain(record: logging.LogRecord) -> bool:
-    """Leave numbers and single lines of text in a record, and its traceback, if it has one."""
+    """Reduce a record to numbers, single lines of text, and a traceback if it has one."""
     if isinstance(record.args, tuple):
-        # Also of errors: their tracebacks would keep tensors for as long as somebody keeps the record.
+        # Errors become text too: their tracebacks would keep tensors alive as long as the record exists.
         record.args = tuple(
             part if isinstance(part, int | float | None) else one_line(str(part)) for part in record.args
         )
@@ -105,17 +105,17 @@ def _make_plain(record: logging.LogRecord) -> bool:
             setattr(record, name, one_line(value))
     error = record.exc_info[1] if record.exc_info else None
     if error is not None:
-        # Where the formatters of logging keep it. They would make it themselves, of texts as they are.
+        # Formatters use this cached text. Without it they would format the traceback with unescaped texts.
         record.exc_text = _plain_traceback(error)
     return True
 
 
 def _plain_traceback(error: BaseException) -> str:
-    """Format a traceback of plain lines: the text of an error stays one."""
+    """Format a traceback so that the text of each error is a single line."""
     lines: list[str] = []
     for part in TracebackException.from_exception(error).format():
-        # Calls and what stands between errors are several lines of their own, the first of which begins with
-        # a space or is empty; in a group of errors all lines do.
+        # Parts for calls, and separators between errors, have several lines, the first of which begins with a
+        # space or is empty; in an exception group, all lines do.
         own = part.rstrip("\n").split("\n") if part[0].isspace() else [part.removesuffix("\n")]
         lines += map(one_line, own)
     return "\n".join(lines)

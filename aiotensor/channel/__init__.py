@@ -1,16 +1,16 @@
-"""Messages with tensors inside, between processes, over ZeroMQ.
+"""Request and reply between processes over ZeroMQ, with messages that contain tensors.
 
     client                                                server
     await client.request(Video(frames=frames)) ────────▶  async for request in server:
                                                ◀────────      await request.reply(Embedding(vector=vector))
 
-The message itself goes over ZeroMQ. Its tensors go by the client's `TensorSender` to the server's
-`TensorReceiver`, as one message with one permit, and stand in their places again when the server has it;
-without a sender they travel in the message. The answer comes back in the same way.
+ZeroMQ carries the message itself. The client's `TensorSender` sends its tensors to the server's
+`TensorReceiver`, as one message with one permit, and the server decodes the message with the tensors in their
+places. Without a sender, the message contains its tensors. Answers are sent in the same way.
 
-From the top down: `client` and `server` are what you call, `request` is what the server hands out;
-`connection` and `clients` keep the protocol, on either side; `parcels` takes messages apart and puts them
-together; `endpoint` and `options` say who may connect; `sockets` has ZeroMQ on the event loop.
+From the top down: ``client``, ``server`` and ``request`` are the public interface; ``connection`` and
+``clients`` implement the two sides of the protocol; ``parcels`` encodes and decodes messages; ``endpoint``
+and ``options`` control who may connect; ``sockets`` runs ZeroMQ sockets on the event loop.
 """
 
 from aiotensor.channel.client import MessageClient

@@ -1,10 +1,10 @@
-"""What a client has asked, and where it is.
+"""A client and its messages, as the server sees them.
 
-A message that was asked, as the server sees it:
+The states of a message:
 
-    WAITING --taken by whoever iterates--> IN_HAND --answered, failed--> ENDED
-       |                                      |
-       '--------------------------------------'--cancelled, or its client lost--> ENDED
+    WAITING --taken by the iteration--> IN_HAND --answered, failed--> ENDED
+       |                                   |
+       '-----------------------------------'--cancelled, or its client lost--> ENDED
 """
 
 import asyncio
@@ -31,12 +31,13 @@ __all__ = ["Asked", "Client", "Limits", "State", "await_tensors", "take_tensors"
 
 logger = logger_of("channel")
 
-# How often a sender that a client's receiver refused asks it again, while answers to it go another way.
+# The least time between attempts of a sender to connect to a client's receiver that refused it; until it
+# succeeds, answers contain their tensors.
 _AT_MOST_EVERY_S = 1.0
 
 
 class State(enum.Enum):
-    """Where a message is."""
+    """The state of a message."""
 
     WAITING = "waiting"
     IN_HAND = "in hand"
@@ -47,15 +48,15 @@ class Asked:
     """A message of a client.
 
     Args:
-        client: whose.
-        number: its number there.
-        wants_answer: whether it is to be answered.
-        handles: of its tensors that travel by a sender.
+        client: the client that sent it.
+        number: its number, unique for that client.
+        wants_answer: whether the client expects an answer.
+        handles: the handles of its tensors that a sender has sent.
         parts: its body, and the buffers beside it.
 
     Attributes:
-        is_answered: whether an answer has left.
-        is_large: whether freeing what it was decoded to may take long.
+        is_answered: whether an answer was sent.
+        is_large: whether freeing the decoded message may take long.
     """
 
     __slots__ = (
@@ -89,21 +90,21 @@ class Asked:
         self.is_large = self.nbytes > QUICK_BYTES or len(parts[0]) > QUICK_BODY_BYTES
         self.state = State.WAITING
         self.is_answered = False
-        self.request: weakref.ref[object] | None = None  # what whoever answers it has
+        self.request: weakref.ref[object] | None = None  # once it is taken
 
     @property
     def is_wanted(self) -> bool:
-        """Say whether somebody waits for an answer."""
+        """Return whether the client waits for an answer."""
         return self.wants_answer and self.state is not State.ENDED
 
 
 class Limits(NamedTuple):
-    """What clients may use of a server; None for no limit.
+    """The limits of a server on its clients; None for no limit.
 
     Attributes:
-        clients: the most at once.
-        waiting: messages of each that may wait to be taken.
-        waiting_bytes: after how many bytes of them it sends no more.
+        clients: the most clients at once.
+        waiting: the most messages of each client that may wait to be taken.
+        waiting_bytes: the bytes of these messages at which the client stops sending.
         parts: the largest part, and the largest body, of a message.
     """
 
@@ -114,13 +115,13 @@ class Limits(NamedTuple):
 
 
 class Client:
-    """A client that is connected.
+    """A connected client.
 
     Args:
-        identity: of its connection, by which ZeroMQ knows it.
-        hello: what it said of itself.
-        tally: of its messages that wait.
-        outbox: what is on its way to it.
+        identity: the identity that ZeroMQ assigned to its connection.
+        hello: its hello.
+        tally: counts its waiting messages.
+        outbox: the messages that wait to be sent to it.
     """
 
     def __init__(self, identity: bytes, hello: ClientHello, tally: Tally, outbox: Outbox) -> None:
@@ -131,12 +132,12 @@ class Client:
         self.receiver = hello.receiver
         self.limits = PartLimits(hello.max_part_bytes, hello.max_body_bytes)
         self._looks_at = 0.0
-        self._takes_detour = False  # its tensors travel in the answers, though there are senders
+        self._takes_detour = False  # answers contain their tensors though the server has senders
         self.next_number = 0
-        self.asked: dict[int, Asked] = {}  # what has not ended
+        self.asked: dict[int, Asked] = {}  # unfinished messages, by their numbers
 
     def sender_among(self, senders: Sequence[TensorSender]) -> TensorSender | None:
-        """Find the sender that leads to its receiver; if there is none, have those that lead nowhere look."""
+        """Return the sender that is connected to its receiver; if there is none, others try to connect."""
         if not (self.receiver and senders):
             return None
         for sender in senders:
@@ -150,7 +151,7 @@ class Client:
         return None
 
     def note_detour(self) -> None:
-        """Log, once, that tensors for it do not go the way that was meant for them."""
+        """Log, once, that answers contain their tensors for lack of a connected sender."""
         if self.receiver and not self._takes_detour:
             self._takes_detour = True
             logger.warning(
@@ -160,14 +161,14 @@ class Client:
             )
 
     def note_refusal(self, error: Exception, text: str) -> None:
-        """Log that a message of it cannot be taken.
+        """Log that one of its messages cannot be taken.
 
         Args:
-            error: why.
-            text: of the error.
+            error: the reason.
+            text: the text of the error.
         """
         is_foreseen = isinstance(error, AioTensorError | ValueError)
-        # That its tensors were discarded, or lost with their sender, is nobody's fault here.
+        # Discarded tensors, and tensors lost with their sender, are not errors of this process.
         is_fault = isinstance(error, ProtocolError) or not is_foreseen
         logger.log(
             logging.ERROR if is_fault else logging.INFO,
@@ -194,28 +195,28 @@ async def await_tensors(
     Args:
         asked: the message.
         receiver: where they arrive.
-        came: called with the message and why they will not come, if so. Weak: a message that waits for its
-            tensors does not keep its server alive.
+        came: called with the message, and the error if its tensors will not arrive. Weak: a message that
+            waits for its tensors does not keep its server alive.
     """
     error: Exception | None = None
     try:
         for handle in asked.handles:
             await receiver.arrived(handle)
-    except Exception as caught:  # noqa: BLE001 - whatever it is, the client is told, and it is logged
+    except Exception as caught:  # noqa: BLE001 - any error is sent to the client and logged
         error = caught
-        if isinstance(error, WouldBlockError):  # what comes later must not stay here untaken
+        if isinstance(error, WouldBlockError):  # tensors that arrive later would never be taken
             for handle in asked.handles:
                 receiver.discard(handle)
     method = came()
     if method is not None:
         method(asked, error)
-    del error  # its traceback has this frame
+    del error  # its traceback refers to this frame
 
 
 async def take_tensors(
     receiver: TensorReceiver, handles: Sequence[TensorHandle], found: list[torch.Tensor]
 ) -> None:
-    """Take the tensors of a message that are not in `found` yet; yields to the loop between many."""
+    """Append the missing tensors of a message to `found`; yields to the loop between many."""
     for count in range(len(found), len(handles)):
         if count and not count % QUICK_TENSORS:
             await asyncio.sleep(0)

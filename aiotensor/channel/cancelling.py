@@ -8,11 +8,11 @@ __all__ = ["CancelOnce"]
 
 
 class CancelOnce:
-    """Cancel the task inside a ``with`` block when told to, and end that cancellation with the block.
+    """Cancel the task inside a ``with`` block on request, and end that cancellation with the block.
 
-    As `asyncio.timeout`, with a caller in place of the clock. A cancel scope of anyio is no replacement: it
-    cancels the task again in each iteration of the loop until the block ends, so a task that shields its
-    work would keep the processor busy.
+    This is `asyncio.timeout` with a call of `cancel` in place of the timer. A cancel scope of anyio is no
+    replacement: it cancels the task again in each iteration of the loop until the block ends, so a task that
+    shields its work would keep the processor busy.
     """
 
     def __init__(self) -> None:
@@ -22,12 +22,12 @@ class CancelOnce:
         self._was_delivered = False
 
     def cancel(self) -> None:
-        """Cancel the task in the next iteration of the loop, unless it leaves the block before."""
+        """Cancel the task in the next iteration of the loop, unless it leaves the block first."""
         task = self._task
         if task is not None and self._handle is None:
-            # Not at once: this may be called by the task itself, or beneath it by one that starts eagerly.
-            # A task that is not suspended would get the cancellation at its next wait, perhaps after the
-            # block, and `uncancel` does not take it back before Python 3.13.
+            # Not at once: the caller may be the task itself, or an eager task that it starts. A task that is
+            # not suspended would be cancelled at its next wait, perhaps after the block, and before Python
+            # 3.13 `uncancel` does not prevent that.
             self._handle = task.get_loop().call_soon(self._deliver)
 
     def _deliver(self) -> None:
@@ -49,6 +49,6 @@ class CancelOnce:
         if task is None or self._handle is None:
             return False
         self._handle.cancel()
-        # Somebody else may have cancelled the task, too: then the cancellation goes on.
+        # If other code cancelled the task as well, the cancellation propagates.
         is_last = self._was_delivered and task.uncancel() <= self._cancelling
         return is_last and isinstance(error, asyncio.CancelledError)

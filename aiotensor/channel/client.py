@@ -1,4 +1,4 @@
-"""The asking side."""
+"""The client: sends messages to servers and returns their answers."""
 
 import asyncio
 from collections.abc import Sequence
@@ -36,15 +36,15 @@ R = TypeVar("R")
 
 
 class MessageClient(LoopObject, Generic[R]):
-    """Send messages with tensors inside to a server, and await its answers.
+    """Send messages that contain tensors to a server, and await its answers.
 
     Open it with ``async with``, once, and share it between the tasks of that event loop. Opening does not
-    wait for the server: what is asked before it starts waits. A server that was lost is replaced by the next
-    one that listens there; what it was asked fails with `PeerLostError`.
+    wait for the server: messages wait until it has started. After a server is lost, the client connects to
+    the next one at that address; requests to the lost server fail with `PeerLostError`.
 
-    With a `sender`, the tensors of a message travel by it, through shared memory, as one message of it with
-    one permit; those of a few KiB ride in the message. Without one, all travel in the message itself, whose
-    memory ZeroMQ reads and does not copy.
+    With a `sender`, the tensors of a message go through shared memory, as one message of the sender with one
+    permit; tensors of a few KiB are part of the encoded message. Without a sender all tensors are, and ZeroMQ
+    sends large ones without copying them.
 
     Threads encode and decode large messages. But msgspec holds the GIL, so the event loop waits: decoding
     takes 1 to 16 ms for each MiB of numbers, texts and structs, and up to a second for each MiB of tiny
@@ -53,36 +53,36 @@ class MessageClient(LoopObject, Generic[R]):
     Args:
         address: of the server: ``ipc://`` and an absolute path, or ``tcp://`` with a host and a port. A
             sequence of them for several servers. Threads resolve the name of a host, again each second while
-            no server is found; a name that cannot be resolved is waited for like a server.
-        sender: an open sender to the receiver of that server, which is not closed before this client is. For
-            several servers, one for each, in their order.
-        receiver: an open receiver, by which the tensors of answers come if the server has a sender to it. Do
-            not iterate over it.
-        reply_type: of the answers, as msgspec takes it; they are checked.
-        high_water_mark: the most messages that wait to leave, and without heartbeats the most that wait to
-            be read here, for each server. Beyond them, `request` and `send` wait.
-        max_part_bytes: the largest part of an answer in bytes: its body, one tensor that travels beside the
-            body, or all small ones there; None for no limit. The server is told: a request whose answer
-            exceeds it raises `RemoteError`.
+            no server is found; a name that cannot be resolved counts as a server that has not started.
+        sender: an open sender to that server's receiver; close it after this client. For several servers, a
+            sequence of one sender for each, in the same order.
+        receiver: an open receiver for the tensors of answers, if the server has a sender to it. Do not
+            iterate over it.
+        reply_type: the type of the answers, as msgspec accepts it; answers are validated against it.
+        high_water_mark: the most messages that ZeroMQ queues for each server, and without heartbeats also
+            from it. While the queue to a server is full, `request` and `send` wait.
+        max_part_bytes: the largest part of an answer in bytes: its body, one tensor beside the body, or all
+            small ones there; None for no limit. The client announces it, and a request whose answer exceeds
+            it raises `RemoteError`.
         max_body_bytes: the largest body of an answer in bytes, which holds everything but tensors and arrays;
             None for no limit but `max_part_bytes`. The server enforces it in the same way.
-        heartbeat_interval_s: how often, in seconds, a silent server is asked whether it is there.
-        heartbeat_timeout_s: after how many seconds without an answer to that it is lost. On this machine the
-            kernel says at once when a process has ended, so there are heartbeats only if one of these two is
-            given; to others they are 0.25 and 0.65 by default: the loss is noticed within 1 s, or 1.5 s if
-            packets are lost in one direction only. The largest part of a message must travel in less time
-            than the timeout: raise it for large tensors on a slow network.
+        heartbeat_interval_s: seconds between heartbeats to a server.
+        heartbeat_timeout_s: seconds without a reply to a heartbeat after which a server is lost. On this
+            machine the kernel reports at once when a process ends, so heartbeats are sent only if one of
+            these two is given. For other machines the defaults are 0.25 and 0.65: a loss is noticed within
+            1 s, or 1.5 s if packets are lost in one direction only. The largest part of a message must be
+            transferred within the timeout: raise it for large tensors on a slow network.
         secret_key: this client's CURVE key, for servers on other machines; from `zmq.curve_keypair`.
         server_key: the servers' public key.
-        max_wait_s: after how many seconds a wait for a server that is not there, or that takes no more
-            messages, ends with `WouldBlockError`; each for itself. None for never. Waiting for an answer is
-            not bounded by it.
-        linger_s: how long `aclose` waits, in seconds, until what was sent has left.
+        max_wait_s: seconds after which a wait for a connection, or for a server to accept the message, raises
+            `WouldBlockError`; each wait counts separately. None for no limit. Waiting for an answer is not
+            limited.
+        linger_s: the most seconds that `aclose` waits for messages to be sent.
 
     Raises:
         TypeError: an argument is of a wrong type.
-        ValueError: an address names no place or is open to everybody and there are no keys, a limit is not
-            positive, or there are not as many senders as addresses.
+        ValueError: an address is invalid, or is not local and there are no keys, a limit is not positive, or
+            there are not as many senders as addresses.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class MessageClient(LoopObject, Generic[R]):
         self._decoder: TensorDecoder[R] = TensorDecoder(reply_type)
         self._connections: list[Connection] = []
         self._sender_to: dict[Connection, TensorSender | None] = {}
-        self._servers: Servers | None = None  # if there are several
+        self._servers: Servers | None = None  # None for a single server
         self._context: Context | None = None
         self._sent = self._answers = self._failures = self._cancelled = 0
 
@@ -174,50 +174,50 @@ class MessageClient(LoopObject, Generic[R]):
 
         Args:
             message: a msgspec Struct, a dataclass, a list or a dict, with tensors and arrays anywhere in it.
-                Nothing in it may change before this returns. A large message is encoded in a thread, which
-                goes on for a moment if this is cancelled.
-            target: which of several servers, counted from 0; by default the one with the least to do, of
-                those that are connected. Until a message without a target has left, it moves to another
-                server when its own is lost, or when it waits and another one has less to do.
-            inside: an open message of the sender, for whoever takes the permit before there is a tensor, so
-                that it bounds the decoding too: ``async with sender.message() as permit: ... await
-                client.request(message, inside=permit)``. It is whole when all tensors are sent, and discarded
-                if the request fails after one of them was.
+                Do not change any of it before this returns. A large message is encoded in a thread, which
+                continues for a moment if this is cancelled.
+            target: the number of one of several servers, from 0; by default the connected server with the
+                least load. A message without a target moves to another server if its own is lost before it
+                is sent, or if it waits while another server has less to do.
+            inside: an open message of the sender, for callers that acquire the permit before they make the
+                tensors, so that it limits video decoding, for example: ``async with sender.message() as
+                permit: ... await client.request(message, inside=permit)``. It is complete when all tensors
+                are sent, and discarded if the request fails after sending one.
 
-        Waits for the server, for a permit and memory if it has tensors, for room, and for the answer.
-        Cancelling tells the server, whose task is cancelled, and discards the tensors, so that permit and
-        memory come back. The server may have done its work by then.
+        Waits for the server, for a permit and memory if it has tensors, for credit and queue space, and for
+        the answer. Cancelling notifies the server, which cancels its task, and discards the tensors, so their
+        permit and memory are released. The server may have finished its work by then.
 
         Raises:
-            RemoteError: the server's handler raised, or it could not take this message; `type_name` says
-            what.
+            RemoteError: the server's handler raised an exception, or the server could not decode this
+                message or receive its tensors; `type_name` is the type of the error.
             PeerLostError: the server died or closed before it answered; it may have done the work.
-            RefusedError: the server, or the receiver of the sender, refused this client: because of a limit,
-                or of its version. The next call asks again.
-            AccessDeniedError: the server is another user, or does not know this client's key.
-            ProtocolError: the answer is not of the type that it should be, or its tensors cannot be taken.
-            WouldBlockError: all of the sender's memory is held by messages that wait for more of it, or
-            something was waited for longer than `max_wait_s`, of this client, the sender or the receiver.
+            RefusedError: the server, or the receiver of the sender, refused this client because of a limit or
+                of its version. The next call tries again.
+            AccessDeniedError: the server belongs to another user, or does not accept this client's key.
+            ProtocolError: the answer is not of `reply_type`, or its tensors cannot be received.
+            WouldBlockError: all of the sender's memory is held by messages that wait for more of it, or a
+                wait exceeded the `max_wait_s` of this client, the sender or the receiver.
             OSError: the machine has no shared memory, no descriptors or no threads left.
-            TypeError: something in it cannot be encoded; `TensorEncoder.encode` lists further errors.
-            UnsupportedTensorError: a tensor would not arrive as it is; nothing was taken for it.
+            TypeError: part of the message cannot be encoded; `TensorEncoder.encode` lists further errors.
+            UnsupportedTensorError: a tensor would arrive changed; no permit or memory was used for it.
             TooLargeError: a tensor exceeds the sender's `arena_bytes`, the body the server's
-            `max_body_bytes`, a tensor in the message its `max_part_bytes`, or there are too many tensors;
-            nothing was sent.
-            ClosedError: this client was closed, perhaps while waiting.
-            ValueError: there is no such target, or `inside` is of another sender.
+                `max_body_bytes`, a tensor in the message its `max_part_bytes`, or there are too many tensors;
+                nothing was sent.
+            ClosedError: this client was closed, perhaps during the call.
+            ValueError: there is no such target, or `inside` is a message of another sender.
         """
         try:
             box = [message]
             del message
-            # It takes the message out of the box, whose tensors are the caller's while the server works.
+            # This takes the message out of the box, so only the caller holds its tensors during the wait.
             connection, asked, handles = await self._ask(box, target, inside, wants_answer=True)
             del inside
             try:
                 answer = await self._answer_to(connection, asked, handles)
             finally:
                 self._ended(connection)
-                # It has the error, whose traceback has this frame, and the callers' with their tensors.
+                # Its error's traceback refers to this frame, and to the frames of callers with tensors.
                 del asked
         except BaseException as error:
             self._errors.add(error)
@@ -230,11 +230,11 @@ class MessageClient(LoopObject, Generic[R]):
     async def send(
         self, message: object, *, target: int | None = None, inside: OpenMessage | None = None
     ) -> None:
-        """Send a message that wants no answer.
+        """Send a message without requesting an answer.
 
-        When it returns, its tensors may change. The message may still be lost, with the server.
-        Arguments, waiting and errors are those of `request`, but for the answer's. Cancelling discards the
-        message, unless it has left.
+        After it returns, the caller may change the tensors, and the message may still be lost with the
+        server. Arguments, waiting and errors are those of `request`, except for the answer. Cancelling
+        discards the message unless it was sent.
         """
         with self._errors:
             box = [message]
@@ -243,7 +243,7 @@ class MessageClient(LoopObject, Generic[R]):
             self._ended(connection)
 
     def statistics(self) -> ClientStatistics:
-        """Return what is in flight and what was done; also after closing."""
+        """Return the messages in flight and the counters; works after closing too."""
         self._home.check_place()
         return ClientStatistics(
             servers=sum(connection.is_ready for connection in self._connections),
@@ -257,10 +257,10 @@ class MessageClient(LoopObject, Generic[R]):
         )
 
     async def aclose(self) -> None:
-        """Close: what waits gets `ClosedError`.
+        """Close: pending calls raise `ClosedError`.
 
-        Waits until what was sent has left, at most `linger_s`. Cancelling stops the waiting. Closing again
-        does nothing.
+        Waits until sent messages have left, at most `linger_s` seconds. Cancelling ends the wait. Closing
+        again does nothing.
         """
         self._home.check_place()
         was_open, self._home.is_closed = self._home.is_open, True
@@ -276,7 +276,7 @@ class MessageClient(LoopObject, Generic[R]):
     # One message
 
     async def _choose(self, target: int | None, inside: OpenMessage | None) -> Connection:
-        """Choose a server, and wait until it is there."""
+        """Choose a server, and wait until it is connected."""
         self._home.check()
         if inside is not None:
             owners = [number for number, sender in enumerate(self._senders) if inside.sender is sender]
@@ -296,7 +296,7 @@ class MessageClient(LoopObject, Generic[R]):
     async def _ask(
         self, box: list[object], target: int | None, inside: OpenMessage | None, *, wants_answer: bool
     ) -> tuple[Connection, Asked, Handles]:
-        """Send a message, and return the connection that it left by, where it counts as one in flight."""
+        """Send a message, and return the connection that sent it and counts it as in flight."""
         parcel: Parcel | None = None
         may_move = self._servers is not None and target is None and inside is None
         lost: set[Connection] = set()
@@ -312,8 +312,8 @@ class MessageClient(LoopObject, Generic[R]):
                     if not may_move or session == connection.session:  # encoding may have taken long
                         sent = await self._send(connection, parcel, inside, wants_answer, may_move)
                 except PeerLostError:
-                    # The sender may know of the loss before the connection does; if its receiver alone is
-                    # gone for good, the message is not sent there for ever.
+                    # The sender may detect the loss before the connection does. If only its receiver is
+                    # gone, and stays gone, the second loss is raised instead of retrying there forever.
                     if not may_move or (session == connection.session and connection in lost):
                         raise
                     lost.add(connection)
@@ -329,7 +329,7 @@ class MessageClient(LoopObject, Generic[R]):
                 self._disposal.let_go(parcel.parts)
 
     def _ended(self, connection: Connection) -> None:
-        """Count a message less in flight."""
+        """Count one message less in flight."""
         connection.in_flight -= 1
         if self._servers is not None:
             self._servers.rebalance_soon()
@@ -347,7 +347,7 @@ class MessageClient(LoopObject, Generic[R]):
         handles: Handles = ()
         try:
             if sender is not None and (parcel.tensors or inside is not None):
-                parcels.check_parts(parcel.parts, connection.pipeline.limits, "server")  # first of all
+                parcels.check_parts(parcel.parts, connection.pipeline.limits, "server")  # before sending
                 sending = parcel.send_tensors(sender, inside)
                 sent = await (connection.pipeline.outbox.sending(sending) if may_move else sending)
                 if sent is None:
@@ -372,7 +372,7 @@ class MessageClient(LoopObject, Generic[R]):
         return asked, handles
 
     async def _answer_to(self, connection: Connection, asked: Asked, handles: Handles) -> R:
-        """Wait for an answer; whatever happens instead, nobody works for it any more."""
+        """Wait for an answer; if that fails, cancel the request and discard its tensors."""
         try:
             if asked.answered is None:
                 raise AssertionError("an answer was asked for")
@@ -390,7 +390,7 @@ class MessageClient(LoopObject, Generic[R]):
             receiver = self._receiver
             if receiver is None:
                 raise ProtocolError("the server sent tensors to a receiver, and this client has none")
-            # The server chose a sender that is connected: one that is not known here will never come.
+            # The server uses connected senders only, so a sender that is unknown here will never connect.
             if not all(receiver._knows(handle.sender) for handle in answered.handles):
                 raise ProtocolError(
                     "the server named tensors of a sender that is not connected to this client"

@@ -1,6 +1,6 @@
-"""All clients of a server, and what each has asked: the server's side of the protocol.
+"""The clients of a server and their unanswered messages: the server's side of the protocol.
 
-A client has the identity that ZeroMQ gives to its connection, so none can pass for another.
+ZeroMQ assigns an identity to each connection, so no client can pose as another.
 """
 
 import asyncio
@@ -47,69 +47,69 @@ __all__ = ["MAX_UNREAD", "Clients", "ClientsEvents"]
 logger = logger_of("channel")
 
 
-# Messages to a client that does not read them: answers that whoever gave them waits for, and errors, which
-# nobody does.
+# The most messages that may queue for a client that does not read them: answers, each with a task that waits
+# until it is sent, and failures, for which no task waits.
 MAX_UNREAD = 4096
 
-_LAST_MESSAGES = 1024  # of all clients, which are read before one that is gone counts as lost
-_REMEMBERED = 1024  # clients that are gone
+_LAST_MESSAGES = 1024  # the most messages of all clients that are read before a client counts as lost
+_REMEMBERED = 1024  # identities of closed connections
 
 
 class ClientsEvents(Protocol):
-    """What a server is told."""
+    """The callbacks of a server."""
 
     def _asked(self, asked: Asked) -> None:
-        """Take a message."""
+        """Handle a new message."""
 
     def _unwanted(self, asked: Asked, state: State) -> None:
-        """Note that nobody wants a message any more, which was in this state."""
+        """Handle a message that was given up, and the state that it had before."""
 
     def _is_arriving(self, asked: Asked) -> bool:
-        """Return whether tensors of a message have not come yet."""
+        """Return whether a message still waits for tensors."""
 
     def _is_in_vain(self, asked: Asked) -> bool:
-        """Return whether they will not come, now that its client is gone."""
+        """Return whether the tensors of a disconnected client's message will never arrive."""
 
 
 class Clients:
-    """Speak with all clients of one socket; belongs to the running loop.
+    """Exchange messages with all clients of one socket; belongs to the running loop.
 
     Args:
-        limits: how many there may be, and what of each may wait.
+        limits: the most clients, and the most waiting messages of each.
         receiver: the id of the server's receiver; "" for none.
-        events: the server, which is told.
-        waiters: the tasks that wait for a message. The socket keeps them and not the server, so that this is
-            garbage-collected when it is not used any more, but not while a task awaits it.
+        events: the server, whose callbacks are called.
+        waiters: the tasks that wait for a message. The socket refers to them and not to the server, so an
+            unused server is garbage-collected, but not while a task waits for it.
     """
 
     def __init__(self, limits: Limits, receiver: str, events: ClientsEvents, waiters: Waiters) -> None:
         self.limits = limits
         self._receiver = receiver
         self.lost = self.refused_clients = 0
-        self._asked = 0  # messages of all clients that have not ended
+        self._asked = 0  # unfinished messages of all clients
         self._events = weakref.ref(events)
         self._waiters = waiters
         self._clients: dict[bytes, Client] = {}
-        self._leftovers: dict[Client, None] = {}  # clients that are gone, and whose messages wait to be taken
+        self._leftovers: dict[Client, None] = {}  # disconnected clients with messages that wait to be taken
         self._refusals = Refusals()
         self._accepted = Accepted(limits.clients, self._clients.__contains__, self._cut, self._refusals)
         self._is_making_room = False
-        self._turned_away: dict[bytes, Outbox] = {}  # still connected, and not listened to
-        self._gone: OrderedDict[bytes, None] = OrderedDict()  # the last ones: something of them may come yet
-        self.socket: LoopSocket  # given by the server, which opens it
+        self._turned_away: dict[bytes, Outbox] = {}  # still connected, but their messages are ignored
+        self._gone: OrderedDict[bytes, None] = OrderedDict()  # closed last: messages of them may still arrive
+        self.socket: LoopSocket  # set by the server, which opens it
 
     def __len__(self) -> int:
         return len(self._clients)
 
-    # What is said
+    # Sending
 
     async def answer(self, asked: Asked, parts: Sequence[bytes | memoryview], handles: Handles) -> bool:
-        """Send an answer once there is room for it, and say whether anybody wanted it.
+        """Send an answer once ZeroMQ accepts it, and return whether the client still waited for it.
 
         Args:
-            asked: what it is the answer to; ends with this.
+            asked: the message to answer; sending the answer ends it.
             parts: the body of the answer, and the buffers beside it.
-            handles: of its tensors that travel by a sender.
+            handles: the handles of its tensors that a sender has sent.
         """
         if not asked.is_wanted:
             return False
@@ -118,7 +118,7 @@ class Clients:
         others = self._asked_beside(asked.client)
         header = Answer(asked.number, body, handles, tally.taken, tally.taken_bytes, others)
 
-        def has_left() -> None:  # which it may not: whoever answers may be cancelled
+        def has_left() -> None:  # not called if the answering task is cancelled first
             tally.told(header.taken, header.taken_bytes)
             asked.is_answered = True
             self.end(asked)
@@ -127,7 +127,7 @@ class Clients:
         return await asked.client.outbox.put([write(header), *following], on_sent=has_left)
 
     def fail(self, asked: Asked, type_name: str, text: str) -> bool:
-        """Say that there is no answer, and whether anybody wanted one."""
+        """Send a failure in place of an answer, and return whether the client still waited for it."""
         was_wanted = asked.is_wanted
         self.end(asked)
         if was_wanted:
@@ -138,7 +138,7 @@ class Clients:
         return was_wanted
 
     def take(self, asked: Asked) -> None:
-        """Note that a message waits no more: it was taken, or will not be."""
+        """Return the credit for a message that no longer waits: it was taken, or never will be."""
         client = asked.client
         client.tally.take(asked.nbytes)
         if not client.tally.waiting:
@@ -150,17 +150,17 @@ class Clients:
             client.tally.told(client.tally.taken, client.tally.taken_bytes)
 
     def end(self, asked: Asked) -> None:
-        """Note that a message needs nothing more."""
+        """Mark a message as finished."""
         asked.state = State.ENDED
         if asked.client.asked.pop(asked.number, None) is not None:
             self._asked -= 1
 
     def _asked_beside(self, client: Client) -> int:
-        """Count the messages of other clients that have not ended."""
+        """Count the unfinished messages of other clients."""
         return self._asked - len(client.asked)
 
     def say_farewell(self) -> None:
-        """Tell every client that this is the end, and give up what they have asked."""
+        """Notify every client that the server closes, and give up all messages."""
         for client in list(self._clients.values()):
             client.outbox.end()
             self._post(client, Farewell())
@@ -168,21 +168,21 @@ class Clients:
         self._clients.clear()
         self._refusals.close()
 
-    # What is heard
+    # Receiving
 
     def message_arrived(self, parts: "list[zmq.Frame]") -> None:
-        """Take what a client says."""
+        """Handle a message of a peer."""
         identity = parts[0].bytes
         client = self._clients.get(identity)
         if client is not None:
             self._take(identity, client, parts)
         elif identity not in self._turned_away and identity not in self._gone:
-            # ZeroMQ uses a descriptor again: the connection that had this one before may have to be
-            # forgotten first.
+            # The operating system reuses descriptors: the end of an earlier connection with this one may
+            # have to be handled first.
             self.socket.after_events(partial(self._arrived_first, identity, parts))
 
     def _arrived_first(self, identity: bytes, parts: "list[zmq.Frame]") -> None:
-        """Take what a peer says that is not known, or was not when its message arrived."""
+        """Handle a message of a peer that was unidentified when the message arrived."""
         client = self._clients.get(identity)
         is_unknown = client is None and identity not in self._turned_away and identity not in self._gone
         if client is not None or (
@@ -211,7 +211,7 @@ class Clients:
                     client.asked[number] = asked
                     self._asked += 1
                     events = self._events()
-                    if events is not None:  # or it was garbage-collected, and is about to be closed
+                    if events is not None:  # None: garbage-collected, and about to be closed
                         events._asked(asked)
                 case Cancel(number):
                     if number >= client.next_number:
@@ -227,7 +227,7 @@ class Clients:
                 self._lose(client)
 
     def connected(self, descriptor: int) -> None:
-        """Note a connection, and close older ones if there are too many that are no clients'."""
+        """Add a connection, and close the oldest unidentified ones if there are too many."""
         self._accepted.opened(descriptor)
         if not self._is_making_room:
             self._is_making_room = True
@@ -245,28 +245,28 @@ class Clients:
         """Wait for the hello of the client."""
 
     def unreachable(self) -> None:
-        """Do nothing: a server connects to nobody."""
+        """Do nothing: a server does not connect."""
 
     def refused(self, *, is_final: bool, error: int) -> None:
-        """Note that a peer does not have the keys, or left before that was known."""
+        """Log a peer without the keys, unless it disconnected during the handshake."""
         if is_final:
             self._refusals.connection_refused("its peer does not have the keys")
 
     def disconnected(self, descriptor: int) -> None:
-        """Note that a connection has ended."""
+        """Handle the end of a connection."""
         identity = self._accepted.closed(descriptor)
         if identity is not None:
-            # Later, since a message may just be taken in.
+            # Not now: the caller may be processing a message.
             asyncio.get_running_loop().call_soon(self._lose_all, {identity})
 
     def _lose_all(self, identities: set[bytes]) -> None:
-        # What they said before still counts; those that flood this server must not keep it from this.
+        # Messages that arrived before still count; the limit keeps a flood of messages from delaying this.
         self.socket.read_some(_LAST_MESSAGES)
         for identity in identities:
             self._went(identity)
 
     def has_room(self) -> None:
-        """Send what there was no room for."""
+        """Send messages that the socket did not accept before."""
         flush_all(self._waiting)
 
     def _waiting(self) -> list[Outbox]:
@@ -298,14 +298,14 @@ class Clients:
         )
 
     def _is_full(self) -> bool:
-        """Say whether there is no place for another client."""
+        """Return whether the limit on clients is reached."""
         most = self.limits.clients
         if most is None:
             return False
         for client in tuple(self._leftovers):
             if len(self._clients) + len(self._leftovers) < most:
                 break
-            # Tensors are sent before their message: these may well never come.
+            # Tensors are sent before their message, so tensors that are still missing may never arrive.
             left = [asked for asked in client.asked.values() if asked.state is State.WAITING]
             events = self._events()
             if events is not None and all(map(events._is_arriving, left)):
@@ -316,20 +316,20 @@ class Clients:
     # Ends
 
     def _refuse(self, identity: bytes, hello: ClientHello, reason: str) -> None:
-        """Refuse a client that has said who it is."""
+        """Refuse a client after its hello."""
         self._refusals.client_refused(hello.pid, reason)
         self.refused_clients += 1
         self._turn_away(identity, reason, is_refusal=True)
 
     def _turn_away(self, identity: bytes, reason: str, *, is_refusal: bool = False) -> None:
-        """Say goodbye, and listen no more; a refusal is one that trying again does not change."""
+        """Send a final message, and ignore the peer; after a refusal, a retry would fail too."""
         client = self._clients.get(identity)
         outbox = self._outbox_to(identity) if client is None else client.outbox
         self._turned_away[identity] = outbox
         outbox.post([write(Farewell(reason[:1024], is_refusal))])
 
     def _went(self, identity: bytes) -> None:
-        """Note that nobody has this identity any more."""
+        """Handle the end of the connection with this identity."""
         self._gone[identity] = None
         if len(self._gone) > _REMEMBERED:
             self._gone.popitem(last=False)
@@ -338,9 +338,9 @@ class Clients:
             self._lose(self._clients[identity])
 
     def _lose(self, client: Client) -> None:
-        """Forget a client; nobody waits for what it asked."""
+        """Remove a client, and give up its messages that want an answer."""
         if self._clients.pop(client.identity, None) is None:
-            return  # saying goodbye has shown that it is gone
+            return  # removed already, when a send found that it is gone
         self.lost += 1
         wanted = sum(asked.wants_answer for asked in client.asked.values())
         logger.log(
@@ -360,7 +360,7 @@ class Clients:
     def _give_up_all(self, client: Client, *, and_those_without_answer: bool = False) -> None:
         events = self._events()
         for asked in list(client.asked.values()):
-            # What wants no answer is as good as before, unless its tensors went too.
+            # A message that wants no answer is still valid, unless its tensors are lost.
             is_in_vain = asked.wants_answer or and_those_without_answer
             if is_in_vain or events is None or events._is_in_vain(asked):
                 self._give_up(asked)
@@ -381,12 +381,12 @@ class Clients:
         try:
             return self.socket.send([identity, *parts], is_retry=is_retry)
         except PeerGoneError:
-            # The monitor says so too, but perhaps later: when the next one has its descriptor already.
+            # The monitor reports this too, but perhaps only after the descriptor has been reused.
             asyncio.get_running_loop().call_soon(self._lose_all, {identity})
             return False
 
     def _post(self, client: Client, header: FromServer) -> None:
-        """Send a header now, or when there is room; who leaves too many unread is lost."""
+        """Send or queue a header; disconnect a client that leaves too many messages unread."""
         client.outbox.post([write(header)])
         if len(client.outbox) > MAX_UNREAD and client.identity in self._clients:
             logger.error(

@@ -1,12 +1,12 @@
-"""A client's way to one server, through all the servers that come and go at its address.
+"""The connection of a client to one address, and to each server that listens there in turn.
 
     DIALING --handshake, hello, hello--> READY --lost--> DIALING
 
 While the connection is not ready, new requests wait for the next server. When a server is lost, its open
 requests fail with `PeerLostError`.
 
-`dialing.py` says where to connect and when. Each attempt has a new socket, and ZeroMQ connects none a second
-time: closing a socket discards its unsent messages, so no cancelled message reaches the next server.
+`dialing.py` decides where to connect and when. Each attempt has a new socket, and no socket is connected
+twice: closing a socket discards its unsent messages, so no cancelled message reaches the next server.
 """
 
 import asyncio
@@ -59,12 +59,12 @@ __all__ = ["Connection"]
 
 logger = logger_of("channel")
 
-_LAST_MESSAGES = 1024  # of a server that is gone, which are read before it counts as lost
+_LAST_MESSAGES = 1024  # the most messages that are read before a disconnected server counts as lost
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 
 class ServersEvents(Protocol):
-    """What chooses among several servers is told."""
+    """The callbacks of the object that chooses among several servers."""
 
     def changed(self) -> None:
         """Handle a server that was connected or lost."""
@@ -74,15 +74,15 @@ class ServersEvents(Protocol):
 
 
 class Connection:
-    """Ask one server; belongs to the running loop.
+    """Send messages to one server; belongs to the running loop.
 
     Args:
-        context: for its sockets.
-        address: of the server.
-        options: of its sockets.
+        context: the context of its sockets.
+        address: the address of the server.
+        options: the options of its sockets.
         receiver: the id of the receiver that takes the tensors of answers; "" for none.
         limits: the largest part, and the largest body, of an answer.
-        max_wait_s: after how many seconds a wait for the server, or for credit, ends; None for never.
+        max_wait_s: seconds after which a wait for the server, or for credit, fails; None for no limit.
         drop: called with an answer whose request was cancelled.
     """
 
@@ -119,7 +119,7 @@ class Connection:
         """Begin to connect, and keep trying until a server is reached or `ready` raises.
 
         Args:
-            servers: what chooses among several servers, and is told what becomes of this one.
+            servers: the object that chooses among several servers; None for a single one.
         """
         self._servers = servers
         self._connect()
@@ -133,7 +133,7 @@ class Connection:
             self._servers.changed()
 
     def _dial(self, target: Target) -> None:
-        """Try one address. If descriptors or memory are lacking, there may be some again later."""
+        """Try one address; try again later if this process has no descriptors or memory."""
         try:
             self._socket = LoopSocket(self._context, zmq.DEALER, {**self._options, **target.options}, self)
             self._socket.connect(target.address)
@@ -152,20 +152,20 @@ class Connection:
         self._dialer.again()
 
     def close(self, error: AioTensorError, linger_s: float = 0.0) -> None:
-        """Close, and fail what waits. Messages that were sent get `linger_s` seconds to leave."""
+        """Close, and fail waiting requests. Sent messages get `linger_s` seconds to leave."""
         self._dialer.close()
         self._end(error, linger_s)
 
-    # What is said
+    # Sending
 
     async def ready(self) -> None:
-        """Wait until a server is connected.
+        """Wait until a server is connected; tries to connect again after an error of an earlier call.
 
         Raises:
-            RefusedError: it refused this client. The next call tries again.
-            PeerLostError: nothing can connect there, or it broke the protocol. The next call tries again.
-            AccessDeniedError: it is another user, or does not know the key.
-            WouldBlockError: none was connected within `max_wait_s`.
+            RefusedError: the server refused this client, because of a limit or of its version.
+            PeerLostError: ZeroMQ cannot connect there, or one side closed the connection because of an error.
+            AccessDeniedError: the server belongs to another user, or does not accept the key.
+            WouldBlockError: no server was connected within `max_wait_s`.
             ClosedError: this client was closed.
         """
         self.try_again()
@@ -175,7 +175,7 @@ class Connection:
                     self.raise_failure()
                     await self._waiters.wait()
         except WouldBlockError:
-            if not self.is_ready:  # it may have come in this very turn
+            if not self.is_ready:  # a server may have connected in this iteration of the loop
                 raise
 
     def _patience(self) -> AbstractAsyncContextManager[None]:
@@ -191,11 +191,11 @@ class Connection:
 
     @property
     def is_hopeless(self) -> bool:
-        """Return whether the connection stays without a server until `try_again`."""
+        """Return whether no attempt to connect is pending, until `try_again`."""
         return self._socket is None and not self._dialer.is_active
 
     def try_again(self, at_most_every_s: float = 0.0) -> None:
-        """Connect again to a server that refused this client, unless that was just now."""
+        """Connect again after a permanent failure, at most once per interval."""
         may_have_changed = isinstance(self._failure, PeerLostError | RefusedError | AccessDeniedError)
         can_try = self._socket is None and may_have_changed
         if can_try and asyncio.get_running_loop().time() >= self.refused_at + at_most_every_s:
@@ -210,27 +210,27 @@ class Connection:
         wants_answer: bool,
         may_move: bool = False,
     ) -> Asked | None:
-        """Send a message, once the server has credit and there is room for it, in the order of the calls.
+        """Wait for credit, and send a message, in the order of the calls.
 
-        Cancelling takes it back, or tells the server.
+        Cancelling removes an unsent message, and notifies the server of a sent one.
 
         Args:
-            session: when its tensors were sent.
-            handles: of its tensors.
+            session: the value of `session` before its tensors were sent.
+            handles: the handles of its tensors.
             parts: its body, and the buffers beside it.
-            wants_answer: whether it is to be answered.
-            may_move: whether to return None if another server is to have it, because this one was lost or
-                has more to do.
+            wants_answer: whether it expects an answer.
+            may_move: whether to return None if the message should go to another server, because this one was
+                lost or has more to do.
 
         Raises:
-            PeerLostError: the server went while the tensors were on their way.
-            WouldBlockError: there was no credit within `max_wait_s`.
+            PeerLostError: the server was lost after the first tensor was sent.
+            WouldBlockError: the message could not be sent within `max_wait_s`.
             TooLargeError: the server does not accept a body or a part of this size.
         """
         while True:
             if may_move and (session != self.session or not self.is_ready):
                 return None
-            # Its tensors went to a server that is lost, so the message does not wait for the next one.
+            # Its tensors were sent to a lost server, so the message does not wait for the next one.
             if handles and session != self.session:
                 raise PeerLostError(
                     f"the server at {self._address.text} was replaced while the tensors of a message were on "
@@ -246,34 +246,34 @@ class Connection:
     def _send(self, parts: Parts, is_retry: bool) -> bool:
         return self.is_ready and self._open_socket().send(parts, is_retry=is_retry)
 
-    # What is heard
+    # Events of the socket
 
     def connected(self, descriptor: int) -> None:
-        """Check the user of the peer, before the first message."""
+        """Check the user of the peer before sending anything."""
         self._dialer.connected(descriptor)
         if self._address.path is None:
             return
         try:
             with copy_of(descriptor) as peer:
-                if peer.family == socket.AF_UNIX:  # it may have ended by now, and the number be another's
+                if peer.family == socket.AF_UNIX:  # the connection may have ended, and its number be reused
                     check_user(peer)
         except AccessDeniedError as error:
             self._refuse(error)
         except OSError as error:
-            if error.errno in _EXHAUSTED:  # who the server is cannot be found out: nothing is sent to it
+            if error.errno in _EXHAUSTED:  # the user is unknown, so nothing may be sent
                 self._dialer.report(
                     f"the user of the server at {self._address.text} cannot be checked: {error}", str(error)
                 )
                 self._dial_again()
 
     def handshaken(self) -> None:
-        """Introduce this client."""
+        """Send the hello of this client."""
         self._dialer.reached()
         self._is_introduced = True
         self._open_socket().send([self._hello])
 
     def unreachable(self) -> None:
-        """Try the next address, unless the socket file is that of another user."""
+        """Try the next address, unless the socket file belongs to another user."""
         try:
             if self._address.path is not None:
                 check_owner(self._address.path)
@@ -284,7 +284,7 @@ class Connection:
         self._dial_again()
 
     def refused(self, *, is_final: bool, error: int) -> None:
-        """Give up if the other side will never have us."""
+        """Give up if the server does not accept this client's keys."""
         if is_final or (self._dialer.refused(error) and zmq.CURVE_SECRETKEY in self._options):
             self._refuse(
                 AccessDeniedError(
@@ -305,11 +305,11 @@ class Connection:
             self._dial_again()
 
     def has_room(self) -> None:
-        """Send messages that the socket had no room for."""
+        """Send messages that the socket did not accept before."""
         self.pipeline.has_room()
 
     def message_arrived(self, parts: "list[zmq.Frame]") -> None:
-        """Take what the server says."""
+        """Handle a message of the server."""
         try:
             if len(parts) > MAX_PARTS:
                 raise ProtocolError(f"it sent a message of more than {MAX_PARTS} parts")
@@ -379,7 +379,7 @@ class Connection:
             self._failure = None
             if was_ready:
                 self._connect()
-            else:  # a server that ends each connection at once is not asked all the time
+            else:  # with a delay: the server may close every connection before its hello
                 self._dialer.again()
         self._changed()
 

@@ -13,14 +13,14 @@ from aiotensor.worker import Worker
 
 __all__ = ["Context", "begin", "check_descriptors", "end"]
 
-_BEGINS_WITH = 8  # descriptors: of a context with its threads, and its first socket
+_BEGINS_WITH = 8  # descriptors that a context, its threads and its first socket need
 
 
 class Context(zmq.Context["zmq.Socket[bytes]"]):
     """A context that closes its sockets when it is garbage-collected.
 
-    `zmq.Context` has weak references to them. The garbage collector clears these before it calls finalizers,
-    and ending a context waits forever for a socket that is open.
+    `zmq.Context` has weak references to its sockets. The garbage collector clears these before it calls
+    finalizers, and terminating a context waits forever for an open socket.
     """
 
     _owned: "list[zmq.Socket[bytes]]"
@@ -30,18 +30,18 @@ class Context(zmq.Context["zmq.Socket[bytes]"]):
         super().__init__()
 
     def socket(self, *args: Any, **options: Any) -> "zmq.Socket[bytes]":
-        """Make a socket, and keep it until it is closed."""
+        """Create a socket, and refer to it until it is closed."""
         made = super().socket(*args, **options)
         self._owned = [*(one for one in self._owned if not one.closed), made]
         return made
 
     def term(self) -> None:
-        """Wait until all that the closed sockets sent has left or their time is over."""
+        """Wait until the closed sockets have sent their messages, or their linger time has passed."""
         super().term()
-        self._owned = []  # they refer to this
+        self._owned = []  # the sockets refer to this context
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # An event loop that watches a socket refers to this, so none does any more.
+        # An event loop that watches a socket refers to this context, so none watches one now.
         if not is_finalizing() and not self.closed:
             for one in self._owned:
                 one.close(0)
@@ -49,7 +49,7 @@ class Context(zmq.Context["zmq.Socket[bytes]"]):
 
 
 def begin() -> Context:
-    """Make a context.
+    """Create a context.
 
     Raises:
         OSError: this process has no descriptors left.
@@ -59,10 +59,10 @@ def begin() -> Context:
 
 
 def check_descriptors() -> None:
-    """See that there are descriptors for a context: ZeroMQ ends the process if its threads find none.
+    """Check that there are descriptors for a context: ZeroMQ aborts the process if its threads get none.
 
     Raises:
-        OSError: there are not.
+        OSError: this process has too few descriptors left.
     """
     with contextlib.ExitStack() as spare:
         for _ in range(_BEGINS_WITH):
@@ -70,14 +70,14 @@ def check_descriptors() -> None:
 
 
 async def end(context: Context) -> None:
-    """End a context whose sockets are closed, when all that they sent has left or their time is over.
+    """Terminate a context whose sockets are closed, after they have sent their messages or timed out.
 
-    Cancelling stops the waiting, and nothing else.
+    Cancelling ends the wait, but the context terminates nevertheless.
     """
     worker = Worker("aiotensor-channel")
     try:
         ended = worker.submit(context.term)
-    except OSError:  # there is no thread to be had
+    except OSError:  # no thread can be started
         context.term()
     else:
         await asyncio.shield(ended)

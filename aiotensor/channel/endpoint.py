@@ -1,4 +1,4 @@
-"""The place where a server listens: a socket file that only this user may open, or a port that has keys."""
+"""The address where a server listens: a socket file of this user, a local port, or a port with keys."""
 
 import errno
 import os
@@ -17,20 +17,20 @@ from aiotensor.links.socket_file import SocketFile
 
 __all__ = ["Endpoint"]
 
-_LOOKUP_S = 10.0  # how long opening waits for the name of a server to be resolved
+_LOOKUP_S = 10.0  # the most seconds that opening waits for a name to be resolved
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.ENODEV)  # this machine has no such address
 
 
-# A connection whose handshake takes longer is closed. A client's limit is shorter: it knows its own reason.
+# A connection whose handshake takes longer is closed. A client has a shorter limit, and ends it first.
 _HANDSHAKE_S = 5
 
-# Connections that wait to be accepted. During a flood, a connection that does not fit is tried again a second
-# later; with more places it would wait as long behind connections that have ended.
+# The most connections that wait to be accepted. In a flood, the kernel retries a rejected connection a second
+# later; with a larger backlog it would wait as long behind connections that have ended.
 _BACKLOG = 256
 
 
 class _Allowed:
-    """Say which keys may connect; the authenticator of pyzmq asks."""
+    """Provide the allowed keys to pyzmq's authenticator."""
 
     def __init__(self, keys: frozenset[bytes]) -> None:
         self._keys = keys
@@ -43,9 +43,9 @@ class Endpoint:
     """Listen at an address, once; belongs to the running loop.
 
     Args:
-        address: where.
-        options: of the socket.
-        allowed: the public keys of the clients, if they need any.
+        address: the address.
+        options: the options of the socket.
+        allowed: the public keys of the clients; empty if they need no keys.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Endpoint:
         self.address = address.text
         self._where = address
         self._path = address.path
-        # Without this a ROUTER drops what is for a client that is gone, or slow, and says nothing.
+        # Without ROUTER_MANDATORY, a ROUTER silently drops messages to a disconnected or slow client.
         self._options = {
             **options,
             zmq.ROUTER_MANDATORY: 1,
@@ -71,20 +71,20 @@ class Endpoint:
     async def open(self, events: SocketEvents) -> LoopSocket:
         """Begin to listen.
 
-        Waiting and errors at an ``ipc://`` address are those of `SocketFile.take`. At ``tcp://`` and the name
-        of a host it waits until that is resolved. It listens at the first of its addresses that this machine
-        has, and at ``localhost`` at 127.0.0.1, or at ::1 where there is no IPv4.
+        Waiting and errors at an ``ipc://`` address are those of `SocketFile.take`. At ``tcp://`` with a host
+        name, this waits until the name is resolved, and listens at the first of its addresses that this
+        machine has. At ``localhost`` it listens at 127.0.0.1, or at ::1 where there is no IPv4.
 
         Raises:
-            UsageError: another server listens at the address, or the path is a file of another kind.
-            OSError: nothing can listen at the address; `errno` says why. Or no descriptors are left.
+            UsageError: another server listens at the address, or the file is not a socket of this user.
+            OSError: this process cannot listen at the address, or has no descriptors left; see `errno`.
         """
         check_descriptors()
         try:
             targets = await self._targets()
             if self._path is not None:
                 await self._take(self._path)
-            self._context = begin()  # which has looked again; no await comes between this and the socket
+            self._context = begin()  # checks again: no await follows before the socket is made
             if self._allowed:
                 try:
                     self._authenticator = AsyncioAuthenticator(self._context)
@@ -101,7 +101,7 @@ class Endpoint:
         return self._socket
 
     async def _targets(self) -> Sequence[Target]:
-        """Return where to listen.
+        """Return the targets where to listen.
 
         Raises:
             OSError: the name of the host cannot be resolved.
@@ -114,7 +114,7 @@ class Endpoint:
         except OSError:  # it is the name of a host
             pass
         else:
-            # ZeroMQ finds the address of an interface; with the option for IPv6 it finds no other.
+            # ZeroMQ finds the address of an interface; with its IPv6 option only an IPv6 address.
             text = f"tcp://{where.host}:{where.port}"
             return Target(text), Target(text, is_ipv6=True)
         try:
@@ -134,7 +134,7 @@ class Endpoint:
 
         Raises:
             UsageError: another server listens there.
-            OSError: nothing can listen there, or no descriptors are left.
+            OSError: this process cannot listen there, or has no descriptors left.
         """
         last = None
         for target in targets:
@@ -169,7 +169,7 @@ class Endpoint:
         raise OSError(last.errno, text) from last
 
     async def close(self, linger_s: float) -> None:
-        """Close; what was sent has so many seconds to leave, and cancelling waits no longer for it."""
+        """Close; sent messages get `linger_s` seconds to leave, and cancelling ends this wait."""
         if self._file is not None:
             self._file.leave()
         if self._socket is not None:
@@ -180,7 +180,7 @@ class Endpoint:
             await end(self._context)
 
     async def _take(self, path: str) -> None:
-        """Listen as `UnixListener` does, and hand ZeroMQ the socket, which would replace a living one."""
+        """Bind the socket as `UnixListener` does: ZeroMQ itself would replace the socket of a live server."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self._file = SocketFile(path, sock)
         await self._file.take()

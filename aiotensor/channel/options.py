@@ -1,4 +1,4 @@
-"""What both sides are told by their users: where to meet, what keeps others out, and the limits."""
+"""Validate the options of clients and servers: addresses, keys and limits."""
 
 import ipaddress
 import operator
@@ -33,8 +33,8 @@ Key: TypeAlias = str | bytes
 
 _KEY_BYTES = 32
 
-# By default, where only silence shows that the other side is gone: within 1 s, or 1.5 s where only the
-# packets to it are lost.
+# The defaults for other machines, where only missing replies show that the peer is gone: a loss is noticed
+# within 1 s, or 1.5 s if only the packets to the peer are lost.
 _HEARTBEAT_INTERVAL_S, _HEARTBEAT_TIMEOUT_S = 0.25, 0.65
 
 
@@ -43,11 +43,11 @@ _NAME = re.compile(r"[a-z0-9_.-]+", re.IGNORECASE | re.ASCII)
 
 
 class Target(NamedTuple):
-    """An address that ZeroMQ takes without resolving a name.
+    """An address that ZeroMQ accepts without resolving a name.
 
     Attributes:
-        address: as ZeroMQ takes it.
-        is_ipv6: whether it is, or may be, an IPv6 one.
+        address: the address in the form of ZeroMQ.
+        is_ipv6: whether it is, or may be, an IPv6 address.
     """
 
     address: str | bytes
@@ -55,21 +55,21 @@ class Target(NamedTuple):
 
     @property
     def options(self) -> Mapping[int, int]:
-        """Those of a socket that only this address asks for."""
+        """The socket options that this address needs."""
         return {zmq.IPV6: 1} if self.is_ipv6 else {}
 
 
 class Address(NamedTuple):
-    """Where a server is.
+    """The parsed address of a server.
 
     Attributes:
-        text: as it was given.
+        text: the address as the user gave it.
         targets: where to connect or listen, in the order in which to try them; empty if `host` is a name that
             has to be resolved.
-        host: the name or the numeric address; "" for a socket's file.
-        port: 0 for a socket's file, or for any port that is free.
-        path: of the socket's file; None if there is none.
-        is_local: whether both sides are on this machine, whose kernel says at once when one is gone.
+        host: the name or the numeric address; "" for a socket file.
+        port: the port; 0 for a socket file, or for any free port.
+        path: the path of the socket file; None for TCP.
+        is_local: whether both sides are on this machine, whose kernel reports the end of a process at once.
     """
 
     text: str
@@ -81,17 +81,17 @@ class Address(NamedTuple):
 
 
 def parse(address: str, *, has_keys: bool, how: str, is_client: bool = False) -> Address:
-    """Read an address, and refuse one where anybody could connect.
+    """Parse an address; without keys, reject addresses that other machines can reach.
 
     Args:
         address: ``ipc://`` and an absolute path, or ``tcp://`` with a host and a port.
-        has_keys: whether keys keep others out.
-        how: the keywords that give them.
-        is_client: whether it is to connect there.
+        has_keys: whether there are CURVE keys.
+        how: the names of the arguments for keys, for the error message.
+        is_client: whether a client connects to it.
 
     Raises:
-        TypeError: it is no text.
-        ValueError: it is no such address, or is open to others and there are no keys.
+        TypeError: it is not a string.
+        ValueError: it is invalid, or is not local and there are no keys.
     """
     if not isinstance(address, str):
         raise TypeError(f"an address is a text such as 'ipc:///run/user/1000/m.sock', got {address!r}")
@@ -137,10 +137,10 @@ def _host_and_port(address: str) -> tuple[str | None, int | None]:
 
 
 def _targets(host: str, port: int) -> tuple[Target, ...]:
-    """Return the targets of a host that needs no resolving; none if it is a name."""
+    """Return the targets of a host that is not a name; none for a name."""
     if host == "*":
         return (Target(f"tcp://*:{port}", is_ipv6=True),)
-    # No name server is asked for this name: it might not answer, or name another machine.
+    # No name server is queried for this name: it might not answer, or return another machine.
     numbers = _LOCALHOST if host == "localhost" else (host,)
     try:
         return tuple(target_of(str(ipaddress.ip_address(number)), port) for number in numbers)
@@ -149,10 +149,10 @@ def _targets(host: str, port: int) -> tuple[Target, ...]:
 
 
 def _is_name(host: str) -> bool:
-    """Return whether a text can be the name of a host or of a network interface."""
+    """Return whether a string can be the name of a host or of a network interface."""
     try:
         return _NAME.fullmatch(host.encode("idna").decode()) is not None
-    except UnicodeError:  # a label of it is empty, or too long
+    except UnicodeError:  # one of its labels is empty or too long
         return False
 
 
@@ -162,15 +162,15 @@ def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # a name, whatever it resolves to at the moment, or a wildcard
+        return False  # a wildcard, or a name, which may resolve to any address
 
 
 def client_keys(secret_key: Key | None, server_key: Key | None) -> dict[int, int | bytes]:
-    """Return the options of a client's socket that keep others out; none, if it has no keys.
+    """Return the CURVE options of a client's socket; none if it has no keys.
 
     Raises:
-        TypeError: a key is no text.
-        ValueError: a key is none, or one of the two is missing.
+        TypeError: a key is neither `str` nor `bytes`.
+        ValueError: a key is invalid, or one of the two is missing.
     """
     if secret_key is None and server_key is None:
         return {}
@@ -187,11 +187,11 @@ def client_keys(secret_key: Key | None, server_key: Key | None) -> dict[int, int
 def server_keys(
     secret_key: Key | None, clients: Collection[Key]
 ) -> tuple[dict[int, int | bytes], frozenset[bytes]]:
-    """Return the options of a server's socket that keep others out, and the public keys of those let in.
+    """Return the CURVE options of a server's socket, and the public keys of its clients.
 
     Raises:
-        TypeError: a key is no text.
-        ValueError: a key is none, or one without the others.
+        TypeError: a key is neither `str` nor `bytes`.
+        ValueError: a key is invalid, or the server's key or the clients' keys are missing.
     """
     if secret_key is None and not clients:
         return {}, frozenset()
@@ -210,7 +210,7 @@ def _key(name: str, value: Key) -> bytes:
         is_key = len(z85.decode(text)) == _KEY_BYTES
     except (KeyError, ValueError):
         is_key = False
-    if not is_key:  # not shown: it may be a secret with a slip in it
+    if not is_key:  # not shown: it may be a secret with a typo
         raise ValueError(f"{name} has keys as zmq.curve_keypair() makes them, of 40 characters; this is none")
     return text
 
@@ -222,14 +222,14 @@ def limits(
     heartbeat_interval_s: float | None,
     heartbeat_timeout_s: float | None,
 ) -> dict[int, int | bytes]:
-    """Return the options of a socket that keep what it holds, and how long it waits, within bounds.
+    """Return the socket options that limit queues and message sizes, and set the heartbeats.
 
     Args:
         addresses: where the socket listens or connects.
-        high_water_mark: the most messages in each direction.
-        largest: the part of a message with the most bytes, as `part_limits` returns it.
-        heartbeat_interval_s: as the user gave it.
-        heartbeat_timeout_s: as the user gave it.
+        high_water_mark: the most queued messages in each direction.
+        largest: the most bytes in a part of a message, as `part_limits` returns them; None for no limit.
+        heartbeat_interval_s: the argument of the user, in seconds; None for the default.
+        heartbeat_timeout_s: the argument of the user, in seconds; None for the default.
 
     Raises:
         ValueError: a limit is not positive.
@@ -237,7 +237,7 @@ def limits(
     options: dict[int, int | bytes] = {
         zmq.SNDHWM: positive("high_water_mark", high_water_mark),
         zmq.RCVHWM: high_water_mark,
-        # Peers are told the limit of the parts; their headers may be longer than that.
+        # The limit that peers know is for parts; a header may be longer than that.
         zmq.MAXMSGSIZE: -1 if largest is None else min(largest + MAX_HEADER_BYTES, MAX_NUMBER),
     }
     if all(address.is_local for address in addresses) and not (heartbeat_interval_s or heartbeat_timeout_s):
@@ -255,10 +255,10 @@ def limits(
 
 
 def part_limits(max_part_bytes: int | None, max_body_bytes: int | None) -> PartLimits:
-    """Check the limits on the parts of messages and on their bodies, and return them as hellos carry them.
+    """Check the limits on the parts of messages and on their bodies, and return them as sent in hellos.
 
     Raises:
-        ValueError: one is not positive.
+        ValueError: a limit is not positive.
     """
     named = {"max_part_bytes": max_part_bytes, "max_body_bytes": max_body_bytes}
     return PartLimits(

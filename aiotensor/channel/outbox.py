@@ -1,4 +1,4 @@
-"""What is on its way to one peer, in order, for as long as ZeroMQ has no room for it."""
+"""The messages to one peer that wait, in order, for credit and for space in ZeroMQ's queue."""
 
 import asyncio
 from collections import deque
@@ -18,14 +18,14 @@ Parts: TypeAlias = Sequence[bytes | memoryview]
 
 
 class _Letter:
-    """A message that waits to leave.
+    """A message that waits to be sent.
 
     Args:
-        parts: of the message.
-        nbytes: what it counts.
-        on_sent: called when it leaves.
-        gone: says in the end whether it left.
-        may_move: whether `give_up_one` may take it back.
+        parts: the parts of the message.
+        nbytes: the bytes that it uses of the window.
+        on_sent: called when it is sent.
+        gone: a future whose result is whether it was sent; None if no task waits for it.
+        may_move: whether `give_up_one` may remove it.
     """
 
     __slots__ = ("gone", "may_move", "nbytes", "on_sent", "parts")
@@ -49,10 +49,10 @@ class Outbox:
     """Send messages in order; belongs to the running loop.
 
     Args:
-        send: hands a message over, and says whether there was room; the second argument is whether it is a
-            retry.
-        window: how much the peer takes, if that is limited.
-        patience: limits how long somebody waits here.
+        send: passes a message to ZeroMQ, and returns whether ZeroMQ accepted it; the second argument is
+            whether this is a retry.
+        window: the credit of the peer; None for no limit.
+        patience: returns a context manager that limits the wait of `put`.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class Outbox:
         self._hand_over = send
         self._letters: deque[_Letter] = deque()
         self._is_over = False
-        self.movable = 0  # letters that `give_up_one` may take back
-        self.on_wait: Callable[[], None] = lambda: None  # called when a movable message begins to wait
-        self._sending: dict[CancelOnce, None] = {}  # messages whose tensors are on their way, the latest last
+        self.movable = 0  # letters that `give_up_one` may remove
+        self.on_wait: Callable[[], None] = lambda: None  # called when a movable message may begin to wait
+        self._sending: dict[CancelOnce, None] = {}  # messages whose tensors are being sent, the latest last
 
     def __len__(self) -> int:
         return len(self._letters)
 
     def post(self, parts: Parts) -> None:
-        """Send a message now, or when there is room."""
+        """Send a message, or queue it until it can be sent."""
         if self._letters or not self._send(parts, 0, is_retry=False):
             self._letters.append(_Letter(parts))
 
@@ -86,26 +86,26 @@ class Outbox:
         *,
         may_move: bool = False,
     ) -> bool:
-        """Send a message as soon as there is room, and return whether it left.
+        """Wait until a message can be sent, and return whether it was sent.
 
-        It does not if the peer went first, or if `give_up_one` took it back.
+        Returns False if the peer disconnected first, or if `give_up_one` removed the message.
 
-        Cancelling takes it back, if it is still here.
+        Cancelling removes the message if it has not been sent.
 
         Args:
-            parts: of the message.
-            nbytes: what it counts in the window.
-            on_sent: called when it leaves.
-            may_move: whether `give_up_one` may take it back.
+            parts: the parts of the message.
+            nbytes: the bytes that it uses of the window.
+            on_sent: called when it is sent.
+            may_move: whether `give_up_one` may remove it.
 
         Raises:
-            OSError: this process lacks something to send it with.
-            AioTensorError: what `patience` raises.
+            OSError: this process lacks the descriptors or threads to send it.
+            AioTensorError: the wait took too long.
         """
         if not self._letters and self._send(parts, nbytes, is_retry=False):
             on_sent()
             return True
-        if self._is_over:  # sending may have shown that
+        if self._is_over:  # sending may have found that the peer is gone
             return False
         gone: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         letter = _Letter(parts, nbytes, on_sent, gone, may_move)
@@ -117,17 +117,17 @@ class Outbox:
             async with self._patience():
                 return await gone
         except BaseException as error:
-            letter.parts = parts = ()  # the error keeps this frame
-            with suppress(ValueError):  # it has left, or the peer has gone, in this very turn
+            letter.parts = parts = ()  # the error's traceback refers to this frame
+            with suppress(ValueError):  # sent or cleared in this iteration of the loop
                 self._letters.remove(letter)
             if isinstance(error, WouldBlockError) and gone.done() and not gone.cancelled():
-                return gone.result()  # the wait ended when it was overdue, but it did end
+                return gone.result()  # the wait ended in the iteration in which it timed out
             raise
         finally:
             self.movable -= may_move
 
     async def sending(self, tensors: Awaitable[R]) -> R | None:
-        """Wait until the tensors of a message are sent; return None if `give_up_one` or `clear` ends that."""
+        """Wait until the tensors of a message are sent; return None if `give_up_one` or `clear` stops it."""
         with CancelOnce() as wait:
             self._sending[wait] = None
             self.on_wait()
@@ -139,7 +139,7 @@ class Outbox:
 
     @property
     def sending_tensors(self) -> int:
-        """Return for how many messages tensors are being sent."""
+        """Return the number of messages whose tensors are being sent."""
         return len(self._sending)
 
     @property
@@ -148,7 +148,7 @@ class Outbox:
         return not self._letters and self.window is not None and self.window.is_open
 
     def give_up_one(self) -> None:
-        """Take the latest message back that waits here and may be sent to another peer."""
+        """Remove the latest waiting message that may be sent to another peer."""
         for letter in reversed(self._letters):
             if letter.may_move and letter.gone is not None and not letter.gone.done():
                 self._letters.remove(letter)
@@ -158,12 +158,12 @@ class Outbox:
             self._sending.popitem()[0].cancel()
 
     def flush(self, *, is_retry: bool) -> bool:
-        """Send what there is room for, and say whether that was anything."""
+        """Send waiting messages until ZeroMQ or the window accepts no more; return whether any was sent."""
         before = len(self._letters)
         while self._letters:
             letter = self._letters[0]
             if letter.gone is not None and letter.gone.done():
-                # Who waited gave up, in this very turn: what is called too late must not go all the same.
+                # The waiting task was cancelled in this iteration: its message must not be sent.
                 self._letters.popleft()
                 continue
             try:
@@ -175,7 +175,7 @@ class Outbox:
                     raise
                 letter.gone.set_exception(error)
                 continue
-            # Unless sending found that the peer is gone, and the outbox was cleared.
+            # Sending may find that the peer is gone, which clears the outbox.
             if self._letters and self._letters[0] is letter:
                 self._letters.popleft()
                 letter.on_sent()
@@ -192,7 +192,7 @@ class Outbox:
         return was_sent
 
     def clear(self) -> None:
-        """Send nothing of what waits: the peer is gone."""
+        """Discard the waiting messages, because the peer is gone."""
         for wait in self._sending:
             wait.cancel()
         letters, self._letters = self._letters, deque()
@@ -200,7 +200,7 @@ class Outbox:
             _settle(letter, was_sent=False)
 
     def end(self) -> None:
-        """Have nobody wait here any more; what was posted, and will be, still goes when there is room."""
+        """End the waits of `put`; messages of `post` are still sent, also later ones."""
         self._is_over = True
         for letter in self._letters:
             if letter.gone is not None:
@@ -215,10 +215,10 @@ def _settle(letter: _Letter, *, was_sent: bool) -> None:
 
 
 def flush_all(outboxes: Callable[[], list[Outbox]]) -> None:
-    """Send what there is room for, to everybody.
+    """Send the waiting messages of all outboxes, as far as ZeroMQ accepts them.
 
-    A try may take in that another peer has room, which nothing says again; the second of two rounds in which
-    nothing goes finds that.
+    An attempt may consume ZeroMQ's signal that another peer is writable, which is not repeated. Two rounds
+    without a sent message in a row rule that out.
     """
     idle = 0
     while idle < 2 and (waiting := outboxes()):

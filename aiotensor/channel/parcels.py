@@ -1,4 +1,4 @@
-"""A message and its tensors, made ready to travel: what goes in ZeroMQ's own parts, and what by a sender."""
+"""Encode and decode messages: their bodies, and their tensors in ZeroMQ parts or sent by a sender."""
 
 import asyncio
 import weakref
@@ -42,15 +42,15 @@ __all__ = [
     "unpack",
 ]
 
-# Of the tensors that ride in the body of a message. Others go by a sender; without one, small ones are packed
-# into one buffer beside the body, so that tensors alone do not make it too large.
+# The most bytes of tensors in the body of a message. A sender sends the others. Without a sender, small ones
+# are packed into one buffer beside the body, so that tensors alone do not make the body too large.
 _MAX_INLINE_BYTES = 8 * placements.MAX_INLINE_BYTES
 
-# So many tensors are sent or taken in one iteration of the event loop, each in 3 to 30 microseconds.
+# The most tensors that are sent or taken in one iteration of the event loop, each in 3 to 30 microseconds.
 QUICK_TENSORS = 64
 
-# Decoding more than this may take a millisecond, and is left to a thread. Beside one tensor of the largest
-# size that rides in a body, there is space for two thousand values, or for many tiny tensors: these count.
+# Decoding a larger body may take a millisecond, and is done in a thread. Beside one tensor of the largest
+# size in a body there is space for two thousand values, or for many tiny tensors, so tensors are counted.
 QUICK_BODY_BYTES = placements.MAX_INLINE_BYTES + 2 * 1024
 _MANY_TENSORS_BYTES = 2 * 1024
 _INSIDE = msgspec.msgpack.encode("in")  # the tag of a tensor in a body
@@ -62,25 +62,25 @@ Handles = tuple[TensorHandle, ...]
 
 
 class Answered(NamedTuple):
-    """What came back: handles of tensors that travel by a sender, the body, and the buffers beside it."""
+    """An answer: the handles of tensors that a sender has sent, the body, and the buffers beside it."""
 
     handles: Handles
     parts: list[memoryview]
 
 
 class Asked(NamedTuple):
-    """A message that was sent: its number, and the future of the answer, if there will be one."""
+    """A sent message: its number, and the future of the answer if it expects one."""
 
     number: int
     answered: "asyncio.Future[Answered] | None"
 
 
 class Parcel:
-    """A message, encoded.
+    """An encoded message.
 
     Attributes:
         parts: the body, and the buffers beside it.
-        tensors: those that are to go by a sender, in the order of their numbers in the body.
+        tensors: the tensors for the sender, in the order of their numbers in the body.
     """
 
     def __init__(self, *, has_sender: bool) -> None:
@@ -90,7 +90,7 @@ class Parcel:
         self._inline_bytes = 0
 
     def encode(self, box: list[object]) -> None:
-        """Encode the message in a box, and take it out: it is released here, if nothing else refers to it."""
+        """Remove a message from its box and encode it; this frees it if nothing else refers to it."""
         try:
             encoder = SourceEncoder(self._place, max_inline_bytes=_MAX_INLINE_BYTES)
             self.parts = encoder.encode(box.pop())
@@ -99,7 +99,7 @@ class Parcel:
             raise
 
     def _place(self, source: Source) -> int | None:
-        """Choose how a tensor goes; one for the sender is known in the body by its number."""
+        """Return the number of a tensor that the sender sends, or None to encode it in the message."""
         if not self._has_sender:
             return None
         nbytes = source.nbytes
@@ -115,11 +115,11 @@ class Parcel:
         """Send the tensors as one message.
 
         Args:
-            sender: what to send by.
-            inside: a message of it that has begun; it is whole afterwards.
+            sender: the sender of the tensors.
+            inside: an open message of the sender, which this completes; None to begin a new one.
 
-        Yields to the loop between tensors when there are many, also where no send has to wait. Cancelling
-        discards what was sent.
+        Yields to the loop between many tensors, even if no send has to wait. Cancelling discards the tensors
+        that were sent.
         """
         if inside is not None:
             return await self._send_inside(inside)
@@ -133,7 +133,7 @@ class Parcel:
         try:
             await self._send_all(message, handles)
         except BaseException:
-            # What was sent of it would be in the way of another try, and nobody would ever take it.
+            # The receiver would never take these tensors, and a retry needs the message without them.
             if handles:
                 with suppress(ClosedError):
                     message.sender.discard(handles[0])
@@ -143,7 +143,7 @@ class Parcel:
 
     async def _send_all(self, message: OpenMessage, handles: list[TensorHandle]) -> list[TensorHandle]:
         """Send every tensor, and append its handle."""
-        tensors = nbytes = 0  # of this iteration of the loop, if no send has to wait
+        tensors = nbytes = 0  # in this iteration of the loop, if no send has to wait
         for tensor in self.tensors:
             if tensors == QUICK_TENSORS or nbytes > placements.QUICK_BYTES:
                 tensors = nbytes = 0
@@ -157,16 +157,16 @@ class Parcel:
 async def pack(box: list[object], *, has_sender: bool) -> Parcel:
     """Encode a message, in a thread if that may take long.
 
-    The message must not change meanwhile: other threads run between two tensors in it, and a thread goes on
-    when this is cancelled.
+    The message must not change until this returns: other threads run between two of its tensors. The thread
+    continues after this is cancelled.
 
     Args:
-        box: holds the message, and nothing afterwards, so that a large one can be freed in the thread.
-        has_sender: whether large tensors travel by a sender.
+        box: holds the message, and is empty afterwards, so that a large message can be freed in the thread.
+        has_sender: whether a sender sends the large tensors.
 
     Raises:
-        TypeError: something in it cannot be encoded.
-        UnsupportedTensorError: a tensor in it would not arrive as it is.
+        TypeError: part of the message cannot be encoded.
+        UnsupportedTensorError: a tensor in it would arrive changed.
         OSError: no thread can be started.
     """
     parcel = Parcel(has_sender=has_sender)
@@ -181,12 +181,12 @@ async def unpack(decoder: TensorDecoder[Any], parts: Sequence[memoryview], found
     """Decode a message, in a thread if that may take long.
 
     Args:
-        decoder: of its type.
+        decoder: the decoder for its type.
         parts: the body, and the buffers beside it.
-        found: the tensors that came by a sender, in the order of their numbers.
+        found: the tensors that a sender has sent, in the order of their numbers.
 
     Raises:
-        ProtocolError: it cannot be read, is not of its type, or does not use each of its tensors once.
+        ProtocolError: it cannot be decoded, is not of its type, or does not use each of its tensors once.
         OSError: no thread can be started.
     """
     if _decodes_quickly(parts, len(found)):
@@ -199,7 +199,7 @@ def _decodes_quickly(parts: Sequence[memoryview], tensors: int) -> bool:
     if len(body) > QUICK_BODY_BYTES or sum(map(len, parts)) > placements.QUICK_BYTES:
         return False
     tensors += len(parts)
-    if len(body) > _MANY_TENSORS_BYTES or len(parts) > 1:  # what stands for a packed tensor is short
+    if len(body) > _MANY_TENSORS_BYTES or len(parts) > 1:  # the placeholder of a packed tensor is short
         tensors += bytes(body).count(_INSIDE) + bytes(body).count(PACKED)
     return tensors <= QUICK_CODED_TENSORS
 
@@ -225,12 +225,12 @@ def _decode(decoder: TensorDecoder[Any], parts: Sequence[memoryview], found: lis
 def body_and_buffers(
     body: memoryview | None, frames: "Sequence[zmq.Frame]", limits: PartLimits
 ) -> list[memoryview]:
-    """Return the parts of a message that arrived.
+    """Return the body and buffers of a message that arrived.
 
     Args:
-        body: from the header; None if it follows as a part of its own.
+        body: the body in the header; None if it is the first part after the header.
         frames: the parts after the header.
-        limits: as stated to the peer. ZeroMQ enforces the limit on parts.
+        limits: the limits announced to the peer. ZeroMQ enforces the limit on parts.
 
     Raises:
         ProtocolError: there is no body, or it is too large.
@@ -252,13 +252,13 @@ def check_parts(parts: Sequence[bytes | memoryview], limits: PartLimits, peer: s
 
     Args:
         parts: the body, and the buffers beside it.
-        limits: those of the peer.
+        limits: the limits of the peer.
         peer: "client" or "server", for the text of the error.
 
     Raises:
         TooLargeError: the body or another part is too large, or there are too many.
     """
-    # Packed tensors, which are `bytes`, are no tensor of their own.
+    # The buffer of packed tensors is `bytes`, and does not count as a tensor.
     tensors = len(parts) - 1 - (len(parts) > 1 and isinstance(parts[-1], bytes))
     if tensors > MAX_TENSORS:
         raise TooLargeError(
@@ -287,10 +287,10 @@ def check_parts(parts: Sequence[bytes | memoryview], limits: PartLimits, peer: s
 
 
 def check_road(handles: Sequence[TensorHandle], receiver: str, leads_to: str | None) -> None:
-    """Refuse to ask a server about tensors that it will never see: it would wait for them.
+    """Check that the tensors of a message went to its server, which would otherwise wait for them.
 
     Args:
-        handles: of the tensors.
+        handles: the handles of the tensors.
         receiver: the id of the server's receiver; "" if it has none.
         leads_to: the id of the receiver that the sender is connected to; None for none.
 
@@ -305,10 +305,10 @@ def check_road(handles: Sequence[TensorHandle], receiver: str, leads_to: str | N
 
 
 class Disposal:
-    """Free messages; belongs to the running loop.
+    """Free messages, large ones in a thread; belongs to the running loop.
 
-    The kernel needs a millisecond to take 20 MB back, and Python as long for the objects of a large decoded
-    message. Large ones are left to a thread, which starts with the first of them.
+    The kernel needs a millisecond to reclaim 20 MB, and Python as long for the objects of a large decoded
+    message. The thread starts with the first large message.
     """
 
     def __init__(self) -> None:
@@ -316,7 +316,7 @@ class Disposal:
         self._is_closed = False
 
     def let_go(self, parts: "list[memoryview] | list[bytes | memoryview]") -> None:
-        """Release the parts of a message; the list is empty soon."""
+        """Release the parts of a message, by emptying the list now or in the thread."""
         if sum(map(len, parts)) > _QUICK_FREED_BYTES:
             self.free(parts)
         else:
@@ -330,13 +330,13 @@ class Disposal:
             self._worker.begin("freeing a message", box.clear)
 
     def close(self) -> None:
-        """End the thread, when it has done what there is to do."""
+        """Stop the thread after the pending work."""
         self._is_closed = True
         self._worker.close()
 
 
 class _Loan:
-    """Memory that ZeroMQ still reads, and the future of its return."""
+    """Memory that ZeroMQ still reads, and the future that completes when it is released."""
 
     def __init__(self, returned: "asyncio.Future[None]") -> None:
         self.returned = returned
@@ -345,18 +345,17 @@ class _Loan:
 
 
 class Loans:
-    """Know when ZeroMQ has let go of memory that was lent to it; belongs to the running loop."""
+    """Track the memory that ZeroMQ reads without copying; belongs to the running loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._freed: FreedItems[_Loan] = FreedItems(self._loop, self._let_go)
-        self._open: set[_Loan] = set()  # a watch that nobody has sees nothing
+        self._open: set[_Loan] = set()  # keeps the weak references: their callbacks need them alive
 
     def lend(self, parts: Sequence[bytes | memoryview]) -> "asyncio.Future[None] | None":
         """Watch the large buffers of a message, before it is sent; return None if it has none.
 
-        The future is done when nobody has the memory of these any more, which the caller must let go of
-        too.
+        The future completes when nothing refers to their memory. The caller must drop its references too.
         """
         large = [
             part.obj for part in parts[1:] if isinstance(part, memoryview) and len(part) >= zmq.COPY_THRESHOLD
@@ -366,7 +365,7 @@ class Loans:
         loan = _Loan(self._loop.create_future())
         loan.left = len(large)
         self._open.add(loan)
-        # In whichever thread they are freed: ZeroMQ has one of its own for that.
+        # The callbacks run in the thread that frees the memory, often pyzmq's own.
         loan.watches = [weakref.ref(owner, lambda _: self._freed(loan)) for owner in large]
         return loan.returned
 
@@ -382,13 +381,13 @@ class Loans:
 def discard(sender: TensorSender | None, handles: Handles) -> None:
     """Discard tensors that were sent for a message."""
     if sender is not None and handles:
-        with suppress(ClosedError):  # then all of it is discarded already
+        with suppress(ClosedError):  # closing has discarded them already
             sender.discard(handles[0])
 
 
 def drop_answer(disposal: Disposal, receiver: TensorReceiver | None, answered: Answered) -> None:
-    """Drop an answer that no request waits for, and its tensors; the client may be gone."""
-    # In a moment: it may just be coming in, and would be freed here by what reads it.
+    """Drop an answer that no request waits for, and its tensors; the client may be closed."""
+    # Not now: the caller may be reading the message, and would free it here after all.
     asyncio.get_running_loop().call_soon(disposal.let_go, answered.parts)
     if receiver is not None and answered.handles:
         with suppress(ClosedError, ValueError):  # it may be the handle of no sender

@@ -1,7 +1,7 @@
 """The messages from a client to one server, from the call until the answer.
 
-Messages leave in the order of the calls, as the server gives credit for them. Cancellations need no credit,
-and overtake messages that wait for it.
+Messages are sent in the order of the calls, within the server's credit. Cancellations need no credit, and
+overtake messages that wait for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,9 +34,9 @@ class Pipeline:
     """Send requests to one server, and return its answers; belongs to the running loop.
 
     Args:
-        send: passes a message to ZeroMQ, and returns whether there was room for it; its second argument is
+        send: passes a message to ZeroMQ, and returns whether ZeroMQ accepted it; its second argument is
             whether this is a retry.
-        patience: limits the time that a message waits for credit and room.
+        patience: returns a context manager that limits the wait for credit and queue space.
         drop: called with an answer whose request was cancelled.
         limits: the largest part, and the largest body, of an answer.
     """
@@ -49,29 +49,29 @@ class Pipeline:
         limits: PartLimits,
     ) -> None:
         self.outbox = Outbox(send, patience=patience)
-        self.limits = PartLimits()  # of the server
+        self.limits = PartLimits()  # the limits of the server
         self._notices = Outbox(send)
         self._unanswered = Unanswered(drop)
         self._own_limits = limits
 
     @property
     def unsent(self) -> int:
-        """Count the messages and cancellations that have not left."""
+        """Count the messages and cancellations that have not been sent."""
         return len(self.outbox) + len(self._notices)
 
     @property
     def unanswered(self) -> int:
-        """Count the requests that have left and have no answer."""
+        """Count the requests that were sent and have no answer."""
         return len(self._unanswered)
 
     def begin(self, hello: ServerHello) -> None:
-        """Send the messages that waited for the server, within the limits that it states."""
+        """Send the messages that waited for the server, within the limits that it announces."""
         self.outbox.window = Window(hello.max_waiting, hello.max_waiting_bytes)
         self.limits = PartLimits(hello.max_part_bytes, hello.max_body_bytes)
         self.outbox.flush(is_retry=False)
 
     def end(self, error: AioTensorError) -> None:
-        """Fail the requests that have left; the others go to another server, or wait for the next one."""
+        """Fail the requests that were sent; the others go to another server, or wait for the next one."""
         self.outbox.window, self.limits = None, PartLimits()
         self._unanswered.fail_all(error)
         self._notices.clear()
@@ -80,20 +80,20 @@ class Pipeline:
     async def ask(
         self, handles: Handles, parts: Parts, *, wants_answer: bool, may_move: bool
     ) -> Asked | None:
-        """Send a message once the server has credit and there is room for it.
+        """Wait for credit and queue space, and send a message.
 
-        Cancelling takes it back, or tells the server.
+        Cancelling removes an unsent message, and notifies the server of a sent one.
 
         Args:
-            handles: of its tensors.
+            handles: the handles of its tensors.
             parts: its body, and the buffers beside it.
-            wants_answer: whether it is to be answered.
-            may_move: whether another server may have it.
+            wants_answer: whether it expects an answer.
+            may_move: whether it may go to another server instead.
 
-        Returns None if it did not leave: because the server was lost, or because another one is to have it.
+        Returns None if it was not sent: the server was lost, or the message should go to another one.
 
         Raises:
-            WouldBlockError: there was no credit within `max_wait_s`.
+            WouldBlockError: the message could not be sent within `max_wait_s`.
             TooLargeError: the server does not accept a body or a part of this size.
         """
         check_parts(parts, self.limits, "server")
@@ -105,8 +105,8 @@ class Pipeline:
         try:
             has_left = await self.outbox.put([header, *following], nbytes, expect, may_move=may_move)
         except BaseException:
-            self.cancel(asked)  # it may have left in this iteration
-            parts = following = ()  # the error keeps this frame
+            self.cancel(asked)  # it may have been sent in this iteration
+            parts = following = ()  # the error's traceback refers to this frame
             raise
         return asked if has_left else None
 
@@ -116,11 +116,11 @@ class Pipeline:
             self._notices.post([write(Cancel(asked.number))])
 
     def has_room(self) -> None:
-        """Send messages that the socket had no room for."""
+        """Send messages that the socket did not accept before."""
         flush_all(lambda: [one for one in (self._notices, self.outbox) if one])
 
     def heard(self, header: Answer | Failure | Taken, buffers: "Sequence[zmq.Frame]") -> None:
-        """Return an answer to its request, and send the messages that the server has credit for now.
+        """Pass an answer to its request, and send messages for which there is credit now.
 
         Raises:
             ProtocolError: the server broke the protocol.
@@ -137,7 +137,7 @@ class Pipeline:
                 self._returned(messages, nbytes)
 
     def _returned(self, messages: int, nbytes: int) -> None:
-        """Send messages that waited for credit."""
+        """Update the credit, and send messages that waited for it."""
         window = self.outbox.window
         if window is None:
             raise ProtocolError("it answered before it introduced itself")

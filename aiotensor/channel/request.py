@@ -1,4 +1,4 @@
-"""A message that a server has taken, for whoever answers it."""
+"""A message that the server has taken, with the methods that answer it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -19,14 +19,13 @@ M = TypeVar("M")
 
 
 class Answerer(NamedTuple):
-    """What sends answers.
+    """The functions of the server that answer a request.
 
     Attributes:
         answer: sends the answer in a box, and returns whether a client waited for it.
-        fail: says that there is none, with the name of an error's type and its text; and whether anybody
-            wanted one.
+        fail: sends the name of an error's type and its text instead, and returns whether a client waited.
         free: empties a box that holds the message.
-        home: where the server lives.
+        home: the `Home` of the server.
     """
 
     answer: Callable[[Asked, list[object]], Awaitable[bool]]
@@ -38,7 +37,7 @@ class Answerer(NamedTuple):
 class Request(Generic[M]):
     """A message of a client, to be answered once.
 
-    Whoever answers several at a time does so in tasks, each in the block of its request::
+    To answer several at a time, use a task for each, with the request as its context manager::
 
         async def answer(request):
             async with request:
@@ -47,10 +46,9 @@ class Request(Generic[M]):
     When the client disconnects or cancels its request, the task in the block is cancelled, once, as
     `asyncio.Task.cancel` does: cleanup may wait, and code that catches `asyncio.CancelledError` is not
     cancelled again. The end of the block absorbs this cancellation; any other one, such as that of
-    `asyncio.timeout` around the block, goes on. An exception in the block goes to the client as
-    `RemoteError` and is logged, and leaving it without an answer is such an error too. Afterwards the
-    message, with its tensors, is released. A request that is dropped without an answer fails in the same way
-    when it is freed.
+    `asyncio.timeout` around the block, propagates. An exception in the block is sent to the client as
+    `RemoteError` and logged; leaving the block without an answer sends an error too. Afterwards the message,
+    with its tensors, is released. A request that is garbage-collected without an answer fails as well.
     """
 
     def __init__(self, asked: Asked, message: M, answerer: Answerer) -> None:
@@ -66,49 +64,48 @@ class Request(Generic[M]):
 
     @property
     def message(self) -> M:
-        """What the client sent, with its tensors in place."""
+        """The message of the client, with its tensors in place."""
         if self._message is None:
             raise UsageError("this request was answered, or its block has ended: its message is gone")
         return self._message
 
     @property
     def client_pid(self) -> int:
-        """The process id of the client, as it says."""
+        """The process id of the client, as the client reports it."""
         return self._asked.client.pid
 
     @property
     def is_wanted(self) -> bool:
-        """Whether anybody still waits for an answer."""
+        """Whether the client still waits for an answer."""
         return self._asked.is_wanted
 
     async def reply(self, answer: object) -> bool:
-        """Answer, and return whether the client still wanted it.
+        """Answer, and return whether the client still waited for it.
 
-        Nobody wants an answer to a message that was sent by `send`, or whose client has cancelled it or is
-        gone: then this does nothing.
+        Sends nothing if the client sent the message with `send`, cancelled the request, or disconnected.
 
-        Afterwards the message is gone here, so that the shared memory of its tensors does not wait for the
-        next one; keep what you still need of it.
+        Afterwards the request releases its message, so that the shared memory of the tensors is free before
+        the next message; keep your own references to the parts that you still need.
 
         Args:
-            answer: of the client's `reply_type`, with tensors and arrays anywhere in it. Nothing in it may
-                change before this returns. A large answer is encoded in a thread, which goes on for a moment
-                if this is cancelled.
+            answer: an object of the client's `reply_type`, with tensors and arrays anywhere in it. Do not
+                change any of it before this returns. A large answer is encoded in a thread, which continues
+                for a moment if this is cancelled.
 
-        Waits for a permit and memory, if its tensors go by a sender; for room, while the client does not
-        read; and until ZeroMQ has let go of large tensors that go without one. Cancelling before it was
-        handed to ZeroMQ sends nothing, and the request can be answered again; after that, the tensors must
-        not change until it has left.
+        Waits for a permit and memory, if a sender sends its tensors; for space in ZeroMQ's queue, while the
+        client does not read; and until ZeroMQ releases the large tensors in the answer. If it is cancelled
+        before ZeroMQ has the answer, nothing is sent, and the request can be answered again; if later, the
+        tensors must not change until the answer has left.
 
         Raises:
             UsageError: it was answered before.
-            TypeError: something in the answer cannot be encoded, as `MessageClient.request` has it; answer
-                again, or `fail`.
-            UnsupportedTensorError: a tensor would not arrive as it is.
+            TypeError: part of the answer cannot be encoded, as in `MessageClient.request`; answer again, or
+                call `fail`.
+            UnsupportedTensorError: a tensor would arrive changed.
             TooLargeError: a tensor is larger than the sender's `arena_bytes`, the body exceeds the client's
-            `max_body_bytes`, a tensor that travels in the answer its `max_part_bytes`, or there are too many
-            tensors; nothing was sent, so answer again, or `fail`.
-            PeerLostError: the client's receiver is gone, though the client is not.
+                `max_body_bytes`, a tensor in the answer its `max_part_bytes`, or there are too many tensors;
+                nothing was sent, so answer again, or call `fail`.
+            PeerLostError: the client's receiver is gone, but the client is still connected.
             ClosedError: the server was closed.
         """
         self._answer_once()
@@ -123,10 +120,10 @@ class Request(Generic[M]):
         return was_wanted
 
     async def fail(self, error: BaseException | str) -> bool:
-        """Tell the client that there is no answer, and return whether it still wanted one.
+        """Answer with an error, and return whether the client still waited for an answer.
 
         Args:
-            error: raised there as `RemoteError`, with the name of its type and its text.
+            error: raised in the client as `RemoteError`, with the name of its type and its text.
 
         Raises:
             UsageError: it was answered before.
@@ -156,12 +153,12 @@ class Request(Generic[M]):
         return was_cancelled or isinstance(error, Exception)
 
     def _never_begun(self) -> None:
-        """Tell the client, if a task was cancelled before it entered the block."""
+        """Fail the request if its task was cancelled before entering the block."""
         if self._block is None:
             self._leave(asyncio.CancelledError())
 
     def _leave(self, error: BaseException | None) -> None:
-        """End its block: release the message, and tell the client if it got no answer."""
+        """End the block: release the message, and send an error if there was no answer."""
         self._release()
         if self.is_wanted and not self._is_answered:
             self._is_answered = True
@@ -187,7 +184,7 @@ class Request(Generic[M]):
         self._message = None
 
     def _cancel(self) -> None:
-        """Cancel the task in its block: no client waits for an answer any more."""
+        """Cancel the task in the block, because the client no longer waits for an answer."""
         if self._block is not None:
             self._block.cancel()
 
@@ -205,8 +202,8 @@ class Request(Generic[M]):
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an error, which is code of whoever made it."""
+    """Return the text of an error, even if its `__str__` raises."""
     try:
         return str(error)
-    except Exception as another:  # noqa: BLE001 - whatever it is, the client is to have an answer
+    except Exception as another:  # noqa: BLE001 - the client gets an answer in any case
         return f"(its text cannot be shown: {type(another).__name__})"

@@ -1,4 +1,4 @@
-"""The answering side."""
+"""The server: receives messages from clients and answers them."""
 
 import asyncio
 import weakref
@@ -32,54 +32,53 @@ M = TypeVar("M")
 
 
 class MessageServer(LoopObject, Generic[M]):
-    """Receive messages with tensors inside from many clients, and answer them in any order.
+    """Receive messages that contain tensors from many clients, and answer them in any order.
 
-    Open it with ``async with``, once, and iterate: ``async for request in server``, in as many tasks as you
-    like. Or have `serve` run a function for each message. Messages are taken, and with them the tensors that
-    travel by a sender, when the iteration asks for the next one: until then the senders keep their permits,
-    so a slow server pushes back. Clients take turns, so one that sends many messages does not delay the
-    others. The messages of a client come in the order in which they are here with all their tensors: none
-    waits for the tensors of another.
+    Open it with ``async with``, once, and iterate in one or several tasks: ``async for request in server``.
+    Or call `serve` to run a function for each message. The iteration takes a message, and the tensors that a
+    sender has sent for it, when the next one is requested. Until then the senders keep their permits, so a
+    slow server applies backpressure. Clients take turns, so a client with many messages does not delay the
+    others. The messages of one client are returned in the order in which they are complete: a message does
+    not wait for the tensors of another.
 
-    Opening raises `UsageError` if another server listens at the address, and an `OSError` if nothing can; at
-    ``ipc://`` it waits as a `TensorReceiver` does.
+    Opening raises `UsageError` if another server listens at the address, and `OSError` if it cannot listen
+    there; at ``ipc://`` it waits as a `TensorReceiver` does.
 
     Args:
-        address: where clients connect: ``ipc://`` and an absolute path, where only this user can, or
-            ``tcp://`` with a host and a port, 0 for any that is free. A name is resolved when it opens.
-        message_type: of the messages, as msgspec takes it; they are checked.
-        receiver: an open receiver for the senders of the clients. Do not iterate over it. Its `max_wait_s`
-            bounds the wait for the tensors of a message, which is then answered with `WouldBlockError`.
-        sender: an open sender to the receiver of a client, by which the tensors of answers to that client go;
-            for several clients, several senders. Without one they travel in the answer.
-        max_clients: the most clients at once, with those that have gone and left messages to be taken; None
-            for no limit.
-        max_waiting: the most messages of each client that wait here to be taken; it sends no more until some
-            were.
-        max_waiting_bytes: after how many bytes of these messages a client sends no more, not counting what
-            came by senders.
-        high_water_mark: the most messages that ZeroMQ keeps, in each direction, for each client. With
+        address: where clients connect: ``ipc://`` and an absolute path, for processes of this user only, or
+            ``tcp://`` with a host and a port, 0 for any free one. Opening resolves the name of a host.
+        message_type: the type of the messages, as msgspec accepts it; messages are validated against it.
+        receiver: an open receiver for the senders of the clients. Do not iterate over it. If the tensors of a
+            message do not arrive within its `max_wait_s`, the answer is a `WouldBlockError`.
+        sender: an open sender to the receiver of a client, which sends the tensors of answers to that client;
+            a sequence for several clients. Without one, an answer contains its tensors.
+        max_clients: the most clients at once, including disconnected ones with messages that wait to be
+            taken; None for no limit.
+        max_waiting: the most messages of each client that wait here to be taken; it then stops sending.
+        max_waiting_bytes: the bytes of waiting messages at which a client stops sending, not counting
+            tensors that senders have sent.
+        high_water_mark: the most messages that ZeroMQ queues, in each direction, for each client. With
             heartbeats it bounds only those to a client; `max_waiting` bounds those from a client.
-        max_part_bytes: the largest part of a message in bytes: its body, one tensor that travels beside the
-            body, or all small ones there; None for no limit. Clients are told, and raise `TooLargeError` for
-            a message that exceeds it. One that sends such a message all the same loses its connection.
+        max_part_bytes: the largest part of a message in bytes: its body, one tensor beside the body, or all
+            small ones there; None for no limit. The server announces it, and clients raise `TooLargeError`
+            for a message that exceeds it. A client that sends such a message anyway is disconnected.
         max_body_bytes: the largest body of a message in bytes, which holds everything but tensors and arrays;
-            None for no limit but `max_part_bytes`. Clients enforce it in the same way, and a body beyond it
-            is never decoded here. A thread decodes large bodies, but stops the event loop: for 1 to 16 ms
+            None for no limit but `max_part_bytes`. Clients enforce it in the same way, and a larger body is
+            never decoded here. A thread decodes large bodies, but blocks the event loop: for 1 to 16 ms
             for each MiB of numbers, texts and structs, and for up to a second for each MiB of tiny lists.
-        heartbeat_interval_s: how often, in seconds, a silent client is asked whether it is there.
-        heartbeat_timeout_s: after how many seconds without an answer to that it is lost. On this machine the
-            kernel says at once when a process has ended, so there are heartbeats only if one of these two is
-            given; to others they are 0.25 and 0.65 by default: a loss is noticed as by a `MessageClient`. The
-            largest part must travel in less time than the timeout: raise it for slow networks.
-        secret_key: this server's CURVE key, without which it listens on this machine alone.
-        client_keys: the public keys of the clients that may connect then.
-        linger_s: how long `aclose` waits, in seconds, until answers have left.
+        heartbeat_interval_s: seconds between heartbeats to a client.
+        heartbeat_timeout_s: seconds without a reply to a heartbeat after which a client is lost. On this
+            machine the kernel reports at once when a process ends, so heartbeats are sent only if one of
+            these two is given. For other machines the defaults are 0.25 and 0.65: a loss is noticed as by a
+            `MessageClient`. The largest part must arrive within the timeout: raise it for slow networks.
+        secret_key: this server's CURVE key; without one it can listen on this machine only.
+        client_keys: the public keys of the clients that may connect; required with `secret_key`.
+        linger_s: the most seconds that `aclose` waits for answers to be sent.
 
     Raises:
         TypeError: an argument is of a wrong type.
-        ValueError: the address names no place or is open to everybody and there are no keys, or a limit is
-            not positive.
+        ValueError: the address is invalid, or is reachable from other machines and there are no keys, or a
+            limit is not positive.
     """
 
     def __init__(
@@ -119,18 +118,18 @@ class MessageServer(LoopObject, Generic[M]):
             options.positive("max_waiting_bytes", max_waiting_bytes),
             parts,
         )
-        self._arriving: dict[Asked, asyncio.Task[None]] = {}  # their tensors, one by one
+        self._arriving: dict[Asked, asyncio.Task[None]] = {}  # waiting for tensors
         self._waiters = Waiters()
         self._clients = Clients(allowance, "" if receiver is None else receiver.id, self, self._waiters)
-        self._ready = Turns()  # with all their tensors here
-        self._found: dict[Asked, list[torch.Tensor]] = {}  # taken, but not decoded yet
+        self._ready = Turns()  # messages whose tensors have arrived
+        self._found: dict[Asked, list[torch.Tensor]] = {}  # tensors taken before decoding was cancelled
         self._in_hand: set[Asked] = set()
         self._waiting = self._waiting_bytes = 0
         self._received = self._answers = self._failures = self._given_up = 0
 
     @property
     def address(self) -> str:
-        """Where clients connect; says which port was free."""
+        """Where clients connect, with the actual port if 0 was given."""
         return self._endpoint.address
 
     async def __aenter__(self) -> Self:
@@ -149,10 +148,11 @@ class MessageServer(LoopObject, Generic[M]):
         return self
 
     async def __anext__(self) -> Request[M]:
-        """Return the next request whose tensors are here.
+        """Return the next request whose tensors have arrived.
 
-        A message that cannot be read or is of another type is answered with that, and passed by. Cancelling
-        loses nothing. Ends when this server is closed. Does not suspend if a small request is here.
+        A message that cannot be decoded or is of another type is answered with the error, and skipped.
+        Cancelling loses nothing. Ends when this server is closed. Does not suspend if a small request is
+        ready.
         """
         if self._home.is_closed:
             raise StopAsyncIteration
@@ -169,21 +169,21 @@ class MessageServer(LoopObject, Generic[M]):
     async def serve(
         self, handler: Callable[[M], Awaitable[object]], *, max_concurrent: int | None = None
     ) -> None:
-        """Answer every message with what a function returns for it, each in a task of its own.
+        """Answer every message with the result of a function, called in a separate task.
 
         The task is cancelled, once, when the client disconnects or cancels its request. A thread that the
-        function waits for is not notified: have it check a `threading.Event` that the function sets in the
-        end. What the function raises goes to the client as `RemoteError`, and is logged.
+        function waits for is not notified: pass it a `threading.Event` that the function sets in the end. An
+        exception in the function reaches the client as `RemoteError`, and is logged.
 
         Args:
             handler: called with each message; returns the answer.
-            max_concurrent: the most messages that are taken at once; None for no limit.
+            max_concurrent: the most messages that are handled at once; None for no limit.
 
         Returns when this server is closed and the tasks have ended. Cancelling cancels the tasks, once, and
         waits until they have ended.
 
         Raises:
-            UsageError: this server is not open, or lives in another thread or event loop.
+            UsageError: this server is not open, or belongs to another thread or event loop.
             ClosedError: it was closed before.
             ValueError: `max_concurrent` is not positive.
         """
@@ -194,7 +194,7 @@ class MessageServer(LoopObject, Generic[M]):
         await serve(self, handler, turns)
 
     def statistics(self) -> ServerStatistics:
-        """Return what is held and what was done; also after closing."""
+        """Return the current state and the counters; works after closing too."""
         self._home.check_place()
         return ServerStatistics(
             clients=len(self._clients),
@@ -215,25 +215,25 @@ class MessageServer(LoopObject, Generic[M]):
     async def aclose(self) -> None:
         """Close: clients get `PeerLostError`, blocks of requests are cancelled, iterations end.
 
-        Waits until answers have left, at most `linger_s`. Cancelling stops the waiting. Closing again does
-        nothing.
+        Waits until answers are sent, at most `linger_s` seconds. Cancelling ends the wait. Closing again
+        does nothing.
         """
         self._home.check_place()
         was_open, self._home.is_closed = self._home.is_open, True
         if not was_open:
             return
         self._clients.say_farewell()
-        for asked in (*self._ready, *self._arriving):  # of clients that have gone before
+        for asked in (*self._ready, *self._arriving):  # of clients that have disconnected
             self._drop(asked)
         self._in_hand.clear()
         self._waiters.wake()
         with self._home.leaving(), closing(self._disposal):
             await self._endpoint.close(self._linger_s)
 
-    # What clients do
+    # Events of clients
 
     def _asked(self, asked: Asked) -> None:
-        """Take a message in; one with tensors waits for these."""
+        """Queue a new message, after its tensors have arrived."""
         self._received += 1
         self._waiting += 1
         self._waiting_bytes += asked.nbytes
@@ -244,11 +244,11 @@ class MessageServer(LoopObject, Generic[M]):
         else:
             waiting = await_tensors(asked, self._receiver, weakref.WeakMethod(self._tensors_came))
             task = asyncio.get_running_loop().create_task(waiting)
-            if not task.done():  # an eager one may be
+            if not task.done():  # an eager task may be
                 self._arriving[asked] = task
 
     def _unwanted(self, asked: Asked, state: State) -> None:
-        """Let go of a message that nobody wants any more."""
+        """Release a message that was given up, and cancel the block of its request."""
         self._given_up += 1
         if state is State.WAITING:
             self._stop_waiting(asked)
@@ -262,7 +262,7 @@ class MessageServer(LoopObject, Generic[M]):
         return asked in self._arriving
 
     def _is_in_vain(self, asked: Asked) -> bool:
-        """Say whether a message waits for tensors of a sender that has never been here."""
+        """Return whether a message waits for tensors of a sender that has never connected."""
         receiver = self._receiver
         if receiver is None or asked not in self._arriving:
             return False
@@ -282,7 +282,7 @@ class MessageServer(LoopObject, Generic[M]):
     # Taking
 
     async def _take(self, asked: Asked) -> Request[M] | None:
-        """Take a message with its tensors, or None if it cannot be taken; cancelled, it is the next again."""
+        """Return the request for a message, or None if it has ended; cancelling puts it back in front."""
         try:
             found = self._found.pop(asked, None) or []
             try:
@@ -297,13 +297,13 @@ class MessageServer(LoopObject, Generic[M]):
                     self._ready.put_back(asked)
                     self._waiters.wake()
                 raise
-        except Exception as error:  # noqa: BLE001 - the type of messages is the user's
+        except Exception as error:  # noqa: BLE001 - decoding runs code of the user's type
             self._refuse(asked, error)
             return None
         if asked.state is State.WAITING and self._home.is_closed:
             self._drop(asked)
         if asked.state is not State.WAITING:
-            # Given up while it was decoded.
+            # It was given up during decoding.
             box = [message]
             del message
             self._free(asked, box)
@@ -312,12 +312,12 @@ class MessageServer(LoopObject, Generic[M]):
         self._in_hand.add(asked)
         request = Request(asked, message, Answerer(self._answer, self._fail, self._free, self._home))
         dropped = self._dropped
-        asked.request = weakref.ref(request, lambda _: dropped(asked))  # which does not keep this server
-        self._count_out(asked)  # last: telling the client may show that it is gone
+        asked.request = weakref.ref(request, lambda _: dropped(asked))  # does not keep this server alive
+        self._count_out(asked)  # last: sending credit may reveal that the client is gone
         return request
 
     def _refuse(self, asked: Asked, error: Exception) -> None:
-        """Tell a client that its message cannot be taken."""
+        """Answer a waiting message with an error, and release it."""
         if asked.state is State.WAITING:
             text = text_of(error)
             asked.client.note_refusal(error, text)
@@ -326,12 +326,12 @@ class MessageServer(LoopObject, Generic[M]):
             self._stop_waiting(asked)
 
     def _drop(self, asked: Asked) -> None:
-        """Let go of a message that waits, and of which nobody has to be told."""
+        """Release a waiting message without notifying its client."""
         self._clients.end(asked)
         self._stop_waiting(asked)
 
     def _stop_waiting(self, asked: Asked) -> None:
-        """Let go of a message that waits."""
+        """Release a waiting message and its tensors."""
         self._count_out(asked)
         self._found.pop(asked, None)
         task = self._arriving.pop(asked, None)
@@ -356,13 +356,13 @@ class MessageServer(LoopObject, Generic[M]):
         sender = asked.client.sender_among(self._senders)
         was_wanted = asked.is_wanted and await self._send_answer(asked, box, sender)
         if not was_wanted:
-            self._home.check()  # closed in the meantime
+            self._home.check()  # the server may have been closed
         self._answers += was_wanted
         self._let_go(asked)
         return was_wanted
 
     def _fail(self, asked: Asked, type_name: str, text: str) -> bool:
-        """Say that there is no answer, and whether anybody wanted one."""
+        """Send a failure in place of an answer, and return whether the client still waited for it."""
         self._home.check()
         was_wanted = self._clients.fail(asked, type_name, text)
         self._failures += was_wanted
@@ -391,18 +391,18 @@ class MessageServer(LoopObject, Generic[M]):
         return was_wanted
 
     def _free(self, asked: Asked, box: list[Any]) -> None:
-        """Empty a box that holds the message of a client, in a thread if that may take long."""
+        """Empty a box that holds a client's message, in a thread if freeing it may take long."""
         if asked.is_large:
             self._disposal.free(box)
 
     def _let_go(self, asked: Asked) -> None:
-        """Note that a message needs nothing more."""
+        """Mark a message as finished."""
         asked.request = None
         self._in_hand.discard(asked)
         self._clients.end(asked)
 
     def _requests_dropped(self, dropped: list[Asked]) -> None:
-        """Answer for whoever dropped a request without an answer."""
+        """Fail the requests that were garbage-collected without an answer."""
         for asked in dropped:
             if asked in self._in_hand and not self._home.is_closed:
                 self._fail(asked, UsageError.__name__, "the server dropped the request without an answer")

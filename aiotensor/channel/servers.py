@@ -1,9 +1,9 @@
 """Choose among the servers of a client, and move messages from one to another.
 
-A message goes to the server with the least load, which counts the client's own messages there and those of
-other clients as the server last reported them. Until the message has left it can move: when its server is
-lost, and when it waits for a permit, memory, credit or room while another server could take it or has less
-to do.
+A message goes to the server with the least load: the client's own messages there, and those of other clients
+as the server last reported them. Until a message is sent it can move to another server: when its own is lost,
+or when it waits for a permit, memory, credit or queue space while another server could take it or has less to
+do.
 """
 
 import asyncio
@@ -19,15 +19,15 @@ from aiotensor.types import Usage
 
 __all__ = ["Servers"]
 
-# How often one of several servers that refused this client is asked again, while others serve it.
+# The least time between attempts to connect to a server that refused this client, while others serve it.
 _AT_MOST_EVERY_S = 1.0
 
-# A report counts this much less with each later report of another server, and nothing once it counts less
-# than a tenth of a message: a server that was busy once is asked again, however seldom this client asks. In a
+# The weight of a report decreases by this factor with each later report of another server, and is zero below
+# a tenth of a message, so that a client that rarely sends does not avoid a once busy server forever. In a
 # simulation, the shares of three servers differed by at most 12 % with 1, 4 and 8 clients.
 _AGES_BY, _COUNTS_FROM = 0.7, 0.1
 
-# Messages that are moved need a few iterations of the event loop until they count at their new servers.
+# Moved messages count at their new servers only after a few iterations of the event loop.
 _BETWEEN_MOVES_S = 0.002
 
 
@@ -36,7 +36,7 @@ class Servers:
 
     Args:
         senders: the connection to each server, with the sender for its tensors.
-        max_wait_s: after how many seconds a wait for any of them ends; None for never.
+        max_wait_s: seconds after which a wait for any server fails; None for no limit.
     """
 
     def __init__(self, senders: Mapping[Connection, TensorSender | None], max_wait_s: float | None) -> None:
@@ -48,28 +48,28 @@ class Servers:
         self._changes = Waiters()
         self._reports = 0
         self._others: dict[Connection, tuple[int, int]] = {}  # messages of others, and the report's number
-        # Of equal servers the one chosen the longest time ago is next. The order differs between clients.
+        # Among equal servers, the least recently chosen one is next. The order differs between clients.
         self._rotation = random.sample(connections, len(connections))
         self._rest: asyncio.TimerHandle | None = None
         self._soon: asyncio.Handle | None = None
-        self._moved_to: list[Connection] = []  # for messages that were taken back, until they choose
+        self._moved_to: list[Connection] = []  # for the moved messages, until they choose a server
         self._is_closed = False
 
     async def choose(self) -> Connection:
         """Wait until a server is connected, and return the one with the least load.
 
         Raises:
-            RefusedError: all have refused this client, one of them just now.
+            RefusedError: all servers have failed permanently, and a new attempt at one failed in this way.
             PeerLostError: the same.
             AccessDeniedError: the same.
-            WouldBlockError: none was connected within `max_wait_s`.
+            WouldBlockError: no server was connected within `max_wait_s`.
             ClosedError: this client was closed.
         """
         try:
             async with at_most(self._max_wait_s, self._overdue):
                 chosen = await self._any()
         except WouldBlockError:
-            found = self._least_loaded()  # a server may have come in this iteration
+            found = self._least_loaded()  # a server may have connected in this iteration
             if found is None:
                 raise
             chosen = found
@@ -89,12 +89,12 @@ class Servers:
         self.rebalance_soon()
 
     def rebalance_soon(self) -> None:
-        """Move messages in the next iteration of the event loop, when the present ones have left or wait."""
+        """Move messages in the next iteration of the event loop, when the current ones are sent or wait."""
         if self._soon is None and not self._is_closed:
             self._soon = asyncio.get_running_loop().call_soon(self.rebalance)
 
     def rebalance(self) -> None:
-        """Move messages that wait for a server while another one has less to do, the latest first."""
+        """Move waiting messages to a server that has less to do, the latest first."""
         self._soon = None
         if self._rest is not None or self._is_closed:
             return
@@ -106,7 +106,7 @@ class Servers:
         busiest, freest = max(waiting, key=self._load_of), min(free, key=self._load_of)
         moves = int(self._load_of(busiest) - self._load_of(freest)) // 2
         sender = self._senders[freest]
-        if sender is None or sender._has_permit:  # then a message does not wait there, whatever the loads are
+        if sender is None or sender._has_permit:  # then a message does not wait there at all
             moves = max(moves, 1)
         moves = min(moves, self._movable(busiest))
         if moves > 0:
@@ -149,7 +149,7 @@ class Servers:
         return min(at_once or ready, key=self._load_of, default=None)
 
     async def _any(self) -> Connection:
-        asked: Connection | None = None  # again, when all had refused
+        asked: Connection | None = None  # the server that is retried when all have failed
         while True:
             for connection in self._connections:
                 connection.try_again(_AT_MOST_EVERY_S)

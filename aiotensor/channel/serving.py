@@ -1,4 +1,4 @@
-"""Answer requests, each in a task of its own."""
+"""Answer requests, each in a separate task."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,14 +20,14 @@ async def serve(
     handler: Callable[[M], Awaitable[object]],
     turns: asyncio.Semaphore | None,
 ) -> None:
-    """Answer each request with what a function returns for it, until there are no more.
+    """Answer each request with the result of a function, until there are no more.
 
     Cancelling cancels the tasks, once, and waits until they have ended.
 
     Args:
-        requests: what is to be answered.
+        requests: yields the requests.
         handler: called with each message; returns the answer.
-        turns: bounds the requests that are taken at once; None for no limit.
+        turns: limits the requests that are handled at once; None for no limit.
     """
     answering: set[asyncio.Task[None]] = set()
 
@@ -53,13 +53,13 @@ async def serve(
                 task = group.create_task(answer(request))
                 answering.add(task)
                 task.add_done_callback(partial(ended, request))
-                del request, task  # or its tensors would stay until the next one comes
+                del request, task  # or its tensors would live until the next one arrives
             while answering:
                 await asyncio.wait(answering)
         except asyncio.CancelledError:
             for task in answering:
                 task.cancel()
-            # A scope of anyio outside would cancel this wait again in each iteration of the loop.
+            # A surrounding scope of anyio would cancel this wait again in each iteration of the loop.
             with anyio.CancelScope(shield=True):
                 while answering:
                     with suppress(asyncio.CancelledError):

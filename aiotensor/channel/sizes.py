@@ -1,4 +1,4 @@
-"""Which messages take so long to encode that a thread has to do it."""
+"""Decide which messages take so long to encode that a thread should do it."""
 
 import dataclasses
 import datetime
@@ -19,11 +19,11 @@ from aiotensor.placements import SupportsDLPack
 
 __all__ = ["QUICK_CODED_TENSORS", "takes_long"]
 
-# What encodes in a tenth of a millisecond: bytes that are copied, where an item counts as some of them.
+# The bytes that are copied in a tenth of a millisecond of encoding; an item of a container counts as some.
 _QUICK_BYTES = 64 * 1024
 _ITEM_BYTES = 32
 
-# A tensor takes some microseconds, to encode and to decode.
+# Encoding or decoding a tensor takes some microseconds.
 QUICK_CODED_TENSORS = 128
 _TENSOR_BYTES = _QUICK_BYTES // QUICK_CODED_TENSORS
 
@@ -42,16 +42,16 @@ _KINDS: dict[type, int] = {
 def takes_long(message: object, *, has_sender: bool) -> bool:
     """Return whether encoding a message may take longer than the event loop can wait.
 
-    Goes through the message until it has met too much, which takes about as long as encoding as much.
+    Visits the parts of the message until the limit is exceeded, at about the cost of encoding them.
 
     Args:
-        message: what is to be encoded.
-        has_sender: whether tensors of more than a few KiB travel by a sender, and are not encoded.
+        message: the message.
+        has_sender: whether a sender sends tensors of more than a few KiB, which are not encoded.
     """
     left = _QUICK_BYTES
     to_gather = placements.QUICK_BYTES
     pending: list[Any] = [message]
-    for value in pending:  # which grows meanwhile
+    for value in pending:  # the loop appends to it
         kind = _KINDS.get(type(value), _OTHER)
         if kind == _PLAIN:
             continue
@@ -90,7 +90,7 @@ def _is_flat(tensor: torch.Tensor) -> bool:
     try:
         return placements.is_flat(tensor)
     except RuntimeError:
-        return True  # it has no order of elements, as a sparse tensor: the encoder refuses it at once
+        return True  # it has no strides, such as a sparse tensor: the encoder rejects it at once
 
 
 class _Found(NamedTuple):
@@ -100,10 +100,10 @@ class _Found(NamedTuple):
 
 
 def _look_into(value: Any) -> _Found | None:
-    """Look into what is of none of the most frequent types; return None for what is unknown or large."""
+    """Measure a value of a less frequent type; return None if it is unknown or large."""
     found: _Found | None = None
     if isinstance(value, np.ndarray):
-        # torch has no view of some of the others.
+        # torch cannot view some of the others: assume that all of them have to be gathered.
         lies_flat = value.flags.c_contiguous and value.flags.aligned
         found = _Found(_TENSOR_BYTES, to_gather=0 if lies_flat else value.nbytes)
     elif dataclasses.is_dataclass(value):
@@ -125,7 +125,7 @@ def _look_into(value: Any) -> _Found | None:
     elif hasattr(value, "__attrs_attrs__"):
         found = _fields(value, [attribute.name for attribute in value.__attrs_attrs__])
     elif isinstance(value, SupportsDLPack):
-        # Only `__dlpack__` tells its size and strides, and that may take long itself.
+        # Its size and strides are known only from `__dlpack__`, which may take long itself.
         found = _Found(_TENSOR_BYTES, to_gather=placements.QUICK_BYTES + 1)
     return found
 

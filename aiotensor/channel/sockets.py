@@ -1,8 +1,8 @@
-"""A ZeroMQ socket on the event loop, and what becomes of its connections.
+"""A ZeroMQ socket on the event loop, with the events of its connections.
 
-A plain socket and its descriptor rather than `zmq.asyncio`: that makes a future and two turns of the loop of
-each message, and cannot wait for one of the many peers of a ROUTER. ZeroMQ's descriptor says only that
-something has changed, and says it once, so whoever hears it has to look until there is nothing left.
+This uses a plain socket and its descriptor rather than `zmq.asyncio`, which needs a future and two iterations
+of the loop for each message, and cannot wait for one of the many peers of a ROUTER. ZeroMQ's descriptor is
+edge-triggered: it becomes readable once after a change, so the reader must continue until nothing is left.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from aiotensor.worker import no_thread
 
 __all__ = ["MAX_PARTS", "LoopSocket", "PeerGoneError", "SocketEvents"]
 
-# Of one message: an identity, a header, a body, as many buffers as a message has tensors, and one for small
+# The parts of one message: an identity, a header, a body, a buffer for each tensor, and one for all small
 # tensors.
 MAX_PARTS = MAX_TENSORS + 4
 
-# In one iteration of the loop, before its other callbacks have their turn: messages, and events of
-# connections, which any process that reaches the address can cause. There are more of the events if the other
-# callbacks took longer than these: events get up to half of the time.
+# The most messages, and connection events, that are handled in one iteration of the loop, so that its other
+# callbacks run. Any process that reaches the address can cause events. If the other callbacks take longer
+# than this, more events are handled: they get up to half of the time.
 _MESSAGES_A_TURN = 64
 _EVENTS_A_TURN = 32
 _EVENTS_MOST_S = 0.02
@@ -43,13 +43,13 @@ _LAST = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _POLLIN = int(zmq.POLLIN)
 
-_TRY_AGAIN_S = 0.05  # while there is no room: how long a peer waits at most whose word of it was missed
+_TRY_AGAIN_S = 0.05  # bounds the delay when ZeroMQ's signal that the socket is writable was missed
 
 _numbers = itertools.count()
 
-_LINGER_NEVER = struct.pack("ii", 1, 0)  # closing discards what is unsent, and sends a reset
+_LINGER_NEVER = struct.pack("ii", 1, 0)  # closing discards unsent data, and sends a reset
 
-_EVENT = struct.Struct("=HI")  # which, and a number that goes with it
+_EVENT = struct.Struct("=HI")  # the event's type and its value
 _DENIED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _WATCHED = (
     _DENIED
@@ -64,46 +64,46 @@ _WATCHED = (
 
 
 class PeerGoneError(Exception):
-    """The peer that a message is for is not connected any more."""
+    """The receiver of a message is no longer connected."""
 
 
 class SocketEvents(Protocol):
-    """What the owner of a socket wants to be told."""
+    """The callbacks of a socket's owner."""
 
     def message_arrived(self, parts: "list[zmq.Frame]") -> None:
-        """Take a message; of one with more than `MAX_PARTS`, the beginning."""
+        """Handle a message; one with more than `MAX_PARTS` parts is truncated."""
 
     def connected(self, descriptor: int) -> None:
-        """Note that a connection was made, by its descriptor here; the handshake follows."""
+        """Handle a new connection with this descriptor; the handshake follows."""
 
     def handshaken(self) -> None:
-        """Note that a connection is ready to be used."""
+        """Handle the end of a handshake: the connection is ready."""
 
     def unreachable(self) -> None:
-        """Handle a failed attempt to connect; ZeroMQ tries again after its interval."""
+        """Handle a failed attempt to connect; ZeroMQ retries after its interval."""
 
     def refused(self, *, is_final: bool, error: int) -> None:
-        """Note that a handshake failed; if it is final, since the two sides do not agree on their keys.
+        """Handle a failed handshake; it is final if the keys of the two sides do not match.
 
         Otherwise `error` is the errno of ZeroMQ's thread: EPIPE if the peer closed the connection, and that
         of an earlier failure if the handshake took too long.
         """
 
     def disconnected(self, descriptor: int) -> None:
-        """Note that a connection is gone."""
+        """Handle the end of a connection."""
 
     def has_room(self) -> None:
-        """Note that what could not be sent before may be sent now; try until nothing more goes."""
+        """Retry messages that the socket did not accept, until it accepts no more."""
 
 
 class LoopSocket:
-    """A socket that tells its owner what happens; belongs to the running loop.
+    """A socket that calls its owner back for messages and events; belongs to the running loop.
 
     Args:
-        context: to make it in.
-        kind: of the socket, `zmq.DEALER` or `zmq.ROUTER`.
-        options: to set on it, by their numbers.
-        events: who is told.
+        context: the context of the socket.
+        kind: the type of the socket, `zmq.DEALER` or `zmq.ROUTER`.
+        options: the socket options, by their numbers.
+        events: the owner, whose callbacks are called.
 
     Raises:
         zmq.ZMQError: the process has no descriptors left.
@@ -120,21 +120,21 @@ class LoopSocket:
         self._events = events
         self._is_closed = self._is_scheduled = self._was_full = False
         self._is_reporting = self._has_more_events = False
-        self._paused_at = math.inf  # reading events, while there are more
+        self._paused_at = math.inf  # when reading events stopped, though more were waiting
         self._after_events: deque[Callable[[], None]] = deque()
         self._net: asyncio.TimerHandle | None = None
-        self._drops = False  # the rest of a message of too many parts
+        self._drops = False  # discarding the rest of a message with too many parts
         self._connections: dict[int, ForeignDescriptor] = {}  # and the listener, by their descriptors
-        self._place: object = None  # where it listens
+        self._place: object = None  # the path or port where it listens
         with contextlib.ExitStack() as made:
             self._socket = made.enter_context(context.socket(kind))
             self._socket.linger = 0
             for option, value in options.items():
                 self._socket.set(option, value)
             self._monitor = made.enter_context(context.socket(zmq.PAIR))
-            # Without a limit: while it waits for room, ZeroMQ has a lock that closing needs, with the GIL.
+            # Unlimited: when this queue is full, ZeroMQ waits with a lock that closing needs, with the GIL.
             self._monitor.rcvhwm = 0
-            events_at = f"inproc://aiotensor-{next(_numbers)}"  # no name is used again
+            events_at = f"inproc://aiotensor-{next(_numbers)}"  # names are never reused
             self._socket.monitor(events_at, _WATCHED)
             self._monitor.connect(events_at)
             made.pop_all()
@@ -143,56 +143,56 @@ class LoopSocket:
             self._loop.add_reader(descriptor, look)
 
     def connect(self, address: str | bytes) -> None:
-        """Begin to connect, and go on until it succeeds.
+        """Begin to connect; ZeroMQ retries until it succeeds.
 
         Raises:
-            zmq.ZMQError: nobody can.
+            zmq.ZMQError: ZeroMQ cannot connect to this address.
         """
-        self._socket.connect(address)  # type: ignore[arg-type]  # which is bytes as well
+        self._socket.connect(address)  # type: ignore[arg-type]  # bytes work as well
         self._begin()
 
     def bind(self, address: str | bytes, descriptor: int | None = None) -> None:
-        """Listen.
+        """Listen at an address.
 
         Args:
-            address: where.
-            descriptor: of a socket that listens there, to be used and closed; None to make one.
+            address: the address.
+            descriptor: a socket that listens there, which ZeroMQ uses and closes; None to create one.
 
         Raises:
-            zmq.ZMQError: nobody can.
+            zmq.ZMQError: ZeroMQ cannot listen there.
         """
         if descriptor is not None:
             self._socket.set(zmq.USE_FD, descriptor)
-        self._socket.bind(address)  # type: ignore[arg-type]  # which is bytes as well
+        self._socket.bind(address)  # type: ignore[arg-type]  # bytes work as well
         self._begin()
-        self._read_event()  # that it listens: a child forked in this turn closes the listener too
+        self._read_event()  # EVENT_LISTENING: a child forked in this iteration closes the listener too
 
     @property
     def address(self) -> str:
-        """The address where it listens; says which port a wildcard became."""
+        """The address where the socket listens, with the actual port in place of a wildcard."""
         return bytes(self._socket.get(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
 
     def send(self, parts: Sequence[bytes | memoryview], *, is_retry: bool = False) -> bool:
-        """Hand over a message if there is room for it, and say whether there was.
+        """Pass a message to ZeroMQ, and return whether ZeroMQ accepted it.
 
-        Large parts are not copied: their memory must not change until ZeroMQ lets go of them.
+        Large parts are not copied: their memory must not change until ZeroMQ releases it.
 
         Args:
-            parts: of the message.
-            is_retry: whether this is called from `has_room`, which looks after itself.
+            parts: the parts of the message.
+            is_retry: whether `has_room` calls this; its caller then checks the socket afterwards.
 
         Raises:
-            PeerGoneError: its receiver is not connected; only a ROUTER knows.
-            OSError: this process has no descriptors, or no thread, to send a large part with; nothing went.
+            PeerGoneError: its receiver is not connected; only a ROUTER raises this.
+            OSError: this process has no descriptors or no thread to send a large part; nothing was sent.
         """
         send, last = self._socket.send, len(parts) - 1
-        # All of them first: should one fail, what was sent before would be the beginning of the next message.
+        # Wrap all parts before sending any: parts sent before a failure would begin the next message.
         ready = [part if len(part) < zmq.COPY_THRESHOLD else _lent(part) for part in parts]
         try:
             for number, part in enumerate(ready):
                 send(part, _LAST if number == last else _MORE, copy=not isinstance(part, zmq.Frame))
         except zmq.Again:
-            # It was the first part: after that there is room for the others.
+            # Only the first part can fail: ZeroMQ then accepts the others of the message.
             self._was_full = True
             if not is_retry:
                 self._look_soon()
@@ -202,13 +202,13 @@ class LoopSocket:
             if error.errno == zmq.EHOSTUNREACH:
                 raise PeerGoneError from error
             raise
-        # Trying takes in all that the socket was to be told; its descriptor does not say that again.
+        # Sending processes pending signals of the socket, and its descriptor does not report them again.
         if not is_retry and (self._was_full or _is_readable(self._socket)):
             self._look_soon()
         return True
 
     def read_some(self, count: int) -> None:
-        """Take in what has arrived by now, but no more than so many messages."""
+        """Read the messages that have arrived, at most `count`."""
         for _ in range(count):
             if not self._has_messages():
                 break
@@ -216,12 +216,12 @@ class LoopSocket:
         self._look_soon()
 
     def look_for_events(self) -> None:
-        """Report what has become of connections; the rest of many events follows in the next iterations."""
+        """Report connection events; after a time limit, the rest follows in the next iterations."""
         if self._is_reporting:
             return
         self._is_reporting = True
         now = time.monotonic()
-        # Where iterations are long, so few events would never keep up with a flood.
+        # With long iterations, a fixed number of events for each would not keep up with a flood.
         until = now + min(now - self._paused_at, _EVENTS_MOST_S)
         count = 0
         try:
@@ -237,12 +237,12 @@ class LoopSocket:
             self._is_reporting = False
         self._paused_at = math.inf
         if len(self._after_events) > _MESSAGES_A_TURN:
-            self._look_soon()  # reading has stopped
+            self._look_soon()  # reading messages was suspended
         while self._after_events and not self._is_closed:
             self._after_events.popleft()()
 
     def after_events(self, callback: Callable[[], None]) -> None:
-        """Call a function once all events that have happened by now were reported.
+        """Call a function once all events up to now have been reported.
 
         Usually this calls it at once. During a flood of connections it is called in a later iteration of the
         event loop, in the order of these calls.
@@ -251,22 +251,22 @@ class LoopSocket:
         self.look_for_events()
 
     def cut(self, descriptor: int) -> bool:
-        """Reset a connection that was made to this socket; return whether it has ended or is about to end."""
-        # By a copy: ZeroMQ may close the descriptor at any time, and its number may become that of another.
+        """Reset an accepted connection; return whether it has ended or is about to end."""
+        # On a copy: ZeroMQ may close the descriptor at any time, and its number may be reused.
         try:
             copy = copy_of(descriptor)
         except OSError as error:
             return error.errno not in (errno.EMFILE, errno.ENFILE)
         with contextlib.suppress(OSError), copy:
             if self._place is not None and _place_of(copy) == self._place:
-                # ZeroMQ reads the end and closes the socket, which sends a reset: an end without one is what
-                # a client with wrong keys sees.
+                # ZeroMQ reads the end of the stream and closes the socket, which sends a reset. To a client
+                # with keys, an end without a reset means that the keys do not match.
                 copy.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NEVER)
                 copy.shutdown(socket.SHUT_RD)
         return True
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close; what was sent goes out within so many seconds, while the context is there."""
+        """Close; sent messages get `linger_s` seconds to leave, while the context exists."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -281,7 +281,7 @@ class LoopSocket:
         self._socket.close(int(linger_s * 1000))
 
     def _begin(self) -> None:
-        # A descriptor says nothing before it was looked at once.
+        # The descriptor reports nothing before the socket was checked once.
         self._look_soon()
         self._loop.call_soon(self.look_for_events)
 
@@ -315,7 +315,7 @@ class LoopSocket:
         return True
 
     def _read_one(self) -> None:
-        """Read a message, or some of the rest of one that has too many parts."""
+        """Read a message, or discard some remaining parts of a message with too many."""
         parts: list[zmq.Frame] = []
         for _ in range(MAX_PARTS + 1):
             part = self._socket.recv(_LAST, copy=False)
@@ -337,7 +337,7 @@ class LoopSocket:
     def _look(self) -> None:
         self._is_scheduled = False
         for _ in range(_MESSAGES_A_TURN):
-            # Each message of an unidentified peer waits until the events before it were reported.
+            # A message of an unidentified peer waits until the events before it have been reported.
             if len(self._after_events) > _MESSAGES_A_TURN or not self._has_messages():
                 break
             self._read_one()
@@ -347,7 +347,7 @@ class LoopSocket:
             self._try_again()
 
     def _try_again(self) -> None:
-        """Send what there was no room for; asking ZeroMQ for anything may take in the word of room."""
+        """Send waiting messages; any call into ZeroMQ may consume the signal that the socket is writable."""
         for _ in range(2):
             if not self._was_full or self._is_closed:
                 return
@@ -357,7 +357,7 @@ class LoopSocket:
                 self._look_soon()
                 return
         if self._was_full and self._net is None:
-            # Should that word have been taken in after the last try, nothing would say it again.
+            # If the signal was consumed after the last attempt, ZeroMQ does not repeat it.
             self._net = self._loop.call_later(_TRY_AGAIN_S, self._caught)
 
     def _has_messages(self) -> bool:
@@ -370,7 +370,7 @@ class LoopSocket:
 
 
 def _lent(part: bytes | memoryview) -> zmq.Frame:
-    """Have ZeroMQ read memory where it is; a thread of pyzmq, with a context of its own, lets go of it."""
+    """Return a frame that is sent without a copy; pyzmq's collector, with its own context, releases it."""
     try:
         if not collector.is_alive():
             check_descriptors()
@@ -383,11 +383,11 @@ def _lent(part: bytes | memoryview) -> zmq.Frame:
 
 
 def _place_of(sock: socket.socket) -> object:
-    """Return where a socket is bound: a path or a port."""
+    """Return the path or port that a socket is bound to."""
     name = sock.getsockname()
-    return name[1] if isinstance(name, tuple) else name  # a wildcard's address is another on each side
+    return name[1] if isinstance(name, tuple) else name  # the host differs if the listener has a wildcard
 
 
 def _is_readable(sock: "zmq.Socket[bytes]") -> bool:
-    """Take in what the socket was told, and say whether there is a message."""
+    """Process pending signals of the socket, and return whether a message can be read."""
     return bool(zmq.zmq_poll([(sock, _POLLIN)], 0))

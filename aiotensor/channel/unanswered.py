@@ -25,7 +25,7 @@ class Unanswered:
         return len(self._open)
 
     def number(self, *, wants_answer: bool) -> Asked:
-        """Assign the next number, and a future if the message is to be answered."""
+        """Return the next number, with a future if the message expects an answer."""
         number, self._next_number = self._next_number, self._next_number + 1
         return Asked(number, asyncio.get_running_loop().create_future() if wants_answer else None)
 

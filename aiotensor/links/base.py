@@ -1,7 +1,7 @@
-"""What a link is: an ordered two-way road for records between one sender and one receiver.
+"""The interface of links: ordered, bidirectional channels for records of one sender and one receiver.
 
-A link carries bytes and file descriptors; it knows neither frames nor tensors. It tells its owner what
-arrives and when the other side is gone. Everything here belongs to the event loop's thread.
+A link carries bytes and file descriptors; it knows neither frames nor tensors. Callbacks report the records
+that arrive and the loss of the other side. Everything here belongs to the event loop's thread.
 """
 
 from collections.abc import Sequence
@@ -18,23 +18,23 @@ __all__ = [
     "SenderLink",
 ]
 
-# What a receiver keeps for a sender that does not read its answers. A sender that is only stopped has at most
-# its messages in flight to be answered: with as many as a receiver admits by default, of as many tensors as a
-# message may have, the answers to all of them are shorter than this.
+# The most bytes that a receiver queues for a sender that does not read its answers. A stopped sender has only
+# its messages in flight to be answered. With the default limit on these messages, and the most tensors in
+# each, the answers to all of them are shorter than this.
 MAX_UNREAD_BYTES = 8 << 20
 
 
 class SenderEvents(Protocol):
-    """What a sender wants to be told by its link."""
+    """The callbacks of a sender's link."""
 
     def introduction(self) -> bytes:
-        """Make the first record of a connection."""
+        """Return the first record of a connection."""
 
     def record_arrived(self, data: bytes | memoryview) -> None:
-        """Take a record from the receiver; it is valid during the call."""
+        """Handle a record from the receiver; its data is valid during the call."""
 
     def link_lost(self, error: AioTensorError) -> None:
-        """Note that the connection is gone, or that there will be none; not after `SenderLink.close`."""
+        """Handle a lost connection, or a permanent failure to connect; not after `SenderLink.close`."""
 
 
 class SenderLink(Protocol):
@@ -42,56 +42,57 @@ class SenderLink(Protocol):
 
     @property
     def peer_pid(self) -> int | None:
-        """The process id of the receiver, as the kernel knows it, 0 for one without; None if it does not."""
+        """The receiver's process id according to the kernel; 0 if it has none here, None if unknown."""
 
     @property
     def comes_back(self) -> bool:
-        """Say whether the link connects again after it was lost."""
+        """Whether the link connects again after a loss."""
 
     async def open(self, events: SenderEvents) -> None:
-        """Begin to connect; does not wait for a receiver that is not there yet.
+        """Begin to connect; does not wait for a receiver that has not started.
 
         Raises:
-            AccessDeniedError: the receiver is another user.
-            UsageError: what is there is no receiver.
+            AccessDeniedError: the receiver belongs to another user.
+            UsageError: the address does not lead to a receiver.
+            OSError: this process has no descriptors or no memory left.
         """
 
     @property
     def is_kept_waiting(self) -> bool:
-        """Say whether a receiver is there, and did not take the connection when the link last tried."""
+        """Whether a receiver listens, but its backlog was full at the last attempt to connect."""
 
     @property
     def is_ready(self) -> bool:
-        """Say whether the receiver is connected, and the kernel has everything that was written."""
+        """Whether the receiver is connected, and all written records were passed to the kernel."""
 
     async def ready(self) -> None:
         """Wait until `is_ready` may have become true, the link was lost or closed, or `wake` is called."""
 
     def wake(self) -> None:
-        """Have everybody who waits in `ready` look again whether they still want to."""
+        """Wake the tasks that wait in `ready`, so that they check their conditions again."""
 
     def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send a record to a connected receiver; never block. The descriptors stay the caller's.
+        """Send a record to a connected receiver, without blocking. The caller keeps the descriptors.
 
         Raises:
-            OSError: the kernel refused it (no memory, no descriptors); nothing was sent.
+            OSError: the kernel rejected it (no memory, no descriptors); nothing was sent.
         """
 
     async def flush(self) -> None:
-        """Wait until the kernel has everything that was written, or the link is closed or lost."""
+        """Wait until all written records were passed to the kernel, or the link is closed or lost."""
 
     def drop(self, *, retry: bool) -> None:
-        """Close the connection without a word.
+        """Close the connection without notifying the receiver.
 
         Args:
-            retry: connect again at once; else not before somebody waits in `ready`, or asks for it.
+            retry: whether to begin to connect again; if not, only `ready` and `look_again` do so.
         """
 
     def look_again(self) -> None:
-        """Look for a receiver now, if `drop` has ended that."""
+        """Try to connect now, if `drop` has stopped the attempts."""
 
     def close(self) -> None:
-        """Close at once, without a word to the other side; closing again does nothing."""
+        """Close at once, without notifying the receiver; closing again does nothing."""
 
 
 class ReceiverLink(Protocol):
@@ -99,34 +100,34 @@ class ReceiverLink(Protocol):
 
     @property
     def peer_pid(self) -> int | None:
-        """The process id of the sender, as the kernel knows it, 0 for one without; None if it does not."""
+        """The sender's process id according to the kernel; 0 if it has none here, None if unknown."""
 
     def write(self, data: bytes) -> None:
-        """Send a record; never block. A sender that leaves `MAX_UNREAD_BYTES` unread loses its link."""
+        """Send a record, without blocking; disconnect a sender that leaves `MAX_UNREAD_BYTES` unread."""
 
     async def flush(self) -> None:
-        """Wait until the kernel has everything that was written, or the link is closed or lost."""
+        """Wait until all written records were passed to the kernel, or the link is closed or lost."""
 
     def close(self) -> None:
-        """Close at once; nothing more is read from this sender, and nothing more is told of it."""
+        """Close at once; no more records of this sender are read or reported."""
 
 
 class ReceiverEvents(Protocol):
-    """What a receiver wants to be told by its listener."""
+    """The callbacks of a receiver's listener."""
 
     def link_opened(self, link: ReceiverLink) -> None:
-        """Note that somebody connected; it may be closed right here."""
+        """Handle a new connection; this callback may close it."""
 
     def record_arrived(
         self, link: ReceiverLink, data: bytes | memoryview, descriptors: Sequence[int]
     ) -> None:
-        """Take a record, valid during the call; the descriptors belong to the receiver now."""
+        """Handle a record, whose data is valid during the call; the receiver owns the descriptors."""
 
     def link_lost(self, link: ReceiverLink, reason: str) -> None:
-        """Note that a sender is gone; everything that it had sent has arrived before."""
+        """Handle the loss of a sender, after all records that it sent."""
 
     def listener_failed(self, error: BaseException) -> None:
-        """Note that nothing more will arrive from anybody, because of a bug or a broken machine."""
+        """Handle the failure of the listener, from a bug or a system error: no more records arrive."""
 
 
 class Listener(Protocol):
@@ -136,18 +137,18 @@ class Listener(Protocol):
         """Begin to listen.
 
         Raises:
-            UsageError: another receiver listens there, or the place is in use by something else.
-            OSError: nothing can listen there; `errno` says why, `filename` names the folder of a path.
+            UsageError: another receiver listens there, or the address is in use otherwise.
+            OSError: this process cannot listen there; see `errno`, and `filename` for the folder of a path.
         """
 
     def look(self) -> None:
-        """Take in those who have come back by now, up to their introductions.
+        """Accept the pending connections, and read their introductions.
 
-        Whoever holds a handle of a sender that was lost may hold it before its new connection was read.
+        A caller may have the handle of a sender that has reconnected, before the new connection was read.
         """
 
     def stop(self) -> None:
-        """Take no more senders and no more records; the links that there are can still be written to."""
+        """Accept no more senders and records; existing links can still be written to."""
 
     async def close(self) -> None:
         """Stop, and close every link."""

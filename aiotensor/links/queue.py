@@ -1,13 +1,12 @@
-"""The multiprocessing queue link: many senders put on one queue, one receiver drains it.
+"""The link over a multiprocessing queue: many senders put records on one queue, one receiver drains it.
 
-The queue is inherited by spawned children, as queues of multiprocessing are, and whoever has it may put
-on it: it is for trusted parent and child processes only. Under it lies a record socket rather than a
-pipe with locks, because the lock of a stock queue dies with a process that is killed while it holds it,
-half a record blocks its reader for ever, and a descriptor could only be fetched from the sender by name,
-which fails once the sender has exited.
+Spawned children inherit the queue, as they do queues of multiprocessing, and any process that has it may put
+records on it: it is for trusted parent and child processes only. It is a record socket rather than a pipe
+with locks. With a pipe, a process killed while it holds the lock leaves it locked, half a record blocks the
+reader forever, and a descriptor can only be requested from its sender, which fails after the sender exits.
 
-The way back is a pipe (a pair of record sockets) per sender. The sender's first record carries its far
-end, so the two sides need no name to find each other, and each hears at once when the other dies.
+Answers take a pipe (a pair of record sockets) per sender. The sender's first record carries the far end of
+it, so the two sides need no address to connect, and each is notified at once when the other dies.
 """
 
 import asyncio
@@ -32,24 +31,24 @@ from aiotensor.logs import RepeatedEvent
 
 __all__ = ["QueueListener", "QueueSenderLink"]
 
-# A record: its kind, who sent it, then the frames.
+# A record: its kind, the id of its sender, then the frames.
 _HELLO = b"H"
 _FRAME = b"F"
 _SENDER_CHARS = 32
 _PREFIX_BYTES = len(_HELLO) + _SENDER_CHARS
 
-# A dead sender is reported when the queue was empty once, or after so many more records: the queue's
-# buffer (208 KiB by default) holds fewer, so its last words have been read by then.
+# A dead sender is reported once the queue was empty, or after this many more records: the queue's buffer
+# (208 KiB by default) holds fewer, so the sender's last records have been read by then.
 _LAST_WORDS = 1024
 
 _NO_PIPE = "it sent no pipe to answer it by"
 
 
 class QueueSenderLink:
-    """A sender's end: the queue for the way there, its own pipe for the way back.
+    """A sender's end: the queue for its records, and its own pipe for answers.
 
     Args:
-        queue: where the receiver drains.
+        queue: the queue that the receiver drains.
         sender: the sender's id, 32 characters of ASCII.
     """
 
@@ -62,12 +61,12 @@ class QueueSenderLink:
         self._pipe: RecordSocket | None = None
         self._events: SenderEvents | None = None
 
-    peer_pid = None  # the pair of sockets was made by neither side's process
-    comes_back = False  # whoever drains the queue next knows nothing of this sender's pipe
-    is_kept_waiting = False  # nobody has to accept it
+    peer_pid = None  # for a socket pair, the kernel knows only the process that created it
+    comes_back = False  # the next receiver of the queue does not have this sender's pipe
+    is_kept_waiting = False  # a queue has no backlog
 
     async def open(self, events: SenderEvents) -> None:
-        """Put the introduction, and the far end of the pipe, on the queue."""
+        """Put the introduction on the queue, with the far end of the pipe."""
         self._events = events
         try:
             writer = self._tensor_queue._duplicate_writer()
@@ -89,40 +88,40 @@ class QueueSenderLink:
 
     @property
     def is_ready(self) -> bool:
-        """Say whether the queue has everything that was written."""
+        """Whether all written records are on the queue."""
         return self._queue is None or self._queue.is_flushed
 
     async def ready(self) -> None:
-        """Wait until the queue may have everything that was written."""
+        """Wait until all written records may be on the queue."""
         if self._queue is not None:
             await self._queue.room()
 
     def wake(self) -> None:
-        """Wake those who wait for the queue."""
+        """Wake the tasks that wait for the queue."""
         if self._queue is not None:
             self._queue.wake()
 
     def drop(self, *, retry: bool) -> None:
-        """Close both ways, for good: a queue does not come back."""
+        """Close the link permanently: a queue cannot reconnect."""
         self.close()
 
     def look_again(self) -> None:
-        """Do nothing: a queue does not come back."""
+        """Do nothing: a queue cannot reconnect."""
 
     async def flush(self) -> None:
-        """Wait until the queue has everything that was written."""
+        """Wait until all written records are on the queue."""
         if self._queue is not None:
             await self._queue.flush()
 
     def close(self) -> None:
-        """Close both ways."""
+        """Close this sender's ends of the queue and the pipe."""
         self._events = None
         for end in (self._queue, self._pipe):
             if end is not None:
                 end.close()
 
     def _record_arrived(self, data: memoryview, descriptors: list[int]) -> None:
-        close_all(descriptors)  # nothing on the way back has any
+        close_all(descriptors)  # a receiver sends none
         if self._events is not None:
             self._events.record_arrived(data)
 
@@ -137,12 +136,12 @@ class _QueueReceiverLink:
     """A receiver's end of one sender's pipe.
 
     Args:
-        listener: what reads the queue.
-        sender: its id.
-        sock: the pipe, or None if it did not arrive; then what is written is lost.
+        listener: the listener that reads the queue.
+        sender: the id of the sender.
+        sock: the pipe; None if it did not arrive, in which case writing does nothing.
     """
 
-    peer_pid = None  # as at the sender's end
+    peer_pid = None  # for the same reason as in `QueueSenderLink`
 
     def __init__(self, listener: "QueueListener", sender: str, sock: socket.socket | None) -> None:
         self.sender = sender
@@ -156,7 +155,7 @@ class _QueueReceiverLink:
         )
 
     def write(self, data: bytes) -> None:
-        """Send a frame back; a pipe that takes no more is at its end."""
+        """Send a frame to the sender; close the pipe if that fails."""
         if self._pipe is None:
             return
         try:
@@ -167,12 +166,12 @@ class _QueueReceiverLink:
             self._closed(f"writing failed: {error}")
 
     async def flush(self) -> None:
-        """Wait until the pipe has everything that was written."""
+        """Wait until all written frames were passed to the pipe."""
         if self._pipe is not None:
             await self._pipe.flush()
 
     def close(self) -> None:
-        """Close the pipe, and read nothing more of this sender from the queue."""
+        """Close the pipe, and ignore further records of this sender."""
         if self._pipe is not None:
             self._pipe.close()
         self._listener._forget(self)
@@ -181,15 +180,15 @@ class _QueueReceiverLink:
         self._listener._gone(self, reason)
 
     def _unexpected(self, data: memoryview, descriptors: list[int]) -> None:
-        # Senders speak on the queue, where their words keep their order; here only their end is heard.
+        # Senders write to the queue, which keeps the order of their records; the pipe only shows their end.
         close_all(descriptors)
 
 
 class QueueListener:
-    """Drain a queue, and tell the senders on it apart.
+    """Drain a queue, and assign its records to their senders.
 
     Args:
-        queue: what the senders put on.
+        queue: the queue of the senders.
     """
 
     def __init__(self, queue: TensorQueue) -> None:
@@ -202,12 +201,12 @@ class QueueListener:
         self._reading: asyncio.Task[None] | None = None
         self._wake: asyncio.Future[None] | None = None
         self._events: ReceiverEvents | None = None
-        # A holder of the queue can make up a sender with every record.
+        # A process that has the queue can invent a sender with every record.
         self._broken = RepeatedEvent(log_broken)
         self._cut_off = RepeatedEvent(log_cut_off)
 
     async def open(self, events: ReceiverEvents, max_record_bytes: int) -> None:
-        """Become the queue's one receiver, and begin to drain it."""
+        """Become the queue's only receiver, and begin to drain it."""
         sock = self._tensor_queue._duplicate_reader()
         try:
             self._turn = self._tensor_queue._lock()
@@ -224,10 +223,10 @@ class QueueListener:
         self._reading = loop.create_task(self._drain(sock, reader), name="aiotensor-drain")
 
     def look(self) -> None:
-        """Do nothing: to a queue nobody comes back."""
+        """Do nothing: senders cannot reconnect to a queue."""
 
     def stop(self) -> None:
-        """Stop draining; what is on the queue stays there for the next receiver."""
+        """Stop draining; the remaining records stay on the queue for the next receiver."""
         sock, self._sock = self._sock, None
         if sock is None or self._reading is None:
             return
@@ -250,7 +249,7 @@ class QueueListener:
             await asyncio.wait([task])
 
     async def _drain(self, sock: socket.socket, reader: RecordReader) -> None:
-        """Read the queue for as long as the listener is open."""
+        """Read the queue while the listener is open."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -264,26 +263,26 @@ class QueueListener:
                 else:
                     await asyncio.sleep(0)
         except EOFError:
-            # Every writer is gone, ours too: nothing can arrive, and the end would stay readable for ever.
+            # All writers are closed, including this process's: the end of the stream would stay readable.
             loop.remove_reader(sock.fileno())
             self._report_gone()
         except asyncio.CancelledError:
             if self._sock is None:
-                raise  # by `stop`
-            # Somebody cancels every task of the loop: whoever waits must hear of it rather than hang.
+                raise  # cancelled by `stop`
+            # Other code cancels every task of the loop: waiting tasks must get an error rather than hang.
             loop.remove_reader(sock.fileno())
             if self._events is not None:
                 self._events.listener_failed(
                     RuntimeError("the task that reads from the senders was cancelled")
                 )
             raise
-        except Exception as error:  # noqa: BLE001 - whoever waits must hear of a bug rather than hang
+        except Exception as error:  # noqa: BLE001 - waiting tasks must get an error rather than hang
             loop.remove_reader(sock.fileno())
             if self._events is not None:
                 self._events.listener_failed(error)
 
     def _read_some(self, reader: RecordReader) -> bool:
-        """Read as many records as one turn of the loop allows; say whether the queue was empty."""
+        """Read the records of one iteration of the loop, and return whether the queue was empty."""
         for _ in range(RECORDS_A_TURN):
             if self._sock is None:
                 return True
@@ -306,7 +305,7 @@ class QueueListener:
                 opened = self._links[sender] = _QueueReceiverLink(self, sender, pipe)
                 if self._events is not None:
                     self._events.link_opened(opened)
-                if pipe is None:  # it is told by the kernel, and those who have its handles by this
+                if pipe is None:  # the kernel notifies the sender, and this fails the waits for its tensors
                     self._gone(opened, "its pipe did not arrive: no descriptors are left here (ulimit -n)")
         link = self._links.get(sender)
         if link is None or self._events is None:
@@ -319,7 +318,7 @@ class QueueListener:
             self._wake.set_result(None)
 
     def _gone(self, link: _QueueReceiverLink, reason: str) -> None:
-        """Note that a sender's pipe ended; its last words may still be on the queue."""
+        """Handle the end of a sender's pipe; its last records may still be on the queue."""
         self._gone_links[link] = reason
         self._records_since_gone = 0
         self._wake_up()

@@ -1,7 +1,7 @@
-"""Sockets that keep records apart (`SOCK_SEQPACKET`), on the event loop.
+"""Sockets that preserve record boundaries (`SOCK_SEQPACKET`), on the event loop.
 
-One `send` is one record: it is written whole or not at all, also when its writer is killed, and it may
-carry file descriptors, which the kernel keeps while they travel. So several processes can write to one
+One `send` is one record: it is written completely or not at all, even if its writer is killed, and it may
+carry file descriptors, which the kernel holds until they are read. So several processes can write to one
 such socket without a lock.
 """
 
@@ -30,18 +30,18 @@ __all__ = [
 ]
 
 _MAX_DESCRIPTORS = 8
-# Plain numbers: the kernel is asked for every record. Not to block is asked for each time too, since another
-# process that has the same socket can make it one that blocks.
+# Plain numbers, because enums are slow and these are used for every record. MSG_DONTWAIT is set in each call,
+# since another process with the same socket can switch it to blocking mode.
 _WRITE_FLAGS = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 _READ_FLAGS = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _INT = struct.Struct("i")
 _UNHEARD = (BrokenPipeError, ConnectionResetError, ConnectionRefusedError)
-_QUEUED_RECORD_BYTES = 128  # what one takes in the queue, beside its bytes
-RECORDS_A_TURN = 4  # of many frames each; then other callbacks of the loop have their turn
+_QUEUED_RECORD_BYTES = 128  # the overhead of a queued record
+RECORDS_A_TURN = 4  # each of many frames; then the other callbacks of the loop run
 
 
 def record_pair() -> tuple[socket.socket, socket.socket]:
-    """Make two connected sockets that do not block and that no child inherits unasked."""
+    """Return two connected non-blocking sockets that children do not inherit by default."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     theirs.setblocking(False)
@@ -49,7 +49,7 @@ def record_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def pipe_of(descriptor: int) -> socket.socket | None:
-    """Return the end of a pair that a peer handed over; None, and closed, if it is something else."""
+    """Return the end of a pair that a peer has sent; if it is something else, close it and return None."""
     try:
         sock = socket.socket(fileno=descriptor)
     except OSError:
@@ -63,11 +63,11 @@ def pipe_of(descriptor: int) -> socket.socket | None:
 
 
 class RecordReader:
-    """Read records and their descriptors from a socket that does not block.
+    """Read records and their descriptors from a non-blocking socket.
 
     Args:
-        sock: where to read.
-        max_bytes: how long a record may be; of a longer one the first so many bytes come, and one more.
+        sock: the socket.
+        max_bytes: the longest valid record; a longer one is truncated to `max_bytes + 1` bytes.
     """
 
     def __init__(self, sock: socket.socket, max_bytes: int = MAX_RECORD_BYTES) -> None:
@@ -79,13 +79,12 @@ class RecordReader:
     def read(self) -> tuple[memoryview, list[int]] | None:
         """Return the next record and its descriptors, or None if there is none yet.
 
-        A record may be empty: the reader of the frames refuses it, and whoever wrote it harms nobody else.
-        The record is valid until the next call. One longer than any may be comes cut off, and descriptors
-        for which this process has no room are missing (EMFILE): the reader of the frames finds out, and
-        knows whose they are.
+        The record is valid until the next call. It may be empty, truncated because it is too long, or lack
+        descriptors because this process may open no more (EMFILE). The decoder of the frames detects that,
+        and knows the sender, so that other senders on this socket are not affected.
 
         Raises:
-            EOFError: nobody can write to the socket any more.
+            EOFError: no process can write to the socket any more.
         """
         while True:
             try:
@@ -96,8 +95,8 @@ class RecordReader:
             except BlockingIOError:
                 return None
             except ConnectionResetError:
-                # The other side closed before it had read everything. The kernel says so once, ahead of
-                # the other side's last words, which are still to be read.
+                # The other side closed before it had read everything. The kernel reports that once, before
+                # the last records of the other side, which can still be read.
                 self.was_reset = True
                 continue
         descriptors = _descriptors_of(ancillary) if ancillary else []
@@ -106,10 +105,10 @@ class RecordReader:
         return self._buffer[:size], descriptors
 
     def _is_at_end(self) -> bool:
-        """Tell the end from a record without bytes, which the kernel reads out in the same way."""
+        """Return whether an empty read was the end of the stream and not an empty record."""
         poll = select.poll()
         poll.register(self._sock, select.POLLRDHUP)
-        # In this order: once the other side has closed, nothing more comes to what is there.
+        # In this order: after the other side has closed, no more records arrive.
         return bool(poll.poll(0)) and _bytes_to_read(self._sock) == 0
 
 
@@ -127,7 +126,7 @@ def _descriptors_of(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 
 
 class _Queued:
-    """The descriptors of records that wait to be sent: copies that a forked child would keep."""
+    """The descriptors of queued records, which a forked child must close."""
 
     def __init__(self, outbox: deque[tuple[bytes, Sequence[int]]]) -> None:
         self._outbox = outbox
@@ -141,17 +140,16 @@ class _Queued:
 
 
 class RecordSocket:
-    """Write records without ever blocking, and read them as they come.
+    """Write records without blocking, and read them as they arrive.
 
-    A record goes out at once if the socket takes it; else it queues, and the loop sends it when there is
-    room.
+    A record is sent at once if the socket accepts it. Otherwise it is queued until the socket is writable.
 
     Args:
-        sock: a connected `SOCK_SEQPACKET` socket that does not block; belongs to this object.
+        sock: a connected, non-blocking `SOCK_SEQPACKET` socket; belongs to this object.
         on_record: called with each record, valid during the call, and its descriptors; None to never read.
         on_closed: called once when the other side is gone, with a reason; not after `close`.
-        max_bytes: how long a record may be that is read.
-        max_unsent_bytes: how much may queue, for a writer that waits for nobody; None for no limit.
+        max_bytes: the longest valid record that is read.
+        max_unsent_bytes: the most bytes in the queue, for a writer that never waits; None for no limit.
     """
 
     def __init__(
@@ -173,7 +171,7 @@ class RecordSocket:
         self._max_unsent_bytes = max_unsent_bytes
         self._flushers = Waiters()
         self._is_closed = False
-        self._is_unheard = False  # nobody reads what is written, but there may be something to read
+        self._is_unheard = False  # the other side has closed, but records of it may still be unread
         self._queued = _Queued(self._outbox)
         if on_record is not None:
             self._reader = RecordReader(sock, max_bytes)
@@ -181,15 +179,15 @@ class RecordSocket:
 
     @property
     def is_flushed(self) -> bool:
-        """Say whether the kernel has everything that was written."""
+        """Whether all written records were passed to the kernel."""
         return not self._outbox
 
     def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send a record; takes the descriptors over. After the end of the socket it does nothing.
+        """Send or queue a record, and own its descriptors. Does nothing after the end of the socket.
 
         Raises:
-            OSError: the kernel refused the record (no memory, too many descriptors on their way), or more
-                would queue than may; it is not sent.
+            OSError: the kernel rejected the record (no memory, too many descriptors in transit), or the queue
+                is full; the record is not sent.
         """
         if self._is_closed or self._is_unheard:
             close_all(descriptors)
@@ -214,20 +212,20 @@ class RecordSocket:
         self._outbox.append((data, descriptors))
 
     async def flush(self) -> None:
-        """Wait until the kernel has everything that was written, or the socket is at its end.
+        """Wait until all written records were passed to the kernel, or the socket is closed.
 
-        Cancelling changes nothing: what was written is still sent.
+        Cancelling does not discard any record.
         """
         while self._outbox and not self._is_closed:
             await self._flushers.wait()
 
     async def room(self) -> None:
-        """Wait until the kernel may have everything that was written, or `wake` is called."""
+        """Wait until the queue may be empty, the socket is closed, or `wake` is called."""
         if self._outbox and not self._is_closed:
             await self._flushers.wait()
 
     def wake(self) -> None:
-        """Wake those who wait in `room`."""
+        """Wake the tasks that wait in `room` and `flush`."""
         self._flushers.wake()
 
     def look(self) -> None:
@@ -235,7 +233,7 @@ class RecordSocket:
         self._readable()
 
     def close(self) -> None:
-        """Close at once; what waits to be sent is dropped."""
+        """Close at once, and discard the queued records."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -243,12 +241,12 @@ class RecordSocket:
         if self._on_record is not None:
             self._loop.remove_reader(self._sock.fileno())
         self._sock.close()
-        # Their owner owns this socket: without the cycle it is freed at once.
+        # The callbacks refer to the owner of this socket: without that cycle it is freed at once.
         self._on_record = self._on_closed = None
         self._drop_outbox()
 
     def _send(self, data: bytes, descriptors: Sequence[int]) -> bool:
-        """Hand one record to the kernel; False if it has no room now."""
+        """Pass one record to the kernel; return False if the socket is not writable."""
         try:
             if descriptors:
                 socket.send_fds(self._sock, [data], list(descriptors), _WRITE_FLAGS)
@@ -276,18 +274,18 @@ class RecordSocket:
         self._flushers.wake()
 
     def _stop_writing(self, error: OSError) -> None:
-        """Note that the other side closed. Its last words may still be here: their end is read after them."""
+        """Stop writing, because the other side has closed; its last records are still read, up to the end."""
         self._is_unheard = True
         self._loop.remove_writer(self._sock.fileno())
         self._drop_outbox()
         if self._on_record is None:
-            # Not from here: the writer is in the middle of something.
+            # Not from here: `on_closed` must not be called inside `write`.
             self._loop.call_soon(self._end, "nobody reads it any more")
         elif isinstance(error, ConnectionResetError):
             self._reader.was_reset = True
 
     def _readable(self) -> None:
-        # One record a turn: asking for a second one that is not there costs more than the loop's next look.
+        # One record per callback: an extra read without a result costs more than another poll of the loop.
         if self._is_closed or self._on_record is None:
             return
         try:
@@ -300,7 +298,7 @@ class RecordSocket:
             if record is not None:
                 self._on_record(*record)
         if self._reader.was_reset and self._is_open():
-            # uvloop watches a socket no more once it had an error. All that will ever come is here.
+            # uvloop stops watching a socket after an error. No more records arrive; read the rest from here.
             self._loop.remove_reader(self._sock.fileno())
             self._loop.call_soon(self._readable)
 

@@ -1,7 +1,7 @@
-"""The socket link: processes of one user on one machine find each other by the path of a socket.
+"""The link over Unix sockets: processes of one user on one machine connect by the path of a socket.
 
-Each sender has a connection of its own, a `SOCK_SEQPACKET` socket, so each side hears at once when the
-other dies. The receiver may start later than its senders, and may be restarted: they find it again.
+Each sender has its own connection, a `SOCK_SEQPACKET` socket, so each side is notified at once when the other
+dies. The receiver may start later than its senders, and may be restarted: they connect again.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ __all__ = ["UnixListener", "UnixSenderLink"]
 
 logger = logger_of("links")
 
-_ACCEPTS_A_TURN = 16  # who connects without end must not keep the loop from everybody else
+_ACCEPTS_A_TURN = 16  # a flood of connections must not block the loop
 
-# Nothing tells when a socket appears at a path, so a sender without a receiver looks for it now and then,
-# and only then: a connected pair does nothing while it is idle.
+# There is no notification when a socket appears at a path, so a sender without a receiver polls for it. A
+# connected pair does nothing while it is idle.
 _FIRST_RETRY_S = 0.005
 _LAST_RETRY_S = 0.25
 
-# A full backlog has room only for moments, and other processes may compete for it.
+# A full backlog has free entries only for moments, and other processes may compete for them.
 _FULL_RETRY_S = 0.01
 
 # With no descriptor left, a listening socket would stay readable and keep the loop busy.
@@ -44,10 +44,10 @@ def _new_socket() -> socket.socket:
 
 
 class UnixSenderLink:
-    """A sender's end: connects when the receiver is there, and again after it was lost.
+    """A sender's end: connects to the receiver once it listens, and again after a loss.
 
     Args:
-        path: of the receiver's socket.
+        path: the path of the receiver's socket.
     """
 
     comes_back = True
@@ -65,7 +65,7 @@ class UnixSenderLink:
         self._waiters = Waiters()
 
     async def open(self, events: SenderEvents) -> None:
-        """Connect if the receiver is there, else begin to look for it."""
+        """Connect if the receiver listens, or begin to poll for it."""
         self._loop = asyncio.get_running_loop()
         self._events = events
         try:
@@ -76,11 +76,11 @@ class UnixSenderLink:
 
     @property
     def is_ready(self) -> bool:
-        """Say whether a receiver is connected and reads."""
+        """Return whether a receiver is connected, and nothing waits to be written."""
         return self._sock is not None and self._sock.is_flushed
 
     async def ready(self) -> None:
-        """Wait until the receiver is connected and reads, or something else has changed."""
+        """Wait until `is_ready` may have become true, or the link has changed otherwise."""
         if self._sock is not None:
             await self._sock.room()
         elif self._events is not None:
@@ -89,7 +89,7 @@ class UnixSenderLink:
                 await self._waiters.wait()
 
     def wake(self) -> None:
-        """Wake those who wait for a receiver."""
+        """Wake the tasks that wait in `ready`."""
         if self._sock is not None:
             self._sock.wake()
         self._waiters.wake()
@@ -101,29 +101,29 @@ class UnixSenderLink:
         self._sock.write(data, [os.dup(descriptor) for descriptor in descriptors])
 
     async def flush(self) -> None:
-        """Wait until the kernel has everything that was written."""
+        """Wait until all written records were passed to the kernel."""
         if self._sock is not None:
             await self._sock.flush()
 
     def drop(self, *, retry: bool) -> None:
-        """Close the connection, and look for another."""
+        """Close the connection, and poll for a new one if `retry` is true."""
         if self._sock is not None:
             self._sock.close()
             self._sock = None
             if self._loop.time() - self._connected_at >= _LAST_RETRY_S:
-                # Otherwise the delay grows, also if the receiver accepts each connection and closes it.
+                # Otherwise the delay grows, even if the receiver accepts each connection and then closes it.
                 self._delay = _FIRST_RETRY_S
         if retry:
             self._look_later()
         self._waiters.wake()
 
     def look_again(self) -> None:
-        """Look for a receiver now, if there is none and nothing else does that."""
+        """Try to connect now, if no receiver is connected and no retry is scheduled."""
         if self._events is not None and self._sock is None and self._retry is None:
             self._look()
 
     def close(self) -> None:
-        """Close the connection, and look for no other."""
+        """Close the connection, and stop polling."""
         self._events = None
         if self._retry is not None:
             self._retry.cancel()
@@ -131,11 +131,11 @@ class UnixSenderLink:
         self.drop(retry=False)
 
     def _connect(self) -> None:
-        """Connect now, or arrange for a later try.
+        """Connect now, or schedule a retry.
 
         Raises:
-            AccessDeniedError: the receiver is another user.
-            UsageError: what is there is no receiver.
+            AccessDeniedError: the receiver belongs to another user.
+            UsageError: the path does not lead to a receiver.
             OSError: this process has no descriptors or no memory left.
         """
         events = self._events
@@ -146,7 +146,7 @@ class UnixSenderLink:
             sock.connect(self._path)
             self.peer_pid = check_user(sock)
         except (FileNotFoundError, ConnectionRefusedError, BlockingIOError) as error:
-            sock.close()  # it is not there, it is gone, or as many as can wait to be accepted do
+            sock.close()  # it has not started, it is gone, or its backlog is full
             check_owner(self._path)
             self.is_kept_waiting = isinstance(error, BlockingIOError)
             self._is_starved = False
@@ -161,7 +161,7 @@ class UnixSenderLink:
         except OSError as error:
             sock.close()
             if error.errno in (errno.ENOMEM, errno.ENOBUFS):
-                raise  # there may be some again later
+                raise  # a later attempt may succeed
             raise UsageError(f"nothing can be sent to {self._path}: {error.strerror}") from error
         except BaseException:
             sock.close()
@@ -171,7 +171,7 @@ class UnixSenderLink:
         try:
             self._sock.write(events.introduction())
         except OSError:
-            self.drop(retry=False)  # to one who was not introduced nobody would listen
+            self.drop(retry=False)  # the receiver accepts no other record first
             raise
         self.is_kept_waiting = self._is_starved = False
         self._waiters.wake()
@@ -185,7 +185,7 @@ class UnixSenderLink:
                 self._events.link_lost(error)
             self._waiters.wake()
         except OSError as error:
-            # There may be some again later, and whoever waits for a receiver waits for that too.
+            # There may be descriptors or memory again later; the tasks that wait for a receiver keep waiting.
             if not self._is_starved:
                 logger.error(
                     "a receiver cannot be looked for: %s",
@@ -205,7 +205,7 @@ class UnixSenderLink:
 
     def _record_arrived(self, data: memoryview, descriptors: list[int]) -> None:
         if descriptors:
-            close_all(descriptors)  # nothing on the way back has any
+            close_all(descriptors)  # a receiver sends none
         if self._events is not None:
             self._events.record_arrived(data)
 
@@ -237,7 +237,7 @@ class _UnixReceiverLink:
         )
 
     def write(self, data: bytes) -> None:
-        """Send a record back; a socket that takes no more is at its end."""
+        """Send a record to the sender; close the connection if that fails."""
         try:
             self._sock.write(data)
         except OSError as error:
@@ -246,7 +246,7 @@ class _UnixReceiverLink:
             self._lost(f"writing failed: {error}")
 
     async def flush(self) -> None:
-        """Wait until the kernel has everything that was written."""
+        """Wait until all written records were passed to the kernel."""
         await self._sock.flush()
 
     def close(self) -> None:
@@ -263,10 +263,10 @@ class _UnixReceiverLink:
 
 
 class UnixListener:
-    """Listen at a path, and take over what a dead receiver left there.
+    """Listen at a path, and replace the socket file of a dead receiver.
 
     Args:
-        path: where senders look.
+        path: the path to which senders connect.
     """
 
     def __init__(self, path: str) -> None:
@@ -297,13 +297,13 @@ class UnixListener:
         self._loop.add_reader(sock.fileno(), self._accept)
 
     def look(self) -> None:
-        """Accept whoever has connected, and read what each says first."""
+        """Accept pending connections, and read a record from each connection."""
         self._accept()
         for link in list(self._links):
             link.look()
 
     def stop(self) -> None:
-        """Take the socket away."""
+        """Close the listening socket, and remove its file."""
         self._events = None
         sock, self._sock = self._sock, None
         if sock is None or self._file is None:
@@ -314,7 +314,7 @@ class UnixListener:
         self._file.leave()
 
     async def close(self) -> None:
-        """Take the socket away and close every connection."""
+        """Stop listening, and close every connection."""
         self.stop()
         for link in list(self._links):
             link.close()

@@ -1,4 +1,4 @@
-"""What a client and a server of messages say to each other, and the only place that reads it.
+"""The protocol between the clients and the server of messages, with the only code that decodes it.
 
     client                                   server
       | ClientHello(version, pid, limit, ...)   |   once, first
@@ -6,28 +6,28 @@
       |       ServerHello(version, pid, limits) |   once, first; the client asks nothing before it
       | <-------------------------------------- |
       | Ask(number, body, handles, ...)         |
-      | Cancel(number)                          |   nobody wants the answer any more
+      | Cancel(number)                          |   the client no longer waits for the answer
       | --------------------------------------> |
       |      Answer(number, body, handles, ...) |
-      |   Failure(number, type_name, text, ...) |   or: there will be no answer
-      |                   Taken(messages, bytes)|   credit comes back
-      |           Farewell(reason, is_refusal)  |   nothing follows
+      |   Failure(number, type_name, text, ...) |   or an error in place of the answer
+      |                   Taken(messages, bytes)|   returns credit
+      |           Farewell(reason, is_refusal)  |   the last header
       | <-------------------------------------- |
 
-The server reads whatever comes, and says at first how many messages, and how many bytes of them, a client may
-have waiting there. It counts what of them was taken, or needs no taking any more, from the beginning of the
-connection, and says so in every answer, or by itself when half of that credit was taken since it last did.
-With it goes the number of messages of other clients that have not ended there, so that clients of several
-servers can choose the one with the least load.
+The server never stops reading. Its hello states how many messages, and how many bytes of them, a client may
+have waiting there. The server counts the messages that no longer wait, from the beginning of the connection,
+and returns the credit for them: in every answer, and in a `Taken` once half of the credit is to be returned.
+It adds the number of unfinished messages of other clients, so that clients of several servers can choose the
+one with the least load.
 
-One of these is the first part of what travels, a *header*. A large body of an `Ask` or an `Answer` follows it
-as a part of its own, so that it is not copied into the header, and so do the buffers beside the body. The
-`handles` name the tensors of the message that travel by a sender; where they stand in the message, the body
-says, by their numbers in this tuple.
+Each of these is the first part of a ZeroMQ message, the *header*. A large body of an `Ask` or an `Answer` is
+the second part, so that it is not copied into the header; the buffers beside the body follow. The `handles`
+name the tensors of the message that a sender has sent, and the body refers to them by their indexes in this
+tuple.
 
 Both hellos state the largest part, a body or a buffer, that their sender accepts, and the largest body. A
-message that exceeds them is not sent. If a peer sends it nevertheless, ZeroMQ closes the connection of a peer
-with a large part, and the side that reads a large body cuts the peer off without decoding the body.
+message that exceeds them is not sent. If a peer sends one nevertheless, ZeroMQ closes the connection in the
+case of a large part, and the reader of a large body disconnects the peer without decoding the body.
 """
 
 from typing import Annotated, NamedTuple, TypeVar
@@ -61,10 +61,10 @@ __all__ = [
 
 VERSION = 3
 
-# A body of at least so many bytes is a part of its own.
+# A body of at least this size is sent as a separate part.
 BODY_BYTES = 64 * 1024
 
-# No header of an honest peer has more: a body in it, or the text of an error, and the handles of all tensors.
+# The headers of this library are shorter: a body or the text of an error, and the handles of all tensors.
 MAX_HEADER_BYTES = 1 << 20
 
 _MAX_NAME, _MAX_TEXT = 64, 16 * 1024  # characters
@@ -76,11 +76,11 @@ _Handles = Annotated[tuple[TensorHandle, ...], msgspec.Meta(max_length=MAX_TENSO
 
 
 class PartLimits(NamedTuple):
-    """What one side accepts in a message; None for no limit.
+    """The limits of one side on the messages that it accepts; None for no limit.
 
     Attributes:
-        part_bytes: the largest part.
-        body_bytes: the largest body.
+        part_bytes: the largest part, in bytes.
+        body_bytes: the largest body, in bytes.
     """
 
     part_bytes: int | None = None
@@ -90,7 +90,7 @@ class PartLimits(NamedTuple):
 class ClientHello(msgspec.Struct, frozen=True, array_like=True, tag="client"):
     """Open the connection of a client.
 
-    `receiver` is the id of the receiver by which it takes the tensors of answers; "" for none.
+    `receiver` is the id of the client's receiver for the tensors of answers; "" for none.
     `max_part_bytes` bounds each part of an answer, and `max_body_bytes` its body; None for no limit.
     """
 
@@ -104,8 +104,9 @@ class ClientHello(msgspec.Struct, frozen=True, array_like=True, tag="client"):
 class ServerHello(msgspec.Struct, frozen=True, array_like=True, tag="server"):
     """Answer a `ClientHello`.
 
-    `receiver` is the id of the server's receiver; "" for none. The limits are how many messages, and bytes of
-    them, may wait to be taken, and the bytes of each part and of the body of a message; None for no limit.
+    `receiver` is the id of the server's receiver; "" for none. `max_waiting` and `max_waiting_bytes` bound
+    the client's messages that wait to be taken, `max_part_bytes` bounds each part of a message, and
+    `max_body_bytes` its body; None for no limit.
     """
 
     version: int
@@ -118,9 +119,9 @@ class ServerHello(msgspec.Struct, frozen=True, array_like=True, tag="server"):
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """Send a message. Numbers count up for each connection, but some may be left out.
+    """Send a message. Numbers increase within a connection, perhaps with gaps.
 
-    A `body` of None is the part after this header.
+    If `body` is None, the next part is the body.
     """
 
     number: Number
@@ -130,13 +131,13 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """Give up a message; one that was answered stays so."""
+    """Cancel a message; has no effect if it was answered."""
 
     number: Number
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """Answer a message with another. A `body` of None is the part after this header."""
+    """Answer a message. If `body` is None, the next part is the body."""
 
     number: Number
     body: memoryview | None
@@ -147,7 +148,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
-    """Say that a message gets no answer: what was raised, and its text."""
+    """Answer a message with an error: the name of its type, and its text."""
 
     number: Number
     type_name: _Id
@@ -158,7 +159,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
 
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
-    """Give credit back, by what was taken of the connection's messages in all."""
+    """Return credit; the counts cover all messages of the connection that no longer wait."""
 
     messages: Number
     bytes: Number
@@ -166,9 +167,9 @@ class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
 
 
 class Farewell(msgspec.Struct, frozen=True, array_like=True, tag="farewell"):
-    """Close. A reason says that the other side is not welcome.
+    """Close the connection. With a reason, the server rejects the client.
 
-    `is_refusal` says that a new attempt fails too, until a limit or the version of one side is changed.
+    `is_refusal` means that retrying fails too, because of a limit or of the versions of the two sides.
     """
 
     reason: _Text = ""
@@ -188,34 +189,34 @@ _from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(From
 def failure(
     number: int, type_name: str, text: str, taken: int = 0, taken_bytes: int = 0, others: int = 0
 ) -> Failure:
-    """Make a `Failure` that can travel, whatever an error says of itself."""
+    """Return a `Failure` that can be encoded, for any name and text of an error."""
     return Failure(number, _plain(type_name, _MAX_NAME), _plain(text, _MAX_TEXT), taken, taken_bytes, others)
 
 
 def _plain(text: str, length: int) -> str:
-    # A lone surrogate cannot be encoded, and an error may well hold a path that has one.
+    # A lone surrogate cannot be encoded, and the path in an error may contain one.
     return text[:length].encode(errors="backslashreplace").decode()[:length]
 
 
 def write(header: FromClient | FromServer) -> bytes:
-    """Turn a header into bytes."""
+    """Encode a header."""
     return _encoder.encode(header)
 
 
 def read_from_client(data: bytes | memoryview) -> FromClient:
-    """Read a header that a client wrote.
+    """Decode a header that a client wrote.
 
     Raises:
-        ProtocolError: the bytes are no such header, a number in it is out of bounds, or it is too long.
+        ProtocolError: the bytes are not such a header, a number in it is out of bounds, or it is too long.
     """
     return _read(_from_client, data, "a client")
 
 
 def read_from_server(data: bytes | memoryview) -> FromServer:
-    """Read a header that a server wrote.
+    """Decode a header that a server wrote.
 
     Raises:
-        ProtocolError: the bytes are no such header, a number in it is out of bounds, or it is too long.
+        ProtocolError: the bytes are not such a header, a number in it is out of bounds, or it is too long.
     """
     return _read(_from_server, data, "the server")
 

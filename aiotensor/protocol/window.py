@@ -1,11 +1,11 @@
-"""How many messages may wait at a server, counted at both ends of a connection.
+"""Credit for the messages that may wait at a server, counted at both ends of a connection.
 
     client: Window                               server: Tally
       sent, in messages and bytes --- messages --->   arrived
-      taken  <--- in answers, or by itself once half of the window was taken --- taken
+      taken  <--- in answers, or alone once half of the window was taken ---  taken
 
-Both count from the beginning of the connection, so a count that comes late does no harm. What one side sent
-and the other has not taken is never more than the window; in bytes, than that and one message.
+Both count from the beginning of the connection, so a late count does no harm. The messages that the client
+has sent and the server has not taken never exceed the window; their bytes exceed it by at most one message.
 """
 
 from aiotensor.errors import ProtocolError
@@ -14,11 +14,11 @@ __all__ = ["Tally", "Window"]
 
 
 class Window:
-    """The client's end.
+    """The client's end: the credit that is left.
 
     Args:
-        messages: the most that may wait.
-        nbytes: after how many bytes of them no more is sent.
+        messages: the most messages that may wait.
+        nbytes: the bytes of waiting messages at which the client stops sending.
     """
 
     def __init__(self, messages: int, nbytes: int) -> None:
@@ -29,22 +29,22 @@ class Window:
 
     @property
     def is_open(self) -> bool:
-        """Say whether another message may be sent."""
+        """Return whether another message may be sent."""
         return (
             self._sent - self._taken < self._limit
             and self._sent_bytes - self._taken_bytes < self._limit_bytes
         )
 
     def sent(self, nbytes: int) -> None:
-        """Count a message."""
+        """Count a sent message."""
         self._sent += 1
         self._sent_bytes += nbytes
 
     def taken(self, messages: int, nbytes: int) -> None:
-        """Take what the server says that it has taken in all.
+        """Update the total that the server has taken.
 
         Raises:
-            ProtocolError: it took less than before, or more than was sent.
+            ProtocolError: the total is less than before, or more than was sent.
         """
         if not (self._taken <= messages <= self._sent and self._taken_bytes <= nbytes <= self._sent_bytes):
             raise ProtocolError(f"it took {messages} messages, of {self._sent} that were sent")
@@ -52,11 +52,11 @@ class Window:
 
 
 class Tally:
-    """The server's end.
+    """The server's end: the messages that wait, and those taken.
 
     Args:
-        messages: the most that may wait.
-        nbytes: after how many bytes of them no more may be sent.
+        messages: the most messages that may wait.
+        nbytes: the bytes of waiting messages at which the client must stop sending.
     """
 
     def __init__(self, messages: int, nbytes: int) -> None:
@@ -67,10 +67,10 @@ class Tally:
         self._told = self._told_bytes = 0
 
     def arrived(self, nbytes: int) -> None:
-        """Count a message that waits.
+        """Count a message that begins to wait.
 
         Raises:
-            ProtocolError: it is one too many.
+            ProtocolError: the client had no credit for it.
         """
         if self._waiting >= self._limit or self._waiting_bytes >= self._limit_bytes:
             raise ProtocolError(
@@ -81,23 +81,23 @@ class Tally:
 
     @property
     def waiting(self) -> int:
-        """Count the messages that wait."""
+        """The number of messages that wait."""
         return self._waiting
 
     def take(self, nbytes: int) -> None:
-        """Count a message that waits no more."""
+        """Count a message that no longer waits."""
         self._waiting -= 1
         self._waiting_bytes -= nbytes
         self.taken += 1
         self.taken_bytes += nbytes
 
     def told(self, messages: int, nbytes: int) -> None:
-        """Note that the client hears of what was taken at some moment."""
+        """Record the totals that were sent to the client."""
         self._told, self._told_bytes = max(self._told, messages), max(self._told_bytes, nbytes)
 
     @property
     def is_due(self) -> bool:
-        """Say whether the client must hear of it without an answer, since it may be waiting for that."""
+        """Return whether to send credit without an answer, since the client may be waiting for it."""
         return (
             2 * (self.taken - self._told) >= self._limit
             or 2 * (self.taken_bytes - self._told_bytes) >= self._limit_bytes
