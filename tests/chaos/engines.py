@@ -10,6 +10,7 @@ from tests.chaos.engines_audit import audit_engines, wrong_with_refusals
 from tests.chaos.exchanges import ExchangePlay
 from tests.chaos.family import Family, Member, RoundError, SendersPart
 from tests.chaos.network import Network
+from tests.chaos.pauses import Pauses
 from tests.chaos.plan import ENGINES, SLOTS, Fault, FaultKind, Round
 from tests.chaos.rounds import Segments
 from tests.promptly import allowed_s
@@ -27,6 +28,8 @@ class EnginesFamily(Family):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.engines: list[Member] = []
+        self.pauses = Pauses()
+        self.paused_s = 0.0  # in the round before this one, whose losses may be noticed only now
         self.network = Network()
         if self.network.why_whole:
             self.notes.append(f"no partitions: {self.network.why_whole}")
@@ -78,6 +81,7 @@ class EnginesPlay(ExchangePlay):
     """One round of questions to several engines."""
 
     family: EnginesFamily
+    paused_s = 0.0
 
     async def run(self, tally: Tally) -> list[str]:
         self.began = time.monotonic()
@@ -137,13 +141,18 @@ class EnginesPlay(ExchangePlay):
         await asyncio.gather(*(engine.call(answering.stop) for engine in self.family.engines))
 
     async def settle(self, living: list[Member]) -> list[str]:
+        members = [*living, *self.family.engines]
+        paused = await asyncio.gather(*(member.call(networked.paused_s) for member in members))
+        self.paused_s = max(*paused, self.family.pauses.longest_s())
+        self.times.paused = max(self.times.paused, self.paused_s)
         settling = {sender.name: sender.call(asking.settle) for sender in living}
         settling |= {engine.name: engine.call(answering.settle) for engine in self.family.engines}
         found = await asyncio.gather(*settling.values())
         return [f"{name}: {wrong}" for name, wrongs in zip(settling, found, strict=True) for wrong in wrongs]
 
     def audit(self, accounts: list[Account], tally: Tally) -> list[str]:
-        return audit_engines(self.plan, accounts, tally)
+        before, self.family.paused_s = self.family.paused_s, self.paused_s
+        return audit_engines(self.plan, accounts, tally, max(before, self.paused_s))
 
     def wrong_with_log(self, lines: list[str]) -> list[str]:
         return wrong_with_refusals(lines, time.monotonic() - self.began)

@@ -11,10 +11,16 @@ __all__ = ["audit_engines", "wrong_with_refusals"]
 _ENDS = (FaultKind.KILL, FaultKind.CLOSE)
 _SILENT_MS = 250  # heartbeats allow 400 at least, and it takes a moment until a process goes on
 
+_PAUSED_S = 1.75  # heartbeats allow 2 s; SIGSTOP lasts 1.5 s at most, and concerns only its target
+
 _REFUSALS = 2  # one at once, and one that the end of an engine brings forward
 
 
 class _EngineQuestions(Questions):
+    def __init__(self, plan: Round, accounts: Iterable[Account], paused_s: float) -> None:
+        super().__init__(plan, accounts)
+        self.paused_s = paused_s
+
     def may_be_lost(self, account: Account) -> bool:
         return account.is_killed or self._has(account, FaultKind.CLOSE) or self._may_lose_engine(account)
 
@@ -30,7 +36,7 @@ class _EngineQuestions(Questions):
 
     def _may_lose_engine(self, account: Account) -> bool:
         """Say whether a connection of a client may have ended, other than by its own will."""
-        return any(
+        return self.paused_s > _PAUSED_S or any(
             fault.kind is FaultKind.PARTITION
             or (fault.kind in _ENDS and fault.target is not None and fault.target >= SLOTS)
             or (
@@ -45,9 +51,16 @@ class _EngineQuestions(Questions):
         return target == account.slot or (target is not None and target >= SLOTS)
 
 
-def audit_engines(plan: Round, accounts: Iterable[Account], tally: Tally) -> list[str]:
-    """Account for every question of a round; see `audit_questions`."""
-    return _EngineQuestions(plan, accounts).run(tally)
+def audit_engines(plan: Round, accounts: Iterable[Account], tally: Tally, paused_s: float = 0.0) -> list[str]:
+    """Account for every question of a round; see `audit_questions`.
+
+    Args:
+        plan: of the round.
+        accounts: of all processes that had a part in it.
+        tally: counts how the questions ended.
+        paused_s: the longest time that one of them stood still because the machine was busy.
+    """
+    return _EngineQuestions(plan, accounts, paused_s).run(tally)
 
 
 def wrong_with_refusals(lines: Sequence[str], seconds: float) -> list[str]:

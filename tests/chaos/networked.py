@@ -10,6 +10,7 @@ from aiotensor.channel import MessageClient, MessageServer
 from tests.chaos import answering, asking
 from tests.chaos.asking import begin_round, probe, send_all, told
 from tests.chaos.network import Places
+from tests.chaos.pauses import Pauses
 from tests.chaos.plan import SenderPlan, TakerPlan
 from tests.chaos.questions import Question, Reply
 from tests.processes.peers import State
@@ -19,6 +20,7 @@ __all__ = [
     "know",
     "open_receiver",
     "open_sender",
+    "paused_s",
     "probe",
     "reopen",
     "send_all",
@@ -32,7 +34,13 @@ _HEARTBEATS: dict[str, Any] = {"heartbeat_interval_s": 0.25, "heartbeat_timeout_
 
 async def know(state: State, places: Places, engine: int | None) -> None:
     """Tell a process where the engines are, and which of them it is."""
-    state.others.update(places=places, engine=engine)
+    state.others.update(places=places, engine=engine, pauses=Pauses())
+
+
+async def paused_s(state: State) -> float:
+    """Return the longest pause of the process since the last call."""
+    pauses: Pauses = state.others["pauses"]
+    return pauses.longest_s()
 
 
 async def open_sender(state: State, plan: SenderPlan) -> str:

@@ -87,7 +87,7 @@ class Run:
         for error, count in sorted(self.tally.errors.items()):
             table.add_row(f"of sends: {error}", str(count))
         for name, seconds in msgspec.structs.asdict(self.times).items():
-            table.add_row(f"longest until {name.replace('_', ' ')}", f"{seconds * 1000:.0f} ms")
+            table.add_row(f"longest time: {name.replace('_', ' ')}", f"{seconds * 1000:.0f} ms")
         for family, samples in self.memory.items():
             course = ", ".join(str(sample >> 10) for sample in samples[:: len(samples) // 8 or 1])
             if samples:

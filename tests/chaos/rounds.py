@@ -41,6 +41,7 @@ class Times(msgspec.Struct):
     recovered: float = 0.0  # from the end of the faults until every sender has sent something that arrived
     reached: float = 0.0  # from the end of the faults until every client has reached every engine
     settled: float = 0.0  # until every permit and block is back
+    paused: float = 0.0  # that a client, an engine or the run itself stood still
 
 
 class Segments(NamedTuple):

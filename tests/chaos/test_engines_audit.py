@@ -23,11 +23,13 @@ def _problems(
     *faults: Fault,
     is_killed: bool = False,
     is_new: bool = False,
+    paused_s: float = 0.0,
 ) -> list[str]:
     sender = msgspec.structs.replace(QUIET.senders[0], parts=((order,),))
     plan = Round(0, "engines", (sender,), QUIET.taker, faults, QUIET.other_takers)
     engines = [Account(f"engine-{n}", SLOTS + n, False, events) for n, events in enumerate(heard)]
-    return audit_engines(plan, [Account("client", 0, is_killed, asked, 0, is_new), *engines], Tally())
+    client = Account("client", 0, is_killed, asked, 0, is_new)
+    return audit_engines(plan, [client, *engines], Tally(), paused_s)
 
 
 def _fault(kind: FaultKind, target: int | None, for_ms: float = 10.0) -> Fault:
@@ -96,6 +98,13 @@ def test_a_loss_that_no_fault_explains_is_found(fault: Fault) -> None:
 def test_a_loss_that_a_fault_explains_is_no_problem(fault: Fault) -> None:
     assert not _problems(_question(), LOST, [[], [Heard(8)]], fault)
     assert not _problems(_question("one-way"), ASKED, [[], []], fault)
+
+
+def test_a_process_that_stood_still_explains_a_loss_and_nothing_else() -> None:
+    assert not _problems(_question(), LOST, [[], []], paused_s=2.1)
+    assert _problems(_question(), LOST, [[], []], paused_s=1.6)
+    assert _problems(_question(), ASKED, [[Heard(8)], [Heard(8)]], paused_s=2.1)
+    assert _problems(_question(), [ASKED[0], Ended(8, "RefusedError", "x")], [[]], paused_s=2.1)
 
 
 @pytest.mark.parametrize(
