@@ -34,24 +34,31 @@ class Accepted:
         self._max_clients = max_clients
         self._is_client = is_client
         self._close = close
-        self._identities: dict[int, bytes | None] = {}  # by their descriptors; the oldest connection first
+        # By their descriptors, the oldest connection first. A descriptor may have several: ZeroMQ may deliver
+        # a message of an ended connection after one of the next connection.
+        self._identities: dict[int, list[bytes]] = {}
         self._refusals = refusals
 
     def opened(self, descriptor: int) -> None:
         """Add a connection."""
         self._identities.pop(descriptor, None)
-        self._identities[descriptor] = None
+        self._identities[descriptor] = []
 
-    def closed(self, descriptor: int) -> bytes | None:
-        """Forget a connection, and return its identity if a message has arrived on it."""
-        return self._identities.pop(descriptor, None)
+    def closed(self, descriptor: int) -> list[bytes]:
+        """Forget a connection, and return its identities: none if no message has arrived on it."""
+        return self._identities.pop(descriptor, [])
 
-    def identify(self, descriptor: int, identity: bytes) -> bool:
-        """Record the identity of a connection, and return whether the connection is still open."""
-        if descriptor not in self._identities:
-            return False
-        self._identities[descriptor] = identity
-        return True
+    def identify(self, descriptor: int, identity: bytes) -> list[bytes] | None:
+        """Record the identity of a connection.
+
+        Returns None if the connection has ended, and else the earlier identities that it replaces. Those of
+        clients stay: either may be the one that is still connected.
+        """
+        before = self._identities.get(descriptor)
+        if before is None:
+            return None
+        self._identities[descriptor] = [*filter(self._is_client, before), identity]
+        return [one for one in before if not self._is_client(one)]
 
     def make_room(self) -> list[bytes]:
         """Close the oldest connections that are no clients' if there are too many of them.
@@ -60,17 +67,16 @@ class Accepted:
         """
         gone: list[bytes] = []
         others = [
-            (descriptor, identity)
-            for descriptor, identity in self._identities.items()
-            if identity is None or not self._is_client(identity)
+            (descriptor, identities)
+            for descriptor, identities in self._identities.items()
+            if not any(map(self._is_client, identities))
         ]
         clients = len(self._identities) - len(others)
         room = _UNIDENTIFIED if self._max_clients is None else _UNIDENTIFIED + self._max_clients - clients
-        for descriptor, identity in others[: max(0, len(others) - room)]:
+        for descriptor, identities in others[: max(0, len(others) - room)]:
             if not self._close(descriptor):
                 break  # this process has no descriptors left
             del self._identities[descriptor]
-            if identity is not None:
-                gone.append(identity)
+            gone += identities
             self._refusals.connection_refused("it said no hello, and others need its place")
         return gone

@@ -3,7 +3,6 @@
 ZeroMQ assigns an identity to each connection, so no client can pose as another.
 """
 
-import asyncio
 import logging
 import os
 import weakref
@@ -51,7 +50,6 @@ logger = logger_of("channel")
 # until it is sent, and failures, for which no task waits.
 MAX_UNREAD = 4096
 
-_LAST_MESSAGES = 1024  # the most messages of all clients that are read before a client counts as lost
 _REMEMBERED = 1024  # identities of closed connections
 
 
@@ -94,6 +92,7 @@ class Clients:
         self._refusals = Refusals()
         self._accepted = Accepted(limits.clients, self._clients.__contains__, self._cut, self._refusals)
         self._is_making_room = False
+        self._ending: set[bytes] = set()  # of connections whose last messages may not have been read
         self._turned_away: dict[bytes, Outbox] = {}  # still connected, but their messages are ignored
         self._gone: OrderedDict[bytes, None] = OrderedDict()  # closed last: messages of them may still arrive
         self.socket: LoopSocket  # set by the server, which opens it
@@ -184,11 +183,15 @@ class Clients:
     def _arrived_first(self, identity: bytes, parts: "list[zmq.Frame]") -> None:
         """Handle a message of a peer that was unidentified when the message arrived."""
         client = self._clients.get(identity)
-        is_unknown = client is None and identity not in self._turned_away and identity not in self._gone
-        if client is not None or (
-            is_unknown and self._accepted.identify(int(parts[0].get(zmq.SRCFD)), identity)
-        ):
-            self._take(identity, client, parts)
+        if client is None:
+            if identity in self._turned_away or identity in self._gone:
+                return
+            replaced = self._accepted.identify(int(parts[0].get(zmq.SRCFD)), identity)
+            if replaced is None:
+                return
+            for one in replaced:
+                self._went(one)
+        self._take(identity, client, parts)
 
     def _take(self, identity: bytes, client: Client | None, parts: "list[zmq.Frame]") -> None:
         try:
@@ -254,16 +257,14 @@ class Clients:
 
     def disconnected(self, descriptor: int) -> None:
         """Handle the end of a connection."""
-        identity = self._accepted.closed(descriptor)
-        if identity is not None:
-            # Not now: the caller may be processing a message.
-            asyncio.get_running_loop().call_soon(self._lose_all, {identity})
+        for identity in self._accepted.closed(descriptor):
+            self._ended(identity)
 
-    def _lose_all(self, identities: set[bytes]) -> None:
-        # Messages that arrived before still count; the limit keeps a flood of messages from delaying this.
-        self.socket.read_some(_LAST_MESSAGES)
-        for identity in identities:
-            self._went(identity)
+    def _ended(self, identity: bytes) -> None:
+        """Handle the end of the connection with this identity, after the messages that arrived before."""
+        if identity not in self._ending:
+            self._ending.add(identity)
+            self.socket.after_messages(partial(self._went, identity))
 
     def has_room(self) -> None:
         """Send messages that the socket did not accept before."""
@@ -330,6 +331,7 @@ class Clients:
 
     def _went(self, identity: bytes) -> None:
         """Handle the end of the connection with this identity."""
+        self._ending.discard(identity)
         self._gone[identity] = None
         if len(self._gone) > _REMEMBERED:
             self._gone.popitem(last=False)
@@ -382,7 +384,7 @@ class Clients:
             return self.socket.send([identity, *parts], is_retry=is_retry)
         except PeerGoneError:
             # The monitor reports this too, but perhaps only after the descriptor has been reused.
-            asyncio.get_running_loop().call_soon(self._lose_all, {identity})
+            self._ended(identity)
             return False
 
     def _post(self, client: Client, header: FromServer) -> None:

@@ -38,6 +38,9 @@ _MESSAGES_A_TURN = 64
 _EVENTS_A_TURN = 32
 _EVENTS_MOST_S = 0.02
 
+# The most messages of all peers that are read before the end of a connection is handled.
+_LAST_MESSAGES = 1024
+
 # Plain numbers: each operation on an enum takes as long as a call into ZeroMQ.
 _LAST = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -122,6 +125,8 @@ class LoopSocket:
         self._is_reporting = self._has_more_events = False
         self._paused_at = math.inf  # when reading events stopped, though more were waiting
         self._after_events: deque[Callable[[], None]] = deque()
+        self._after_messages: deque[tuple[int, Callable[[], None]]] = deque()
+        self._messages_read = 0
         self._net: asyncio.TimerHandle | None = None
         self._drops = False  # discarding the rest of a message with too many parts
         self._connections: dict[int, ForeignDescriptor] = {}  # and the listener, by their descriptors
@@ -248,7 +253,16 @@ class LoopSocket:
         event loop, in the order of these calls.
         """
         self._after_events.append(callback)
-        self.look_for_events()
+        if not self._has_more_events:
+            self.look_for_events()
+
+    def after_messages(self, callback: Callable[[], None]) -> None:
+        """Call a function in a later iteration, once all messages that have arrived by now are read.
+
+        During a flood of messages it is called after `_LAST_MESSAGES` of them.
+        """
+        self._after_messages.append((self._messages_read + _LAST_MESSAGES, callback))
+        self._look_soon()
 
     def cut(self, descriptor: int) -> bool:
         """Reset an accepted connection; return whether it has ended or is about to end."""
@@ -274,6 +288,7 @@ class LoopSocket:
             self._loop.remove_reader(descriptor)
         self._connections.clear()
         self._after_events.clear()
+        self._after_messages.clear()
         if self._net is not None:
             self._net.cancel()
         self._socket.disable_monitor()
@@ -327,6 +342,7 @@ class LoopSocket:
         else:
             self._drops = True
         if parts:
+            self._messages_read += 1
             self._events.message_arrived(parts)
 
     def _look_soon(self) -> None:
@@ -335,12 +351,23 @@ class LoopSocket:
             self._loop.call_soon(self._look)
 
     def _look(self) -> None:
-        self._is_scheduled = False
+        self._is_scheduled = is_drained = False
         for _ in range(_MESSAGES_A_TURN):
             # A message of an unidentified peer waits until the events before it have been reported.
-            if len(self._after_events) > _MESSAGES_A_TURN or not self._has_messages():
+            if len(self._after_events) > _MESSAGES_A_TURN:
+                break
+            is_drained = not self._has_messages()
+            if is_drained:
                 break
             self._read_one()
+        else:
+            self._look_soon()
+        for _ in range(_MESSAGES_A_TURN):
+            if not self._after_messages:
+                break
+            if not is_drained and self._after_messages[0][0] > self._messages_read:
+                break
+            self._after_messages.popleft()[1]()
         else:
             self._look_soon()
         if self._was_full:

@@ -12,6 +12,11 @@ __all__ = ["ATTACKS", "attacked"]
 # The greeting of ZMTP 3.0 with the mechanism NULL, which a server with keys refuses.
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 
+# What a client sends after the greetings, and three messages that are none of this protocol.
+_SOCKET_TYPE = b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+_READY = b"\x04" + bytes([6 + len(_SOCKET_TYPE)]) + b"\x05READY" + _SOCKET_TYPE
+_NONSENSE = b"\x00\x01x" * 3
+
 _SILENT = 128  # connections of one attacker that says nothing
 
 
@@ -83,6 +88,16 @@ def _greet(address: str, begun: _Event) -> None:
             begun.set()
 
 
+def _speak(address: str, begun: _Event) -> None:
+    """Connect, complete the handshake of a server without keys, send messages, and close."""
+    while _is_wanted():
+        with suppress(OSError), _connect(address) as sock:
+            sock.sendall(_GREETING + _READY)
+            sock.recv(200)
+            sock.sendall(_NONSENSE)
+            begun.set()
+
+
 def _say_nothing(address: str, begun: _Event) -> None:
     """Keep connections open and say nothing; replace each that the server closes."""
     with selectors.DefaultSelector() as selector:
@@ -102,4 +117,4 @@ def _say_nothing(address: str, begun: _Event) -> None:
                     sock.close()
 
 
-ATTACKS = {"hang up": _hang_up, "greet": _greet, "say nothing": _say_nothing}
+ATTACKS = {"hang up": _hang_up, "greet": _greet, "say nothing": _say_nothing, "speak": _speak}
