@@ -57,11 +57,9 @@ def test_what_must_not_become_of_a_question_to_several_engines_is_found(
     assert said in problem
 
 
-@pytest.mark.parametrize("heard", [[[Heard(8)], [Heard(8)]]])
 @pytest.mark.parametrize(("kind", "target"), [(FaultKind.KILL, ENGINE), (FaultKind.PARTITION, None)])
-def test_no_fault_explains_that_two_engines_heard_a_question(
-    heard: Sequence[Sequence[Event]], kind: FaultKind, target: int | None
-) -> None:
+def test_no_fault_explains_that_two_engines_heard_a_question(kind: FaultKind, target: int | None) -> None:
+    heard = [[Heard(8)], [Heard(8)]]
     assert _problems(_question(), ASKED, heard, _fault(kind, target))
     assert _problems(_question(), ASKED[:1], heard, _fault(kind, target), is_killed=True)
 
