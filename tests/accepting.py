@@ -2,6 +2,7 @@
 
 import os
 import socket
+import stat
 
 __all__ = ["accepted_at"]
 
@@ -18,9 +19,11 @@ def accepted_at(address: str) -> list[int]:
 
 def _is_accepted(descriptor: int, path: str) -> bool:
     try:
-        sock = socket.socket(fileno=os.dup(descriptor))  # it may be closed here at any time
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return False
+        sock = socket.socket(fileno=os.dup(descriptor))
     except OSError:
-        return False  # it is none any more, or no socket
+        return False  # a thread of ZeroMQ has closed it just now
     with sock:
         is_listener = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         return not is_listener and sock.family == socket.AF_UNIX and sock.getsockname() == path
