@@ -88,7 +88,8 @@ async def ask_for_name(state: State, address: str, keys: Keys) -> tuple[str, lis
     with said() as texts:
         client = MessageClient(address, reply_type=Answer, max_wait_s=3.5, linger_s=0, **keys.of_client())
         async with client:
-            with pytest.raises(WouldBlockError) as caught:
+            # The system gives up after 10 s.
+            with promptly(8), pytest.raises(WouldBlockError) as caught:
                 await client.request(Question(1))
             error = str(caught.value)
     return error, texts
@@ -124,8 +125,7 @@ async def test_a_name_that_no_name_server_answers_for_is_waited_for_until_max_wa
     hosts: Hosts, keys: Keys
 ) -> None:
     async with processes(hosts.b) as (client,):
-        with promptly(5):
-            error, texts = await client.call(ask_for_name, f"tcp://engine.example:{PORT}", keys)
+        error, texts = await client.call(ask_for_name, f"tcp://engine.example:{PORT}", keys)
         assert "has not been there for 3.5 s; its name cannot be resolved: no name server answers" in error
         [text] = texts
         assert text.startswith(f"the name of the server at tcp://engine.example:{PORT} cannot be resolved")
