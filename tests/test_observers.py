@@ -23,6 +23,7 @@ from aiotensor.protocol.frames import (
     Welcome,
     encode,
 )
+from tests.accepting import accepted_at
 from tests.frames import ACCOUNT
 from tests.links.unwritable import Unwritable
 from tests.looking import PATIENCE_S, look_at, observers, observing
@@ -204,9 +205,15 @@ async def test_where_none_inspects_a_new_connection_replaces_the_oldest_unidenti
         assert vars(record)["event"] == "connection_cut_off"
         assert vars(record)["peer_pid"] == os.getpid()
         await stack.aclose()
-        await until(lambda: not receiver._incoming._unidentified)
+        await until(lambda: not accepted_at(address))
+        # Nor does it count any of them: as many others as there may be have room.
+        for _ in range(MAX_UNIDENTIFIED):
+            await stack.enter_async_context(observing(address, looks=False))
+        await until(lambda: len(accepted_at(address)) == MAX_UNIDENTIFIED)
+        assert receiver.statistics().senders_refused == 1
+        await stack.aclose()
+        await until(lambda: not accepted_at(address))
         assert (await look_at(address)).senders == ()
-        await until(lambda: not receiver._incoming._peers)
 
 
 async def test_those_who_go_in_the_middle_of_a_look_are_forgotten_at_once(address: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
 from tests.blocking.nursery import Ended, Nursery
 from tests.channel.parties import Answer, Place, Question
+from tests.forked_blocks import by_each_exception, check_told_of_fork, in_each_block_of
 from tests.test_home import forks, in_a_fork
 
 pytestmark = forks
@@ -62,14 +63,7 @@ def _request(place: Place) -> Iterator[Block]:
         asking.join()
 
 
-BLOCKS = {
-    "a sender": _sender,
-    "a receiver": _receiver,
-    "a message": _message,
-    "a client": _client,
-    "a server": _server,
-    "a request": _request,
-}
+each_block = in_each_block_of(_sender, _receiver, _message, _client, _server, _request)
 
 
 def _leave(block: Block, error: BaseException) -> NoReturn:
@@ -83,8 +77,8 @@ def _fall_off(block: Block) -> None:
     block.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt("3"), LookupError("3")], ids=repr)
-@pytest.mark.parametrize("make", BLOCKS.values(), ids=BLOCKS)
+@by_each_exception
+@each_block
 def test_an_exception_in_a_forked_child_leaves_the_block(
     make: Callable[[Place], AbstractContextManager[Block]], error: BaseException, place: Place
 ) -> None:
@@ -92,14 +86,12 @@ def test_an_exception_in_a_forked_child_leaves_the_block(
         assert in_a_fork(partial(_leave, entered, error)) == f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("make", BLOCKS.values(), ids=BLOCKS)
+@each_block
 def test_a_forked_child_that_reaches_the_end_of_the_block_is_told_at_once(
     make: Callable[[Place], AbstractContextManager[Block]], place: Place
 ) -> None:
     with make(place) as entered:
-        report = in_a_fork(partial(_fall_off, entered))
-        assert report.startswith("UsageError: this ")
-        assert "came here by a fork" in report
+        check_told_of_fork(in_a_fork(partial(_fall_off, entered)))
 
 
 @pytest.mark.parametrize(("status", "child"), [(0, "0"), (7, "7")])

@@ -2,9 +2,9 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -13,13 +13,15 @@ from aiotensor import PeerLostError, TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer, parcels
 from aiotensor.worker import in_thread
 from tests.channel.parties import Answer, Place, Question, answer, place
-from tests.channel.peers import open_server, process
+from tests.channel.peers import listening, open_server, process
 from tests.pairs import BIG, pattern, until
 from tests.processes.peers import Peer
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 SEVERAL = 3
+
+either_way = pytest.mark.parametrize("permits", [2, None], ids=["tensors by senders", "tensors in messages"])
 
 
 class Whose(msgspec.Struct):
@@ -28,23 +30,107 @@ class Whose(msgspec.Struct):
     server: int
 
 
+def _large(seed: int) -> Question:
+    """A question with a tensor that goes by a sender, if there is one."""
+    return Question(seed, pattern(seed, BIG))
+
+
 @asynccontextmanager
 async def _places(count: int) -> AsyncIterator[list[Place]]:
     async with AsyncExitStack() as stack:
         yield [stack.enter_context(place()) for _ in range(count)]
 
 
-async def _open_client(
-    stack: AsyncExitStack, places: list[Place], *, with_senders: bool, permits: int = 2
-) -> MessageClient[Answer]:
-    """Open a client of several servers, perhaps with a sender to each."""
-    senders = (
-        [await stack.enter_async_context(TensorSender(here.tensors, permits)) for here in places]
-        if with_senders
-        else None
-    )
-    addresses = [here.messages for here in places]
-    return await stack.enter_async_context(MessageClient(addresses, sender=senders, reply_type=Answer))
+@asynccontextmanager
+async def _servers(
+    places: Sequence[Place], **options: Any
+) -> AsyncIterator[tuple[list[MessageServer[Question]], list[TensorReceiver]]]:
+    """Open a server at each place, and a receiver for its tensors."""
+    async with AsyncExitStack() as stack:
+        ends = [await stack.enter_async_context(listening(here, **options)) for here in places]
+        yield [server for server, _ in ends], [receiver for _, receiver in ends]
+
+
+@asynccontextmanager
+async def _serving(
+    *servers: MessageServer[Question], handler: Callable[[Question], Awaitable[object]] = answer
+) -> AsyncIterator[None]:
+    """Have servers answer, and close them with the block."""
+    tasks = [asyncio.create_task(server.serve(handler)) for server in servers]
+    try:
+        yield
+    finally:
+        for server in servers:
+            await server.aclose()
+        await asyncio.gather(*tasks)
+
+
+@asynccontextmanager
+async def _senders(places: Sequence[Place], permits: int) -> AsyncIterator[list[TensorSender]]:
+    """Open a sender of so many permits to each place."""
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(TensorSender(here.tensors, permits)) for here in places]
+
+
+@asynccontextmanager
+async def _client(
+    places: Sequence[Place], permits: int | None = None
+) -> AsyncIterator[MessageClient[Answer]]:
+    """Open a client of the servers at some places, with a sender of so many permits to each, or with none."""
+    async with AsyncExitStack() as stack:
+        senders = None if permits is None else await stack.enter_async_context(_senders(places, permits))
+        addresses = [here.messages for here in places]
+        yield await stack.enter_async_context(MessageClient(addresses, sender=senders, reply_type=Answer))
+
+
+@asynccontextmanager
+async def _asking(
+    client: MessageClient[Answer], questions: Iterable[Question], target: int | None = None
+) -> AsyncIterator[list[asyncio.Task[Answer]]]:
+    """Begin to ask; with the block, give up what has no answer yet."""
+    tasks = [asyncio.create_task(client.request(question, target=target)) for question in questions]
+    try:
+        yield tasks
+    finally:
+        await _give_up(tasks)
+
+
+async def _give_up(tasks: Sequence[asyncio.Task[Answer]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Uneven(NamedTuple):
+    """A client of two servers, and what ends the work of the busy one."""
+
+    client: MessageClient[Answer]
+    busy: MessageServer[Question]
+    idle: MessageServer[Question]
+    free: Callable[[], Awaitable[None]]
+
+
+@asynccontextmanager
+async def _uneven() -> AsyncIterator[Uneven]:
+    """Have a server hold eight messages of another client, and its answer to this one tell of them."""
+    async with (
+        _places(2) as places,
+        _servers(places) as ([busy, idle], _),
+        _client(places[:1]) as other,
+        _asking(other, map(Question, range(100, 108))) as asking,
+    ):
+        await until(lambda: busy.statistics().waiting == 8)
+        held = [await anext(busy) for _ in range(8)]
+
+        async def free() -> None:
+            for request in held:
+                await request.reply(Answer(request.message.seed))
+            assert [got.seed for got in await asyncio.gather(*asking)] == list(range(100, 108))
+
+        async with _client(places) as client, _serving(busy, idle):
+            await until(lambda: client.statistics().servers == 2)
+            await client.request(Question(0), target=0)
+            yield Uneven(client, busy, idle, free)
 
 
 @pytest.mark.parametrize("clients", [1, 4, 8])
@@ -52,389 +138,294 @@ async def test_several_servers_get_equal_shares_of_clients_that_ask_one_question
     clients: int,
 ) -> None:
     questions = 240 // clients
-    async with _places(SEVERAL) as places, AsyncExitStack() as stack:
-        serving = []
-        servers: list[MessageServer[Question]] = []
-        for number, here in enumerate(places):
-            servers.append(await stack.enter_async_context(MessageServer(here.messages, Question)))
+    shares: Counter[int] = Counter()
+
+    async def ask(client: MessageClient[Whose]) -> None:
+        for seed in range(questions):
+            shares[(await client.request(Question(seed))).server] += 1
+
+    async with _places(SEVERAL) as places, _servers(places) as (servers, _), AsyncExitStack() as stack:
+        for number, server in enumerate(servers):
 
             async def name(question: Question, number: int = number) -> Whose:
                 for _ in range(question.seed % 7):
                     await asyncio.sleep(0)
                 return Whose(number)
 
-            serving.append(asyncio.create_task(servers[-1].serve(name)))
+            await stack.enter_async_context(_serving(server, handler=name))
         addresses = [here.messages for here in places]
         asking = [
             await stack.enter_async_context(MessageClient(addresses, reply_type=Whose))
             for _ in range(clients)
         ]
         await until(lambda: all(client.statistics().servers == SEVERAL for client in asking))
-        shares: Counter[int] = Counter()
-
-        async def ask(client: MessageClient[Whose]) -> None:
-            for seed in range(questions):
-                shares[(await client.request(Question(seed))).server] += 1
-
         await asyncio.gather(*map(ask, asking))
-        for server in servers:
-            await server.aclose()
-        await asyncio.gather(*serving)
     equal = shares.total() / SEVERAL
     assert max(abs(share - equal) for share in (shares[number] for number in range(SEVERAL))) <= 0.2 * equal
 
 
 async def test_a_client_asks_the_server_that_has_less_to_do_for_other_clients() -> None:
-    async with _places(2) as places, AsyncExitStack() as stack:
-        busy, idle = [
-            await stack.enter_async_context(MessageServer(here.messages, Question)) for here in places
-        ]
-        other = await stack.enter_async_context(MessageClient(places[0].messages, reply_type=Answer))
-        asking = [asyncio.create_task(other.request(Question(100 + seed))) for seed in range(8)]
-        await until(lambda: busy.statistics().waiting == 8)
-        held = [await anext(busy) for _ in range(8)]
-
-        addresses = [here.messages for here in places]
-        client = await stack.enter_async_context(MessageClient(addresses, reply_type=Answer))
-        await until(lambda: client.statistics().servers == 2)
-        serving = [asyncio.create_task(server.serve(answer)) for server in (busy, idle)]
-        await client.request(Question(0), target=0)  # the answer states the load
+    async with _uneven() as ends:
         for seed in range(6):
-            await client.request(Question(seed))
-        assert idle.statistics().answers == 6
-        for request in held:
-            await request.reply(Answer(request.message.seed))
-        await asyncio.gather(*asking)
-        for server in (busy, idle):
-            await server.aclose()
-        await asyncio.gather(*serving)
+            await ends.client.request(Question(seed))
+        assert ends.idle.statistics().answers == 6
+        await ends.free()
 
 
 async def test_a_server_that_was_busy_is_asked_again_though_nothing_was_heard_of_it_since() -> None:
-    async with _places(2) as places, AsyncExitStack() as stack:
-        busy, idle = [
-            await stack.enter_async_context(MessageServer(here.messages, Question)) for here in places
-        ]
-        other = await stack.enter_async_context(MessageClient(places[0].messages, reply_type=Answer))
-        asking = [asyncio.create_task(other.request(Question(seed))) for seed in range(8)]
-        await until(lambda: busy.statistics().waiting == 8)
-        held = [await anext(busy) for _ in range(8)]
-        addresses = [here.messages for here in places]
-        client = await stack.enter_async_context(MessageClient(addresses, reply_type=Answer))
-        await until(lambda: client.statistics().servers == 2)
-        serving = [asyncio.create_task(server.serve(answer)) for server in (busy, idle)]
-        await client.request(Question(0), target=0)
-        for request in held:
-            await request.reply(Answer(request.message.seed))
-        await asyncio.gather(*asking)
-        before = busy.statistics().answers
+    async with _uneven() as ends:
+        await ends.free()
+        before = ends.busy.statistics().answers
         for seed in range(40):
-            await client.request(Question(seed))
-        assert busy.statistics().answers - before >= 10
-        for server in (busy, idle):
-            await server.aclose()
-        await asyncio.gather(*serving)
+            await ends.client.request(Question(seed))
+        assert ends.busy.statistics().answers - before >= 10
 
 
-@pytest.mark.parametrize("with_senders", [True, False], ids=["tensors by senders", "tensors in messages"])
-async def test_messages_that_wait_for_a_server_that_dies_go_to_another_one(with_senders: bool) -> None:
-    async with _places(2) as places, AsyncExitStack() as stack:
-        first = await stack.enter_async_context(process(places[0]))
-        await first.call(open_server, places[0], answers=False, max_waiting=2)
-        receiver = await stack.enter_async_context(TensorReceiver(places[1].tensors))
-        server = await stack.enter_async_context(
-            MessageServer(places[1].messages, Question, receiver=receiver, max_waiting=2)
-        )
-        client = await _open_client(stack, places, with_senders=with_senders)
-        await until(lambda: client.statistics().servers == 2)
-        asking = [
-            asyncio.create_task(client.request(Question(seed, pattern(seed, BIG)))) for seed in range(40)
-        ]
-        await until(lambda: client.statistics().messages_sent == 4)  # the others wait for credit or permits
-        assert client.statistics().in_flight == (20, 20)
-
-        first.kill()
-        serving = asyncio.create_task(server.serve(answer))
-        results = await asyncio.gather(*asking, return_exceptions=True)
+@either_way
+async def test_messages_that_wait_for_a_server_that_dies_go_to_another_one(permits: int | None) -> None:
+    async with (
+        _places(2) as places,
+        process(places[0]) as dying,
+        _servers(places[1:], max_waiting=2) as ([other], _),
+    ):
+        await dying.call(open_server, places[0], answers=False, max_waiting=2)
+        async with _client(places, permits) as client:
+            await until(lambda: client.statistics().servers == 2)
+            async with _asking(client, map(_large, range(40))) as asking:
+                # The others wait for credit or permits.
+                await until(lambda: client.statistics().messages_sent == 4)
+                assert client.statistics().in_flight == (20, 20)
+                dying.kill()
+                async with _serving(other):
+                    results = await asyncio.gather(*asking, return_exceptions=True)
         lost = [result for result in results if isinstance(result, PeerLostError)]
         assert 1 <= len(lost) <= 2  # the messages that had left
         answers = {seed: got.seed for seed, got in enumerate(results) if isinstance(got, Answer)}
         assert all(seed == got for seed, got in answers.items())
         assert len(answers) + len(lost) == 40
-        await server.aclose()
-        await serving
 
 
 async def test_messages_that_wait_for_a_receiver_that_closes_go_to_another_server() -> None:
-    async with _places(2) as places, AsyncExitStack() as stack:
-        receivers = [await stack.enter_async_context(TensorReceiver(here.tensors)) for here in places]
-        servers = [
-            await stack.enter_async_context(MessageServer(here.messages, Question, receiver=receiver))
-            for here, receiver in zip(places, receivers, strict=True)
-        ]
-        client = await _open_client(stack, places, with_senders=True)
+    async with (
+        _places(2) as places,
+        _servers(places) as ([_, other], [closing, _]),
+        _client(places, permits=2) as client,
+    ):
         await until(lambda: client.statistics().servers == 2)
-        asking = [
-            asyncio.create_task(client.request(Question(seed, pattern(seed, BIG)))) for seed in range(40)
-        ]
-        await until(lambda: client.statistics().messages_sent == 4)  # the others wait for permits
-        await receivers[0].aclose()  # its sender is told, and the connection to the server stays
-        serving = [asyncio.create_task(servers[1].serve(answer))]
-        await until(lambda: client.statistics().answers == 38)
-        for task in asking:
-            task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
-        await servers[1].aclose()
-        await asyncio.gather(*serving)
+        async with _asking(client, map(_large, range(40))):
+            await until(lambda: client.statistics().messages_sent == 4)  # the others wait for permits
+            await closing.aclose()  # its sender is told, and the connection to the server stays
+            async with _serving(other):
+                await until(lambda: client.statistics().answers == 38)
 
 
-@pytest.mark.parametrize("with_senders", [True, False], ids=["tensors by senders", "tensors in messages"])
-async def test_a_server_that_starts_gets_messages_that_wait_for_a_busy_one(with_senders: bool) -> None:
-    async with _places(2) as places, AsyncExitStack() as stack:
-        receiver = await stack.enter_async_context(TensorReceiver(places[0].tensors))
-        busy = await stack.enter_async_context(
-            MessageServer(places[0].messages, Question, receiver=receiver, max_waiting=2)
-        )
-        client = await _open_client(stack, places, with_senders=with_senders)
+@either_way
+async def test_a_server_that_starts_gets_messages_that_wait_for_a_busy_one(permits: int | None) -> None:
+    async with (
+        _places(2) as places,
+        _servers(places[:1], max_waiting=2) as ([busy], _),
+        process(places[1]) as starting,
+        _client(places, permits) as client,
+    ):
         await until(lambda: client.statistics().servers == 1)
-        asking = [
-            asyncio.create_task(client.request(Question(seed, pattern(seed, BIG)))) for seed in range(20)
-        ]
-        await until(lambda: client.statistics().messages_sent == 2)
-
-        second = await stack.enter_async_context(process(places[1]))
-        await second.call(open_server, places[1])
-        await until(lambda: sum(task.done() for task in asking) == 18)
-        serving = asyncio.create_task(busy.serve(answer))
-        assert [got.seed for got in await asyncio.gather(*asking)] == list(range(20))
-        await busy.aclose()
-        await serving
+        async with _asking(client, map(_large, range(20))) as asking:
+            await until(lambda: client.statistics().messages_sent == 2)
+            await starting.call(open_server, places[1])
+            await until(lambda: sum(task.done() for task in asking) == 18)
+            async with _serving(busy):
+                assert [got.seed for got in await asyncio.gather(*asking)] == list(range(20))
 
 
 async def test_messages_whose_tensors_are_being_copied_stay_at_their_servers() -> None:
-    async with _places(2) as places, AsyncExitStack() as stack:
-        servers = []
-        for here in places:
-            receiver = await stack.enter_async_context(TensorReceiver(here.tensors))
-            server = MessageServer(here.messages, Question, receiver=receiver)
-            servers.append(await stack.enter_async_context(server))
-        client = await _open_client(stack, places, with_senders=True, permits=4)
+    # 8 MiB take longer: one server gets these.
+    questions = [Question(seed, pattern(seed, (1 << 20) if seed % 2 else BIG)) for seed in range(6)]
+    async with (
+        _places(2) as places,
+        _servers(places),
+        _client(places, permits=4) as client,
+    ):
         await until(lambda: client.statistics().servers == 2)
-        tensors = [pattern(0, BIG), pattern(0, 1 << 20)]  # 8 MiB take longer: one server gets these
-        asking = [asyncio.create_task(client.request(Question(seed, tensors[seed % 2]))) for seed in range(6)]
-        await until(lambda: client.statistics().messages_sent == 6)
-        assert client.statistics().in_flight == (3, 3)
-        for task in asking:
-            task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        async with _asking(client, questions):
+            await until(lambda: client.statistics().messages_sent == 6)
+            assert client.statistics().in_flight == (3, 3)
 
 
 async def test_a_message_that_is_moved_is_heard_once() -> None:
-    async with _places(2) as places, AsyncExitStack() as stack:
-        servers = [
-            await stack.enter_async_context(MessageServer(here.messages, Question, max_waiting=3))
-            for here in places
-        ]
-        addresses = [here.messages for here in places]
-        client = await stack.enter_async_context(MessageClient(addresses, reply_type=Answer))
+    heard: list[int] = []
+
+    async def hear(server: MessageServer[Question], every: int) -> None:
+        async for request in server:
+            heard.append(request.message.seed)
+            for _ in range(every):
+                await asyncio.sleep(0)
+
+    async with (
+        _places(2) as places,
+        _servers(places, max_waiting=3) as ([fast, slow], _),
+        _client(places) as client,
+    ):
         await until(lambda: client.statistics().servers == 2)
         sending = [asyncio.create_task(client.send(Question(seed))) for seed in range(60)]
-        heard: list[int] = []
-
-        async def hear(server: MessageServer[Question], every: int) -> None:
-            async for request in server:
-                heard.append(request.message.seed)
-                for _ in range(every):
-                    await asyncio.sleep(0)
-
-        hearing = [
-            asyncio.create_task(hear(server, every)) for server, every in zip(servers, (0, 20), strict=True)
-        ]
+        hearing = [asyncio.create_task(hear(fast, 0)), asyncio.create_task(hear(slow, 20))]
         await asyncio.gather(*sending)
         await until(lambda: len(heard) >= 60)
-        for server in servers:
+        for server in (fast, slow):
             await server.aclose()
         await asyncio.gather(*hearing)
     assert sorted(heard) == list(range(60))
 
 
 async def test_a_message_with_a_target_waits_for_that_server() -> None:
-    async with _places(2) as places, AsyncExitStack() as stack:
-        servers = [
-            await stack.enter_async_context(MessageServer(here.messages, Question, max_waiting=1))
-            for here in places
-        ]
-        addresses = [here.messages for here in places]
-        client = await stack.enter_async_context(MessageClient(addresses, reply_type=Answer))
-        asking = [asyncio.create_task(client.request(Question(seed), target=0)) for seed in range(5)]
-        await until(lambda: servers[0].statistics().waiting == 1)
-        serving = [asyncio.create_task(servers[1].serve(answer))]
-        assert (await client.request(Question(9))).seed == 9
-        assert not any(task.done() for task in asking)
-        serving.append(asyncio.create_task(servers[0].serve(answer)))
-        assert [got.seed for got in await asyncio.gather(*asking)] == list(range(5))
-        assert servers[0].statistics().answers == 5
-        for server in servers:
-            await server.aclose()
-        await asyncio.gather(*serving)
+    async with (
+        _places(2) as places,
+        _servers(places, max_waiting=1) as ([named, other], _),
+        _client(places) as client,
+        _asking(client, map(Question, range(5)), target=0) as asking,
+    ):
+        await until(lambda: named.statistics().waiting == 1)
+        async with _serving(other):
+            assert (await client.request(Question(9))).seed == 9
+            assert not any(task.done() for task in asking)
+            async with _serving(named):
+                assert [got.seed for got in await asyncio.gather(*asking)] == list(range(5))
+                assert named.statistics().answers == 5
 
 
 async def test_engines_that_are_killed_and_replaced_under_load_leave_no_message_waiting() -> None:
+    outcomes: Counter[str] = Counter()
+    is_over = False
+
+    async def ask(client: MessageClient[Answer], first: int) -> None:
+        seed = first
+        while not is_over:
+            seed += 100
+            try:
+                got = await client.request(_large(seed))
+            except PeerLostError:
+                outcomes["lost"] += 1
+            else:
+                assert got.seed == seed
+                outcomes["answered"] += 1
+
+    async def thirty_more_answers() -> None:
+        enough = outcomes["answered"] + 30
+        await until(lambda: outcomes["answered"] >= enough)
+
     async with _places(SEVERAL) as places, AsyncExitStack() as stack:
-        engines: list[Peer] = []
-        for here in places:
-            engines.append(await stack.enter_async_context(process(here)))
-            await engines[-1].call(open_server, here, max_waiting=2)
-        client = await _open_client(stack, places, with_senders=True)
-        await until(lambda: client.statistics().servers == SEVERAL)
-        outcomes: Counter[str] = Counter()
-        is_over = False
 
-        async def ask(first: int) -> None:
-            seed = first
-            while not is_over:
-                seed += 100
-                try:
-                    got = await client.request(Question(seed, pattern(seed, BIG)))
-                except PeerLostError:
-                    outcomes["lost"] += 1
-                else:
-                    assert got.seed == seed
-                    outcomes["answered"] += 1
+        async def start(here: Place) -> Peer:
+            engine = await stack.enter_async_context(process(here))
+            await engine.call(open_server, here, max_waiting=2)
+            return engine
 
-        asking = [asyncio.create_task(ask(first)) for first in range(24)]
-        for number in range(SEVERAL):
-            before = outcomes["answered"]
-            await until(lambda: outcomes["answered"] >= before + 30)  # noqa: B023
-            engines[number].kill()
-            before = outcomes["answered"]
-            await until(lambda: outcomes["answered"] >= before + 30)  # noqa: B023
-            engine = await stack.enter_async_context(process(places[number]))
-            await engine.call(open_server, places[number], max_waiting=2)
+        engines = [await start(here) for here in places]
+        async with _client(places, permits=2) as client:
             await until(lambda: client.statistics().servers == SEVERAL)
-        is_over = True
-        await asyncio.gather(*asking)
-        assert outcomes["lost"] < outcomes["answered"]
-        assert client.statistics().in_flight == (0,) * SEVERAL
+            asking = [asyncio.create_task(ask(client, first)) for first in range(24)]
+            for here, engine in zip(places, engines, strict=True):
+                await thirty_more_answers()
+                engine.kill()
+                await thirty_more_answers()
+                await start(here)
+                await until(lambda: client.statistics().servers == SEVERAL)
+            is_over = True
+            await asyncio.gather(*asking)
+            assert outcomes["lost"] < outcomes["answered"]
+            assert client.statistics().in_flight == (0,) * SEVERAL
 
 
 async def test_messages_pass_a_server_that_takes_nothing() -> None:
-    async with _places(2) as places, AsyncExitStack() as stack:
-        stalled, good = [
-            await stack.enter_async_context(MessageServer(here.messages, Question, max_waiting=1))
-            for here in places
-        ]
-        client = await _open_client(stack, places, with_senders=False)
+    async with (
+        _places(2) as places,
+        _servers(places, max_waiting=1) as ([stalled, good], _),
+        _client(places) as client,
+    ):
         await until(lambda: client.statistics().servers == 2)
-        serving = asyncio.create_task(good.serve(answer))
-        for seed in range(6):
-            await client.send(Question(seed))
-        assert stalled.statistics().waiting <= 1
-        await good.aclose()
-        await serving
+        async with _serving(good):
+            for seed in range(6):
+                await client.send(Question(seed))
+            assert stalled.statistics().waiting <= 1
 
 
 async def test_requests_pass_a_server_whose_sender_has_no_permit_left() -> None:
-    async with _places(2) as places, AsyncExitStack() as stack:
-        serving = []
-        servers: list[MessageServer[Question]] = []
-        for here in places:
-            receiver = await stack.enter_async_context(TensorReceiver(here.tensors))
-            servers.append(
-                await stack.enter_async_context(MessageServer(here.messages, Question, receiver=receiver))
-            )
-            serving.append(asyncio.create_task(servers[-1].serve(answer)))
-        senders = [await stack.enter_async_context(TensorSender(here.tensors, 1)) for here in places]
-        addresses = [here.messages for here in places]
-        client = await stack.enter_async_context(MessageClient(addresses, sender=senders, reply_type=Answer))
+    async with (
+        _places(2) as places,
+        _servers(places) as (servers, _),
+        _serving(*servers),
+        _senders(places, permits=1) as senders,
+        MessageClient([here.messages for here in places], sender=senders, reply_type=Answer) as client,
+    ):
         await until(lambda: client.statistics().servers == 2)
         async with senders[0].message():
             for seed in range(4):
-                assert (await client.request(Question(seed, pattern(seed, BIG)))).seed == seed
-        for server in servers:
-            await server.aclose()
-        await asyncio.gather(*serving)
+                assert (await client.request(_large(seed))).seed == seed
 
 
 async def test_a_request_that_waits_goes_to_the_server_that_has_become_idle() -> None:
-    async with _places(2) as places, AsyncExitStack() as stack:
-        servers = [
-            await stack.enter_async_context(MessageServer(here.messages, Question, max_waiting=1))
-            for here in places
-        ]
-        client = await _open_client(stack, places, with_senders=False)
+    async with (
+        _places(2) as places,
+        _servers(places, max_waiting=1) as (servers, _),
+        _client(places) as client,
+    ):
         await until(lambda: client.statistics().servers == 2)
-        asking = [asyncio.create_task(client.request(Question(seed))) for seed in range(3)]
-        await until(lambda: all(server.statistics().waiting == 1 for server in servers))
-        fast = client.statistics().in_flight.index(1)
-        serving = asyncio.create_task(servers[fast].serve(answer))
-        await until(lambda: sum(task.done() for task in asking) == 2)
-        for task in asking:
-            task.cancel()
-        await asyncio.wait(asking)
-        await servers[fast].aclose()
-        await serving
+        async with _asking(client, map(Question, range(3))) as asking:
+            await until(lambda: all(server.statistics().waiting == 1 for server in servers))
+            fast = client.statistics().in_flight.index(1)  # the third waits for the other one
+            async with _serving(servers[fast]):
+                await until(lambda: sum(task.done() for task in asking) == 2)
 
 
 async def test_requests_that_wait_move_when_others_are_cancelled() -> None:
-    async with _places(2) as places, AsyncExitStack() as stack:
-        servers = [
-            await stack.enter_async_context(MessageServer(here.messages, Question, max_waiting=4))
-            for here in places
-        ]
-        client = await _open_client(stack, places, with_senders=False)
+    begun: list[int] = []
+    is_free = asyncio.Event()
+
+    async def handle(question: Question) -> Answer:
+        begun.append(question.seed)
+        await is_free.wait()
+        return Answer(question.seed)
+
+    async with (
+        _places(2) as places,
+        _servers(places, max_waiting=4) as ([_, taking], _),
+        _client(places) as client,
+        _serving(taking, handler=handle),
+    ):
         await until(lambda: client.statistics().servers == 2)
-        begun: list[int] = []
-        is_free = asyncio.Event()
-
-        async def handle(question: Question) -> Answer:
-            begun.append(question.seed)
-            await is_free.wait()
-            return Answer(question.seed)
-
-        serving = asyncio.create_task(servers[1].serve(handle))
-        first = [asyncio.create_task(client.request(Question(seed), target=1)) for seed in range(20)]
-        await until(lambda: len(begun) == 20)
-        waiting = [asyncio.create_task(client.request(Question(100 + seed))) for seed in range(16)]
-        await until(lambda: client.statistics().messages_sent >= 24)
-        is_free.set()
-        for task in first:
-            task.cancel()
-        await asyncio.wait(first)
-        await until(lambda: sum(task.done() for task in waiting) >= 12)  # four are at the other server
-        for task in waiting:
-            task.cancel()
-        await asyncio.wait(waiting)
-        await servers[1].aclose()
-        await serving
+        async with _asking(client, map(Question, range(20)), target=1) as first:
+            await until(lambda: len(begun) == 20)
+            async with _asking(client, map(Question, range(100, 116))) as waiting:
+                await until(lambda: client.statistics().messages_sent >= 24)
+                is_free.set()
+                await _give_up(first)
+                # Four are at the other server.
+                await until(lambda: sum(task.done() for task in waiting) >= 12)
 
 
 async def test_a_server_that_goes_while_a_message_is_encoded_does_not_hold_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real, has_gone, is_encoding = in_thread, asyncio.Event(), asyncio.Event()
+    has_gone, is_encoding = asyncio.Event(), asyncio.Event()
 
     async def late(*work: Any) -> Any:
         is_encoding.set()
         await has_gone.wait()
-        return await real(*work)
+        return await in_thread(*work)
 
-    async with _places(2) as places, AsyncExitStack() as stack:
-        receivers = [await stack.enter_async_context(TensorReceiver(here.tensors)) for here in places]
-        servers = [
-            await stack.enter_async_context(MessageServer(here.messages, Question, receiver=receiver))
-            for here, receiver in zip(places, receivers, strict=True)
-        ]
-        client = await _open_client(stack, places, with_senders=True)
+    async with (
+        _places(2) as places,
+        _servers(places) as (servers, receivers),
+        _client(places, permits=2) as client,
+    ):
         await until(lambda: client.statistics().servers == 2)
         monkeypatch.setattr(parcels, "in_thread", late)
-        asking = asyncio.create_task(client.request(Question(1, pattern(1, BIG), wish="7" * (900 << 10))))
-        await is_encoding.wait()
-        gone = client.statistics().in_flight.index(1)
-        await receivers[gone].aclose()
-        await servers[gone].aclose()
-        await until(lambda: client.statistics().servers == 1)
-        has_gone.set()
-        request = await anext(servers[1 - gone])
-        await request.reply(Answer(1))
-        assert (await asking).seed == 1
+        question = Question(1, pattern(1, BIG), wish="7" * (900 << 10))
+        async with _asking(client, [question]) as [asked]:
+            await is_encoding.wait()
+            gone = client.statistics().in_flight.index(1)
+            await receivers[gone].aclose()
+            await servers[gone].aclose()
+            await until(lambda: client.statistics().servers == 1)
+            has_gone.set()
+            request = await anext(servers[1 - gone])
+            await request.reply(Answer(1))
+            assert (await asked).seed == 1

@@ -3,37 +3,67 @@
 import asyncio
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
+import zmq
 
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.channel.sockets import _place_of
+from aiotensor.channel.context import Context
+from aiotensor.channel.sockets import LoopSocket
 from tests.channel.parties import Answer, Question, answer, place
 from tests.pairs import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
-def test_the_place_of_a_socket_is_its_path_or_its_port() -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname()) as one,
-        listener.accept()[0] as other,
-    ):
-        assert _place_of(other) == _place_of(listener) == listener.getsockname()[1]
-        assert _place_of(one) != _place_of(listener)
+class Told:
+    """What a socket tells its owner of connections, by their descriptors; the owner takes nothing else in."""
+
+    def __init__(self) -> None:
+        self.connections: list[int] = []
+
+    def connected(self, descriptor: int) -> None:
+        self.connections.append(descriptor)
+
+    def disconnected(self, descriptor: int) -> None:
+        self.connections.remove(descriptor)
+
+    def message_arrived(self, parts: object) -> None:
+        raise AssertionError(f"nobody said {parts}")
+
+    def refused(self, *, is_final: bool, error: int) -> None:
+        assert not is_final, error
+
+    def handshaken(self) -> None: ...
+
+    def unreachable(self) -> None: ...
+
+    def has_room(self) -> None: ...
+
+
+@contextmanager
+def listening(address: str) -> Iterator[tuple[LoopSocket, Told]]:
+    """Open a socket for connections as a server does, without the server."""
+    told = Told()
+    with Context() as context:
+        sock = LoopSocket(context, zmq.ROUTER, {}, told)
+        sock.bind(address)
+        try:
+            yield sock, told
+        finally:
+            sock.close()
 
 
 async def test_a_connection_that_zeromq_has_closed_is_cut_without_an_error_and_nothing_else_is() -> None:
-    with place() as here:
-        async with MessageServer(here.messages, Question) as server:
-            sock = server._clients.socket
-            reader, writer = os.pipe()
-            assert sock.cut(reader)  # the number is that of a pipe now
-            os.fstat(reader)
-            for descriptor in (reader, writer):
-                os.close(descriptor)
-            assert sock.cut(reader)
+    with place() as here, listening(here.messages) as (sock, _):
+        reader, writer = os.pipe()
+        assert sock.cut(reader)  # the number is that of a pipe now
+        os.fstat(reader)
+        for descriptor in (reader, writer):
+            os.close(descriptor)
+        assert sock.cut(reader)
 
 
 async def test_a_connection_whose_number_is_another_sockets_by_now_refuses_nobody() -> None:
@@ -60,21 +90,33 @@ async def test_a_server_that_was_too_busy_to_hear_of_its_connections_closes() ->
             await server.aclose()
 
 
-async def test_a_connection_is_cut_by_its_number_while_it_is_there() -> None:
-    with place() as here:
-        async with MessageServer(here.messages, Question) as server:
-            clients = server._clients
-            reader, writer = await asyncio.open_unix_connection(here.messages.removeprefix("ipc://"))
-            await until(lambda: len(clients._accepted._identities) == 1)
-            with socket.create_server(("127.0.0.1", 0)) as another:
-                clients.socket.cut(another.fileno())  # as if it had the number now
-                assert another.getsockname()
-                another.settimeout(0)
-                with pytest.raises(BlockingIOError):  # it listens still
-                    another.accept()
-            assert len(clients._accepted._identities) == 1
-            clients.socket.cut(next(iter(clients._accepted._identities)))
-            while await reader.read(100):
+@pytest.mark.parametrize("address", ["ipc://", "tcp://127.0.0.1:0", "tcp://*:0"])
+async def test_a_connection_is_cut_by_its_number_while_it_is_there(address: str) -> None:
+    with place() as here, listening(here.messages if address == "ipc://" else address) as (sock, told):
+        reader, writer = await connected(sock.address)
+        await until(lambda: len(told.connections) == 1)
+        with (
+            socket.create_server(("127.0.0.1", 0)) as another,
+            socket.create_connection(another.getsockname()) as one,
+            another.accept()[0] as accepted,
+        ):
+            for elsewhere in (another, one, accepted):  # as if it had the number now
+                assert sock.cut(elsewhere.fileno())
+            accepted.sendall(b"still here")
+            assert one.recv(100) == b"still here"
+            socket.create_connection(another.getsockname()).close()
+            another.accept()[0].close()
+        assert sock.cut(told.connections[0])
+        with suppress(ConnectionResetError):
+            while await reader.read(100):  # ZeroMQ greets at once
                 pass
-            await until(lambda: not clients._accepted._identities)
-            writer.close()
+        await until(lambda: not told.connections)
+        writer.close()
+
+
+async def connected(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect without ZeroMQ."""
+    scheme, _, where = address.partition("://")
+    if scheme == "ipc":
+        return await asyncio.open_unix_connection(where)
+    return await asyncio.open_connection("127.0.0.1", int(where.rpartition(":")[2]))

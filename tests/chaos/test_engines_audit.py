@@ -59,11 +59,9 @@ def test_what_must_not_become_of_a_question_to_several_engines_is_found(
     assert said in problem
 
 
-@pytest.mark.parametrize("heard", [[[Heard(8)], [Heard(8)]]])
 @pytest.mark.parametrize(("kind", "target"), [(FaultKind.KILL, ENGINE), (FaultKind.PARTITION, None)])
-def test_no_fault_explains_that_two_engines_heard_a_question(
-    heard: Sequence[Sequence[Event]], kind: FaultKind, target: int | None
-) -> None:
+def test_no_fault_explains_that_two_engines_heard_a_question(kind: FaultKind, target: int | None) -> None:
+    heard = [[Heard(8)], [Heard(8)]]
     assert _problems(_question(), ASKED, heard, _fault(kind, target))
     assert _problems(_question(), ASKED[:1], heard, _fault(kind, target), is_killed=True)
 
@@ -116,7 +114,7 @@ def test_no_fault_of_the_network_explains_other_errors(error: str) -> None:
     assert "nothing explains" in problem
 
 
-def test_more_than_one_line_a_second_about_refused_connections_is_found() -> None:
+def test_more_than_one_line_a_second_about_repeated_lines_is_found() -> None:
     lines = ["2000-01-01 WARNING aiotensor.channel 700 connections were refused, the latest because ..."]
     assert not wrong_with_refusals(2 * lines, 0.2)
     assert wrong_with_refusals(3 * lines, 0.2)

@@ -10,6 +10,7 @@ from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.links import Endpoint
 from tests import loops
+from tests.accepting import accepted_at
 from tests.fuzz.engine import Figures, Troubles, figures, threads_started
 from tests.fuzz.notes import Note, ask_rightly, messages_at, respond
 from tests.fuzz.rogues import ask_as_client, heard_by_server
@@ -49,8 +50,8 @@ class _Serving:
             and (received.leases, received.unclaimed_tensors, received.waiting) == (0, 0, 0)
             and received.senders == 1
             and not (self.answers or self.server._arriving or self.server._found or self.server._ready)
-            and len(clients._accepted._identities) == 1
             and not clients._turned_away
+            and len(accepted_at(self.server.address)) == 1
         )
 
 

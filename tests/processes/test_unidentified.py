@@ -17,6 +17,7 @@ from aiotensor.incoming import MAX_UNIDENTIFIED
 from aiotensor.protocol.frames import MAX_RECORD_BYTES, VERSION, Bye, Hello, decode_to_sender, encode
 from tests.pairs import BIG, pattern, until
 from tests.processes import peers
+from tests.repeated import check_rate
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -97,16 +98,10 @@ async def test_a_flood_of_connections_keeps_no_sender_out_and_costs_none_its_ten
         assert await early.call(receivers_lost) == 0
         assert receiver.statistics().senders == 2
         assert receiver.statistics().senders_lost == 0
-        _check_rate(caplog)
-
-
-def _check_rate(caplog: pytest.LogCaptureFixture) -> None:
-    """Check that no two lines of an event are closer than a second, apart from the accuracy of clocks."""
-    times: dict[tuple[str, object], list[float]] = {}
-    for record in caplog.records:
-        times.setdefault((record.name, vars(record)["event"]), []).append(record.created)
-    for written in times.values():
-        assert all(later - earlier > 0.9 for earlier, later in itertools.pairwise(written))
+        events = {(record.name, vars(record)["event"]) for record in caplog.records}
+        for event in events:
+            written = [one for one in caplog.records if (one.name, vars(one)["event"]) == event]
+            check_rate([one.created for one in written])
 
 
 async def test_a_sender_that_is_replaced_before_its_hello_arrives_reconnects(

@@ -406,8 +406,8 @@ class MailboxMachine(RuleBasedStateMachine):
 
     @invariant()
     def it_counts_the_messages_that_closed_senders_left(self) -> None:
-        left = [record for record in self.mailbox._senders.values() if record.left]
-        assert self.mailbox.messages_left == sum(len(record.messages) for record in left)
+        left = [sender for sender, _ in self.messages if self.state[sender] == "left"]
+        assert self.mailbox.messages_left == len(left)
 
     @invariant()
     def it_counts_what_was_discarded(self) -> None:
