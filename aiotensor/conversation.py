@@ -56,6 +56,9 @@ logger = logger_of("sender")
 class ConversationEvents(Protocol):
     """What a sender wants to be told of."""
 
+    def receiver_found(self) -> None:
+        """Handle a receiver that messages can be sent to."""
+
     def message_ended(self, message: Message, state: State) -> None:
         """Note that the receiver took a message, or gave it up."""
 
@@ -259,6 +262,7 @@ class Conversation:
         self.is_connected, self.is_admitted = True, False
         self.failure = None
         self._outbox.clear()
+        self._events.receiver_found()
         return encode(
             Hello(
                 VERSION,
@@ -324,6 +328,7 @@ class Conversation:
                 if frame.is_admitted:
                     self.is_admitted, self._refusal, self.needs_admission = True, None, False
                     self._admissions.wake()
+                    self._events.receiver_found()
             case Inquire():
                 self._accountant.ask()
             case Bye(""):

@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from contextlib import asynccontextmanager
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from aiotensor.errors import AioTensorError
 from aiotensor.protocol.credits import Budget, Space, Ticket
 from aiotensor.tally import WaitTally
 
-__all__ = ["Gate", "StuckError", "Waiters", "at_most", "seconds_or_never"]
+__all__ = ["Gate", "RoomListener", "StuckError", "Waiters", "at_most", "seconds_or_never"]
 
 P = TypeVar("P")
 
@@ -39,6 +39,13 @@ class Waiters(list["asyncio.Future[None]"]):
         for future in self:
             if not future.done():
                 future.set_result(None)
+
+
+class RoomListener(Protocol):
+    """An object that waits for any of several senders."""
+
+    def room_changed(self) -> None:
+        """Handle a permit or memory that was released, or a receiver that was found."""
 
 
 def seconds_or_never(name: str, value: float | None) -> float | None:
@@ -101,6 +108,7 @@ class Gate(Generic[P]):
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = 0.0
         self._failure: Callable[[], AioTensorError] | None = None
+        self.on_release: Callable[[], None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def longest_wait_s(self, now: float) -> float:
@@ -156,6 +164,8 @@ class Gate(Generic[P]):
         granted = self.budget.release(ticket)
         if self._waits:
             self._wake(granted)
+        if self.on_release is not None:
+            self.on_release()
 
     def fail(self, make_error: Callable[[], AioTensorError]) -> None:
         """End every wait with an error of its own, those that begin later too."""

@@ -10,6 +10,7 @@ then waits for the next receiver, and so does what is sent from then on.
 """
 
 import asyncio
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from aiotensor import placements
 from aiotensor.conversation import Conversation
 from aiotensor.errors import AioTensorError, ClosedError, DiscardedError, WouldBlockError, again
-from aiotensor.gates import Waiters, at_most
+from aiotensor.gates import RoomListener, Waiters, at_most
 from aiotensor.grants import Grants
 from aiotensor.ledger import Ledger, Patience
 from aiotensor.links.base import SenderLink
@@ -66,6 +67,8 @@ class Outgoing:
         self._messages = self._grants.messages
         self._is_closed = False
         self._drainers = Waiters()
+        self.listeners: weakref.WeakSet[RoomListener] = weakref.WeakSet()
+        self.permits.on_release = self._room_changed
         self._wakes_room = False
         self.conversation = Conversation(sender, link, max_messages, max_bytes, self)
         self.memory: Memory  # from `open` on: they belong to a loop
@@ -82,6 +85,7 @@ class Outgoing:
         """
         self._grants.open(on_freed, self._keep_warm_s, lambda: self.conversation.receiver_pid)
         self.memory, self.ledger = self._grants.memory, self._grants.ledger
+        self.memory.gate.on_release = self._room_changed
         try:
             await self.conversation.open(statistics)
         except BaseException:
@@ -348,7 +352,25 @@ class Outgoing:
         self._wakes_room = False
         self.conversation.wake()
 
+    @property
+    def free_permits(self) -> int:
+        """Count the messages that can begin at once; 0 while calls wait for a permit or memory."""
+        permits = self.permits.budget
+        conversation = self.conversation
+        if not conversation.is_connected or conversation.needs_admission:
+            return 0
+        return 0 if permits.waiting or self.memory.gate.budget.waiting else permits.limit - permits.in_use
+
+    def _room_changed(self) -> None:
+        if self.listeners:
+            for listener in tuple(self.listeners):
+                listener.room_changed()
+
     # What the receiver says
+
+    def receiver_found(self) -> None:
+        """Handle a receiver that messages can be sent to."""
+        self._room_changed()
 
     def message_ended(self, message: Message, state: State) -> None:
         """Note that the receiver took a message, or gave it up."""
@@ -374,6 +396,7 @@ class Outgoing:
             self._end(message, State.LOST)
         self.memory.peer_lost(pid)
         self._drainers.wake()
+        self._room_changed()
         return len(lost)
 
     # Small things

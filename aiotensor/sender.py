@@ -12,7 +12,7 @@ import torch
 from aiotensor import links, placements
 from aiotensor.cgroups import warn_if_too_large
 from aiotensor.errors import TooLargeError, WouldBlockError
-from aiotensor.gates import at_most, seconds_or_never
+from aiotensor.gates import RoomListener, at_most, seconds_or_never
 from aiotensor.home import FreedItems, Home, LoopObject, weakly
 from aiotensor.ledger import MemoryUsage, Patience
 from aiotensor.message import Message, State
@@ -344,18 +344,19 @@ class TensorSender(LoopObject):
             return placements.new_tensor(sizes, dtype)
         return await self._outgoing.allocate(nbytes, dtype, sizes, message)
 
-    def _waiting_of(self, calls: int) -> int:
-        """Count how many of these calls wait for the receiver, a permit or memory, and not for a copy."""
-        out = self._outgoing
-        if not (self._home.was_entered and out.conversation.is_connected):
-            return calls
-        return min(calls, out.permits.budget.waiting + out.memory.gate.budget.waiting)
+    @property
+    def _free_permits(self) -> int:
+        return self._outgoing.free_permits
 
     @property
-    def _has_permit(self) -> bool:
-        """Return whether a call would get a permit at once."""
-        permits = self._outgoing.permits.budget
-        return not self._waiting_of(1) and permits.in_use < permits.limit
+    def _has_failed(self) -> bool:
+        """Return whether calls raise an error until `_look_again` finds a receiver, or for good."""
+        out = self._outgoing
+        return not self._home.is_open or (out.failure or out.conversation.failure) is not None
+
+    def _listen(self, listener: RoomListener) -> None:
+        """Call a listener, without keeping it alive, when a message may begin that could not before."""
+        self._outgoing.listeners.add(listener)
 
     def _details(self) -> list[str]:
         permits = self._outgoing.permits.budget

@@ -298,6 +298,7 @@ class ClientStatistics(msgspec.Struct, frozen=True):
     Attributes:
         servers: servers that are connected now.
         in_flight: messages that are being sent, or wait for an answer, at each server.
+        waiting: messages that wait until one of several servers can take them.
         messages_sent: messages that were handed to ZeroMQ.
         answers: requests that were answered.
         failures: requests that ended with an error.
@@ -308,6 +309,7 @@ class ClientStatistics(msgspec.Struct, frozen=True):
 
     servers: int
     in_flight: tuple[int, ...]
+    waiting: int
     messages_sent: int
     answers: int
     failures: int

@@ -36,7 +36,7 @@ class Told:
 
     def statistics(self) -> ClientStatistics:
         self.looks.append(threading.get_ident())
-        return ClientStatistics(1, (1,), 0, self.answers, 0, 0, 0, {})
+        return ClientStatistics(1, (1,), 0, 0, self.answers, 0, 0, 0, {})
 
 
 def open_told(answers: int, at: str) -> tuple[Told, Home]:

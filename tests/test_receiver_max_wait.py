@@ -105,7 +105,9 @@ async def test_a_message_whose_tensors_never_come_is_answered_and_what_comes_lat
             connection = client._connections[0]
             await connection.ready()
             handle = await astray.send(pattern(0, BIG))
-            asked = await connection.ask(connection.session, (handle,), [b"\x80"], wants_answer=True)
+            asked = await connection.ask(
+                connection.session, (handle,), [b"\x80"], wants_answer=True, may_move=False
+            )
             assert asked is not None
             assert asked.answered is not None
             with pytest.raises(RemoteError, match="no sender of this id has connected here") as no:

@@ -248,6 +248,7 @@ class MessageClient(LoopObject, Generic[R]):
         return ClientStatistics(
             servers=sum(connection.is_ready for connection in self._connections),
             in_flight=tuple(connection.in_flight for connection in self._connections),
+            waiting=0 if self._servers is None else self._servers.waiting,
             messages_sent=self._sent,
             answers=self._answers,
             failures=self._failures,
@@ -276,15 +277,12 @@ class MessageClient(LoopObject, Generic[R]):
     # One message
 
     async def _choose(self, target: int | None, inside: OpenMessage | None) -> Connection:
-        """Choose a server, and wait until it is connected."""
-        self._home.check()
+        """Wait until a certain server is connected, and return its connection."""
         if inside is not None:
             owners = [number for number, sender in enumerate(self._senders) if inside.sender is sender]
             if not owners or target not in (None, *owners):
                 raise ValueError("`inside` is a message of this client's sender, for the same target")
             target = owners[0] if target is None else target
-        if target is None and self._servers is not None:
-            return await self._servers.choose()
         number = 0 if target is None else target
         if not 0 <= number < len(self._connections):
             raise ValueError(f"target {target} is none of the {len(self._connections)} servers, from 0")
@@ -297,42 +295,45 @@ class MessageClient(LoopObject, Generic[R]):
         self, box: list[object], target: int | None, inside: OpenMessage | None, *, wants_answer: bool
     ) -> tuple[Connection, Asked, Handles]:
         """Send a message, and return the connection that sent it and counts it as in flight."""
-        parcel: Parcel | None = None
-        may_move = self._servers is not None and target is None and inside is None
+        self._home.check()
+        servers = self._servers if target is None and inside is None else None
+        has_sender = self._senders[0] is not None
+        parcel = await parcels.pack(box, has_sender=has_sender)
         lost: set[Connection] = set()
         try:
             while True:
-                connection = await self._choose(target, inside)
+                connection = (
+                    await self._choose(target, inside)
+                    if servers is None
+                    else await servers.choose(needs_sender=has_sender and bool(parcel.tensors))
+                )
                 connection.in_flight += 1
-                session = connection.session
+                connection.leaving += 1
                 sent: tuple[Asked, Handles] | None = None
                 try:
-                    if parcel is None:
-                        parcel = await parcels.pack(box, has_sender=self._senders[0] is not None)
-                    if not may_move or session == connection.session:  # encoding may have taken long
-                        sent = await self._send(connection, parcel, inside, wants_answer, may_move)
+                    sent = await self._send(connection, parcel, inside, wants_answer, servers is not None)
                 except PeerLostError:
-                    # The sender may detect the loss before the connection does. If only its receiver is
-                    # gone, and stays gone, the second loss is raised instead of retrying there forever.
-                    if not may_move or (session == connection.session and connection in lost):
+                    # The sender may detect the loss before the connection does. If its receiver stays gone,
+                    # the second loss is raised.
+                    if servers is None or connection in lost:
                         raise
                     lost.add(connection)
                 finally:
+                    connection.leaving -= 1
                     if sent is None:
                         self._ended(connection)
                 if sent is not None:
                     self._sent += 1
                     return connection, *sent
         finally:
-            if parcel is not None:
-                parcel.tensors.clear()
-                self._disposal.let_go(parcel.parts)
+            parcel.tensors.clear()
+            self._disposal.let_go(parcel.parts)
 
     def _ended(self, connection: Connection) -> None:
         """Count one message less in flight."""
         connection.in_flight -= 1
         if self._servers is not None:
-            self._servers.rebalance_soon()
+            self._servers.changed()
 
     async def _send(
         self,
@@ -349,7 +350,7 @@ class MessageClient(LoopObject, Generic[R]):
             if sender is not None and (parcel.tensors or inside is not None):
                 parcels.check_parts(parcel.parts, connection.pipeline.limits, "server")  # before sending
                 sending = parcel.send_tensors(sender, inside)
-                sent = await (connection.pipeline.outbox.sending(sending) if may_move else sending)
+                sent = await (connection.pipeline.sending(sending) if may_move else sending)
                 if sent is None:
                     return None
                 handles = sent

@@ -67,7 +67,7 @@ class ServersEvents(Protocol):
     """The callbacks of the object that chooses among several servers."""
 
     def changed(self) -> None:
-        """Handle a server that was connected or lost."""
+        """Handle a server that was connected or lost, or that may take a message again."""
 
     def reported(self, connection: "Connection", others: int) -> None:
         """Record the load of a server: the messages of other clients there."""
@@ -97,6 +97,7 @@ class Connection:
         drop: Callable[[Answered], None],
     ) -> None:
         self.is_ready = False
+        self.leaving = 0  # messages that are being sent
         self.in_flight = 0  # messages that are being sent, or wait for an answer; counted by the client
         self.session = 0  # counts the servers that were lost
         self.leads_to = ""  # the id of the server's receiver
@@ -172,7 +173,8 @@ class Connection:
         try:
             async with self._patience():
                 while not self.is_ready:
-                    self.raise_failure()
+                    if self.failure is not None:
+                        raise self.failure
                     await self._waiters.wait()
         except WouldBlockError:
             if not self.is_ready:  # a server may have connected in this iteration of the loop
@@ -208,7 +210,7 @@ class Connection:
         parts: Parts,
         *,
         wants_answer: bool,
-        may_move: bool = False,
+        may_move: bool,
     ) -> Asked | None:
         """Wait for credit, and send a message, in the order of the calls.
 
@@ -219,8 +221,7 @@ class Connection:
             handles: the handles of its tensors.
             parts: its body, and the buffers beside it.
             wants_answer: whether it expects an answer.
-            may_move: whether to return None if the message should go to another server, because this one was
-                lost or has more to do.
+            may_move: whether to return None if this server was lost, since another one may have the message.
 
         Raises:
             PeerLostError: the server was lost after the first tensor was sent.
@@ -239,7 +240,7 @@ class Connection:
             if not self.is_ready:
                 await self.ready()
                 continue
-            asked = await self.pipeline.ask(handles, parts, wants_answer=wants_answer, may_move=may_move)
+            asked = await self.pipeline.ask(handles, parts, wants_answer=wants_answer)
             if asked is not None or may_move:
                 return asked
 
@@ -307,6 +308,7 @@ class Connection:
     def has_room(self) -> None:
         """Send messages that the socket did not accept before."""
         self.pipeline.has_room()
+        self._changed()
 
     def message_arrived(self, parts: "list[zmq.Frame]") -> None:
         """Handle a message of the server."""
@@ -346,7 +348,8 @@ class Connection:
         self.is_ready = True
         self.pipeline.begin(hello)
         self._waiters.wake()
-        self._changed()
+        if self._servers is not None:
+            self._servers.reported(self, 0)
 
     # Ends
 
@@ -407,10 +410,15 @@ class Connection:
         self.pipeline.end(error)
         self._waiters.wake()
 
-    def raise_failure(self) -> None:
-        """Raise the reason why the connection stays without a server."""
-        if self._failure is not None:
-            raise again(self._failure)
+    @property
+    def failure(self) -> AioTensorError | None:
+        """Return a new error if the connection stays without a server until `try_again`."""
+        return None if self._failure is None else again(self._failure)
+
+    @property
+    def room(self) -> int:
+        """Count the messages that can be sent at once, beside those that are being sent."""
+        return self.pipeline.credit - self.leaving if self.is_ready else 0
 
     def _open_socket(self) -> LoopSocket:
         if self._socket is None:

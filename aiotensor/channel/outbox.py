@@ -2,17 +2,14 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
-from aiotensor.channel.cancelling import CancelOnce
 from aiotensor.errors import WouldBlockError
 from aiotensor.protocol.window import Window
 
 __all__ = ["Outbox", "Parts", "flush_all"]
-
-R = TypeVar("R")
 
 Parts: TypeAlias = Sequence[bytes | memoryview]
 
@@ -25,10 +22,9 @@ class _Letter:
         nbytes: the bytes that it uses of the window.
         on_sent: called when it is sent.
         gone: a future whose result is whether it was sent; None if no task waits for it.
-        may_move: whether `give_up_one` may remove it.
     """
 
-    __slots__ = ("gone", "may_move", "nbytes", "on_sent", "parts")
+    __slots__ = ("gone", "nbytes", "on_sent", "parts")
 
     def __init__(
         self,
@@ -36,13 +32,11 @@ class _Letter:
         nbytes: int = 0,
         on_sent: Callable[[], object] = lambda: None,
         gone: "asyncio.Future[bool] | None" = None,
-        may_move: bool = False,
     ) -> None:
         self.parts = parts
         self.nbytes = nbytes
         self.on_sent = on_sent
         self.gone = gone
-        self.may_move = may_move
 
 
 class Outbox:
@@ -66,9 +60,6 @@ class Outbox:
         self._hand_over = send
         self._letters: deque[_Letter] = deque()
         self._is_over = False
-        self.movable = 0  # letters that `give_up_one` may remove
-        self.on_wait: Callable[[], None] = lambda: None  # called when a movable message may begin to wait
-        self._sending: dict[CancelOnce, None] = {}  # messages whose tensors are being sent, the latest last
 
     def __len__(self) -> int:
         return len(self._letters)
@@ -78,17 +69,8 @@ class Outbox:
         if self._letters or not self._send(parts, 0, is_retry=False):
             self._letters.append(_Letter(parts))
 
-    async def put(
-        self,
-        parts: Parts,
-        nbytes: int = 0,
-        on_sent: Callable[[], object] = lambda: None,
-        *,
-        may_move: bool = False,
-    ) -> bool:
-        """Wait until a message can be sent, and return whether it was sent.
-
-        Returns False if the peer disconnected first, or if `give_up_one` removed the message.
+    async def put(self, parts: Parts, nbytes: int = 0, on_sent: Callable[[], object] = lambda: None) -> bool:
+        """Wait until a message can be sent; return False if the peer disconnected first.
 
         Cancelling removes the message if it has not been sent.
 
@@ -96,7 +78,6 @@ class Outbox:
             parts: the parts of the message.
             nbytes: the bytes that it uses of the window.
             on_sent: called when it is sent.
-            may_move: whether `give_up_one` may remove it.
 
         Raises:
             OSError: this process lacks the descriptors or threads to send it.
@@ -108,11 +89,8 @@ class Outbox:
         if self._is_over:  # sending may have found that the peer is gone
             return False
         gone: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        letter = _Letter(parts, nbytes, on_sent, gone, may_move)
+        letter = _Letter(parts, nbytes, on_sent, gone)
         self._letters.append(letter)
-        if may_move:
-            self.movable += 1
-            self.on_wait()
         try:
             async with self._patience():
                 return await gone
@@ -123,39 +101,6 @@ class Outbox:
             if isinstance(error, WouldBlockError) and gone.done() and not gone.cancelled():
                 return gone.result()  # the wait ended in the iteration in which it timed out
             raise
-        finally:
-            self.movable -= may_move
-
-    async def sending(self, tensors: Awaitable[R]) -> R | None:
-        """Wait until the tensors of a message are sent; return None if `give_up_one` or `clear` stops it."""
-        with CancelOnce() as wait:
-            self._sending[wait] = None
-            self.on_wait()
-            try:
-                return await tensors
-            finally:
-                self._sending.pop(wait, None)
-        return None
-
-    @property
-    def sending_tensors(self) -> int:
-        """Return the number of messages whose tensors are being sent."""
-        return len(self._sending)
-
-    @property
-    def takes_more(self) -> bool:
-        """Return whether the peer has credit for a message and no other message waits."""
-        return not self._letters and self.window is not None and self.window.is_open
-
-    def give_up_one(self) -> None:
-        """Remove the latest waiting message that may be sent to another peer."""
-        for letter in reversed(self._letters):
-            if letter.may_move and letter.gone is not None and not letter.gone.done():
-                self._letters.remove(letter)
-                _settle(letter, was_sent=False)
-                return
-        if self._sending:
-            self._sending.popitem()[0].cancel()
 
     def flush(self, *, is_retry: bool) -> bool:
         """Send waiting messages until ZeroMQ or the window accepts no more; return whether any was sent."""
@@ -184,7 +129,7 @@ class Outbox:
 
     def _send(self, parts: Parts, nbytes: int, *, is_retry: bool) -> bool:
         window = self.window
-        if window is not None and not window.is_open:
+        if window is not None and window.credit <= 0:
             return False
         was_sent = self._hand_over(parts, is_retry)
         if was_sent and window is not None:
@@ -193,8 +138,6 @@ class Outbox:
 
     def clear(self) -> None:
         """Discard the waiting messages, because the peer is gone."""
-        for wait in self._sending:
-            wait.cancel()
         letters, self._letters = self._letters, deque()
         for letter in letters:
             _settle(letter, was_sent=False)

@@ -4,12 +4,14 @@ Messages are sent in the order of the calls, within the server's credit. Cancell
 overtake messages that wait for it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from typing import TypeVar
 
 import zmq
 
+from aiotensor.channel.cancelling import CancelOnce
 from aiotensor.channel.outbox import Outbox, Parts, flush_all
 from aiotensor.channel.parcels import Answered, Asked, Handles, body_and_buffers, check_parts
 from aiotensor.channel.unanswered import Unanswered
@@ -28,6 +30,8 @@ from aiotensor.protocol.exchange import (
 from aiotensor.protocol.window import Window
 
 __all__ = ["Pipeline"]
+
+R = TypeVar("R")
 
 
 class Pipeline:
@@ -53,6 +57,13 @@ class Pipeline:
         self._notices = Outbox(send)
         self._unanswered = Unanswered(drop)
         self._own_limits = limits
+        self._sending: set[CancelOnce] = set()
+
+    @property
+    def credit(self) -> int:
+        """Count the messages that can be sent at once."""
+        window = self.outbox.window
+        return 0 if window is None or self.outbox else window.credit
 
     @property
     def unsent(self) -> int:
@@ -65,10 +76,9 @@ class Pipeline:
         return len(self._unanswered)
 
     def begin(self, hello: ServerHello) -> None:
-        """Send the messages that waited for the server, within the limits that it announces."""
+        """Use the limits that the server announces."""
         self.outbox.window = Window(hello.max_waiting, hello.max_waiting_bytes)
         self.limits = PartLimits(hello.max_part_bytes, hello.max_body_bytes)
-        self.outbox.flush(is_retry=False)
 
     def end(self, error: AioTensorError) -> None:
         """Fail the requests that were sent; the others go to another server, or wait for the next one."""
@@ -76,10 +86,20 @@ class Pipeline:
         self._unanswered.fail_all(error)
         self._notices.clear()
         self.outbox.clear()
+        for wait in self._sending:
+            wait.cancel()
 
-    async def ask(
-        self, handles: Handles, parts: Parts, *, wants_answer: bool, may_move: bool
-    ) -> Asked | None:
+    async def sending(self, tensors: Awaitable[R]) -> R | None:
+        """Wait until the tensors of a message are sent; return None if the server is lost before."""
+        with CancelOnce() as wait:
+            self._sending.add(wait)
+            try:
+                return await tensors
+            finally:
+                self._sending.discard(wait)
+        return None
+
+    async def ask(self, handles: Handles, parts: Parts, *, wants_answer: bool) -> Asked | None:
         """Wait for credit and queue space, and send a message.
 
         Cancelling removes an unsent message, and notifies the server of a sent one.
@@ -88,9 +108,8 @@ class Pipeline:
             handles: the handles of its tensors.
             parts: its body, and the buffers beside it.
             wants_answer: whether it expects an answer.
-            may_move: whether it may go to another server instead.
 
-        Returns None if it was not sent: the server was lost, or the message should go to another one.
+        Returns None if the server was lost before.
 
         Raises:
             WouldBlockError: the message could not be sent within `max_wait_s`.
@@ -103,7 +122,7 @@ class Pipeline:
         following = parts if body is None else parts[1:]
         nbytes, expect = sum(map(len, parts)), partial(self._unanswered.expect, asked)
         try:
-            has_left = await self.outbox.put([header, *following], nbytes, expect, may_move=may_move)
+            has_left = await self.outbox.put([header, *following], nbytes, expect)
         except BaseException:
             self.cancel(asked)  # it may have been sent in this iteration
             parts = following = ()  # the error's traceback refers to this frame

@@ -1,174 +1,216 @@
-"""Choose among the servers of a client, and move messages from one to another.
+"""Choose among the servers of a client.
 
-A message goes to the server with the least load: the client's own messages there, and those of other clients
-as the server last reported them. Until a message is sent it can move to another server: when its own is lost,
-or when it waits for a permit, memory, credit or queue space while another server could take it or has less to
-do.
+A message is sent to the server with the least load, which counts the client's own messages there and those
+of other clients as the server last reported them. Only a server that can take the message at once is chosen;
+otherwise the message waits for the first server that can. So no message waits for a busy server while
+another one is free, and a message that has been sent never moves.
 """
 
 import asyncio
 import random
+from collections import Counter, deque
 from collections.abc import Mapping
 from contextlib import suppress
 
 from aiotensor.channel.connection import Connection
-from aiotensor.errors import WouldBlockError
-from aiotensor.gates import Waiters, at_most
+from aiotensor.errors import ClosedError, WouldBlockError
+from aiotensor.gates import at_most
 from aiotensor.sender import TensorSender
 from aiotensor.types import Usage
 
 __all__ = ["Servers"]
 
-# The least time between attempts to connect to a server that refused this client, while others serve it.
+# The least time between two attempts to connect to a server or a receiver that has refused this client.
 _AT_MOST_EVERY_S = 1.0
 
-# The weight of a report decreases by this factor with each later report of another server, and is zero below
-# a tenth of a message, so that a client that rarely sends does not avoid a once busy server forever. In a
+# Each report of another server reduces the weight of a report by this factor. A report that counts less than
+# a tenth of a message is ignored: otherwise a server that was busy once might never be chosen again. In a
 # simulation, the shares of three servers differed by at most 12 % with 1, 4 and 8 clients.
 _AGES_BY, _COUNTS_FROM = 0.7, 0.1
-
-# Moved messages count at their new servers only after a few iterations of the event loop.
-_BETWEEN_MOVES_S = 0.002
 
 
 class Servers:
     """Choose among the servers of one client; belongs to the running loop.
 
     Args:
-        senders: the connection to each server, with the sender for its tensors.
-        max_wait_s: seconds after which a wait for any server fails; None for no limit.
+        senders: the connections to all servers, each with the sender for its tensors, if there is one.
+        max_wait_s: seconds after which a wait for a server fails; None for no limit.
     """
 
     def __init__(self, senders: Mapping[Connection, TensorSender | None], max_wait_s: float | None) -> None:
-        self._connections = connections = list(senders)
+        self._connections = list(senders)
         self._senders = senders
-        for connection in connections:
-            connection.pipeline.outbox.on_wait = self.rebalance_soon
-        self._max_wait_s = max_wait_s
-        self._changes = Waiters()
+        waits = (sender._max_wait_s for sender in senders.values() if sender is not None)
+        limits = [limit for limit in (max_wait_s, *waits) if limit is not None]
+        self._max_wait_s = {True: min(limits, default=None), False: max_wait_s}  # with a permit, without
+        self._looks_at = 0.0
+        # Calls that wait for a server: those whose tensors need a permit of its sender, and the others.
+        self._lines: dict[bool, deque[asyncio.Future[Connection]]] = {True: deque(), False: deque()}
+        self._granted = Counter[Connection]()  # to calls that have not continued yet
         self._reports = 0
         self._others: dict[Connection, tuple[int, int]] = {}  # messages of others, and the report's number
-        # Among equal servers, the least recently chosen one is next. The order differs between clients.
-        self._rotation = random.sample(connections, len(connections))
-        self._rest: asyncio.TimerHandle | None = None
+        # Among servers with the same load, the least recently used is chosen. The order differs by client.
+        self._rotation = random.sample(self._connections, len(self._connections))
+        self._asked: Connection | None = None  # tries again because all servers have refused this client
         self._soon: asyncio.Handle | None = None
-        self._moved_to: list[Connection] = []  # for the moved messages, until they choose a server
+        self._later: asyncio.TimerHandle | None = None
         self._is_closed = False
+        for sender in senders.values():
+            if sender is not None:
+                sender._listen(self)
 
-    async def choose(self) -> Connection:
-        """Wait until a server is connected, and return the one with the least load.
+    @property
+    def waiting(self) -> int:
+        """Count the calls that wait for a server."""
+        return sum(map(len, self._lines.values()))
+
+    async def choose(self, *, needs_sender: bool) -> Connection:
+        """Wait until a server can take a message, and return the one with the least load.
+
+        The message has to be sent, or begin to be sent, before the next await.
+
+        Args:
+            needs_sender: whether the message needs a permit of the server's sender.
 
         Raises:
-            RefusedError: all servers have failed permanently, and a new attempt at one failed in this way.
+            RefusedError: no server is connected, and each attempt has failed; raised for the latest failure.
             PeerLostError: the same.
             AccessDeniedError: the same.
-            WouldBlockError: no server was connected within `max_wait_s`.
+            WouldBlockError: no server could take the message within `max_wait_s`.
             ClosedError: this client was closed.
         """
-        try:
-            async with at_most(self._max_wait_s, self._overdue):
-                chosen = await self._any()
-        except WouldBlockError:
-            found = self._least_loaded()  # a server may have connected in this iteration
-            if found is None:
-                raise
-            chosen = found
-        self._rotation.remove(chosen)
-        self._rotation.append(chosen)
+        self._try_again()
+        chosen = None if self._lines[needs_sender] else self._pick(needs_sender=needs_sender)
+        while chosen is None or not chosen.is_ready:  # it may be lost after it was granted
+            chosen = await self._wait(needs_sender=needs_sender)
         return chosen
 
     def changed(self) -> None:
-        """Handle a server that was connected or lost."""
-        self._changes.wake()
-        self.rebalance_soon()
+        """Handle a server that was connected or lost, or that can take a message again."""
+        if self._soon is None and self.waiting and not self._is_closed:
+            self._soon = asyncio.get_running_loop().call_soon(self._serve)
+
+    room_changed = changed  # of a sender
 
     def reported(self, connection: Connection, others: int) -> None:
         """Record the load of a server: the messages of other clients there."""
         self._reports += 1
         self._others[connection] = others, self._reports
-        self.rebalance_soon()
-
-    def rebalance_soon(self) -> None:
-        """Move messages in the next iteration of the event loop, when the current ones are sent or wait."""
-        if self._soon is None and not self._is_closed:
-            self._soon = asyncio.get_running_loop().call_soon(self.rebalance)
-
-    def rebalance(self) -> None:
-        """Move waiting messages to a server that has less to do, the latest first."""
-        self._soon = None
-        if self._rest is not None or self._is_closed:
-            return
-        waiting = [connection for connection in self._connections if self._movable(connection)]
-        free = [connection for connection in self._connections if connection.pipeline.outbox.takes_more]
-        free = [connection for connection in free if connection not in waiting] if waiting else []
-        if not free:
-            return
-        busiest, freest = max(waiting, key=self._load_of), min(free, key=self._load_of)
-        moves = int(self._load_of(busiest) - self._load_of(freest)) // 2
-        sender = self._senders[freest]
-        if sender is None or sender._has_permit:  # then a message does not wait there at all
-            moves = max(moves, 1)
-        moves = min(moves, self._movable(busiest))
-        if moves > 0:
-            for _ in range(moves):
-                busiest.pipeline.outbox.give_up_one()
-            self._moved_to = [freest] * moves
-            self._rest = asyncio.get_running_loop().call_later(_BETWEEN_MOVES_S, self._rested)
-
-    def _movable(self, connection: Connection) -> int:
-        """Count the messages that wait for a server and may be moved."""
-        outbox, sender = connection.pipeline.outbox, self._senders[connection]
-        tensors = outbox.sending_tensors
-        if tensors and sender is not None:
-            tensors = sender._waiting_of(tensors)
-        return outbox.movable + tensors
+        self.changed()
 
     def close(self) -> None:
-        """Wake the tasks that wait for a server, and move nothing more."""
+        """Fail the waiting calls; the connections are closed."""
         self._is_closed = True
-        for handle in (self._rest, self._soon):
+        self._serve()
+
+    async def _wait(self, *, needs_sender: bool) -> Connection:
+        if not self.waiting:
+            self._asked = None
+        line, future = self._lines[needs_sender], asyncio.get_running_loop().create_future()
+        line.append(future)
+        self.changed()
+        try:
+            limit_s = self._max_wait_s[needs_sender]
+            async with at_most(limit_s, lambda: self._overdue(limit_s)):
+                chosen: Connection = await future
+        except BaseException as error:
+            with suppress(ValueError):  # granted in this iteration
+                line.remove(future)
+            is_overdue = isinstance(error, WouldBlockError)
+            if not future.done() or future.cancelled() or future.exception() is not None:
+                found = self._pick(needs_sender=needs_sender) if is_overdue else None
+                if found is None:  # none that came in this iteration
+                    raise
+                return found
+            chosen = future.result()
+            if not is_overdue:
+                self._granted[chosen] -= 1
+                self.changed()
+                raise
+        self._granted[chosen] -= 1
+        return chosen
+
+    def _serve(self) -> None:
+        """Grant servers to waiting calls, in the order of the calls."""
+        for handle in (self._soon, self._later):
             if handle is not None:
                 handle.cancel()
-        self._changes.wake()
+        self._soon = self._later = None
+        for needs_sender, line in self._lines.items():
+            while line:
+                if line[0].done():  # cancelled in this iteration
+                    line.popleft()
+                    continue
+                chosen = self._pick(needs_sender=needs_sender)
+                if chosen is None:
+                    break
+                self._granted[chosen] += 1
+                line.popleft().set_result(chosen)
+        if self.waiting:
+            self._look_for_servers()
 
-    def _rested(self) -> None:
-        self._rest = None
-        self._moved_to.clear()
-        self.rebalance()
+    def _look_for_servers(self) -> None:
+        """Connect to servers again that have refused this client; if all have, fail the waiting calls."""
+        if any(connection.is_ready for connection in self._connections):
+            self._asked = None
+        if all(connection.is_hopeless for connection in self._connections):
+            if self._asked is None and not self._is_closed:
+                self._asked = min(self._connections, key=lambda one: one.refused_at)
+                self._asked.try_again()
+                return
+            failed = self._connections[0] if self._asked is None else self._asked
+            for line in self._lines.values():
+                for future in line:
+                    if not future.done():
+                        future.set_exception(failed.failure or ClosedError("this MessageClient was closed"))
+                line.clear()
+        elif any(connection.is_hopeless for connection in self._connections) or self._failed_senders:
+            self._try_again()
+            self._later = asyncio.get_running_loop().call_later(_AT_MOST_EVERY_S, self._serve)
+
+    def _try_again(self) -> None:
+        for connection in self._connections:
+            connection.try_again(_AT_MOST_EVERY_S)
+        now = asyncio.get_running_loop().time()
+        if now >= self._looks_at and (failed := self._failed_senders):
+            self._looks_at = now + _AT_MOST_EVERY_S
+            for sender in failed:
+                sender._look_again()
+
+    @property
+    def _failed_senders(self) -> list[TensorSender]:
+        return [sender for sender in self._senders.values() if sender is not None and sender._has_failed]
+
+    def _pick(self, *, needs_sender: bool) -> Connection | None:
+        """Return the server with the least load of those that can take a message at once."""
+        ready = [connection for connection in self._rotation if connection.is_ready]
+        if needs_sender:
+            working = [one for one in ready if (sender := self._senders[one]) and not sender._has_failed]
+            if ready and not working:
+                return ready[0]  # its sender raises the reason
+            ready = working
+        able = [connection for connection in ready if self._can_take(connection, needs_sender=needs_sender)]
+        chosen = min(able, key=self._load_of, default=None)
+        if chosen is not None:
+            self._rotation.remove(chosen)
+            self._rotation.append(chosen)
+        return chosen
+
+    def _can_take(self, connection: Connection, *, needs_sender: bool) -> bool:
+        granted, sender = self._granted[connection], self._senders[connection]
+        if connection.room <= granted:
+            return False
+        return sender is None or not needs_sender or sender._free_permits > granted
 
     def _load_of(self, connection: Connection) -> float:
         others, report = self._others.get(connection, (0, 0))
         aged = others * _AGES_BY ** (self._reports - report)
-        return connection.in_flight + (aged if aged >= _COUNTS_FROM else 0.0)
+        own = connection.in_flight + self._granted[connection]
+        return own + (aged if aged >= _COUNTS_FROM else 0.0)
 
-    def _least_loaded(self) -> Connection | None:
-        if self._moved_to and self._moved_to[-1].is_ready:
-            return self._moved_to.pop()
-        ready = [connection for connection in self._rotation if connection.is_ready]
-        at_once = [connection for connection in ready if connection.pipeline.outbox.takes_more]
-        return min(at_once or ready, key=self._load_of, default=None)
-
-    async def _any(self) -> Connection:
-        asked: Connection | None = None  # the server that is retried when all have failed
-        while True:
-            for connection in self._connections:
-                connection.try_again(_AT_MOST_EVERY_S)
-            chosen = self._least_loaded()
-            if chosen is not None:
-                return chosen
-            hopeless = [connection for connection in self._connections if connection.is_hopeless]
-            if len(hopeless) == len(self._connections):
-                if asked is not None or self._is_closed:
-                    (asked or hopeless[0]).raise_failure()
-                asked = min(hopeless, key=lambda one: one.refused_at)
-                asked.try_again()
-                continue
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_AT_MOST_EVERY_S if hopeless else None):
-                    await self._changes.wait()
-
-    def _overdue(self) -> WouldBlockError:
+    def _overdue(self, limit_s: float | None) -> WouldBlockError:
+        is_connected = any(connection.is_ready for connection in self._connections)
+        why = "has had room for this message" if is_connected else "has been there"
         return WouldBlockError(
-            f"none of the {len(self._connections)} servers has been there for {self._max_wait_s:g} s",
-            messages=Usage(requested=1),
+            f"none of the {len(self._connections)} servers {why} for {limit_s} s", messages=Usage(requested=1)
         )

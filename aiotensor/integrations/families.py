@@ -165,6 +165,11 @@ TABLE: _Rows = (
                 "in_flight",
                 "Messages that are being sent, or wait for an answer.",
             ),
+            Gauge(
+                "aiotensor_client_waiting",
+                "waiting",
+                "Messages that wait until one of several servers can take them.",
+            ),
         ),
         (
             Counter("aiotensor_client_messages_sent", "messages_sent", "Messages handed to ZeroMQ."),

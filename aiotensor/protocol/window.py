@@ -28,12 +28,10 @@ class Window:
         self._taken = self._taken_bytes = 0
 
     @property
-    def is_open(self) -> bool:
-        """Return whether another message may be sent."""
-        return (
-            self._sent - self._taken < self._limit
-            and self._sent_bytes - self._taken_bytes < self._limit_bytes
-        )
+    def credit(self) -> int:
+        """The number of messages that may be sent, if their bytes do not end it before."""
+        has_bytes = self._sent_bytes - self._taken_bytes < self._limit_bytes
+        return self._limit - (self._sent - self._taken) if has_bytes else 0
 
     def sent(self, nbytes: int) -> None:
         """Count a sent message."""

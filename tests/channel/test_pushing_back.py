@@ -415,7 +415,7 @@ async def test_a_message_whose_tensors_were_lost_fails_and_others_do_not() -> No
         handle = await lost.send(pattern(1, BIG))
         connection = ends.client._connections[0]
         body = TensorEncoder(lambda _: 0).encode(Question(1, pattern(1, 3)))
-        asked = await connection.ask(0, (handle,), body, wants_answer=True)
+        asked = await connection.ask(0, (handle,), body, wants_answer=True, may_move=False)
         await until(lambda: ends.server.statistics().waiting == 1)
         lost._outgoing.conversation.close()  # without a goodbye, as when a process is killed
         await until(lambda: ends.receiver.statistics().senders == 1)

@@ -116,7 +116,7 @@ async def test_a_message_may_come_before_its_tensors_and_holds_up_no_other() -> 
         late = handle.__class__("f" * 32, 0, 0, handle.dtype, handle.shape, handle.device)
         connection = ends.client._connections[0]
         await connection.ready()
-        await connection.ask(0, (late,), [b"\x81\xa4seed\x01"], wants_answer=False)
+        await connection.ask(0, (late,), [b"\x81\xa4seed\x01"], wants_answer=False, may_move=False)
         asking = asyncio.create_task(ends.client.request(Question(2)))
 
         request = await anext(ends.server)

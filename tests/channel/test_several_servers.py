@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+import torch
 
-from aiotensor import PeerLostError, TensorReceiver, TensorSender
+from aiotensor import PeerLostError, TensorQueue, TensorReceiver, TensorSender, WouldBlockError
 from aiotensor.channel import MessageClient, MessageServer, parcels
 from aiotensor.worker import in_thread
 from tests.channel.parties import Answer, Place, Question, answer, place
@@ -194,7 +195,8 @@ async def test_messages_that_wait_for_a_server_that_dies_go_to_another_one(permi
             async with _asking(client, map(_large, range(40))) as asking:
                 # The others wait for credit or permits.
                 await until(lambda: client.statistics().messages_sent == 4)
-                assert client.statistics().in_flight == (20, 20)
+                assert client.statistics().in_flight == (2, 2)
+                assert client.statistics().waiting == 36
                 dying.kill()
                 async with _serving(other):
                     results = await asyncio.gather(*asking, return_exceptions=True)
@@ -370,8 +372,8 @@ async def test_a_request_that_waits_goes_to_the_server_that_has_become_idle() ->
         await until(lambda: client.statistics().servers == 2)
         async with _asking(client, map(Question, range(3))) as asking:
             await until(lambda: all(server.statistics().waiting == 1 for server in servers))
-            fast = client.statistics().in_flight.index(1)  # the third waits for the other one
-            async with _serving(servers[fast]):
+            assert client.statistics().waiting == 1
+            async with _serving(servers[0]):
                 await until(lambda: sum(task.done() for task in asking) == 2)
 
 
@@ -421,11 +423,106 @@ async def test_a_server_that_goes_while_a_message_is_encoded_does_not_hold_it(
         question = Question(1, pattern(1, BIG), wish="7" * (900 << 10))
         async with _asking(client, [question]) as [asked]:
             await is_encoding.wait()
-            gone = client.statistics().in_flight.index(1)
-            await receivers[gone].aclose()
-            await servers[gone].aclose()
+            await receivers[0].aclose()
+            await servers[0].aclose()
             await until(lambda: client.statistics().servers == 1)
             has_gone.set()
-            request = await anext(servers[1 - gone])
+            request = await anext(servers[1])
             await request.reply(Answer(1))
             assert (await asked).seed == 1
+
+
+async def test_messages_that_wait_are_sent_in_the_order_of_their_calls() -> None:
+    heard: list[int] = []
+
+    async def handle(question: Question) -> Answer:
+        heard.append(question.seed)
+        return Answer(question.seed)
+
+    async with (
+        _places(2) as places,
+        _servers(places, max_waiting=1) as (servers, _),
+        _client(places) as client,
+    ):
+        await until(lambda: client.statistics().servers == 2)
+        async with _asking(client, map(Question, range(30))) as asking:
+            await until(lambda: client.statistics().waiting == 28)
+            async with _serving(servers[0], handler=handle):
+                await until(lambda: sum(task.done() for task in asking) == 29)
+    assert heard == sorted(heard)
+
+
+async def test_a_message_waits_for_the_first_permit_that_any_server_has() -> None:
+    async with (
+        _places(2) as places,
+        _servers(places) as (servers, _),
+        _serving(*servers),
+        _senders(places, permits=1) as senders,
+        MessageClient([here.messages for here in places], sender=senders, reply_type=Answer) as client,
+    ):
+        await until(lambda: client.statistics().servers == 2)
+        async with senders[0].message():
+            async with senders[1].message():  # neither is a message of this client
+                asked = asyncio.create_task(client.request(_large(1)))
+                await until(lambda: client.statistics().waiting == 1)
+                assert (await client.request(Question(2))).seed == 2  # which needs no permit
+            assert (await asked).seed == 1
+
+
+async def test_a_message_goes_to_a_busier_server_if_only_that_has_a_permit() -> None:
+    async with (
+        _places(2) as places,
+        _servers(places) as ([_, busy], _),
+        _senders(places, permits=2) as senders,
+        MessageClient([here.messages for here in places], sender=senders, reply_type=Answer) as client,
+    ):
+        await until(lambda: client.statistics().servers == 2)
+        async with (
+            senders[0].message(),
+            senders[0].message(),
+            _asking(client, [_large(1), _large(2)]) as asking,
+        ):
+            await until(lambda: busy.statistics().waiting == 2)
+            async with _serving(busy):
+                assert [got.seed for got in await asyncio.gather(*asking)] == [1, 2]
+
+
+async def test_a_message_that_waits_for_memory_stays_at_its_server() -> None:
+    async with _places(2) as places, _servers(places), AsyncExitStack() as stack:
+        senders = [
+            await stack.enter_async_context(TensorSender(here.tensors, arena_bytes=10 << 20, max_wait_s=0.1))
+            for here in places
+        ]
+        client = await stack.enter_async_context(
+            MessageClient([here.messages for here in places], sender=senders, reply_type=Answer)
+        )
+        await until(lambda: client.statistics().servers == 2)
+        held = [await sender.allocate((8 << 20,), torch.uint8) for sender in senders]
+        with pytest.raises(WouldBlockError, match="bytes"):
+            await client.send(Question(1, pattern(1, 1 << 19)))
+        assert sum(sender.statistics().messages_discarded for sender in senders) <= 1
+        del held
+
+
+async def test_a_server_whose_sender_has_failed_gets_no_messages_while_another_works() -> None:
+    async with _places(2) as places, AsyncExitStack() as stack:
+        queue = TensorQueue()
+        closed = await stack.enter_async_context(TensorReceiver(queue))
+        working = await stack.enter_async_context(TensorReceiver(places[1].tensors))
+        broken = await stack.enter_async_context(MessageServer(places[0].messages, Question, receiver=closed))
+        good = await stack.enter_async_context(MessageServer(places[1].messages, Question, receiver=working))
+        senders = [
+            await stack.enter_async_context(TensorSender(queue)),
+            await stack.enter_async_context(TensorSender(places[1].tensors)),
+        ]
+        client = await stack.enter_async_context(
+            MessageClient([here.messages for here in places], sender=senders, reply_type=Answer)
+        )
+        await until(lambda: client.statistics().servers == 2)
+        await closed.aclose()
+        async with _asking(client, map(_large, range(10))) as asking, _serving(good):
+            assert [got.seed for got in await asyncio.gather(*asking)] == list(range(10))
+        assert broken.statistics().messages_received == 0
+        await until(lambda: client.statistics().servers == 1)
+        with pytest.raises(PeerLostError):  # no receiver of that queue will follow
+            await client.request(_large(1))

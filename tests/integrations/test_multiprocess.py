@@ -191,7 +191,7 @@ class _Told:
         self.answers = answers
 
     def statistics(self) -> ClientStatistics:
-        return ClientStatistics(1, (1,), 0, self.answers, 0, 0, 0, {})
+        return ClientStatistics(1, (1,), 0, 0, self.answers, 0, 0, 0, {})
 
 
 async def _serve_clients(state: State, answers: int, names: list[str]) -> None:
