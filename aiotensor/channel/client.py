@@ -177,8 +177,8 @@ class MessageClient(LoopObject, Generic[R]):
                 Do not change any of it before this returns. A large message is encoded in a thread, which
                 continues for a moment if this is cancelled.
             target: the number of one of several servers, from 0; by default the connected server with the
-                least load. A message without a target moves to another server if its own is lost before it
-                is sent, or if it waits while another server has less to do.
+                least load of those that can take the message at once. While there is none, the message waits
+                for the first one, and if that is lost before the message is sent, for the next.
             inside: an open message of the sender, for callers that acquire the permit before they make the
                 tensors, so that it limits video decoding, for example: ``async with sender.message() as
                 permit: ... await client.request(message, inside=permit)``. It is complete when all tensors
