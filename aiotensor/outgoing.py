@@ -65,10 +65,9 @@ class Outgoing:
         self._grants = Grants(max_messages, max_bytes, patience)
         self.permits = self._grants.permits
         self._messages = self._grants.messages
-        self._is_closed = False
+        self._is_closed = self._was_opened = False
         self._drainers = Waiters()
-        self.listeners: weakref.WeakSet[RoomListener] = weakref.WeakSet()
-        self.permits.on_release = self._room_changed
+        self._listeners: weakref.WeakSet[RoomListener] = weakref.WeakSet()
         self._wakes_room = False
         self.conversation = Conversation(sender, link, max_messages, max_bytes, self)
         self.memory: Memory  # from `open` on: they belong to a loop
@@ -85,7 +84,8 @@ class Outgoing:
         """
         self._grants.open(on_freed, self._keep_warm_s, lambda: self.conversation.receiver_pid)
         self.memory, self.ledger = self._grants.memory, self._grants.ledger
-        self.memory.gate.on_release = self._room_changed
+        self._was_opened = True
+        self._watch_gates()
         try:
             await self.conversation.open(statistics)
         except BaseException:
@@ -361,10 +361,18 @@ class Outgoing:
             return 0
         return 0 if permits.waiting or self.memory.gate.budget.waiting else permits.limit - permits.in_use
 
+    def listen(self, listener: RoomListener) -> None:
+        """Call a listener, without keeping it alive, when a message may begin that could not before."""
+        self._listeners.add(listener)
+        self._watch_gates()
+
+    def _watch_gates(self) -> None:
+        if self._listeners and self._was_opened:  # it costs two calls for each message
+            self.permits.on_release = self.memory.gate.on_release = self._room_changed
+
     def _room_changed(self) -> None:
-        if self.listeners:
-            for listener in tuple(self.listeners):
-                listener.room_changed()
+        for listener in tuple(self._listeners):
+            listener.room_changed()
 
     # What the receiver says
 

@@ -356,7 +356,7 @@ class TensorSender(LoopObject):
 
     def _listen(self, listener: RoomListener) -> None:
         """Call a listener, without keeping it alive, when a message may begin that could not before."""
-        self._outgoing.listeners.add(listener)
+        self._outgoing.listen(listener)
 
     def _details(self) -> list[str]:
         permits = self._outgoing.permits.budget

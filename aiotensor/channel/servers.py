@@ -87,7 +87,7 @@ class Servers:
 
     def changed(self) -> None:
         """Handle a server that was connected or lost, or that can take a message again."""
-        if self._soon is None and self.waiting and not self._is_closed:
+        if self._soon is None and self.waiting:
             self._soon = asyncio.get_running_loop().call_soon(self._serve)
 
     room_changed = changed  # of a sender
@@ -127,6 +127,8 @@ class Servers:
                 self._granted[chosen] -= 1
                 self.changed()
                 raise
+        finally:
+            del future  # an error that it holds refers to this frame
         self._granted[chosen] -= 1
         return chosen
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from aiotensor import PeerLostError, TensorQueue, TensorReceiver, TensorSender, WouldBlockError
+from aiotensor import ClosedError, PeerLostError, TensorQueue, TensorReceiver, TensorSender, WouldBlockError
 from aiotensor.channel import MessageClient, MessageServer, parcels
 from aiotensor.worker import in_thread
 from tests.channel.parties import Answer, Place, Question, answer, place
@@ -403,23 +403,45 @@ async def test_requests_that_wait_move_when_others_are_cancelled() -> None:
                 await until(lambda: sum(task.done() for task in waiting) >= 12)
 
 
-async def test_a_server_that_goes_while_a_message_is_encoded_does_not_hold_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    has_gone, is_encoding = asyncio.Event(), asyncio.Event()
+@pytest.fixture
+def encoding(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
+    """Suspend the encoding of large messages; say that one has begun, and let it go on."""
+    has_begun, may_end = asyncio.Event(), asyncio.Event()
 
     async def late(*work: Any) -> Any:
-        is_encoding.set()
-        await has_gone.wait()
+        has_begun.set()
+        await may_end.wait()
         return await in_thread(*work)
 
+    monkeypatch.setattr(parcels, "in_thread", late)
+    return has_begun, may_end
+
+
+async def test_a_client_that_is_closed_while_a_message_is_encoded_does_not_hold_it(
+    encoding: tuple[asyncio.Event, asyncio.Event],
+) -> None:
+    is_encoding, is_closed = encoding
+    async with _places(2) as places, _servers(places), _client(places, permits=2) as client:
+        await until(lambda: client.statistics().servers == 2)
+        question = Question(1, pattern(1, BIG), wish="7" * (900 << 10))
+        async with _asking(client, [question]) as [asked]:
+            await is_encoding.wait()
+            await client.aclose()
+            is_closed.set()
+            with pytest.raises(ClosedError):
+                await asked
+
+
+async def test_a_server_that_goes_while_a_message_is_encoded_does_not_hold_it(
+    encoding: tuple[asyncio.Event, asyncio.Event],
+) -> None:
+    is_encoding, has_gone = encoding
     async with (
         _places(2) as places,
         _servers(places) as (servers, receivers),
         _client(places, permits=2) as client,
     ):
         await until(lambda: client.statistics().servers == 2)
-        monkeypatch.setattr(parcels, "in_thread", late)
         question = Question(1, pattern(1, BIG), wish="7" * (900 << 10))
         async with _asking(client, [question]) as [asked]:
             await is_encoding.wait()
