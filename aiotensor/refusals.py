@@ -73,7 +73,7 @@ def _log_broken(count: int, sender: str | None, pid: int | None, reason: str) ->
 
 def _log_cut_off(count: int, pid: int | None, connections: int) -> None:
     logger.warning(
-        "the connection of process %s was not identified while %s newer ones were opened, and is closed%s",
+        "an unidentified connection (pid %s) is closed, since %s newer ones were opened%s",
         pid,
         connections,
         others(count),

@@ -204,13 +204,7 @@ class Connection:
             self._connect()
 
     async def ask(
-        self,
-        session: int,
-        handles: Handles,
-        parts: Parts,
-        *,
-        wants_answer: bool,
-        may_move: bool,
+        self, session: int, handles: Handles, parts: Parts, *, wants_answer: bool, may_move: bool
     ) -> Asked | None:
         """Wait for credit, and send a message, in the order of the calls.
 
@@ -414,11 +408,6 @@ class Connection:
     def failure(self) -> AioTensorError | None:
         """Return a new error if the connection stays without a server until `try_again`."""
         return None if self._failure is None else again(self._failure)
-
-    @property
-    def room(self) -> int:
-        """Count the messages that can be sent at once, beside those that are being sent."""
-        return self.pipeline.credit - self.leaving if self.is_ready else 0
 
     def _open_socket(self) -> LoopSocket:
         if self._socket is None:

@@ -200,7 +200,7 @@ class Servers:
 
     def _can_take(self, connection: Connection, *, needs_sender: bool) -> bool:
         granted, sender = self._granted[connection], self._senders[connection]
-        if connection.room <= granted:
+        if connection.pipeline.credit <= connection.leaving + granted:
             return False
         return sender is None or not needs_sender or sender._free_permits > granted
 
