@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from aiotensor.channel import MessageClient, MessageServer
-from tests.channel.attackers import ATTACKS, attacked
+from tests.channel.attackers import WITHOUT_KEYS, attacked
 
 _TICK_S = 0.001
 
@@ -146,7 +146,7 @@ async def _observe(
 @contextmanager
 def _attackers(address: str, keys: Keys) -> Iterator[None]:
     with ExitStack() as stack:
-        for attack in ATTACKS:
+        for attack in WITHOUT_KEYS:
             stack.enter_context(attacked(address, attack))
         yield
 
@@ -155,7 +155,7 @@ def _attackers(address: str, keys: Keys) -> Iterator[None]:
 def _honest_clients(address: str, keys: Keys) -> Iterator[None]:
     spawn = multiprocessing.get_context("spawn")
     processes = [
-        spawn.Process(target=_ask, args=(address, keys), daemon=True) for _ in range(2 * len(ATTACKS))
+        spawn.Process(target=_ask, args=(address, keys), daemon=True) for _ in range(2 * len(WITHOUT_KEYS))
     ]
     for process in processes:
         process.start()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
-__all__ = ["ATTACKS", "attacked"]
+__all__ = ["ATTACKS", "WITHOUT_KEYS", "attacked"]
 
 # The greeting of ZMTP 3.0 with the mechanism NULL, which a server with keys refuses.
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -118,3 +118,6 @@ def _say_nothing(address: str, begun: _Event) -> None:
 
 
 ATTACKS = {"hang up": _hang_up, "greet": _greet, "say nothing": _say_nothing, "speak": _speak}
+
+# Those that need no handshake. The last one is for servers without keys: others refuse its handshake.
+WITHOUT_KEYS = ("hang up", "greet", "say nothing")
