@@ -485,7 +485,7 @@ def test_all_that_is_said_is_either_a_count_or_of_the_moment() -> None:
         ReceiverStatistics: {"senders", "max_senders", "waiting", "unclaimed_tensors", "unclaimed_bytes"}
         | {"mapped_bytes", "max_mapped_bytes", "promised_messages", "max_unclaimed_messages"}
         | {"leases", "leased_bytes", "peak_leased_bytes"},
-        ClientStatistics: {"servers", "in_flight"},
+        ClientStatistics: {"servers", "in_flight", "waiting"},
         ServerStatistics: {"clients", "max_clients", "waiting", "max_waiting", "waiting_bytes"}
         | {"max_waiting_bytes", "in_hand"},
     }
