@@ -84,6 +84,27 @@ async def _client(
         yield await stack.enter_async_context(MessageClient(addresses, sender=senders, reply_type=Answer))
 
 
+class Limited(NamedTuple):
+    """A client of two servers, with a sender to each."""
+
+    client: MessageClient[Answer]
+    servers: list[MessageServer[Question]]
+    senders: list[TensorSender]
+
+
+@asynccontextmanager
+async def _limited(permits: int) -> AsyncIterator[Limited]:
+    """Open two servers and a client of both, whose senders have a number of permits."""
+    async with (
+        _places(2) as places,
+        _servers(places) as (servers, _),
+        _senders(places, permits) as senders,
+        MessageClient([here.messages for here in places], sender=senders, reply_type=Answer) as client,
+    ):
+        await until(lambda: client.statistics().servers == 2)
+        yield Limited(client, servers, senders)
+
+
 @asynccontextmanager
 async def _asking(
     client: MessageClient[Answer], questions: Iterable[Question], target: int | None = None
@@ -182,6 +203,30 @@ async def test_a_server_that_was_busy_is_asked_again_though_nothing_was_heard_of
         assert ends.busy.statistics().answers - before >= 10
 
 
+async def test_a_server_that_was_busy_and_restarts_gets_its_share() -> None:
+    async with (
+        _places(2) as places,
+        _servers(places[1:]) as ([steady], _),
+        _serving(steady),
+        _client(places[:1]) as other,
+        _client(places) as client,
+    ):
+        async with (
+            MessageServer(places[0].messages, Question) as busy,
+            _asking(other, map(Question, range(8))),
+        ):
+            await until(lambda: busy.statistics().waiting == 8)
+            held = [await anext(busy) for _ in range(8)]
+            async with _serving(busy):
+                await client.request(Question(0), target=0)  # the answer reports the load
+        del held
+        async with MessageServer(places[0].messages, Question) as fresh, _serving(fresh):
+            await until(lambda: client.statistics().servers == 2)
+            for seed in range(6):
+                await client.request(Question(seed))
+            assert fresh.statistics().answers == 3
+
+
 @either_way
 async def test_messages_that_wait_for_a_server_that_dies_go_to_another_one(permits: int | None) -> None:
     async with (
@@ -252,7 +297,7 @@ async def test_messages_whose_tensors_are_being_copied_stay_at_their_servers() -
             assert client.statistics().in_flight == (3, 3)
 
 
-async def test_a_message_that_is_moved_is_heard_once() -> None:
+async def test_each_message_that_waits_is_heard_once() -> None:
     heard: list[int] = []
 
     async def hear(server: MessageServer[Question], every: int) -> None:
@@ -350,17 +395,9 @@ async def test_messages_pass_a_server_that_takes_nothing() -> None:
 
 
 async def test_requests_pass_a_server_whose_sender_has_no_permit_left() -> None:
-    async with (
-        _places(2) as places,
-        _servers(places) as (servers, _),
-        _serving(*servers),
-        _senders(places, permits=1) as senders,
-        MessageClient([here.messages for here in places], sender=senders, reply_type=Answer) as client,
-    ):
-        await until(lambda: client.statistics().servers == 2)
-        async with senders[0].message():
-            for seed in range(4):
-                assert (await client.request(_large(seed))).seed == seed
+    async with _limited(permits=1) as (client, servers, senders), _serving(*servers), senders[0].message():
+        for seed in range(4):
+            assert (await client.request(_large(seed))).seed == seed
 
 
 async def test_a_request_that_waits_goes_to_the_server_that_has_become_idle() -> None:
@@ -377,7 +414,7 @@ async def test_a_request_that_waits_goes_to_the_server_that_has_become_idle() ->
                 await until(lambda: sum(task.done() for task in asking) == 2)
 
 
-async def test_requests_that_wait_move_when_others_are_cancelled() -> None:
+async def test_requests_that_wait_are_sent_when_others_are_cancelled() -> None:
     begun: list[int] = []
     is_free = asyncio.Event()
 
@@ -475,38 +512,24 @@ async def test_messages_that_wait_are_sent_in_the_order_of_their_calls() -> None
 
 
 async def test_a_message_waits_for_the_first_permit_that_any_server_has() -> None:
-    async with (
-        _places(2) as places,
-        _servers(places) as (servers, _),
-        _serving(*servers),
-        _senders(places, permits=1) as senders,
-        MessageClient([here.messages for here in places], sender=senders, reply_type=Answer) as client,
-    ):
-        await until(lambda: client.statistics().servers == 2)
-        async with senders[0].message():
-            async with senders[1].message():  # neither is a message of this client
-                asked = asyncio.create_task(client.request(_large(1)))
-                await until(lambda: client.statistics().waiting == 1)
-                assert (await client.request(Question(2))).seed == 2  # which needs no permit
-            assert (await asked).seed == 1
+    async with _limited(permits=1) as (client, servers, senders), _serving(*servers), senders[0].message():
+        async with senders[1].message():  # neither is a message of this client
+            asked = asyncio.create_task(client.request(_large(1)))
+            await until(lambda: client.statistics().waiting == 1)
+            assert (await client.request(Question(2))).seed == 2  # needs no permit
+        assert (await asked).seed == 1
 
 
 async def test_a_message_goes_to_a_busier_server_if_only_that_has_a_permit() -> None:
     async with (
-        _places(2) as places,
-        _servers(places) as ([_, busy], _),
-        _senders(places, permits=2) as senders,
-        MessageClient([here.messages for here in places], sender=senders, reply_type=Answer) as client,
+        _limited(permits=2) as (client, [_, busy], senders),
+        senders[0].message(),
+        senders[0].message(),
+        _asking(client, [_large(1), _large(2)]) as asking,
     ):
-        await until(lambda: client.statistics().servers == 2)
-        async with (
-            senders[0].message(),
-            senders[0].message(),
-            _asking(client, [_large(1), _large(2)]) as asking,
-        ):
-            await until(lambda: busy.statistics().waiting == 2)
-            async with _serving(busy):
-                assert [got.seed for got in await asyncio.gather(*asking)] == [1, 2]
+        await until(lambda: busy.statistics().waiting == 2)
+        async with _serving(busy):
+            assert [got.seed for got in await asyncio.gather(*asking)] == [1, 2]
 
 
 async def test_a_message_that_waits_for_memory_stays_at_its_server() -> None:

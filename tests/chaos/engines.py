@@ -69,6 +69,7 @@ class EnginesFamily(Family):
             await super().close()
         finally:
             self.network.close()
+            self.pauses.close()
 
     async def _begin(self, plan: Round) -> None:
         self.engines = await asyncio.gather(*(self.new_engine(plan, number) for number in range(ENGINES)))

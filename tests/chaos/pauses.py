@@ -1,4 +1,4 @@
-"""How long a process stood still: on a busy machine it may get no processor for seconds."""
+"""Measure how long a process was suspended: a busy machine may not run it for seconds."""
 
 import threading
 import time
@@ -9,19 +9,30 @@ _EVERY_S = 0.02
 
 
 class Pauses:
-    """Measure the longest pause of this process, in a thread of its own."""
+    """Measure the pauses of this process in a thread, until it is closed."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._longest_s = 0.0
-        threading.Thread(target=self._measure, name="pauses", daemon=True).start()
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._measure, name="pauses", daemon=True)
+        self._thread.start()
 
     def longest_s(self) -> float:
         """Return the longest pause since the last call, in seconds."""
-        longest_s, self._longest_s = self._longest_s, 0.0
+        with self._lock:
+            longest_s, self._longest_s = self._longest_s, 0.0
         return longest_s
 
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closed.set()
+        self._thread.join()
+
     def _measure(self) -> None:
-        while True:
-            began = time.monotonic()
-            time.sleep(_EVERY_S)
-            self._longest_s = max(self._longest_s, time.monotonic() - began)
+        began = time.monotonic()
+        while not self._is_closed.wait(_EVERY_S):
+            ended = time.monotonic()
+            with self._lock:
+                self._longest_s = max(self._longest_s, ended - began)
+            began = ended
