@@ -3,7 +3,7 @@
 A message is sent to the server with the least load, which counts the client's own messages there and those
 of other clients as the server last reported them. Only a server that can take the message at once is chosen;
 otherwise the message waits for the first server that can. So no message waits for a busy server while
-another one is free, and a message that has been sent never moves.
+another one is free, and no message is sent twice.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class Servers:
         limits = [limit for limit in (max_wait_s, *waits) if limit is not None]
         self._max_wait_s = {True: min(limits, default=None), False: max_wait_s}  # with a permit, without
         self._looks_at = 0.0
-        # Calls that wait for a server: those whose tensors need a permit of its sender, and the others.
+        # Waiting calls, by whether their tensors need a permit of the server's sender.
         self._lines: dict[bool, deque[asyncio.Future[Connection]]] = {True: deque(), False: deque()}
         self._granted = Counter[Connection]()  # to calls that have not continued yet
         self._reports = 0
@@ -184,7 +184,7 @@ class Servers:
         return [sender for sender in self._senders.values() if sender is not None and sender._has_failed]
 
     def _pick(self, *, needs_sender: bool) -> Connection | None:
-        """Return the server with the least load of those that can take a message at once."""
+        """Return the least loaded server among the servers that can take a message at once."""
         ready = [connection for connection in self._rotation if connection.is_ready]
         if needs_sender:
             working = [one for one in ready if (sender := self._senders[one]) and not sender._has_failed]

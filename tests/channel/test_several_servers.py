@@ -1,6 +1,8 @@
 """A client of several servers: equal shares, and no message that waits where another server is free."""
 
 import asyncio
+import gc
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -571,3 +573,25 @@ async def test_a_server_whose_sender_has_failed_gets_no_messages_while_another_w
         await until(lambda: client.statistics().servers == 1)
         with pytest.raises(PeerLostError):  # no receiver of that queue will follow
             await client.request(_large(1))
+
+
+async def test_the_error_of_a_message_that_no_server_took_keeps_no_tensor() -> None:
+    tensors: list[weakref.ref[torch.Tensor]] = []
+
+    async def ask(client: MessageClient[Answer]) -> None:
+        tensor = pattern(1, BIG)
+        tensors.append(weakref.ref(tensor))
+        await client.request(Question(1, tensor))
+
+    gc.disable()  # the error must not be part of a cycle
+    try:
+        async with _places(2) as places, _client(places) as client:
+            asked = asyncio.create_task(ask(client))
+            await until(lambda: client.statistics().waiting == 1)
+            await client.aclose()
+            await asyncio.wait([asked])
+            assert isinstance(asked.exception(), ClosedError)
+            del asked
+            await until(lambda: tensors[0]() is None)
+    finally:
+        gc.enable()
