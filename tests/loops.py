@@ -41,7 +41,7 @@ def kind_of(loop: asyncio.AbstractEventLoop) -> Kind:
 
 
 def set_mode(loop: asyncio.AbstractEventLoop, mode: str) -> None:
-    """Have a loop run in one of the modes from now on."""
+    """Switch a loop to one of the modes."""
     loop.set_debug(mode == "debug")
     loop.set_task_factory(eager_task if mode == "eager" else None)
 
@@ -58,7 +58,7 @@ def let_threads_run() -> None:
 
 @contextmanager
 def complaints() -> Iterator[list[str]]:
-    """Collect what asyncio only logs, such as a task that was destroyed, or an error that nobody saw."""
+    """Collect the log lines of asyncio, such as those about destroyed tasks and unhandled errors."""
     said: list[str] = []
     handler = _Listener(said)
     logger = logging.getLogger("asyncio")

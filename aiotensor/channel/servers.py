@@ -3,7 +3,7 @@
 A message is sent to the server with the least load, which counts the client's own messages there and those
 of other clients as the server last reported them. Only a server that can take the message at once is chosen;
 otherwise the message waits for the first server that can. So no message waits for a busy server while
-another one is free, and no message is sent twice.
+another one is free, and no message is sent to two servers.
 """
 
 import asyncio

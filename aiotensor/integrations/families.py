@@ -1,4 +1,4 @@
-"""What Prometheus is told: the name of each number, where it comes from, and what it means."""
+"""The metrics for Prometheus: names, the statistics that they come from, and descriptions."""
 
 from typing import NamedTuple, TypeAlias
 
@@ -9,7 +9,7 @@ __all__ = ["ERRORS", "LARGEST", "TABLE", "Counter", "Gauge"]
 
 
 class Gauge(NamedTuple):
-    """What is so now; the largest, or else the sum, of what is open at an endpoint."""
+    """A current value: the largest, or otherwise the sum, over the open objects at an endpoint."""
 
     name: str
     field: str
@@ -18,7 +18,7 @@ class Gauge(NamedTuple):
 
 
 class Counter(NamedTuple):
-    """What only grows."""
+    """A value that only grows."""
 
     name: str
     field: str

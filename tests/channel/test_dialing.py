@@ -412,7 +412,7 @@ async def test_handshakes_that_take_too_long_say_nothing_about_keys(
 async def test_what_a_lost_server_was_to_get_is_not_handed_to_the_next_one() -> None:
     with place() as here, zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.DEALER) as other:
         other.linger = 0
-        other.reconnect_ivl = 300  # ms; ZeroMQ would wait for 100 if the client did not tell it not to
+        other.reconnect_ivl = 300  # ms; ZeroMQ itself would wait for 100
         async with MessageClient(here.messages, reply_type=Answer) as client:
             async with raw(zmq.ROUTER, here.messages, binds=True) as first:
                 identity, _ = await hear(first)

@@ -34,7 +34,7 @@ class Whose(msgspec.Struct):
 
 
 def _large(seed: int) -> Question:
-    """A question with a tensor that goes by a sender, if there is one."""
+    """Make a question with a tensor that a sender transfers, if there is one."""
     return Question(seed, pattern(seed, BIG))
 
 
@@ -111,7 +111,7 @@ async def _limited(permits: int) -> AsyncIterator[Limited]:
 async def _asking(
     client: MessageClient[Answer], questions: Iterable[Question], target: int | None = None
 ) -> AsyncIterator[list[asyncio.Task[Answer]]]:
-    """Begin to ask; with the block, give up what has no answer yet."""
+    """Send requests; cancel the unanswered ones at the end of the block."""
     tasks = [asyncio.create_task(client.request(question, target=target)) for question in questions]
     try:
         yield tasks
@@ -126,7 +126,7 @@ async def _give_up(tasks: Sequence[asyncio.Task[Answer]]) -> None:
 
 
 class Uneven(NamedTuple):
-    """A client of two servers, and what ends the work of the busy one."""
+    """A client of two servers, and a function that ends the work of the busy one."""
 
     client: MessageClient[Answer]
     busy: MessageServer[Question]
@@ -136,7 +136,7 @@ class Uneven(NamedTuple):
 
 @asynccontextmanager
 async def _uneven() -> AsyncIterator[Uneven]:
-    """Have a server hold eight messages of another client, and its answer to this one tell of them."""
+    """Let a server hold eight messages of another client, and report them in an answer to this one."""
     async with (
         _places(2) as places,
         _servers(places) as ([busy, idle], _),
@@ -263,7 +263,7 @@ async def test_messages_that_wait_for_a_receiver_that_closes_go_to_another_serve
         await until(lambda: client.statistics().servers == 2)
         async with _asking(client, map(_large, range(40))):
             await until(lambda: client.statistics().messages_sent == 4)  # the others wait for permits
-            await closing.aclose()  # its sender is told, and the connection to the server stays
+            await closing.aclose()  # its sender notices, and the connection to the server stays
             async with _serving(other):
                 await until(lambda: client.statistics().answers == 38)
 
@@ -444,7 +444,7 @@ async def test_requests_that_wait_are_sent_when_others_are_cancelled() -> None:
 
 @pytest.fixture
 def encoding(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
-    """Suspend the encoding of large messages; say that one has begun, and let it go on."""
+    """Suspend the encoding of large messages; return events for its beginning and its end."""
     has_begun, may_end = asyncio.Event(), asyncio.Event()
 
     async def late(*work: Any) -> Any:
