@@ -321,7 +321,9 @@ class MessageClient(LoopObject, Generic[R]):
                 finally:
                     connection.leaving -= 1
                     if sent is None:
-                        self._ended(connection)
+                        connection.in_flight -= 1
+                    if self._servers is not None:
+                        self._servers.changed()
                 if sent is not None:
                     self._sent += 1
                     return connection, *sent
