@@ -220,7 +220,7 @@ class TensorSender(LoopObject):
         """Return an uninitialized tensor in shared memory, which is sent without a copy.
 
         A contiguous view of it is also sent without a copy. Write to it before you send it: then the
-        receiver reads the same memory. Its bytes are in use as long as it, a view, or a received tensor exists.
+        receiver reads the same memory. Its bytes are in use while it, a view, or a received tensor exists.
 
         Args:
             shape: the sizes of its dimensions, in elements.
