@@ -1,7 +1,7 @@
-"""What a sender says to its receiver, and what it hears: messages by their numbers, over one link.
+"""The protocol between a sender and its receiver over one link; messages are identified by number.
 
-A message gets its number with its first announcement, so the receiver hears of every number once and of
-nothing that was given up before. Numbers go on counting when the link comes back.
+A message is assigned its number with its first announcement, so the receiver sees every number once and
+never sees a message that was discarded earlier. Numbering continues after the link reconnects.
 """
 
 import logging
@@ -54,39 +54,39 @@ logger = logger_of("sender")
 
 
 class ConversationEvents(Protocol):
-    """What a sender wants to be told of."""
+    """Callbacks through which a conversation notifies its sender."""
 
     def receiver_found(self) -> None:
         """Handle a receiver that messages can be sent to."""
 
     def message_ended(self, message: Message, state: State) -> None:
-        """Note that the receiver took a message, or gave it up."""
+        """Handle a message that the receiver took or discarded."""
 
     def blocks_released(self, blocks: Iterable[int]) -> None:
-        """Note that the receiver gave blocks back.
+        """Handle blocks that the receiver released.
 
         Raises:
-            ProtocolError: it did not have them.
+            ProtocolError: the receiver did not hold them.
         """
 
     def receiver_lost(self, error: AioTensorError, pid: int | None) -> int:
-        """Note that the receiver is gone, or refuses this sender; return how many messages that loses.
+        """Handle a receiver that is gone or refuses this sender; return the number of lost messages.
 
         Args:
-            error: why.
-            pid: of its process; None if that is not known.
+            error: the reason.
+            pid: the id of the receiver's process; None if it is not known.
         """
 
 
 class Conversation:
-    """Speak with one receiver after the other.
+    """Exchange frames with one receiver at a time.
 
     Args:
         sender: the sender's id.
-        link: the road to the receiver.
-        max_messages: how many messages will be in flight at most.
-        max_bytes: how much shared memory will be used at most.
-        events: who is told.
+        link: the connection to the receiver.
+        max_messages: the maximum number of messages in flight.
+        max_bytes: the maximum number of bytes of shared memory in use.
+        events: the object that is notified.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class Conversation:
     ) -> None:
         self.link = link
         self.is_connected = False
-        self.is_admitted = False  # and the receiver has said so
-        self.needs_admission = False  # before anything is announced: it was refused, and not admitted since
-        self.failure: AioTensorError | None = None  # why no receiver is looked for, until somebody asks again
+        self.is_admitted = False  # connected, and the receiver has confirmed it
+        self.needs_admission = False  # a receiver refused this sender, and none has admitted it since
+        self.failure: AioTensorError | None = None  # no receiver is searched for until a call asks again
         self.receiver_pid: int | None = None
         self.receiver_id: str | None = None
         self.receivers_lost = 0
@@ -104,29 +104,29 @@ class Conversation:
         self._max_messages = max_messages
         self._max_bytes = max_bytes
         self._events = events
-        self._refusal: RefusedError | None = None  # of a receiver that may still be there
+        self._refusal: RefusedError | None = None  # from a receiver that may still be running
         self._announced: dict[int, Message] = {}
         self._admissions = Waiters()
         self._is_ending = False
         self._next_number = 0
 
     async def open(self, statistics: Callable[[], SenderStatistics | None]) -> None:
-        """Begin to connect.
+        """Start connecting.
 
         Args:
-            statistics: called when the receiver asks what is held here. The link keeps it, so it must not
-                keep the sender.
+            statistics: called when the receiver requests the statistics of this sender. The link keeps a
+                reference to it, so it must not keep a reference to the sender.
         """
         self._outbox = Outbox(self._write)
         self._accountant = Accountant(self.link, self._outbox.add, statistics)
         await self.link.open(self)
 
     async def say_goodbye(self, *, uses_memory: bool) -> None:
-        """Tell the receiver that this is the end; wait until the link has taken it.
+        """Send the closing frame to the receiver; wait until the link has accepted it.
 
         Args:
-            uses_memory: whether tensors that were allocated here are left, so that the receiver must not
-                return memory to the system that it does not use itself.
+            uses_memory: whether tensors allocated by this sender still exist. If so, the receiver must not
+                return memory to the system, even memory that the receiver itself does not use.
         """
         self._is_ending = True
         self._admissions.wake()
@@ -138,15 +138,15 @@ class Conversation:
         await self._accountant.settle()
 
     async def admission(self) -> None:
-        """Wait until a receiver has admitted this sender, through all that come and go meanwhile.
+        """Wait until a receiver has admitted this sender, even if others connect and disconnect first.
 
         Raises:
-            RefusedError: a receiver refused this sender since this was called.
-            AioTensorError: no other receiver will be looked for, for the reason that it gives.
+            RefusedError: a receiver refused this sender during this call.
+            AioTensorError: no other receiver will be searched for; the error states the reason.
             ClosedError: the sender was closed.
         """
         if self.link.comes_back and not self.is_connected:
-            self.failure = None  # of an earlier attempt
+            self.failure = None  # from an earlier attempt
             self._look_again()
         while not self.is_admitted:
             if self._is_ending:
@@ -159,8 +159,8 @@ class Conversation:
     def has_room(self) -> bool:
         """Return whether a message can be announced.
 
-        After a refusal it cannot before a receiver has admitted this sender: it would be lost with the next
-        refusal, unnoticed, since its call had returned.
+        After a refusal, no message can be announced until a receiver has admitted this sender: the next
+        refusal would lose the message silently, because its call would already have returned.
         """
         return self.link.is_ready and not self.needs_admission
 
@@ -173,12 +173,12 @@ class Conversation:
             await self.link.ready()
 
     def wake(self) -> None:
-        """Wake the calls in `room`."""
+        """Resume all calls to `room`."""
         self.link.wake()
         self._admissions.wake()
 
     def ask_again(self) -> AioTensorError | None:
-        """Connect to a receiver that refused this sender, without waiting; return why, if it may be there."""
+        """Start to reconnect after a refusal; return the refusal if its receiver may still be running."""
         self._look_again()
         return None if self._refusal is None else again(self._refusal)
 
@@ -189,13 +189,13 @@ class Conversation:
         self.link.close()
 
     def find(self, number: int) -> Message | None:
-        """Return the message of a number, if it was announced and has not ended."""
+        """Return the message with this number if it was announced and has not ended."""
         return self._announced.get(number)
 
-    # What is said
+    # Outgoing frames
 
     def attach(self, block: Block) -> None:
-        """Hand over the memory that a block lies in, if the receiver does not have it.
+        """Send the segment that contains a block, unless the receiver already has it.
 
         Raises:
             OSError: the kernel refused the descriptor; nothing was sent.
@@ -204,8 +204,8 @@ class Conversation:
         if not segment.is_attached:
             self._outbox.flush()
             if not self.is_connected:
-                return  # the link broke under it, and whoever sends finds its message lost
-            # At once and alone, so that whoever sends hears of an error.
+                return  # the flush broke the link; the caller finds its message lost
+            # Sent immediately and in a separate record, so that the caller receives any error.
             attach = encode(Attach(segment.number, placements.ARENA, segment.nbytes))
             self.link.write(attach, [segment.descriptor])
             segment.is_attached = True
@@ -213,7 +213,7 @@ class Conversation:
     def announce(
         self, message: Message, source: Source, placed: Placed, block: int | None, *, last: bool
     ) -> TensorHandle:
-        """Tell of a tensor. From here on it is the receiver's."""
+        """Announce a tensor. From this point the receiver owns it."""
         if message.number is None:
             message.number = self._next_number
             self._next_number += 1
@@ -237,28 +237,28 @@ class Conversation:
         return TensorHandle(self._sender, message.number, message.count, dtype, shape, device)
 
     def flush(self) -> None:
-        """Say now what was to be said at the end of this turn of the loop."""
+        """Send the queued frames now rather than at the end of this event loop iteration."""
         self._outbox.flush()
 
     def complete(self, message: Message) -> None:
-        """Tell that all tensors of a message were announced."""
+        """Announce the end of a message, after all its tensors."""
         if message.number is not None:
             self._outbox.add(End(message.number, message.count))
 
     def discard(self, message: Message) -> None:
-        """Take a message back, if the receiver has heard of it."""
+        """Discard a message at the receiver, if it was announced."""
         if message.number is not None:
             self._outbox.add(Discard(message.number))
 
     def forget(self, message: Message) -> None:
-        """Note that a message has ended; later answers to it mean nothing."""
+        """Remove a message that has ended; later answers to it have no effect."""
         if message.number is not None:
             self._announced.pop(message.number, None)
 
-    # What is heard
+    # Incoming frames
 
     def introduction(self) -> bytes:
-        """Make the first record of a connection."""
+        """Reset the connection state, and return the first record of a connection."""
         self.is_connected, self.is_admitted = True, False
         self.failure = None
         self._outbox.clear()
@@ -275,7 +275,7 @@ class Conversation:
         )
 
     def record_arrived(self, data: bytes | memoryview) -> None:
-        """Take frames from the receiver."""
+        """Process frames from the receiver."""
         try:
             for frame in decode_to_sender(data):
                 if self.is_connected:
@@ -292,11 +292,11 @@ class Conversation:
                     "reason": str(error),
                 },
             )
-            # A new one, without the traceback: that of what was raised keeps the record.
+            # A new exception without a traceback: the traceback of the original one keeps the record alive.
             self._drop(f"it broke the protocol: {error}", ProtocolError(*error.args), retry=False)
 
     def link_lost(self, error: AioTensorError) -> None:
-        """Note that the receiver is gone, or will not have us."""
+        """Handle a receiver that is gone or refuses this sender."""
         if isinstance(error, PeerLostError):
             self._lose(self._peer_lost(str(error)), is_retried=self.link.comes_back)
         else:
@@ -323,7 +323,7 @@ class Conversation:
                 if frame.version != VERSION:
                     self._refused(mismatch(frame.version, VERSION))
                     return
-                # Not beyond what this side's sockets take, whatever the other one does.
+                # Never above the limit of this side's sockets, even if the receiver accepts larger frames.
                 self._outbox.max_bytes = min(frame.max_frame_bytes, MAX_RECORD_BYTES)
                 if frame.is_admitted:
                     self.is_admitted, self._refusal, self.needs_admission = True, None, False
@@ -339,7 +339,7 @@ class Conversation:
                 self._drop(f"it closed the connection: {frame.reason}", retry=frame.retry)
 
     def _answered(self, number: int) -> Message | None:
-        """Find the message of an answer, or None if it was discarded here in the meantime."""
+        """Return the message of an answer, or None if this side has already discarded it."""
         message = self._announced.get(number)
         if message is None and number >= self._next_number:
             raise ProtocolError(f"it answered message {number}, which was never sent")
@@ -352,7 +352,7 @@ class Conversation:
 
     def _write(self, record: bytes) -> None:
         if not self.is_connected:
-            return  # the link broke earlier in this turn, and those whose frames these are were told
+            return  # the link broke earlier in this iteration, and the affected callers were notified
         try:
             self.link.write(record)
         except OSError as error:
@@ -365,7 +365,7 @@ class Conversation:
         self._lose(error, is_retried=retry and self.link.comes_back)
 
     def _refused(self, reason: str) -> None:
-        """Take no for an answer: nothing connects again until a call asks for it."""
+        """Handle a refusal: the link does not reconnect until a call requests it."""
         self.link.drop(retry=False)
         text = f"{self._receiver_name} refused this sender: {reason}"
         self._lose(RefusedError(text, pid=self.receiver_pid), is_retried=False)

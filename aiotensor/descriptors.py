@@ -1,4 +1,4 @@
-"""File descriptors of this process, none of which a forked child keeps."""
+"""File descriptors of this process, all of which are closed in a forked child."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ __all__ = ["Descriptor", "ForeignDescriptor", "close_after_fork", "close_all", "
 
 
 class SupportsClose(Protocol):
-    """Anything that owns a descriptor."""
+    """An object that owns a descriptor."""
 
     def close(self) -> object:
         """Close it."""

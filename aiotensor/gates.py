@@ -1,4 +1,4 @@
-"""Waiting: for something to change, and for a budget. The futures around the pure rooms."""
+"""Waiting for changes and for budgets: the asyncio futures around the I/O-free `Budget`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable
@@ -15,14 +15,14 @@ P = TypeVar("P")
 
 
 class StuckError(AioTensorError):
-    """Waiting would never end; the sender turns it into what users see."""
+    """The wait would never end; the sender converts this error into a public one."""
 
 
 class Waiters(list["asyncio.Future[None]"]):
-    """Those who wait until something may have changed; each looks for itself when woken.
+    """Futures of the tasks that wait for a possible change; each task checks the state when it resumes.
 
-    What woke them stays where it is until somebody takes it without an await, so a cancelled waiter
-    loses nothing.
+    The change itself is not assigned to a task: it remains available until a task takes it without an
+    await, so no change is lost if a waiting task is cancelled.
     """
 
     async def wait(self) -> None:
@@ -35,7 +35,7 @@ class Waiters(list["asyncio.Future[None]"]):
             self.remove(future)
 
     def wake(self) -> None:
-        """Wake all, in the order in which they came."""
+        """Wake all waiting tasks, in the order of their calls."""
         for future in self:
             if not future.done():
                 future.set_result(None)
@@ -49,7 +49,7 @@ class RoomListener(Protocol):
 
 
 def seconds_or_never(name: str, value: float | None) -> float | None:
-    """Check after how many seconds something is to happen; None for never."""
+    """Validate and return a number of seconds; None means never."""
     if value is not None and not value > 0:
         raise ValueError(f"{name} must be positive, or None, got {value}")
     return value
@@ -57,7 +57,7 @@ def seconds_or_never(name: str, value: float | None) -> float | None:
 
 @asynccontextmanager
 async def at_most(seconds: float | None, make_error: Callable[[], AioTensorError]) -> AsyncIterator[None]:
-    """Limit how long a block may wait, in seconds; None for no limit. What ends it is the error made."""
+    """Limit the duration of a block in seconds, and raise the given error at expiry; None for no limit."""
     if seconds is None:
         yield
         return
@@ -72,17 +72,17 @@ async def at_most(seconds: float | None, make_error: Callable[[], AioTensorError
 
 
 class Gate(Generic[P]):
-    """Let callers wait for a budget, in order, and give back what a cancelled one had.
+    """Let callers wait for a budget in order, and release the amounts of cancelled callers.
 
     Args:
-        limit: the most that can be in use at once.
-        space: where amounts lie, if they lie anywhere.
-        stuck_elsewhere: says how much of what is in use, outside the line, will never come back unless
-            somebody in the line goes on or gives up; None if nobody here can ever be stuck.
-        long_wait_s: after how many seconds a wait is reported; None for never.
-        on_long_wait: called with the amount, once for each wait that lasts so long.
-        max_wait_s: after how many seconds a wait ends with an error; None for never.
-        overdue: makes that error, of the amount.
+        limit: the maximum amount in use at once.
+        space: the place of the amounts, if they have one.
+        stuck_elsewhere: returns the amount in use outside the queue that cannot be released until a queued
+            wait is granted or ends; None if deadlock is impossible.
+        long_wait_s: the time in seconds after which a wait is reported; None for never.
+        on_long_wait: called with the amount, once for each wait that reaches this time.
+        max_wait_s: the time in seconds after which a wait ends with an error; None for never.
+        overdue: returns that error for an amount.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Gate(Generic[P]):
         self._on_long_wait = on_long_wait
         self._max_wait_s = max_wait_s
         self._overdue = overdue
-        self._waits: dict[Ticket[P], asyncio.Future[None]] = {}  # the longest first
+        self._waits: dict[Ticket[P], asyncio.Future[None]] = {}  # longest wait first
         self._reported: set[Ticket[P]] = set()
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = 0.0
@@ -112,17 +112,17 @@ class Gate(Generic[P]):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def longest_wait_s(self, now: float) -> float:
-        """Return the seconds that the longest of the present waits has lasted, by the loop's clock."""
+        """Return the duration of the longest current wait in seconds, by the loop's clock."""
         return now - next((ticket.since for ticket in self._waits), now)
 
     async def acquire(self, amount: int, holder: Hashable = None) -> Ticket[P]:
-        """Wait until the amount is granted, and return the ticket to give back.
+        """Wait until the amount is granted, and return the ticket to release later.
 
-        Cancelling leaves the line, or gives back what was granted in the same moment.
+        Cancellation removes the call from the queue, or releases an amount granted at the same moment.
 
         Raises:
-            StuckError: everything in use is held by holders that wait, this one among them.
-            AioTensorError: what `fail` or `fail_waiting` was given makes, or `overdue`.
+            StuckError: all amounts in use belong to waiting holders, including this one.
+            AioTensorError: the error from the callback of `fail` or `fail_waiting`, or from `overdue`.
         """
         if self._failure is not None:
             raise self._failure()
@@ -137,30 +137,30 @@ class Gate(Generic[P]):
             self.refuse_if_stuck()
         try:
             await future
-            if self._failure is not None:  # since the grant, in the very same turn of the loop
+            if self._failure is not None:  # since the grant, in the same iteration of the loop
                 raise self._failure()
         except BaseException:
-            # Cancelled, refused or failed, perhaps in the very turn of the grant.
+            # Cancelled, refused or failed, possibly in the same iteration as the grant.
             self.release(ticket)
             raise
         finally:
             self.waited.add(loop.time() - ticket.since)
             del self._waits[ticket]
             self._reported.discard(ticket)
-            # It has the error, whose traceback has this frame, and those of the callers with their tensors.
+            # It refers to the error, whose traceback keeps this frame and the callers' frames with tensors.
             del future
         ticket.since = loop.time()
         return ticket
 
     def try_acquire(self, amount: int, holder: Hashable = None) -> Ticket[P] | None:
-        """Take the amount if it is free and nobody waits in line."""
+        """Take the amount if it is free and the queue is empty."""
         ticket = self.budget.try_request(amount, holder)
         if ticket is not None:
             ticket.since = self._home().time()
         return ticket
 
     def release(self, ticket: Ticket[P]) -> None:
-        """Give back what was granted, or leave the line, and wake whoever that lets through."""
+        """Release a granted amount, or leave the queue, and wake the calls that are granted as a result."""
         granted = self.budget.release(ticket)
         if self._waits:
             self._wake(granted)
@@ -168,7 +168,7 @@ class Gate(Generic[P]):
             self.on_release()
 
     def fail(self, make_error: Callable[[], AioTensorError]) -> None:
-        """End every wait with an error of its own, those that begin later too."""
+        """End every current and future wait, each with a new error."""
         self._failure = make_error
         if self._alarm is not None:
             self._alarm.cancel()
@@ -176,13 +176,13 @@ class Gate(Generic[P]):
         self.fail_waiting(make_error)
 
     def fail_waiting(self, make_error: Callable[[], AioTensorError]) -> None:
-        """End every present wait with an error of its own."""
+        """End every current wait, each with a new error."""
         for future in self._waits.values():
             if not future.done():
                 future.set_exception(make_error())
 
     def refuse_if_stuck(self) -> None:
-        """End the latest wait if nothing else could ever end one."""
+        """End the latest wait if otherwise no wait could ever end."""
         if self._stuck_elsewhere is None:
             return
         ticket = self.budget.stuck(self._stuck_elsewhere())
@@ -199,13 +199,13 @@ class Gate(Generic[P]):
             self.refuse_if_stuck()
 
     def _home(self) -> asyncio.AbstractEventLoop:
-        # Asked for once: finding out asks the kernel, each time, for the number of this process.
+        # Cached, because each lookup of the running loop asks the kernel for the process id.
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         return self._loop
 
     def _watch(self, tickets: Iterable[Ticket[P]]) -> None:
-        """Look at waits again when the first of them is to be reported or ended."""
+        """Set the timer for the time at which the first of these waits must be reported or ended."""
         times = [
             ticket.since + limit_s
             for ticket in tickets

@@ -1,12 +1,12 @@
-"""The send gate: one place that takes, places, announces, and rolls back.
+"""The send gate: acquires resources, places and announces tensors, and rolls back on failure.
 
-    permit -> room on the link -> bytes -> place -> announce      any step fails: all of it back
+    permit -> room on the link -> bytes -> place -> announce      any failure rolls back all steps
 
 A message holds its permit until the receiver has taken all its tensors or either side discarded it. A
-block of shared memory is pinned by the tensor announced over it until the receiver gives it back.
+block of shared memory is pinned by the tensor announced over it until the receiver releases it.
 
-When the receiver is gone, whatever is in flight is lost, and whoever waits is told. A link that comes back
-then waits for the next receiver, and so does what is sent from then on.
+When the receiver is gone, all messages in flight are lost, and waiting calls raise an error. A link that
+reconnects then waits for the next receiver, and so do later sends.
 """
 
 import asyncio
@@ -30,21 +30,21 @@ from aiotensor.types import SenderStatistics, TensorHandle
 
 __all__ = ["Outgoing"]
 
-# With so few messages in flight somebody probably waits for the next one, so it goes out before anything else
-# is done; with more, those that are announced in one turn of the loop share a record.
+# With so few messages in flight, the receiver probably waits for the next one, so it is sent immediately;
+# with more, all messages announced in one iteration of the event loop share a record.
 _FEW_MESSAGES = 2
 
 
 class Outgoing:
-    """Everything of one sender that is on its way; belongs to the event loop's thread.
+    """The messages that one sender has in flight; use only on the event loop's thread.
 
     Args:
         sender: the sender's id.
-        link: the road to the receiver.
-        max_messages: the limit of permits.
+        link: the connection to the receiver.
+        max_messages: the number of permits.
         max_bytes: the limit of shared memory.
-        keep_warm_s: after how many seconds idle shared memory goes back to the system; None for never.
-        patience: how long somebody may wait.
+        keep_warm_s: the idle time in seconds before shared memory is returned to the system; None for never.
+        patience: the limits on waiting times.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Outgoing:
         keep_warm_s: float | None,
         patience: Patience,
     ) -> None:
-        self.failure: AioTensorError | None = None  # nothing can be sent any more
+        self.failure: AioTensorError | None = None  # no message can be sent any more
         self.messages_sent = self.messages_discarded = self.tensors_sent = self.bytes_sent = 0
         self.max_bytes = max_bytes
         self._link = link
@@ -70,17 +70,17 @@ class Outgoing:
         self._listeners: weakref.WeakSet[RoomListener] = weakref.WeakSet()
         self._wakes_room = False
         self.conversation = Conversation(sender, link, max_messages, max_bytes, self)
-        self.memory: Memory  # from `open` on: they belong to a loop
+        self.memory: Memory  # both set by `open`, because they belong to a loop
         self.ledger: Ledger
 
     async def open(
         self, on_freed: Callable[[int], None], statistics: Callable[[], SenderStatistics | None]
     ) -> None:
-        """Begin to connect.
+        """Start connecting.
 
         Args:
             on_freed: called with each allocated block that was freed; from any thread.
-            statistics: as of `Conversation.open`.
+            statistics: as for `Conversation.open`.
         """
         self._grants.open(on_freed, self._keep_warm_s, lambda: self.conversation.receiver_pid)
         self.memory, self.ledger = self._grants.memory, self._grants.ledger
@@ -93,14 +93,14 @@ class Outgoing:
             raise
 
     async def close(self) -> None:
-        """End what waits, say goodbye, and close the link; cancelling waits for nothing more."""
+        """End all waiting calls, send the closing frame, and close the link; cancellation skips all waits."""
         self._is_closed = True
         self.permits.fail(self.why_not)
         self.memory.gate.fail(self.why_not)
         try:
             self.abandon_all(State.OPEN)
-            # First, and before anything is waited for: whoever goes without it is taken for lost, with all
-            # that it had sent.
+            # Before any other wait: without the closing frame the receiver treats this sender as lost,
+            # together with all messages that it sent.
             await self.conversation.say_goodbye(uses_memory=self.memory.has_allocations)
             self.conversation.close()
             await self.memory.aclose()
@@ -112,10 +112,10 @@ class Outgoing:
     # One message
 
     async def begin(self, allocation: Allocation | None = None) -> Message:
-        """Wait for a permit, and give it to a new message.
+        """Wait for a permit, and assign it to a new message.
 
         Args:
-            allocation: what will be sent in it, whose bytes cannot come back while this waits.
+            allocation: the memory that the message will send, whose bytes cannot be freed during this wait.
         """
         permit = self.permits.try_acquire(1)
         if permit is None:
@@ -124,7 +124,7 @@ class Outgoing:
         return self._new_message(permit)
 
     def begin_nowait(self, nbytes: int) -> Message:
-        """Give a permit to a new message, or raise `WouldBlockError`."""
+        """Assign a permit to a new message, or raise `WouldBlockError`."""
         if not self.conversation.has_room:
             if not self.conversation.is_connected:
                 reason = "no receiver is here"
@@ -139,8 +139,8 @@ class Outgoing:
         return self._new_message(permit)
 
     async def put(self, message: Message, source: Source, plan: Plan, *, last: bool) -> TensorHandle:
-        """Take a tensor from its bytes to its announcement."""
-        # The link's queue is bounded only by this: nobody adds to it while it is behind.
+        """Acquire bytes for a tensor, place the tensor, and announce it."""
+        # Only this check bounds the link's queue: no call adds to the queue while the link is behind.
         if not self._link.is_ready or self.conversation.needs_admission:
             await self._room(message)
         self._check_open(message)
@@ -155,7 +155,7 @@ class Outgoing:
     def _announce_allocated(
         self, message: Message, source: Source, allocation: Allocation, *, last: bool
     ) -> TensorHandle:
-        """Announce a tensor where it lies. From here on its memory is accounted to the message."""
+        """Announce a tensor in place. From this point its memory is charged to the message."""
         placed = placements.place_allocated(source, allocation)
         self.memory.announced(allocation.block.number, message, is_whole=last)
         message.has_bytes = True
@@ -183,7 +183,7 @@ class Outgoing:
             self.memory.unpin_owner(block.number)
 
     def put_nowait(self, message: Message, source: Source, plan: Plan) -> TensorHandle:
-        """Do the same for the one tensor of a message, on this thread, or raise `WouldBlockError`."""
+        """Send the only tensor of a message without waiting, on this thread, or raise `WouldBlockError`."""
         allocation = plan.allocation
         if allocation is not None and allocation.can_carry(source):
             return self._announce_allocated(message, source, allocation, last=True)
@@ -200,16 +200,16 @@ class Outgoing:
             self.memory.unpin_owner(block.number)
 
     def complete(self, message: Message) -> None:
-        """Make a message whole, whose tensors are all announced."""
+        """Mark a message as whole after all its tensors were announced."""
         if message.number is None:
-            self._end(message, State.DISCARDED)  # an empty one: nobody has heard of it
+            self._end(message, State.DISCARDED)  # an empty message was never announced
             return
         self.conversation.complete(message)
         self._send_if_few(message)
         self._make_whole(message)
 
     def abandon(self, message: Message) -> None:
-        """Discard a message, whatever of it was announced."""
+        """Discard a message, including any tensors already announced."""
         if message.has_ended:
             return
         self._end(message, State.DISCARDED)
@@ -223,7 +223,7 @@ class Outgoing:
             self.abandon(message)
 
     def abandon_all(self, *states: State) -> int:
-        """Discard every message in one of these states, and count them."""
+        """Discard every message in one of these states, and return their number."""
         messages = [message for message in self._messages if message.state in states]
         for message in messages:
             self.abandon(message)
@@ -236,9 +236,9 @@ class Outgoing:
 
         Args:
             nbytes: the size of the tensor.
-            dtype: of its elements.
-            shape: in elements.
-            message: the open message that the memory is for; None if it is for no message in particular.
+            dtype: the type of its elements.
+            shape: its sizes, in elements.
+            message: the open message that the memory is for; None if it is for no particular message.
         """
         block = await self._grants.block_to_allocate(nbytes, message)
         try:
@@ -256,22 +256,22 @@ class Outgoing:
         return tensor
 
     async def drain(self) -> None:
-        """Wait until the messages of this moment have ended."""
+        """Wait until all messages now in flight have ended."""
         sent = set(self._messages)
         while any(not message.has_ended for message in sent):
             await self._drainers.wait()
             if self._is_closed:
                 break
-        # The receiver may have taken them all and closed since: that is no loss.
+        # The receiver may have taken all of them and then closed: no message is lost in that case.
         for message in sent:
             if message.state is State.LOST or not message.has_ended:
                 raise self.why_not(message)
 
-    # The gate's steps
+    # The steps of the gate
 
     async def _room(self, message: Message) -> None:
-        """Wait until the receiver is there and reads."""
-        self._check_open(message)  # lost while it was copied, it must not wait for the next receiver
+        """Wait until a receiver is connected and reads from the link."""
+        self._check_open(message)  # a message lost during its copy must not wait for the next receiver
         message.awaits_room += 1
         try:
             async with at_most(self._max_wait_s, self._no_room):
@@ -279,7 +279,7 @@ class Outgoing:
                     await self.conversation.room()
                     self._check_open(message)
         except WouldBlockError:
-            if not self.conversation.has_room:  # it may have become so in this very turn
+            if not self.conversation.has_room:  # it may have changed in this same iteration
                 raise
             self._check_open(message)
         finally:
@@ -289,7 +289,7 @@ class Outgoing:
         return self._grants.no_room(is_connected=self.conversation.is_connected)
 
     def _check_open(self, message: Message) -> None:
-        """Refuse to go on with a message that has ended: while it waited, or under a record that went out."""
+        """Raise an error if a message has ended, either during a wait or because sending a record failed."""
         if message.state is not State.OPEN:
             raise self.why_not(message)
 
@@ -301,7 +301,7 @@ class Outgoing:
     def _announce(
         self, message: Message, source: Source, placed: Placed, block: Block | None, *, last: bool
     ) -> TensorHandle:
-        """Put the frame on the link. From here on the tensor is the receiver's."""
+        """Add the frame to the link. From this point the receiver owns the tensor."""
         number: int | None = None
         if block is not None:
             number = block.number
@@ -329,10 +329,10 @@ class Outgoing:
         message.state = State.WHOLE
         self.messages_sent += 1
         if message.has_bytes:
-            self.memory.gate.budget.settle(message)  # what it holds comes back whatever else waits
+            self.memory.gate.budget.settle(message)  # its bytes are released regardless of other waits
 
     def _end(self, message: Message, state: State) -> None:
-        """Give the permit back, and stop whatever of the message is still being sent."""
+        """Release the permit, and stop sending any remaining part of the message."""
         was_open = message.state is State.OPEN
         message.state = state
         del self._messages[message]
@@ -348,13 +348,13 @@ class Outgoing:
             self._drainers.wake()
 
     def _wake_room(self) -> None:
-        """Tell those who wait for the link that their messages may have ended: once for all of a turn."""
+        """Wake the calls that wait for the link once per iteration, because their messages may have ended."""
         self._wakes_room = False
         self.conversation.wake()
 
     @property
     def free_permits(self) -> int:
-        """Count the messages that can begin at once; 0 while calls wait for a permit or memory."""
+        """Return how many messages can begin immediately; 0 while calls wait for a permit or memory."""
         permits = self.permits.budget
         conversation = self.conversation
         if not conversation.is_connected or conversation.needs_admission:
@@ -362,35 +362,35 @@ class Outgoing:
         return 0 if permits.waiting or self.memory.gate.budget.waiting else permits.limit - permits.in_use
 
     def listen(self, listener: RoomListener) -> None:
-        """Call a listener, without keeping it alive, when a message may begin that could not before."""
+        """Call a listener, held by a weak reference, whenever a new message may have become possible."""
         self._listeners.add(listener)
         self._watch_gates()
 
     def _watch_gates(self) -> None:
-        if self._listeners and self._was_opened:  # it costs two calls for each message
+        if self._listeners and self._was_opened:  # the callbacks cost two calls per message
             self.permits.on_release = self.memory.gate.on_release = self._room_changed
 
     def _room_changed(self) -> None:
         for listener in tuple(self._listeners):
             listener.room_changed()
 
-    # What the receiver says
+    # Events from the receiver
 
     def receiver_found(self) -> None:
         """Handle a receiver that messages can be sent to."""
         self._room_changed()
 
     def message_ended(self, message: Message, state: State) -> None:
-        """Note that the receiver took a message, or gave it up."""
+        """Handle a message that the receiver took or discarded."""
         self.messages_discarded += state is State.DISCARDED
         self._end(message, state)
 
     def blocks_released(self, blocks: Iterable[int]) -> None:
-        """Take blocks back."""
+        """Unpin the blocks that the receiver released."""
         self.memory.unpin(blocks)
 
     def receiver_lost(self, error: AioTensorError, pid: int | None) -> int:
-        """End what is on its way, and what waits."""
+        """End all messages in flight and all waiting calls."""
         if not self._link.comes_back:
             self.failure = error
             self.permits.fail(self.why_not)
@@ -407,10 +407,10 @@ class Outgoing:
         self._room_changed()
         return len(lost)
 
-    # Small things
+    # Helpers
 
     def why_not(self, message: Message | None = None) -> AioTensorError:
-        """Make the error that tells why something cannot be sent, for whoever was waiting."""
+        """Return the error to raise in a waiting call, with the reason why a message cannot be sent."""
         if message is not None and message.loss is not None:
             return again(message.loss)
         if self.failure is not None:

@@ -1,4 +1,4 @@
-"""The sending side, as callers see it; `outgoing` does the work."""
+"""The public interface of the sending side; the implementation is in `outgoing`."""
 
 import math
 import operator
@@ -31,31 +31,31 @@ class TensorSender(LoopObject):
     """Send tensors to the receiver at the other end of an endpoint.
 
     Open it with ``async with``, once, and share it between the tasks of that event loop. Opening does not
-    wait for the receiver: what is sent before it starts waits. At an address, a receiver that was lost is
-    replaced by the next one that listens there: what was in flight is lost with `PeerLostError`, and later
-    sends go to the new one.
+    wait for the receiver: messages sent before the receiver starts wait for it. If a receiver at an address
+    is lost, the next receiver that listens there replaces it: the messages in flight are lost with
+    `PeerLostError`, and later sends go to the new receiver.
 
     Args:
-        endpoint: where the receiver is: an address such as ``unix:///run/user/1000/engine.sock``, or a
+        endpoint: the location of the receiver: an address such as ``unix:///run/user/1000/engine.sock``, or a
             `TensorQueue`.
-        max_concurrent_videos: the most messages in flight: begun here, and neither wholly taken by the
-            receiver nor discarded. Further sends wait their turn.
-        arena_bytes: the most bytes of shared memory that this sender has in use at once, taken by the
-            receiver or not; a block is in use until no tensor over it is left. In a container it has to fit
-            into the memory limit, beyond which the kernel kills a process and no call raises: opening logs
-            a warning if it does not.
-        keep_warm_s: after how long shared memory that nobody uses goes back to the system; None to
-            keep it. Fresh memory costs several times what a copy into warm memory does, so it is kept for
-            the next tensor; but not for ever, since others may need it.
-        long_wait_s: after how long a wait for a permit or for memory is logged, once, with who
-            holds what and for how long; None for never.
-        max_wait_s: after how many seconds a wait for a permit, for memory, for other copies to end, or for a
-            receiver that is not there or does not read, ends with `WouldBlockError`; each wait for itself.
-            None for never. A server sets it to refuse in time what it cannot take.
+        max_concurrent_videos: the maximum number of messages in flight: begun by this sender, and neither
+            fully taken by the receiver nor discarded. Further sends wait in order.
+        arena_bytes: the maximum number of bytes of shared memory in use by this sender at once, taken by the
+            receiver or not; a block is in use as long as a tensor over it exists. In a container it must fit
+            into the memory limit, beyond which the kernel kills a process and no call raises an error:
+            opening logs a warning if it does not fit.
+        keep_warm_s: the time in seconds after which unused shared memory is returned to the system; None to
+            keep it. A copy into fresh memory costs several times as much as a copy into warm memory, so the
+            memory is kept for the next tensor, but not forever, because other programs may need it.
+        long_wait_s: the time in seconds after which a wait for a permit or for memory is logged, once, with
+            the holders, their resources, and the time that they have held them; None for never.
+        max_wait_s: the time in seconds after which a wait for a permit, for memory, for other copies to end,
+            or for a receiver that is not connected or does not read, ends with `WouldBlockError`; it applies
+            to each wait separately. None for never. With it, an overloaded server rejects work in time.
 
     Raises:
-        TypeError: the endpoint or a limit is of a wrong type.
-        ValueError: the address names no place, or a limit is out of bounds.
+        TypeError: the endpoint or a limit has the wrong type.
+        ValueError: the address is invalid, or a limit is out of bounds.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class TensorSender(LoopObject):
         return self._outgoing.conversation.receiver_id
 
     def _look_again(self) -> None:
-        """Look for a receiver if the last one refused this sender: only a send would do that otherwise."""
+        """Search for a receiver if the last one refused this sender; otherwise only a send does so."""
         if self._home.is_open:
             self._outgoing.conversation.link.look_again()
 
@@ -115,20 +115,20 @@ class TensorSender(LoopObject):
     async def ready(self) -> None:
         """Wait until a receiver has admitted this sender.
 
-        Use it in a readiness probe, or to find out at the start whether a receiver would refuse this sender:
-        opening a sender does not wait for the receiver. Returns at once while an admitted sender stays
+        Use it in a readiness probe, or to find out at startup whether a receiver would refuse this sender:
+        opening a sender does not wait for the receiver. Returns immediately while an admitted sender stays
         connected.
 
-        Waits for a receiver that is not there yet, and for the next one if the receiver closes meanwhile, at
-        most `max_wait_s`. Cancelling changes nothing.
+        Waits at most `max_wait_s` for a receiver to start, and for the next one if the receiver closes
+        during the wait. Cancellation has no side effects.
 
         Raises:
-            RefusedError: the receiver refused this sender, because of a limit or of its version.
+            RefusedError: the receiver refused this sender, because of a limit or its version.
             WouldBlockError: no receiver admitted this sender within `max_wait_s`.
             PeerLostError: the receiver of a `TensorQueue` is gone, or a receiver broke the protocol.
-            AccessDeniedError: the receiver is another user.
-            UsageError: what is at the address is no receiver.
-            ClosedError: this sender was closed, perhaps while waiting.
+            AccessDeniedError: the receiver runs as another user.
+            UsageError: the process at the address is not a receiver.
+            ClosedError: this sender was closed, possibly during the wait.
         """
         with self._errors:
             self._check()
@@ -139,7 +139,7 @@ class TensorSender(LoopObject):
                 async with at_most(self._max_wait_s, self._not_ready):
                     await conversation.admission()
             except WouldBlockError:
-                if not conversation.is_admitted:  # it may have come in the turn in which the time was up
+                if not conversation.is_admitted:  # it may have been admitted just as the time ran out
                     raise
 
     def _not_ready(self) -> WouldBlockError:
@@ -151,31 +151,31 @@ class TensorSender(LoopObject):
     async def send(self, tensor: Sendable) -> TensorHandle:
         """Send a message of one tensor, and return the handle that names it for the receiver.
 
-        When it returns, the tensor may be changed or freed: it was copied, unless it came from `allocate`.
-        The tensor itself is never changed.
+        After it returns, you may change or free the tensor, because it was copied, unless it came from
+        `allocate`. The tensor itself is never changed.
 
         Args:
             tensor: a dense tensor on the CPU of any shape and dtype, a numpy array, or anything with
-                ``__dlpack__``. A slice ships its own bytes, not those of the storage under it.
+                ``__dlpack__``. A slice sends only its own bytes, not its entire storage.
 
         Waits for a permit, then for bytes of shared memory, each in the order of the calls, then for the
-        copy, which runs in a worker thread. Cancelling gives all of it back, also in the middle of the
-        copy, and discards the message if the receiver has not taken it by then.
+        copy, which runs in a worker thread. Cancellation releases all of them, even during the copy, and
+        discards the message if the receiver has not taken it yet.
 
-        If nothing has to be waited for, as for a small tensor with a permit free, it does not suspend: it
-        completes even in an expired timeout scope, and a long run of such calls lets no other task run.
+        If no wait is necessary, as for a small tensor with a free permit, it does not suspend: it completes
+        even in an expired timeout scope, and a long series of such calls blocks all other tasks.
 
         Raises:
-            UnsupportedTensorError: the tensor would not arrive as it is; nothing was taken for it.
-            TooLargeError: it is larger than `arena_bytes`; nothing was taken for it.
+            UnsupportedTensorError: the tensor would not arrive unchanged; no resources were taken for it.
+            TooLargeError: it is larger than `arena_bytes`; no resources were taken for it.
             WouldBlockError: it waited for longer than `max_wait_s`.
             PeerLostError: the receiver died or closed.
-            RefusedError: the receiver refused this sender, because of a limit or of its version. The next
-                call asks again.
+            RefusedError: the receiver refused this sender, because of a limit or its version. The next call
+                tries again.
             DiscardedError: the receiver discarded the message before it was sent.
             ClosedError: this sender was closed, perhaps while waiting.
             OSError: the machine has no shared memory or no descriptors left. At the memory limit of a
-                container nothing is raised: the kernel kills a process.
+                container no error is raised: the kernel kills a process.
         """
         message = None
         try:
@@ -189,12 +189,12 @@ class TensorSender(LoopObject):
     def send_nowait(self, tensor: Sendable) -> TensorHandle:
         """Send a message of one tensor without waiting; the copy runs on this thread.
 
-        For small tensors, and for callers who would rather refuse than wait. Arguments and errors are
-        those of `send`.
+        For small tensors, and for callers that prefer an error to a wait. Arguments and errors are the same
+        as for `send`.
 
         Raises:
-            WouldBlockError: no permit or not enough bytes are free, others wait for them already, or the
-                receiver is behind in reading the link.
+            WouldBlockError: no permit or too few bytes are free, other calls already wait for them, or the
+                receiver is slow to read the link.
         """
         message = None
         try:
@@ -206,7 +206,7 @@ class TensorSender(LoopObject):
             raise
 
     def message(self) -> OpenMessage:
-        """Begin a message of several tensors, which share one permit and arrive whole or not at all.
+        """Begin a message of several tensors, which share one permit and arrive together or not at all.
 
         Use as ``async with sender.message() as message:`` and send with ``await message.send(tensor)``.
         Entering waits for a permit, at most `max_wait_s`; leaving makes the message whole. An exception in
@@ -217,25 +217,25 @@ class TensorSender(LoopObject):
         return OpenMessage(self)
 
     async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialized tensor in shared memory; sending it copies nothing.
+        """Return an uninitialized tensor in shared memory, which is sent without a copy.
 
-        Nor does sending a contiguous view of it. Write it before it is sent: afterwards the receiver reads
-        the same memory. Its bytes count as in use until it, its views and what was received are gone.
+        A contiguous view of it is also sent without a copy. Write to it before you send it: then the
+        receiver reads the same memory. Its bytes are in use while it, a view, or a received tensor exists.
 
         Args:
             shape: the sizes of its dimensions, in elements.
             dtype: the type of its elements.
 
-        Waits for bytes of shared memory, in the order of the calls; cancelling returns them. For a message
+        Waits for bytes of shared memory, in the order of the calls; cancellation returns them. For a message
         of several tensors, call `OpenMessage.allocate` in its block: a task that holds memory while it waits
         for a permit may wait for a message that has the permit and waits for memory.
 
         Raises:
-            TypeError: the dtype is no torch dtype.
+            TypeError: the dtype is not a torch dtype.
             UnsupportedTensorError: a tensor of this dtype cannot be sent.
             ValueError: a size is negative.
-            TooLargeError: it would be larger than `arena_bytes`; or it is empty, and its other sizes are more
-                than can be addressed.
+            TooLargeError: it would be larger than `arena_bytes`; or it is empty, and its other sizes are
+                too large to address.
             WouldBlockError: it waited for longer than `max_wait_s`; or this task is in the block of a
                 message, and all of `arena_bytes` is held by messages that wait for more of it.
             PeerLostError: the receiver died or closed.
@@ -246,13 +246,13 @@ class TensorSender(LoopObject):
             return await self._allocate(shape, dtype)
 
     def discard(self, handle: TensorHandle) -> None:
-        """Take back the whole message of a handle, because nobody wants it any more.
+        """Discard the whole message of a handle, because it is no longer needed.
 
-        Its permit is free at once, and its memory as soon as the receiver has let go of it. A message
-        that was taken or discarded before stays as it is.
+        The permit is free immediately, and the memory as soon as the receiver has released it. A message
+        that was already taken or discarded is not affected.
 
         Raises:
-            ValueError: the handle is of another sender.
+            ValueError: the handle belongs to another sender.
         """
         with self._errors:
             self._home.check()
@@ -261,9 +261,9 @@ class TensorSender(LoopObject):
         self._outgoing.abandon_number(handle.message)
 
     def discard_all(self) -> int:
-        """Take back every message that the receiver has not taken yet, and return how many these are.
+        """Discard every message that the receiver has not taken yet, and return their number.
 
-        As `discard` does for each.
+        The effect on each message is the same as with `discard`.
         """
         with self._errors:
             self._home.check()
@@ -272,19 +272,19 @@ class TensorSender(LoopObject):
     async def drain(self) -> None:
         """Wait until every message sent before this call was taken or discarded.
 
-        Cancelling changes nothing.
+        Cancellation has no side effects.
 
         Raises:
             PeerLostError: the receiver died or closed before it took them.
-            RefusedError: the receiver refused this sender, and has taken nothing.
-            ClosedError: this sender was closed meanwhile.
+            RefusedError: the receiver refused this sender, and has taken no message.
+            ClosedError: this sender was closed during the wait.
         """
         with self._errors:
             self._check()
             await self._outgoing.drain()
 
     def statistics(self) -> SenderStatistics:
-        """Return what is in use and what was done; also after closing."""
+        """Return the current usage and the totals since opening; also available after closing."""
         self._home.check_place()
         out = self._outgoing
         usage = out.ledger.usage() if self._home.was_entered else _UNUSED
@@ -314,12 +314,12 @@ class TensorSender(LoopObject):
         )
 
     async def aclose(self) -> None:
-        """Close: what was sent whole can still be received; what waits gets `ClosedError`.
+        """Close; complete messages can still be received, and waiting calls raise `ClosedError`.
 
-        Waits for a copy in the worker thread to stop, and until the link has taken what was sent. It
-        does not wait for the receiver to take it: that is `drain`. Cancelling closes at once; if the link
-        had not taken everything by then, this sender is lost to the receiver, with all that nobody has
-        received. Closing again does nothing.
+        Waits until a copy in the worker thread has stopped and the link has accepted all sent messages. It
+        does not wait for the receiver to take them; use `drain` for that. Cancellation closes the sender
+        immediately; if the link has not accepted all messages by then, the receiver treats this sender as
+        lost and drops all its unreceived messages. Closing again has no effect.
         """
         self._home.check_place()
         was_open = self._home.is_open
@@ -355,7 +355,7 @@ class TensorSender(LoopObject):
         return not self._home.is_open or (out.failure or out.conversation.failure) is not None
 
     def _listen(self, listener: RoomListener) -> None:
-        """Call a listener, without keeping it alive, when a message may begin that could not before."""
+        """Call a listener, held by a weak reference, whenever a new message may have become possible."""
         self._outgoing.listen(listener)
 
     def _details(self) -> list[str]:
@@ -364,7 +364,7 @@ class TensorSender(LoopObject):
         return [f"at {self._endpoint}", *([in_flight] if self._home.is_open else [])]
 
     def _prepare(self, value: Sendable) -> tuple[Source, Plan]:
-        """Refuse what could never be sent, before anything is taken for it."""
+        """Reject a value that can never be sent, before any resources are taken for it."""
         self._check()
         source = placements.as_source(value)
         plan = placements.plan(source, self._outgoing.memory.allocations)
@@ -373,7 +373,7 @@ class TensorSender(LoopObject):
         return source, plan
 
     def _gave_up(self, message: Message | None, error: BaseException) -> None:
-        """Roll a send back that failed."""
+        """Roll back a failed send."""
         if message is not None:
             self._outgoing.abandon(message)
         self._errors.add(error)
@@ -409,6 +409,6 @@ def _check_addressable(sizes: tuple[int, ...], itemsize: int) -> None:
 def _positive(name: str, value: int) -> int:
     if operator.index(value) < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
-    if value > MAX_NUMBER:  # no frame could tell it to the receiver
+    if value > MAX_NUMBER:  # larger numbers do not fit into a frame
         raise ValueError(f"{name} must be at most {MAX_NUMBER}, got {value}")
     return value

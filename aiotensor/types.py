@@ -53,7 +53,7 @@ class TensorHandle(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     device: str
 
-    __iter__: ClassVar[None] = None  # `__getitem__` alone would make it a sequence of what it has not
+    __iter__: ClassVar[None] = None  # `__getitem__` alone would make it iterable as a sequence
 
     def keys(self) -> tuple[str, ...]:
         """Return the names of the fields, so that ``dict(handle)`` works, as FastAPI's encoder expects."""
@@ -96,10 +96,10 @@ class TensorHandle(msgspec.Struct, frozen=True):
 
     @property
     def __pydantic_serializer__(self) -> "SchemaSerializer":
-        """What pydantic writes a handle with where no type announces it, as in a field of type `Any`."""
+        """The serializer that pydantic uses where no type declares a handle, as in a field of type `Any`."""
         try:
             return _serializer()
-        except ImportError as error:  # for those who look at all attributes
+        except ImportError as error:  # for tools that inspect all attributes
             raise AttributeError("pydantic is not installed") from error
 
 
@@ -111,13 +111,13 @@ def _serializer() -> "SchemaSerializer":
 
 
 class Delivery(msgspec.Struct, frozen=True):
-    """One tensor as the receiver's iterator gives it.
+    """One tensor, as returned by the receiver's iterator.
 
     Attributes:
-        handle: names it; `handle.tensor` is its position in the message, from 0.
+        handle: identifies it; `handle.tensor` is its position in the message, from 0.
         tensor: the tensor itself.
-        tensors: how many tensors the message has. They are delivered consecutively, so a consumer can collect
-            them: those of one message agree in `handle.sender` and `handle.message`.
+        tensors: the number of tensors in the message. They are delivered consecutively, so a consumer can
+            collect them: all tensors of a message share `handle.sender` and `handle.message`.
     """
 
     handle: TensorHandle
@@ -126,12 +126,12 @@ class Delivery(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """How much of a limit is used, and how much more was asked for.
+    """How much of a limit is used, and how much more was requested.
 
     Attributes:
-        limit: the most that can be in use at once; None if there is no limit.
-        in_use: what is in use now.
-        requested: what the refused call asked for.
+        limit: the maximum amount in use at once; None if there is no limit.
+        in_use: the amount in use now.
+        requested: the amount that the refused call requested.
     """
 
     limit: int | None = None
@@ -140,14 +140,14 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Who holds a permit or memory of a sender.
+    """A message or tensor that holds a permit or memory of a sender.
 
     Attributes:
-        message: the number of the message, as in its handles; None for memory from `allocate` that nobody
-            has sent, and for a message of which nothing was sent yet.
-        state: where the message is, in words.
+        message: the number of the message, as in its handles; None for memory from `allocate` that was
+            not sent, and for a message without a sent tensor.
+        state: the state of the message, in words.
         bytes: bytes of shared memory that it holds.
-        seconds: for how long.
+        seconds: the time that it has held them.
     """
 
     message: int | None
@@ -156,25 +156,25 @@ class Holder(msgspec.Struct, frozen=True):
     seconds: float
 
 
-# What another process may say of a number, and of a time.
+# The ranges of numbers and times that are accepted from another process.
 MAX_NUMBER = 2**63 - 1
 Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=2.0**63)]
 
-# Of a `Waits`, which comes from another process, too.
+# The limit for a `Waits`, which also comes from another process.
 MAX_BOUNDS = 64
 
 
 class Waits(msgspec.Struct, frozen=True):
-    """How long the waits lasted that have ended: granted, given up and failed ones alike.
+    """The durations of all ended waits, including cancelled and failed ones.
 
     Attributes:
-        bounds_s: seconds, growing; the waits are counted by the first of them that they did not exceed.
-        counts: how many waits there were for each bound, and last those that were longer than all.
-        total_s: seconds that all of them lasted together.
+        bounds_s: seconds, increasing; each wait is counted at the first bound that it did not exceed.
+        counts: the number of waits for each bound, and at the end the number that exceeded all bounds.
+        total_s: the total seconds of all waits.
 
     Raises:
-        ValueError: the bounds do not grow, or there is not one count more than there are bounds.
+        ValueError: the bounds do not increase, or there is not exactly one more count than bounds.
     """
 
     bounds_s: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=MAX_BOUNDS)]
@@ -192,19 +192,19 @@ class Waits(msgspec.Struct, frozen=True):
 
 
 class SenderStatistics(msgspec.Struct, frozen=True):
-    """What one sender holds now, and what it has done since it was opened.
+    """The current usage of one sender, and its totals since it was opened.
 
     Attributes:
         max_concurrent_videos: the limit on messages in flight.
-        in_flight: messages that hold a permit: begun, and neither wholly taken nor discarded.
-        peak_in_flight: the most that were in flight at once.
+        in_flight: messages that hold a permit: begun, and neither fully taken nor discarded.
+        peak_in_flight: the most messages that were in flight at once.
         waiting: calls that wait now: for a permit, for bytes, or for other copies to end.
         longest_wait_s: seconds that the longest of these waits has lasted.
-        holders: who holds the permits and the memory, the longest first.
+        holders: the holders of permits and memory, longest first.
         arena_bytes: the limit on bytes of shared memory.
         bytes_in_use: bytes of shared memory in use, taken by the receiver or not.
         peak_bytes_in_use: the most bytes that were in use at once.
-        warm_bytes: bytes of shared memory that the system has given, in use or kept for the next tensor.
+        warm_bytes: bytes of shared memory that the system has provided, in use or kept for the next tensor.
         largest_free_bytes: bytes of the largest tensor that would get shared memory now if no call waited.
         messages_sent: messages announced in full to the receiver.
         messages_discarded: messages discarded by either side.
@@ -215,8 +215,8 @@ class SenderStatistics(msgspec.Struct, frozen=True):
         memory_waits: the waits for bytes of shared memory that have ended.
         tensors_copied: tensors that sending copied into shared memory.
         bytes_copied: bytes of those tensors.
-        errors: how often a call raised an error, by the name of its type: those of `aiotensor`,
-            ``"OSError"``, and ``"other"``. Cancelling is none.
+        errors: how often a call raised an error, by the name of its type: the types of
+            `aiotensor`, ``"OSError"``, and ``"other"``. Cancellation is not counted.
     """
 
     max_concurrent_videos: int
@@ -243,7 +243,7 @@ class SenderStatistics(msgspec.Struct, frozen=True):
 
 
 class ReceiverStatistics(msgspec.Struct, frozen=True):
-    """What the receiver holds now, and what it has done since it was opened.
+    """The current usage of the receiver, and its totals since it was opened.
 
     Attributes:
         senders: senders that are connected now.
@@ -252,12 +252,12 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
         senders_refused: senders that were refused, because of a limit or of their version, and unidentified
             connections that newer ones replaced.
         waiting: `receive` calls and iterations that wait now.
-        unclaimed_tensors: tensors that arrived and that nobody has taken.
+        unclaimed_tensors: tensors that arrived and were not taken.
         unclaimed_bytes: bytes of those tensors.
-        mapped_bytes: bytes of senders' arenas, those that are mapped here and those that may yet be.
+        mapped_bytes: bytes of senders' arenas that are mapped by the receiver or may still be mapped.
         max_mapped_bytes: the limit on them.
-        promised_messages: messages that the connected senders may have unclaimed here at once, and those that
-            senders left here when they closed.
+        promised_messages: messages that connected senders may have unclaimed at the receiver at once, plus
+            messages left at the receiver by closed senders.
         max_unclaimed_messages: the limit on them.
         leases: blocks of shared memory pinned by tensors that were received and are still alive.
         leased_bytes: bytes of the tensors that pin them.
@@ -293,7 +293,7 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
 
 
 class ClientStatistics(msgspec.Struct, frozen=True):
-    """What a client of messages has in flight now, and what it has done since it was opened.
+    """The current messages of a messaging client, and its totals since it was opened.
 
     Attributes:
         servers: servers that are connected now.
@@ -302,7 +302,7 @@ class ClientStatistics(msgspec.Struct, frozen=True):
         messages_sent: messages that were handed to ZeroMQ.
         answers: requests that were answered.
         failures: requests that ended with an error.
-        cancelled: requests that were cancelled here.
+        cancelled: requests that were cancelled at the client.
         servers_lost: how often a server died, closed or refused this client.
         errors: how often a call raised an error, by the name of its type, as `SenderStatistics` has it.
     """
@@ -319,20 +319,20 @@ class ClientStatistics(msgspec.Struct, frozen=True):
 
 
 class ServerStatistics(msgspec.Struct, frozen=True):
-    """What a server of messages holds now, and what it has done since it was opened.
+    """The current messages of a messaging server, and its totals since it was opened.
 
     Attributes:
         clients: clients that are connected now.
         max_clients: the limit on them.
-        waiting: messages that have arrived and that nobody has taken.
+        waiting: messages that have arrived and were not taken.
         max_waiting: the limit on them, for each client.
         waiting_bytes: bytes of these messages, without the tensors that travel by a sender.
         max_waiting_bytes: the limit on them, for each client.
-        in_hand: messages that were taken, and neither answered nor given up.
+        in_hand: messages that were taken, and neither answered nor abandoned.
         messages_received: messages that have arrived.
         answers: messages that were answered.
         failures: messages that were answered with an error.
-        cancelled: messages that their clients gave up, or were lost with.
+        cancelled: messages that their clients cancelled, or that were lost together with their clients.
         clients_lost: clients that died, closed or broke the protocol.
         clients_refused: clients that were refused, because of a limit or of their version.
     """

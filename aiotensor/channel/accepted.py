@@ -51,8 +51,8 @@ class Accepted:
     def identify(self, descriptor: int, identity: bytes) -> list[bytes] | None:
         """Record the identity of a connection.
 
-        Returns None if the connection has ended, and else the earlier identities that it replaces. Those of
-        clients stay: either may be the one that is still connected.
+        Returns None if the connection has ended, otherwise the earlier identities that it replaces. It keeps
+        the identities of clients, because any of them may still be connected.
         """
         before = self._identities.get(descriptor)
         if before is None:

@@ -176,8 +176,8 @@ class MessageClient(LoopObject, Generic[R]):
             message: a msgspec Struct, a dataclass, a list or a dict, with tensors and arrays anywhere in it.
                 Do not change any of it before this returns. A large message is encoded in a thread, which
                 continues for a moment if this is cancelled.
-            target: the number of one of several servers, from 0; by default the connected server with the
-                least load of those that can take the message at once. While there is none, the message waits
+            target: the number of one of several servers, from 0; by default the least loaded connected
+                server that can take the message immediately. While there is none, the message waits
                 for the first one, and if that is lost before the message is sent, for the next.
             inside: an open message of the sender, for callers that acquire the permit before they make the
                 tensors, so that it limits video decoding, for example: ``async with sender.message() as

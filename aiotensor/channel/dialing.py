@@ -161,7 +161,7 @@ class Dialer:
 
     def _next(self) -> None:
         self._cancel_timer()
-        if not self._left:  # a lookup has removed the address meanwhile
+        if not self._left:  # a lookup has just removed the address
             self.again()
             return
         self._tried = self._left.pop(0)
