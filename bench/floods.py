@@ -1,4 +1,4 @@
-"""What a flood of connections costs a server, beside the same number of honest clients.
+"""Measure the cost of a flood of connections for a server, beside the same number of honest clients.
 
     python -m bench.floods
 
@@ -100,7 +100,7 @@ def _client(address: str, keys: Keys) -> MessageClient[Question]:
 
 
 class Phase(NamedTuple):
-    """What was seen during one phase."""
+    """The measurements of one phase."""
 
     late: Lateness
     replies: int  # of the client that asks all the time, per second

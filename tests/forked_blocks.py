@@ -1,4 +1,4 @@
-"""What forked children go through that leave a block of their parent, in either way of using the library."""
+"""Helpers for tests of forked children that leave a block of their parent, with asyncio or blocking calls."""
 
 from collections.abc import Callable
 

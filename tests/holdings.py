@@ -1,4 +1,4 @@
-"""What is held: permits, memory, leases, waiters, tasks, threads, descriptors; and that it is as it was."""
+"""Check that held resources return to their initial numbers: permits, memory, leases, tasks, threads etc."""
 
 import asyncio
 import gc
@@ -21,8 +21,8 @@ __all__ = ["Party", "Watch"]
 
 Party: TypeAlias = TensorSender | TensorReceiver | MessageClient[Any] | MessageServer[Any]
 
-# A leak is one for ever: so long, and for so many turns of the loop, is waited for what is on its way back,
-# before it is called one.
+# A leak never ends. Resources on their way back get this much time, and this many turns of the loop, before a
+# test reports them as leaked.
 _PATIENCE_S = 10.0
 _LEAST_TURNS = 300
 
@@ -31,11 +31,11 @@ _TURNS_BEFORE_COLLECTING = 100
 
 
 class Watch(logging.Handler):
-    """Note what is held, and find what is held longer; collects errors that nobody else would see.
+    """Record the held resources, find leaked ones, and collect errors that are only logged.
 
     Args:
-        parties: whose books are looked at. Of a sender and a receiver it is also seen that a tensor still
-            gets from the one to the other.
+        parties: the objects to check. For a sender and a receiver, `check` also verifies that a tensor still
+            passes from one to the other.
     """
 
     def __init__(self, parties: Sequence[Party]) -> None:
@@ -58,18 +58,18 @@ class Watch(logging.Handler):
         self._loop.set_exception_handler(self._handler)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Collect what the library logs as an error."""
+        """Collect the errors that the library logs."""
         self._errors.append(record.getMessage())
 
     async def check(self) -> None:
-        """Wait until everything is as it was at the first call, and fail if that never comes."""
+        """Wait until all numbers are the same as at the first call, and fail if they stay different."""
         if self._before is None:
-            await self._pass_tensors()  # what is made for the first one stays
+            await self._pass_tensors()  # objects made for the first tensor remain
             self._before = await self._at_rest()
         await self._come_back(self._before)
         await self._pass_tensors()
         await self._come_back(self._before)
-        gc.collect(1)  # what was dropped in this run complains now
+        gc.collect(1)  # objects dropped in this run now report their errors
         assert not self._errors, f"errors that nobody was told of: {self._errors}"
 
     async def _pass_tensors(self) -> None:
@@ -85,11 +85,11 @@ class Watch(logging.Handler):
             assert self._loop.time() < end or turn < _LEAST_TURNS, f"left behind, as (before, now): {changed}"
             turn += 1
             if turn % _TURNS_BEFORE_COLLECTING == 0:
-                gc.collect()  # an error that was caught may hold a frame, and that a tensor
+                gc.collect()  # a caught error may hold a frame, which may hold a tensor
             await asyncio.sleep(0)
 
     def _changed(self, before: dict[str, object]) -> dict[str, tuple[object, object]]:
-        # The kernel is asked only when the books are in order: that takes much longer.
+        # The kernel's numbers take much longer to read: read them only when those of the objects match.
         for now in (self._books(), _of_process()):
             changed = {name: (before[name], held) for name, held in now.items() if held != before[name]}
             if changed:
@@ -97,11 +97,11 @@ class Watch(logging.Handler):
         return {}
 
     async def _at_rest(self) -> dict[str, object]:
-        """Return what is held when nothing changes any more: frames have arrived, garbage is freed."""
+        """Return the held resources once they are stable: frames have arrived, garbage is freed."""
         rest, same = self._books(), 0
         while same < _TURNS_AT_REST:
             if not same:
-                gc.collect()  # what earlier tests left, and this one's first run
+                gc.collect()  # the garbage of earlier tests, and of this one's first run
             await asyncio.sleep(0)
             now = self._books()
             same = same + 1 if now == rest else 0
@@ -146,7 +146,7 @@ def _of_sender(sender: TensorSender) -> dict[str, object]:
         "bytes": seen.bytes_in_use,
         "waiting": seen.waiting,
         "holders": len(seen.holders),
-        # What no statistics tell.
+        # Not part of any statistics.
         "waiters at the gates": sum(len(gate._waits) + len(gate._reported) for gate in gates),
         "holders at the gates": sum(len(gate.budget._held) for gate in gates),
         "blocks whose sends wait": len(outgoing._grants._await_permits) + len(outgoing._grants._await_bytes),
@@ -166,7 +166,7 @@ def _of_receiver(receiver: TensorReceiver) -> dict[str, object]:
         "leased bytes": seen.leased_bytes,
         "unclaimed tensors": seen.unclaimed_tensors,
         "waiting": seen.waiting,
-        # What no statistics tell.
+        # Not part of any statistics.
         "lines of waiters": len(receiver._arrivals.waiters),
         "claims": bool(receiver._mailbox._claims),
         "arrivals": len(receiver._mailbox._whole),
@@ -179,7 +179,7 @@ def _of_client(client: MessageClient[Any]) -> dict[str, object]:
     return {
         "servers": seen.servers,
         "requests in flight": seen.in_flight,
-        # What no statistics tell.
+        # Not part of any statistics.
         "waiters for a server": [len(one._waiters) for one in client._connections],
         "cancels that have not left": [one.pipeline.unsent for one in client._connections],
     }
@@ -192,7 +192,7 @@ def _of_server(server: MessageServer[Any]) -> dict[str, object]:
         "messages that wait": seen.waiting,
         "bytes that wait": seen.waiting_bytes,
         "requests in hand": seen.in_hand,
-        # What no statistics tell.
+        # Not part of any statistics.
         "messages that are ready": len(server._ready),
         "messages whose tensors arrive": len(server._arriving),
         "messages taken halfway": len(server._found),

@@ -12,7 +12,7 @@ def check_rate(times: Sequence[float]) -> None:
     """Check that no two lines are closer than a second, apart from the accuracy of clocks.
 
     Args:
-        times: when they were written while nothing was closed, which writes what was only counted.
+        times: of the lines, all written before any close, since a close writes the counted events.
     """
     assert all(later - earlier > 0.9 for earlier, later in itertools.pairwise(times)), times
 

@@ -1,4 +1,4 @@
-"""The accounts that a sender gives: as many as there is room for, however often it is asked."""
+"""A sender sends only as many accounts as fit its buffers, regardless of the number of inquiries."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -49,13 +49,13 @@ def test_no_account_of_ours_takes_more_than_the_outbox_counts_a_frame_as() -> No
 
 
 def _tasks() -> "list[asyncio.Task[object]]":
-    """Find what waits to give an account."""
+    """Find the tasks that wait to send an account."""
     return [task for task in asyncio.all_tasks() if task.get_name() == "aiotensor-account"]
 
 
 @asynccontextmanager
 async def clogged(address: str) -> AsyncIterator[tuple[TensorSender, RogueReceiver, RecordSocket, int]]:
-    """Connect a sender to a receiver that has not read for so long that frames queue here."""
+    """Connect a sender to a receiver that does not read, until the sender queues frames."""
     async with rogue_receiver(address) as (sender, receiver):
         sent = 0
         while True:
@@ -64,7 +64,7 @@ async def clogged(address: str) -> AsyncIterator[tuple[TensorSender, RogueReceiv
             except WouldBlockError:
                 break
             sent += 1
-            await asyncio.sleep(0)  # those of one turn go out at its end
+            await asyncio.sleep(0)  # the frames of one turn are written at its end
         link = sender._outgoing._link
         assert isinstance(link, UnixSenderLink)
         assert link._sock is not None
@@ -116,7 +116,7 @@ async def test_an_account_that_waits_for_room_ends_with_its_sender(address: str)
         await receiver.say(Inquire())
         await until(lambda: len(_tasks()) == 1)
         [waiting] = _tasks()
-        closing = asyncio.create_task(sender.aclose())  # which waits to say goodbye
+        closing = asyncio.create_task(sender.aclose())  # which waits to send its closing record
         await asyncio.wait([waiting])
         await receiver.say(Inquire())
         for _ in range(10):

@@ -1,4 +1,4 @@
-"""A forked child that leaves a block of its parent's event loop: its exceptions go on."""
+"""A forked child that leaves a block of its parent's event loop: its exceptions propagate."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -1,4 +1,4 @@
-"""What a peer cannot use up: memory, descriptors, mappings, the turn of the loop, the patience of others."""
+"""A peer cannot exhaust the memory, descriptors, mappings or loop time of a receiver, nor delay others."""
 
 import asyncio
 import contextlib
@@ -45,7 +45,7 @@ _PAGE = 4096
 
 
 class Rogue:
-    """A sender that says what it likes, and reads nothing."""
+    """A sender that writes arbitrary records, and reads nothing."""
 
     def __init__(self, road: Road) -> None:
         self.id = secrets.token_hex(16)
@@ -74,7 +74,7 @@ class Rogue:
 async def _among_the_honest(
     **limits: int,
 ) -> AsyncIterator[tuple[TensorReceiver, Rogue, Endpoint, Things]]:
-    """A receiver, a rogue, and an honest sender that is served before and after all that happens."""
+    """Open a receiver and a rogue, and check that an honest sender is served before and after the block."""
     with endpoint() as place, Things() as things:
         async with TensorReceiver(place, **limits) as receiver, TensorSender(place, 2) as honest:
             before = await honest.send(pattern(1, BIG))
@@ -131,7 +131,7 @@ async def test_a_sender_that_does_not_read_its_answers_is_cut_off_at_a_limit(
             await rogue.say(*again)
             said += 1
             await asyncio.sleep(0)
-        # Of each 11 bytes; beside them, a record that waits counts for something too.
+        # Each frame has 11 bytes; a waiting record also counts with some overhead.
         assert said * MAX_FRAMES * 11 > 1 << 19, "it was cut off long before the limit"
         assert said * MAX_FRAMES < 300_000
         assert "does not read" in caplog.text
@@ -168,7 +168,7 @@ async def test_segments_that_are_detached_count_for_as_long_as_a_tensor_keeps_th
         assert _mapped() == 8
         kept.pop()
         await until(lambda: _mapped() == 7)
-        await rogue.attach(8)  # there is room for one again
+        await rogue.attach(8)  # one more mapping is allowed again
         await rogue.say(_there(8, 8), Detach(8))
         kept.append(await receiver.receive(TensorHandle(rogue.id, 8, 0, "uint8", (3,), "cpu")))
         await rogue.attach(9)
@@ -215,7 +215,7 @@ async def _lost(sender: TensorSender) -> None:
 async def test_who_says_nothing_takes_nobodys_place() -> None:
     async with _among_the_honest(max_senders=2) as (receiver, _, place, _):
         if isinstance(place, TensorQueue):
-            return  # nobody is heard of there before something was said
+            return  # a queue's reader does not know a sender before its first record
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
             silent.connect(place.removeprefix("unix://"))
             async with TensorSender(place) as second:
@@ -226,7 +226,7 @@ async def test_who_says_nothing_takes_nobodys_place() -> None:
 async def test_who_connects_without_end_leaves_the_loop_to_others() -> None:
     async with _among_the_honest() as (receiver, _, place, _):
         if isinstance(place, TensorQueue):
-            return  # its reader counts records, as it does those of the others
+            return  # its reader counts records, including those of other senders
         path = place.removeprefix("unix://")
         knocking = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(100)]
         for sock in knocking:
@@ -280,7 +280,7 @@ async def test_a_receiver_cannot_make_a_sender_write_longer_records_than_its_soc
         link = receiver._incoming.link_of(sender.id)
         assert link is not None
         link.write(encode(Welcome(VERSION, os.getpid(), 2**63 - 1)))
-        await receiver.receive(await sender.send(pattern(0, 3)))  # and what was said before was read
+        await receiver.receive(await sender.send(pattern(0, 3)))  # and the earlier record has been read
         await asyncio.gather(*(sender.send(pattern(seed, 1000)) for seed in range(100)))
         for _ in range(101):
             await anext(receiver)
@@ -311,7 +311,7 @@ async def test_a_receiver_that_does_not_read_makes_a_sender_wait_and_not_grow() 
 
 
 async def _send_to_nobody(place: Endpoint) -> None:
-    """Send much more than the kernel keeps, then give up."""
+    """Send much more than the kernel buffers, then give up."""
     sender = await TensorSender(place, 2000).__aenter__()
     link = sender._outgoing._link
     sending = [asyncio.create_task(sender.send(pattern(seed, 1000))) for seed in range(1000)]
@@ -327,7 +327,7 @@ async def _send_to_nobody(place: Endpoint) -> None:
     ended = await asyncio.gather(*sending, return_exceptions=True)
     assert all(isinstance(end, asyncio.CancelledError | TensorHandle) for end in ended)
     assert sock._unsent_bytes <= 3 * MAX_RECORD_BYTES
-    closing = asyncio.create_task(sender.aclose())  # waits to say goodbye
+    closing = asyncio.create_task(sender.aclose())  # waits to send its closing record
     await asyncio.sleep(0)
     closing.cancel()
     await asyncio.wait([closing])

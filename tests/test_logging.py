@@ -1,4 +1,4 @@
-"""What is logged: one line for one event, with its facts as fields; all are listed, nothing is printed."""
+"""Log records: one line per event, with its facts as fields. The page lists all events; none is printed."""
 
 import ast
 import asyncio
@@ -44,12 +44,12 @@ PAGE = ROOT / "docs" / "logging.md"
 LEVELS = ("debug", "info", "warning", "error", "critical", "exception", "log")
 OF_EVERY_RECORD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
-# What a peer would say that wants an event in the log which never was, or to command a terminal.
+# A text by which a peer could forge a log line or control a terminal.
 FORGED = "so it is\n2026-01-01 CRITICAL aiotensor: forged\r\x1b[2J\x85\u2028\u202e"
 
 
 class Row(NamedTuple):
-    """An event: as a call in the package logs it, or as the page lists it."""
+    """An event, as a call in the package logs it or as the page lists it."""
 
     event: str
     logger: str
@@ -75,7 +75,7 @@ def _name_of(call: ast.Call) -> str:
 
 
 def _logs(call: ast.Call) -> bool:
-    """Say whether a call logs, by whatever is called like a logger."""
+    """Return whether a call logs, judging by the name of its object."""
     whose, _, name = _name_of(call).rpartition(".")
     return name in LEVELS and whose.rpartition(".")[2].strip("_").startswith("log")
 
@@ -94,7 +94,7 @@ def _text(node: ast.expr | None) -> str:
 
 
 def _row_of(call: ast.Call, logger: str) -> Row:
-    """Read off a call what it logs."""
+    """Return the event that a call logs."""
     extra = next(keyword.value for keyword in call.keywords if keyword.arg == "extra")
     assert isinstance(extra, ast.Dict), "extra is a literal"
     fields = dict(zip(map(_text, extra.keys), extra.values, strict=True))
@@ -159,15 +159,15 @@ def test_nothing_but_the_commands_prints() -> None:
         for call in _calls(tree)
         if not name.startswith("cli/") and _name_of(call) in forbidden
     }
-    # A ResourceWarning for what was not closed, which Python shows only where it was asked to.
+    # A ResourceWarning for unclosed objects, which Python shows only if its warning filters allow it.
     assert printing == {"home.py": "warnings.warn"}
 
 
-# Events that happen
+# Events at run time
 
 
 class Event(NamedTuple):
-    """What a handler got. Who keeps a record keeps its error, whose traceback has tensors."""
+    """The facts of a log record. A kept record would keep its exception, whose traceback holds tensors."""
 
     event: str
     level: str
@@ -179,7 +179,7 @@ class Event(NamedTuple):
 
 @contextmanager
 def heard() -> Iterator[list[Event]]:
-    """Collect what is logged, and see that all of it is plain, one line each, and as the page says."""
+    """Collect the log records, and check that each is one line of plain text and matches the page."""
     events: list[Event] = []
 
     class Listener(logging.Handler):
@@ -257,7 +257,7 @@ async def test_a_sender_beyond_the_limit_is_logged_on_both_sides(address: str) -
                 assert "max_senders=1" in str(refused.fields["reason"])
                 assert (refused.fields["sender_id"], refused.fields["peer_pid"]) == (second.id, os.getpid())
                 lost = _one(events, "receiver_lost")
-                # Though nothing was under way: somebody has to change something.
+                # A warning although no message was lost, since only a change of the configuration helps.
                 assert lost.level == "WARNING"
                 assert "max_senders=1" in str(lost.fields["reason"])
 
@@ -280,14 +280,14 @@ async def test_a_long_wait_is_logged_with_who_holds_what(wanted: str, address: s
     assert wait.level == "WARNING"
     held_by = wait.fields.pop("held_by")
     assert re.match(rf"message 0 \(waiting to be taken, {BIG * 8} bytes, \d+\.\d s\)", str(held_by))
-    # Who waits for memory has a permit.
+    # A send that waits for memory holds a permit.
     facts = {"waited_s": 0.01, "waited_for": wanted, "peer_pid": os.getpid(), "holders": permits}
     assert wait.fields == facts
 
 
 @contextmanager
 def _rogue_sender(address: str, sender: str) -> Iterator[socket.socket]:
-    """A bare socket at a receiver, which has introduced itself."""
+    """Connect a bare socket to a receiver, and send a hello."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.setblocking(False)
         sock.connect(address.removeprefix("unix://"))
@@ -392,7 +392,7 @@ async def test_a_receiver_cannot_forge_a_line_by_its_reasons(says: str) -> None:
 
 
 class Wish(Enum):
-    """What can be asked for, which is told to who asks for anything else."""
+    """The valid wishes; the error for any other wish lists them."""
 
     SOME = "some"
 
@@ -596,8 +596,8 @@ def test_a_record_keeps_no_error_that_was_named_in_it() -> None:
 
 # Programs
 
-# A receiver is lost with a message under way, and a send waits for long. Who looks on by a filter sets no
-# logging up.
+# A receiver is lost while a message is in flight, and a send waits for a long time. A program that observes
+# records through a filter configures no logging.
 PROGRAM = """
 import asyncio, logging, sys, tempfile
 import torch

@@ -1,4 +1,4 @@
-"""What looking at a receiver costs it, its senders and others: nothing; and who may not look."""
+"""Observing a receiver does not affect it, its senders or others; unauthorized observers are rejected."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ _REPLACED = Bye(
 )
 
 
-# How senders are asked
+# Inquiries to senders
 
 
 async def test_a_stopped_sender_is_told_as_silent_and_comes_back_without_being_cut_off(address: str) -> None:
@@ -89,14 +89,14 @@ async def test_a_stopped_sender_is_asked_once_however_often_somebody_looks(addre
                     assert account.sender == name
         finally:
             child.go_on()
-        # What those asked for who are gone is answered too, once, and breaks no protocol.
+        # The sender also answers the inquiry of the observers that are gone, once, and within the protocol.
         assert (await look_at(address)).senders[0].statistics is not None
         assert written == [encode(Inquire())] * 2
         assert receiver.statistics().senders == 1
 
 
 def _written_to(receiver: TensorReceiver, sender: str) -> list[bytes]:
-    """Note what a sender is told from now on."""
+    """Record the records that the receiver writes to a sender from now on."""
     link = receiver._incoming.link_of(sender)
     assert link is not None
     written: list[bytes] = []
@@ -138,7 +138,7 @@ async def test_those_who_look_at_once_are_all_answered(address: str) -> None:
         await until(lambda: observers(receiver) == 0)
 
 
-# What it costs nobody
+# Costs that other peers do not pay
 
 
 async def test_looking_takes_nobodys_place_and_counts_as_nothing(
@@ -206,7 +206,7 @@ async def test_where_none_inspects_a_new_connection_replaces_the_oldest_unidenti
         assert vars(record)["peer_pid"] == os.getpid()
         await stack.aclose()
         await until(lambda: not accepted_at(address))
-        # Nor does it count any of them: as many others as there may be have room.
+        # Nor does it count them: the full number of unidentified peers can still connect.
         for _ in range(MAX_UNIDENTIFIED):
             await stack.enter_async_context(observing(address, looks=False))
         await until(lambda: len(accepted_at(address)) == MAX_UNIDENTIFIED)
@@ -234,7 +234,7 @@ async def test_those_who_go_in_the_middle_of_a_look_are_forgotten_at_once(addres
             await until(lambda: observers(receiver) == 0)
         finally:
             child.go_on()
-        await until(lambda: not receiver._incoming._observers._asked)  # it has answered, and that was right
+        await until(lambda: not receiver._incoming._observers._asked)  # it has answered correctly
         assert receiver.statistics().senders == 1
 
 
@@ -251,7 +251,7 @@ async def test_who_looks_and_does_not_read_harms_nobody_and_is_not_waited_for(
         await sender.send(pattern(0, 3))
         await anext(receiver)
         await sender.drain()
-        # Nor is one whose socket is full: what the kernel does not take queues for it, up to a limit.
+        # Nor is one whose socket is full: records that the kernel does not accept are queued, up to a limit.
         monkeypatch.setattr(unix, "MAX_UNREAD_BYTES", 1 << 20)
         before = set(receiver._incoming._observers._observers)
         await stack.enter_async_context(observing(address))
@@ -297,7 +297,7 @@ async def test_a_receiver_that_closes_waits_for_nobody_who_looks(address: str) -
         [report] = await observer.reports()
         [link] = receiver._incoming._observers._observers
         for _ in range(20):
-            link.write(encode(report) + bytes(60_000))  # what nobody reads before it has closed
+            link.write(encode(report) + bytes(60_000))  # unread until the receiver has closed
         async with asyncio.timeout(PATIENCE_S):
             await receiver.aclose()
 
@@ -327,11 +327,11 @@ async def test_nothing_is_done_while_nobody_looks(address: str) -> None:
         assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("aiotensor")]
 
 
-# What breaks the protocol
+# Violations of the protocol
 
 
 async def _is_cut_off(address: str, *records: bytes) -> list[ToObserver]:
-    """Say something, and return all that is answered until the end of the connection."""
+    """Send records, and return all replies until the end of the connection."""
     async with observing(address, looks=False) as observer:
         for record in records:
             await observer.say(record)

@@ -1,4 +1,4 @@
-"""What is open in a process is found from any thread, and what it has counted stays."""
+"""Any thread finds the open objects of a process, and their counts persist after they are closed."""
 
 import asyncio
 import gc
@@ -28,7 +28,7 @@ PATIENCE_S = 20.0  # more than a loop needs to answer that is not blocked
 
 
 class Told:
-    """Something that is open, and says what it is told to."""
+    """An open object with given statistics."""
 
     def __init__(self, answers: int) -> None:
         self.answers = answers
@@ -246,8 +246,8 @@ def test_a_loop_that_does_not_run_is_not_waited_for() -> None:
     with ThreadPoolExecutor(1) as elsewhere:
         elsewhere.submit(loop.run_until_complete, run()).result()
         report = opened.look(PATIENCE_S)  # longer than this test may take
-        assert report.unanswered == 0  # nobody was asked
-        assert not present(report, "stopped")  # nobody has ever heard of it
+        assert report.unanswered == 0  # no object was asked
+        assert not present(report, "stopped")  # it was never found
         loop.close()
         assert opened.look(PATIENCE_S).unanswered == 0
 
@@ -261,7 +261,7 @@ def test_a_loop_that_ends_with_a_question_in_it_is_not_waited_for() -> None:
         kept.append(open_told(1, "ends"))
         loop.stop()
         is_open.set()
-        asked.wait()  # what comes now is left for a turn that there is not
+        asked.wait()  # the loop has no further turn for later calls
 
     is_open = threading.Event()
     take = loop.call_soon_threadsafe
@@ -342,7 +342,7 @@ def test_many_threads_may_look_at_once_while_objects_come_and_go() -> None:
     def watch() -> None:
         mine: list[float] = []
         while not end.is_set():
-            with suppress(KeyError):  # nobody was there yet
+            with suppress(KeyError):  # no object was open yet
                 mine.append(answers_at(opened.look(PATIENCE_S), "busy"))
         seen.append(mine)
 
@@ -362,7 +362,7 @@ def test_many_threads_may_look_at_once_while_objects_come_and_go() -> None:
     for watcher in watchers:
         watcher.join()
     for mine in seen:
-        assert mine == sorted(mine)  # what is counted never goes back
+        assert mine == sorted(mine)  # counters never decrease
     assert answers_at(opened.look(0.0), "busy") == 200
     assert not opened._books.questions
 
@@ -378,7 +378,7 @@ async def test_endpoints_that_were_closed_are_not_remembered_for_ever() -> None:
     assert sum(endpoint not in in_use for _, endpoint in opened._books.closed) == 256
     report = opened.look(0.0)
     assert answers_at(report, f"{at} 599") == told.answers
-    assert answers_at(report, f"{at} 0") == 1 + stays.answers  # somebody is still there
+    assert answers_at(report, f"{at} 0") == 1 + stays.answers  # another object is still open
     assert (ClientStatistics, f"{at} 1") not in report.counts
     leave(home_of_it)
 

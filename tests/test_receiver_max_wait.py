@@ -1,4 +1,4 @@
-"""A wait for a tensor by its handle ends after the receiver's `max_wait_s`, and says what it waited for."""
+"""A wait for a tensor by its handle ends after the receiver's `max_wait_s`, and its error names the cause."""
 
 import asyncio
 
@@ -46,7 +46,7 @@ async def test_a_handle_of_an_unknown_sender_is_not_waited_for_without_end() -> 
                 first = await sender.send(pattern(0, BIG))
                 with pytest.raises(WouldBlockError, match="its sender is connected, and has not sent"):
                     await receiver.receive(beyond(first))
-                # What ended left no claim: an iteration has it all.
+                # The ended wait left no claim: an iteration receives all tensors.
                 assert torch.equal((await anext(receiver)).tensor, pattern(0, BIG))
 
 
@@ -83,7 +83,7 @@ async def test_a_tensor_that_arrives_in_the_turn_in_which_the_time_is_up_is_rece
             def send_and_hold_up() -> None:
                 assert receiver.statistics().waiting == 1
                 over = loop.time() + SHORT_S
-                sender.send_nowait(pattern(0, 3))  # it is on the socket, and nobody has read it
+                sender.send_nowait(pattern(0, 3))  # it is on the socket, still unread
                 while loop.time() < over + SHORT_S:
                     pass  # the loop finds the record and the end of the time at once
 

@@ -1,6 +1,6 @@
-"""What programs do that are interrupted, or that end with everything open: functions of their main thread.
+"""Main-thread functions of programs that are interrupted, or that end with everything open.
 
-Each runs in a process of its own, which the nursery makes; what it prints is for the test.
+Each runs in a separate process, started by a test, which reads its output.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from tests.processes import watch
 
 _NOBODYS = TensorHandle("nobody", 0, 0, "int64", (3,), "cpu")
 
-# What a module has when the interpreter ends.
+# Objects that are still in a module when the interpreter ends.
 left_open: list[Any] = []
 
 
@@ -47,7 +47,7 @@ def _say_when(condition: Callable[[], object], word: str) -> None:
 
 
 def _waits(thread: int) -> bool:
-    """Say whether a thread waits for the loop."""
+    """Return whether a thread waits for the loop."""
     return sys._current_frames()[thread].f_code.co_filename.endswith("aiotensor/blocking/thread.py")
 
 
@@ -132,7 +132,7 @@ def close_with_a_busy_loop(*place: str) -> None:
 
 
 def look_at_once(*place: str) -> None:
-    """See what is in use right after the interrupt of a send that had a permit, and no memory yet."""
+    """Check the resources in use right after the interrupt of a send that had a permit but no memory yet."""
     with TensorReceiver(Place(*place).tensors), TensorSender(Place(*place).tensors, 2, 8 * BIG) as sender:
         sender.send(pattern(0, BIG))
         _say_when(lambda: sender.statistics().waiting, "waits")
@@ -156,7 +156,7 @@ def be_interrupted_elsewhere(*place: str) -> None:
 
 
 def begin_a_message_at_a_signal(*place: str) -> None:
-    """Be interrupted when the permit is there, and the caller does not know of it yet."""
+    """Be interrupted when the permit is granted, but not yet returned to the caller."""
     with TensorReceiver(Place(*place).tensors), TensorSender(Place(*place).tensors, 1) as sender:
         message = sender.message()
         begin = message._inner.__aenter__
@@ -202,7 +202,7 @@ def close_at_a_signal(*place: str) -> None:
 
 
 def close_in_the_middle_of_a_call(*place: str) -> None:
-    """Have the handler of a signal close what this thread is just about to use."""
+    """Close, in a signal handler, an object that this thread is about to use."""
     with TensorReceiver(Place(*place).tensors) as receiver:
         signal.signal(signal.SIGTERM, lambda *_: receiver.close())
         loop = receiver._loop
@@ -221,7 +221,7 @@ def close_in_the_middle_of_a_call(*place: str) -> None:
 
 
 def close_what_is_handed_to_the_loop(*place: str) -> None:
-    """Have the handler of a signal close what this thread is just handing to the loop to be opened."""
+    """Close, in a signal handler, an object that this thread is handing to the loop for opening."""
     with TensorReceiver(Place(*place).tensors) as receiver:  # which keeps the loop
         sender = TensorSender(Place(*place).tensors)
         signal.signal(signal.SIGTERM, lambda *_: sender.close())
@@ -260,7 +260,7 @@ def send_into_a_full_link(receiver: int, *place: str) -> None:
 
 
 def linger(server: int, *place: str) -> None:
-    """Close a client that would wait for minutes until what it has sent has left."""
+    """Close a client that would wait for minutes until its sent messages have left."""
     main = threading.get_ident()
     try:
         with MessageClient(Place(*place).messages, reply_type=Answer, linger_s=600) as client:
@@ -405,7 +405,7 @@ def fail_beside_a_thread(*place: str) -> NoReturn:
 
 
 def come_too_late(*place: str) -> None:
-    """Use what is open when the interpreter is about to be taken apart."""
+    """Use open objects when the interpreter is about to finalize."""
     receiver, _, server, _ = _open_all(Place(*place))
 
     def end() -> None:

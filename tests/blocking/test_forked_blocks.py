@@ -1,4 +1,4 @@
-"""A forked child that leaves a block of its parent: its exceptions go on, and its statuses are its own."""
+"""A forked child that leaves a block of its parent: its exceptions propagate; it has its own exit status."""
 
 import threading
 from collections.abc import Callable, Iterator

@@ -12,7 +12,7 @@ __all__ = ["ATTACKS", "WITHOUT_KEYS", "attacked"]
 # The greeting of ZMTP 3.0 with the mechanism NULL, which a server with keys refuses.
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 
-# What a client sends after the greetings, and three messages that are none of this protocol.
+# The client's part of the handshake after the greetings, and three messages that the protocol does not have.
 _SOCKET_TYPE = b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
 _READY = b"\x04" + bytes([6 + len(_SOCKET_TYPE)]) + b"\x05READY" + _SOCKET_TYPE
 _NONSENSE = b"\x00\x01x" * 3
@@ -21,14 +21,14 @@ _SILENT = 128  # connections of one attacker that says nothing
 
 
 class _Event(Protocol):
-    """What an attacker sets when its attack has begun."""
+    """An event that an attacker sets when its attack has begun."""
 
     def set(self) -> None: ...
 
 
 @contextmanager
 def attacked(address: str, attack: str, attackers: int = 2) -> Iterator[None]:
-    """Attack a server by so many processes while the block runs.
+    """Attack a server from several processes while the block runs.
 
     Args:
         address: of the server, ``tcp://`` or ``ipc://``.
@@ -72,7 +72,7 @@ def _connect(address: str) -> socket.socket:
 
 
 def _hang_up(address: str, begun: _Event) -> None:
-    """Connect, greet, and close at once."""
+    """Connect, greet, and close immediately."""
     while _is_wanted():
         with suppress(OSError), _connect(address) as sock:
             sock.sendall(_GREETING)
@@ -119,5 +119,5 @@ def _say_nothing(address: str, begun: _Event) -> None:
 
 ATTACKS = {"hang up": _hang_up, "greet": _greet, "say nothing": _say_nothing, "speak": _speak}
 
-# Those that need no handshake. The last one is for servers without keys: others refuse its handshake.
+# The attacks that need no handshake. "speak" is for servers without keys: others refuse its handshake.
 WITHOUT_KEYS = ("hang up", "greet", "say nothing")

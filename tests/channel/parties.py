@@ -1,4 +1,4 @@
-"""A client and a server in one process, what they say to each other, and what tests wait for."""
+"""A client and a server in one process, the messages that they exchange, and helpers that wait for them."""
 
 import asyncio
 import logging
@@ -32,12 +32,12 @@ __all__ = [
 ]
 
 
-# A leak is one for ever: so long is waited for what is on its way back, before it is called one.
+# A leak never ends. Resources on their way back get this much time before a test reports them as leaked.
 _PATIENCE_S = 10.0
 
 
 class Question(msgspec.Struct):
-    """What is asked: a number, and tensors at several depths."""
+    """A request: a number, and tensors at several depths."""
 
     seed: int
     tensor: torch.Tensor | None = None
@@ -46,7 +46,7 @@ class Question(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """What is answered."""
+    """The reply to a `Question`."""
 
     seed: int
     total: int = 0
@@ -54,7 +54,7 @@ class Answer(msgspec.Struct):
 
 
 class Place(NamedTuple):
-    """Where two processes meet: for messages, for their tensors, and for those of answers."""
+    """The addresses that two processes share: for messages, for their tensors, and for tensors of replies."""
 
     messages: str
     tensors: str
@@ -62,14 +62,14 @@ class Place(NamedTuple):
 
 
 class Places:
-    """What kind of address the running test is about; the fixture `way` of conftest.py sets it."""
+    """The kind of address that the running test uses; the fixture `way` of conftest.py sets it."""
 
     scheme = "ipc"
 
 
 @contextmanager
 def place() -> Iterator[Place]:
-    """Make a place, and take away what a killed process left there."""
+    """Create a place, and remove the files that a killed process left there."""
     folder = tempfile.mkdtemp(prefix="aiotensor-")  # the folders of pytest are too long for a socket
     messages = f"ipc://{folder}/m" if Places.scheme == "ipc" else f"tcp://127.0.0.1:{_free_port()}"
     try:
@@ -95,7 +95,7 @@ class Channel:
     place: Place
 
     def held(self) -> dict[str, int]:
-        """Say what is held for messages; nothing, once all have ended."""
+        """Return the resources held for messages; empty once all messages have ended."""
         sent, received = self.sender.statistics(), self.receiver.statistics()
         served, asked = self.server.statistics(), self.client.statistics()
         held = {
@@ -108,7 +108,7 @@ class Channel:
             "bytes that wait": served.waiting_bytes,
             "requests in hand": served.in_hand,
             "requests in flight": sum(asked.in_flight),
-            # What no statistics tell.
+            # Not part of any statistics.
             "messages whose tensors arrive": len(self.server._arriving),
             "messages taken halfway": len(self.server._found),
             "messages of clients": sum(len(one.asked) for one in self.server._clients._clients.values()),
@@ -144,7 +144,7 @@ async def channel(
 
 
 async def settled(*channels: Channel) -> None:
-    """Wait until everything that messages held has come back."""
+    """Wait until all resources held by messages have been released."""
     loop = asyncio.get_running_loop()
     end = loop.time() + _PATIENCE_S
     while left := [held for channel in channels if (held := channel.held())]:
@@ -154,7 +154,7 @@ async def settled(*channels: Channel) -> None:
 
 
 async def answer(question: Question) -> Answer:
-    """Answer with what a right answer depends on; as `serve` wants it."""
+    """Compute the correct answer to a question; a handler for `serve`."""
     if question.wish == "raise":
         raise ValueError(f"no answer to {question.seed}")
     tensors = [tensor for many in question.more.values() for tensor in many]
@@ -167,9 +167,9 @@ async def answer(question: Question) -> Answer:
 
 @contextmanager
 def said() -> Iterator[list[str]]:
-    """Collect the texts of what is logged, and nothing else of it.
+    """Collect the formatted texts of log records, but not the records.
 
-    Who keeps a record keeps its error, whose traceback has the tensors of a request; pytest does.
+    A kept record keeps its exception, whose traceback holds the tensors of a request. Pytest keeps records.
     """
     texts: list[str] = []
 

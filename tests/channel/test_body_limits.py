@@ -36,7 +36,7 @@ decoded: list[object] = []
 
 
 class Seen(msgspec.Struct):
-    """What records that it was decoded."""
+    """A message that records its decoding."""
 
     data: Any = None
 
@@ -131,7 +131,7 @@ async def test_a_body_of_the_size_of_the_limit_travels_both_ways(limit: int | No
 
 
 def _asked(size: int, *, is_part: bool) -> list[bytes]:
-    """A question with a body of such a size, in the header or behind it."""
+    """Return a question with a body of this size, in the header or after it."""
     body = msgspec.msgpack.encode({"data": bytes(size)})
     return [write(Ask(0, None)), body] if is_part else [write(Ask(0, memoryview(body)))]
 

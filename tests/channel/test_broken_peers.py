@@ -1,4 +1,4 @@
-"""Whoever breaks the protocol loses its connection and harms nobody else, on either side."""
+"""A client or server that breaks the protocol loses its connection, and no other peer is affected."""
 
 import asyncio
 import os
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 Parts = Sequence[bytes | memoryview]
 
-# Beside one of two clients: 64 connections, and the place of the other client.
+# With one of two clients connected: 64 connections, and the slot of the other client.
 _MOST_SILENT = 65
 
 BODY = memoryview(msgspec.msgpack.encode(Question(1)))
@@ -56,7 +56,7 @@ def ask(number: int = 0, body: bytes | memoryview = BODY, **rest: Any) -> bytes:
 
 @asynccontextmanager
 async def served() -> AsyncIterator[Channel]:
-    """A channel whose server answers an honest client throughout."""
+    """Open a channel whose server answers an honest client throughout."""
     async with channel() as ends:
         serving = asyncio.create_task(ends.server.serve(answer))
         with said():
@@ -102,7 +102,7 @@ async def test_a_client_that_breaks_the_protocol_is_told_so_and_cut_off(said_: l
         while not (heard and isinstance(heard[-1], Farewell)):
             heard.append(read_from_server((await rogue.recv_multipart())[0]))
         assert heard[-1].reason.startswith("it broke the protocol")
-        # Whatever it says now, nobody listens.
+        # The server ignores all further messages of this client.
         await rogue.send_multipart([HELLO])
         await rogue.send_multipart([ask()])
         assert (await ends.client.request(Question(2))).seed == 2
@@ -145,12 +145,12 @@ async def test_a_client_that_never_reads_what_it_is_told_is_cut_off() -> None:
             raw(zmq.DEALER, here.messages, high_water_mark=1) as rogue,
         ):
             await rogue.send_multipart([HELLO])
-            iterating = asyncio.create_task(anext(server))  # refuses what cannot be read
+            iterating = asyncio.create_task(anext(server))  # refuses unreadable messages
             number = 0
             while server.statistics().clients_lost == 0:
                 await rogue.send_multipart([ask(number, b"\xc1")])
                 number += 1
-                # There is credit for the next one: what is refused does not wait.
+                # The client has credit for the next one, since a refused message does not wait.
                 await until(lambda: server.statistics().failures == number)  # noqa: B023
             assert MAX_UNREAD < number < 10 * MAX_UNREAD
             assert any("is cut off: it reads no answers" in text for text in texts)
@@ -173,7 +173,7 @@ async def test_connections_that_say_nothing_are_bounded_and_the_oldest_is_closed
             await until(lambda: sum(end.done() for end in ends) == 10)
             assert all(end.done() for end in ends[:10])
             assert (await client.request(Question(2))).seed == 2
-            # They take no place of a client, who says hello: the next oldest one makes room.
+            # They occupy no slot of a client that sends a hello: the server closes the next oldest one.
             async with MessageClient(here.messages, reply_type=parties.Answer) as other:
                 assert (await other.request(Question(3))).seed == 3
             await until(lambda: sum(end.done() for end in ends) >= 11)
@@ -208,15 +208,15 @@ async def test_what_a_client_said_that_is_gone_is_not_taken_for_the_next_ones() 
                 await first.send_multipart([HELLO])
                 await first.send_multipart([ask()])
                 request = await anext(server)
-            # The loop hears nothing of this: the connection ends, and the next one has its descriptor.
+            # The loop does not notice that the connection ends and the next one reuses its descriptor.
             descriptor = f"/proc/self/fd/{arrived[-1][0].get(zmq.SRCFD)}"
             with zmq.Context() as context, context.socket(zmq.DEALER) as second:
                 second.linger = 0
                 _wait_until(lambda: not os.path.exists(descriptor))
                 second.connect(here.messages)
                 _wait_until(lambda: os.path.exists(descriptor))
-                assert not clients.socket._has_messages()  # ZeroMQ takes in what it was told
-                clients.fail(request._asked, "ValueError", "no")  # by which the first is found gone
+                assert not clients.socket._has_messages()  # ZeroMQ processes its commands
+                clients.fail(request._asked, "ValueError", "no")  # which reveals that the first is gone
                 await until(lambda: server.statistics().clients_lost == 1)
                 take(arrived[-1])  # it was on its way
             assert server.statistics().clients == 0
@@ -232,7 +232,7 @@ async def test_an_answer_that_finds_its_client_gone_is_not_waited_for() -> None:
                 request = await anext(server)
                 [descriptor] = accepted_at(here.messages)
             _wait_until(lambda: not os.path.exists(f"/proc/self/fd/{descriptor}"))
-            assert not server._clients.socket._has_messages()  # ZeroMQ takes in what it was told
+            assert not server._clients.socket._has_messages()  # ZeroMQ processes its commands
             assert not await request.reply(parties.Answer(1))
             assert server.statistics().clients_lost == 1
 
@@ -246,18 +246,18 @@ async def test_what_a_client_said_before_it_went_counts_though_its_end_is_found_
                 first = await anext(server)
                 await client.recv_multipart()
                 [descriptor] = accepted_at(here.messages)
-                # The loop hears of neither: the second message is here, and the client gone.
+                # The loop notices neither the arrival of the second message nor the end of the client.
                 await client.send_multipart([ask(1, wants_answer=False)])
                 _wait_until(server._clients.socket._has_messages)
             _wait_until(lambda: not os.path.exists(f"/proc/self/fd/{descriptor}"))
             [one] = server._clients._clients.values()
-            server._clients._post(one, Taken(1, 0))  # which finds that
+            server._clients._post(one, Taken(1, 0))  # which reveals the end
             assert first.message.seed == (await anext(server)).message.seed == 1
             await until(lambda: server.statistics().clients_lost == 1)
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for a thread of ZeroMQ, and let the loop stand still meanwhile."""
+    """Wait for a thread of ZeroMQ while blocking the event loop."""
     while not condition():
         let_threads_run()
 
@@ -327,7 +327,7 @@ async def test_a_fuzzed_part_at_each_position_of_a_message_harms_nobody(position
                     parts[position] = change(parts[position], chance)
                     await rogue.send_multipart([HELLO])
                     await rogue.send_multipart(parts)
-                    await rogue.send_multipart([ask(1)])  # who is still heard is answered, in whatever order
+                    await rogue.send_multipart([ask(1)])  # answered if still connected, in any order
                     heard: set[object] = set()
                     while not heard & {"cut off", 1}:
                         header = read_from_server((await rogue.recv_multipart())[0])
@@ -341,7 +341,7 @@ Asked = tuple[zmq.asyncio.Socket, bytes, "asyncio.Task[parties.Answer]"]
 
 
 async def _waiting(client: MessageClient[parties.Answer]) -> "asyncio.Task[parties.Answer]":
-    """Begin a request, and return when it waits for a server."""
+    """Start a request, and return when it waits for a server."""
     asking = asyncio.create_task(client.request(Question(1)))
     await until(lambda: bool(client._connections[0]._waiters))
     return asking
@@ -351,7 +351,7 @@ async def _waiting(client: MessageClient[parties.Answer]) -> "asyncio.Task[parti
 async def asked(
     address: str,
 ) -> AsyncIterator[tuple[zmq.asyncio.Socket, bytes, "asyncio.Task[parties.Answer]"]]:
-    """A client that has asked a server of ours, and waits for what we say."""
+    """Open a client that has sent a request to our raw server and waits for its answer."""
     async with (
         raw(zmq.ROUTER, address, binds=True) as rogue,
         MessageClient(address, reply_type=parties.Answer) as client,
@@ -420,7 +420,7 @@ async def test_a_server_of_another_version_is_left_and_the_next_one_is_asked() -
                 with pytest.raises(RefusedError, match=f"speaks version {VERSION + 1}"):
                     await asking
             os.unlink(here.messages.removeprefix("ipc://"))
-            asking = asyncio.create_task(client.request(Question(2)))  # who asks looks for a server again
+            asking = asyncio.create_task(client.request(Question(2)))  # a request looks for a server again
             async with raw(zmq.ROUTER, here.messages, binds=True) as honest:
                 identity, _ = await hear(honest)
                 await honest.send_multipart([identity, write(ServerHello(VERSION, 78))])

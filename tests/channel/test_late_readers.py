@@ -1,4 +1,4 @@
-"""A process whose event loop stands still outlives the peers that end meanwhile, also with heartbeats."""
+"""A process with a blocked event loop survives the end of its peers, also with heartbeats."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + by
 
 
 class Heart(asyncio.Protocol):
-    """Count the heartbeats that ZeroMQ sends on a connection without ZeroMQ at this end.
+    """Count the heartbeats that ZeroMQ sends on a connection that does not use ZeroMQ at this end.
 
     Args:
         kind: of socket that it seems to be.
@@ -85,7 +85,7 @@ async def begin_to_ask(state: State, count: int) -> None:
 
 @asynccontextmanager
 async def _standing_still(child: Peer, folder: Path) -> AsyncIterator[None]:
-    """Have the event loop of a process stand still while the block runs."""
+    """Keep the event loop of a process blocked while the block runs."""
     path = folder / "fifo"
     os.mkfifo(path)
     standing = child.start(stand_still, str(path))

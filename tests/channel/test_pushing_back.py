@@ -111,7 +111,7 @@ async def test_answers_wait_for_a_client_that_does_not_read_and_harm_no_other() 
             assert sum(not task.done() for task in replying) > 20
             slow.kill()
             await slow.ended()
-            # Those in the kernel's hands were sent, for all that is known here.
+            # Replies in the kernel's buffers count as sent, since this process cannot know better.
             assert not all(await asyncio.gather(*replying))
             await until(lambda: server.statistics().in_hand == 0)
             assert await other.call(peers.ask, 2)
@@ -208,7 +208,7 @@ async def test_a_server_that_refused_serves_who_waits_once_it_has_room() -> None
             serving = asyncio.create_task(server.serve(answer))
             await first.request(Question(1))
             async with MessageClient([here.messages, there.messages], reply_type=Answer) as second:
-                asking = asyncio.create_task(second.request(Question(2)))  # nobody listens here
+                asking = asyncio.create_task(second.request(Question(2)))  # the address has no server
                 await until(lambda: server.statistics().clients_refused > 0)
                 await first.aclose()
                 assert (await asking).seed == 2
@@ -232,9 +232,9 @@ async def test_of_servers_that_refused_one_that_died_since_is_not_waited_for() -
                 second = MessageClient([here.messages, there.messages], reply_type=Answer)
                 await second.__aenter__()
                 await until(lambda: all(one.is_hopeless for one in second._connections))
-            second._connections[0].refused_at = 0  # it is the one to be asked again
+            second._connections[0].refused_at = 0  # so that it is tried again first
             asking = asyncio.create_task(second.request(Question(2)))
-            await until(lambda: not second._connections[0].is_hopeless)  # nobody listens there
+            await until(lambda: not second._connections[0].is_hopeless)  # the address has no server
             await first.aclose()
             assert (await asking).seed == 2
             await second.aclose()
@@ -246,7 +246,7 @@ async def test_of_servers_that_refused_one_that_died_since_is_not_waited_for() -
 async def _answers_that_wait() -> AsyncIterator[
     tuple[Server, zmq.asyncio.Socket, "list[asyncio.Task[bool]]"]
 ]:
-    """A client that reads none of its answers, and who waits for room for them."""
+    """Open a client that reads none of its answers, and the tasks that wait to send them."""
     with place() as here, said():
         async with (
             MessageServer(here.messages, Question, high_water_mark=1, linger_s=0.01) as server,
@@ -271,7 +271,7 @@ async def test_a_client_that_cuts_itself_off_ends_the_answers_that_wait_for_it()
         await client.send_multipart([b"noise"])
         await until(lambda: sum(task.done() for task in replying) >= waiting)
         assert not any(task.result() for task in replying if task.done())
-        client.close()  # and ZeroMQ lets go of the others
+        client.close()  # and ZeroMQ drops the others
         await asyncio.gather(*replying)
 
 
@@ -417,7 +417,7 @@ async def test_a_message_whose_tensors_were_lost_fails_and_others_do_not() -> No
         body = TensorEncoder(lambda _: 0).encode(Question(1, pattern(1, 3)))
         asked = await connection.ask(0, (handle,), body, wants_answer=True, may_move=False)
         await until(lambda: ends.server.statistics().waiting == 1)
-        lost._outgoing.conversation.close()  # without a goodbye, as when a process is killed
+        lost._outgoing.conversation.close()  # without a closing message, as when a process is killed
         await until(lambda: ends.receiver.statistics().senders == 1)
 
         taking = asyncio.create_task(anext(ends.server))

@@ -1,4 +1,4 @@
-"""What ZeroMQ does behind the loop's back does no harm: descriptors change hands, events wait to be read."""
+"""Activity of ZeroMQ's threads does no harm: descriptors are reused, and events wait to be read."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
 class Told:
-    """What a socket tells its owner of connections, by their descriptors; the owner takes nothing else in."""
+    """Record the connections that a socket reports to its owner, by their descriptors, and nothing else."""
 
     def __init__(self) -> None:
         self.connections: list[int] = []
@@ -45,7 +45,7 @@ class Told:
 
 @contextmanager
 def listening(address: str) -> Iterator[tuple[LoopSocket, Told]]:
-    """Open a socket for connections as a server does, without the server."""
+    """Open a listening socket like that of a server, without the server."""
     told = Told()
     with Context() as context:
         sock = LoopSocket(context, zmq.ROUTER, {}, told)
@@ -83,7 +83,7 @@ async def test_a_connection_whose_number_is_another_sockets_by_now_refuses_nobod
 async def test_a_server_that_was_too_busy_to_hear_of_its_connections_closes() -> None:
     with place() as here:
         async with MessageServer(here.messages, Question) as server:
-            # The loop stands still: nobody reads what ZeroMQ has to say of each of these.
+            # The loop is blocked: it reads none of the events that ZeroMQ reports for these connections.
             for _ in range(1500):
                 with socket.socket(socket.AF_UNIX) as one:
                     one.connect(here.messages.removeprefix("ipc://"))

@@ -1,4 +1,4 @@
-"""What a client's process does in a round."""
+"""The operations of a client's process in a round."""
 
 import asyncio
 import contextlib
@@ -31,11 +31,11 @@ __all__ = [
     "told",
 ]
 
-_LARGE = 50_000  # elements: it goes by a sender, if there is one
+_LARGE = 50_000  # elements: a sender carries it, if there is one
 
 
 class _Ends:
-    """What this process has open."""
+    """The open client of this process."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -48,7 +48,7 @@ _ends = _Ends()
 
 
 async def open_sender(state: State, plan: SenderPlan) -> str:
-    """Open a client, with what it has for tensors; an end of the last one must not be open any more."""
+    """Open a client, with its sender and receiver for tensors; the previous client must be closed."""
     sender = receiver = None
     while True:
         async with contextlib.AsyncExitStack() as stack:
@@ -69,7 +69,7 @@ async def open_sender(state: State, plan: SenderPlan) -> str:
                     high_water_mark=plan.permits,
                 )
                 await stack.enter_async_context(client)
-            except (OSError, UsageError):  # this process has no descriptors now
+            except (OSError, UsageError):  # this process currently has no descriptors
                 await asyncio.sleep(0.005)
                 continue
             state.senders[:] = [] if sender is None else [sender]
@@ -78,7 +78,7 @@ async def open_sender(state: State, plan: SenderPlan) -> str:
 
 
 def adopt(client: MessageClient[Reply], stack: contextlib.AsyncExitStack) -> str:
-    """Take over a client that was opened, with all that is to be closed with it; return its name."""
+    """Take over an open client, with the stack that closes it and its resources; return its name."""
     _ends.client, _ends.is_open = client, True
     _ends.stack = stack.pop_all()
     here.uses[:] = [client.statistics, partial(_begin, client)]
@@ -86,7 +86,7 @@ def adopt(client: MessageClient[Reply], stack: contextlib.AsyncExitStack) -> str
 
 
 def _begin(client: MessageClient[Reply]) -> None:
-    """Begin a request, as far as it goes without waiting."""
+    """Start a request, up to its first wait."""
     asking = client.request(Question(PROBE, "answer", ()))
     try:
         asking.send(None)
@@ -95,19 +95,19 @@ def _begin(client: MessageClient[Reply]) -> None:
 
 
 async def leave(state: State) -> None:
-    """Close all that is open."""
+    """Close the client with its sender and receiver."""
     del state
     await _ends.stack.aclose()
 
 
 async def reopen(state: State, plan: SenderPlan) -> str:
-    """Close the client in the middle of what it does, and open another."""
+    """Close the client during its requests, and open another."""
     await close(state)
     return await open_sender(state, plan)
 
 
 async def close(state: State) -> None:
-    """Close the client in the middle of what it does."""
+    """Close the client during its requests."""
     losses = _losses(state)
     await leave(state)
     _ends.losses = losses
@@ -119,7 +119,7 @@ def _losses(state: State) -> int:
 
 
 def _held(state: State) -> int:
-    """Count what waits for the next server."""
+    """Count the operations that wait for the next server."""
     waiting = sum(len(connection._waiters) for connection in _ends.client._connections)
     for sender in state.senders:
         statistics = sender.statistics()
@@ -163,7 +163,7 @@ async def _ask(state: State, order: Order, sources: Sequence[torch.Tensor]) -> N
 
 
 async def probe(state: State) -> None:
-    """Ask something of every server that is there, or comes, once its sender is here too."""
+    """Wait until every server has answered a request and its sender has connected."""
     servers = len(_ends.client.statistics().in_flight)
     await asyncio.gather(*(_probe(state, target) for target in range(servers)))
 
@@ -172,7 +172,7 @@ async def _probe(state: State, target: int) -> None:
     sizes = (_LARGE, 3)
     question = Question(PROBE, "answer", sizes, [pattern(PROBE + i, n) for i, n in enumerate(sizes)])
     is_answered = False
-    # A sender that was refused, for want of a descriptor perhaps, comes again with a later answer.
+    # A refused sender, for example for lack of a descriptor, connects again with a later answer.
     while not is_answered or any(receiver.statistics().senders != 1 for receiver in state.receivers):
         with contextlib.suppress(PeerLostError, RefusedError):
             is_answered = is_answer(await _ends.client.request(question, target=target), question)
@@ -182,7 +182,7 @@ async def _probe(state: State, target: int) -> None:
 
 
 async def settle(state: State) -> list[str]:
-    """Wait until nothing is held, and say what is wrong with what this process has."""
+    """Wait until nothing is held, and return the problems with the state of this process."""
     client = _ends.client
     while any(client.statistics().in_flight):
         await asyncio.sleep(0.001)

@@ -21,7 +21,7 @@ _REACHED_WITHIN_S = 5.0
 
 
 class EnginesFamily(Family):
-    """Clients, and the engines that each of them is connected to; those that are killed are replaced."""
+    """Clients, and the engines to which each of them is connected; killed processes are replaced."""
 
     sending: SendersPart = networked
 
@@ -46,7 +46,7 @@ class EnginesFamily(Family):
         return os.listdir(self._meeting)
 
     async def new_sender(self, plan: Round, slot: int) -> Member:
-        """Begin a process with a client."""
+        """Start a process with a client."""
         sender, network = plan.senders[slot], self.network
         member = await self._new(f"client-{slot}", uvloop=sender.uvloop, first=network.enter_as_client)
         await member.call(networked.know, network.places, None)
@@ -54,7 +54,7 @@ class EnginesFamily(Family):
         return member
 
     async def new_engine(self, plan: Round, number: int) -> Member:
-        """Begin a process with an engine."""
+        """Start a process with an engine."""
         taker, network = plan.takers[number], self.network
         member = await self._new(f"engine-{number}", uvloop=taker.uvloop, first=network.enter_as_engine)
         await member.call(networked.know, network.places, number)

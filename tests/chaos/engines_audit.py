@@ -1,4 +1,4 @@
-"""The account of a round of questions to several engines: each was heard by one of them at most."""
+"""The audit of a round of questions to several engines: at most one engine received each question."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,11 +9,11 @@ from tests.chaos.questions_audit import Questions
 __all__ = ["audit_engines", "wrong_with_refusals"]
 
 _ENDS = (FaultKind.KILL, FaultKind.CLOSE)
-_SILENT_MS = 250  # heartbeats allow 400 at least, and it takes a moment until a process goes on
+_SILENT_MS = 250  # heartbeats allow at least 400, and a process needs a moment to continue
 
-_PAUSED_S = 1.75  # heartbeats allow 2 s; SIGSTOP lasts 1.5 s at most, and concerns only its target
+_PAUSED_S = 1.75  # heartbeats allow 2 s; SIGSTOP lasts at most 1.5 s and affects only its target
 
-_REFUSALS = 2  # one at once, and one that the end of an engine brings forward
+_REFUSALS = 2  # an immediate one, and one that the end of an engine causes early
 
 
 class _EngineQuestions(Questions):
@@ -27,7 +27,7 @@ class _EngineQuestions(Questions):
     def may_raise(self, account: Account, order: Order, how: str, text: str) -> bool:
         if how == "PeerLostError":
             return self._may_lose_engine(account)
-        if how in ("RefusedError", "OSError", "WouldBlockError"):  # nothing is limited or lacks here
+        if how in ("RefusedError", "OSError", "WouldBlockError"):  # no limits, no shortages
             return False
         return super().may_raise(account, order, how, text)
 
@@ -35,7 +35,7 @@ class _EngineQuestions(Questions):
         return self.plan.has(account.slot, (kind,))
 
     def _may_lose_engine(self, account: Account) -> bool:
-        """Say whether a connection of a client may have ended, other than by its own will."""
+        """Return whether a connection of a client may have ended, other than by being closed."""
         return self.paused_s > _PAUSED_S or any(
             fault.kind is FaultKind.PARTITION
             or (fault.kind in _ENDS and fault.target is not None and fault.target >= SLOTS)
@@ -56,15 +56,15 @@ def audit_engines(plan: Round, accounts: Iterable[Account], tally: Tally, paused
 
     Args:
         plan: of the round.
-        accounts: of all processes that had a part in it.
+        accounts: of all processes that took part in it.
         tally: counts how the questions ended.
-        paused_s: the longest time that one of them stood still because the machine was busy.
+        paused_s: the longest time for which one of them was paused because the machine was busy.
     """
     return _EngineQuestions(plan, accounts, paused_s).run(tally)
 
 
 def wrong_with_refusals(lines: Sequence[str], seconds: float) -> list[str]:
-    """Say whether a process logged more than one line a second about connections that it refused."""
+    """Return a problem if a process logged more than one line per second about refused connections."""
     refusals = sum("connections were refused" in line for line in lines)
     allowed = _REFUSALS + seconds
     return [f"logged {refusals} refusals in {seconds:.1f} s"] if refusals > allowed else []

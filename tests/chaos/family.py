@@ -1,4 +1,4 @@
-"""The processes of one endpoint, as the run sees them: begun, stopped, continued, killed, and asked."""
+"""The processes of one endpoint, as the run sees them: started, stopped, continued, killed and called."""
 
 import asyncio
 import contextlib
@@ -22,29 +22,29 @@ __all__ = ["WATCHDOG_S", "Family", "GoneError", "Member", "RoundError"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-WATCHDOG_S = 15.0  # far beyond what anything here takes, also on a busy machine: then it hangs
+WATCHDOG_S = 15.0  # far longer than any call takes, even on a busy machine; a slower call hangs
 
-# With heartbeats, when a connection ends while a side that closes still has messages to send.
+# ZeroMQ aborts with it if a connection with heartbeats ends while a closing side has unsent messages.
 _ABORTED = "Assertion failed: !_io_error"
 
-_PROBES = 16  # more than the receiver can have discarded before they were sent
+_PROBES = 16  # more than the receiver can have discarded in advance
 
 
 class RoundError(Exception):
-    """Something happened in a round that must not."""
+    """A round went wrong."""
 
 
 class GoneError(Exception):
-    """Who was asked was killed meanwhile."""
+    """The called process was killed before it returned a result."""
 
 
 class Member:
     """One process.
 
     Args:
-        endpoint: where it meets the others.
+        endpoint: through which it connects to the others.
         folder: for its files.
-        name: of them.
+        name: of its files.
         uvloop: whether it runs on that event loop.
         first: called there before anything else.
     """
@@ -64,7 +64,7 @@ class Member:
         self.id = ""  # of its sender
         self.first = 0  # the number of its next message
         self.losses = 0  # of receivers, counted at the end of a round
-        self.own_descriptors: list[str] | None = None  # beside its segments
+        self.own_descriptors: list[str] | None = None  # besides its segments
         self._path = f"{folder}/{name}"
         open(f"{self._path}.stderr", "w").close()
         self._folder = folder
@@ -73,21 +73,21 @@ class Member:
         self._gone = asyncio.get_running_loop().create_future()
         self._stops = 0
         self._log_offset = 0
-        self.logged: list[str] = []  # when it was last asked
+        self.logged: list[str] = []  # the lines of the last `new_log`
         self.is_closed = False
 
     async def begin(self) -> None:
-        """Give it its files."""
+        """Open its files."""
         await self.call(here.begin, self._folder, self.name)
 
     async def call(
         self, work: Callable[Concatenate[State, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Run a coroutine function there, and return its result.
+        """Run a coroutine function in the process, and return its result.
 
         Raises:
             GoneError: it was killed.
-            RoundError: it hangs, or died by itself.
+            RoundError: it hangs, or died without being killed.
         """
         if self.is_killed:
             raise GoneError(self.name)
@@ -113,19 +113,19 @@ class Member:
             raise await self._died() from None
 
     async def _died(self) -> Exception:
-        """Return the error that says how it ended."""
+        """Return the error that describes how it ended."""
         if self.is_killed:
             return GoneError(self.name)
         status = await self._peer.ended()
         return RoundError(f"{self.name} died by itself, status {status}\n{self.complaints}")
 
     async def _say_where(self) -> None:
-        """Have it say on its standard error where it is: its tasks, or its threads if its loop is stuck."""
+        """Make it print its tasks to its standard error, or its threads if its loop is stuck."""
         os.kill(self.pid, signal.SIGUSR1)
         await asyncio.wait([self._peer.start(here.say_where)], timeout=5)
 
     def kill(self) -> float:
-        """Kill it, and return when."""
+        """Kill it, and return the time."""
         self.is_killed = True
         at = time.monotonic()
         self._peer.kill()
@@ -145,17 +145,17 @@ class Member:
             os.kill(self.pid, signal.SIGCONT)
 
     def events(self) -> Sequence[journal.Event]:
-        """Return what it did since its journal was last begun."""
+        """Return the events since the start of its current journal."""
         return journal.read(f"{self._path}.journal")
 
     @property
     def complaints(self) -> str:
-        """Return what it said on its standard error."""
+        """Return its output on the standard error."""
         with open(f"{self._path}.stderr") as file:
             return file.read()
 
     def new_log(self) -> list[str]:
-        """Return the lines that it logged since this was last asked."""
+        """Return the lines that it logged since the last call."""
         with open(f"{self._path}.log") as file:
             file.seek(self._log_offset)
             lines = file.readlines()
@@ -168,11 +168,11 @@ class Member:
         await self._peer.ended()
 
     async def finish(self) -> int | None:
-        """Let it end as programs do."""
+        """Wait for its normal exit, and return its exit status."""
         return await asyncio.wait_for(self._peer.finish(), WATCHDOG_S)
 
     async def close(self) -> None:
-        """Forget it, and end it if it lives; closing again does nothing."""
+        """End it if it is still running, and remove its files; closing again does nothing."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -183,7 +183,7 @@ class Member:
 
 
 class SendersPart(Protocol):
-    """What a process can be told to do that sends, or asks."""
+    """The operations of a process that sends tensors or requests."""
 
     async def open_sender(self, state: State, plan: SenderPlan) -> str: ...
     async def reopen(self, state: State, plan: SenderPlan) -> str: ...
@@ -193,7 +193,7 @@ class SendersPart(Protocol):
 
 
 class ReceiversPart(Protocol):
-    """What a process can be told to do that receives, or answers."""
+    """The operations of a process that receives tensors or answers requests."""
 
     async def open_receiver(self, state: State, plan: TakerPlan) -> None: ...
     async def take(self, state: State, plan: TakerPlan, firsts: Mapping[str, int]) -> None: ...
@@ -203,7 +203,7 @@ class ReceiversPart(Protocol):
 
 
 class Family:
-    """A receiver and its senders; those that are killed are replaced.
+    """A receiver and its senders; killed ones are replaced.
 
     Args:
         name: which of `FAMILIES`.
@@ -217,18 +217,18 @@ class Family:
         self.is_queue = FAMILIES[name] == "queue"
         self.receiver: Member
         self.senders: list[Member] = []
-        self.notes: list[str] = []  # what cannot be tried here
+        self.notes: list[str] = []  # features that cannot be tested on this machine
         self.dropped: set[tuple[str, int]] = set()  # discarded by the receiver, perhaps before they were sent
-        self.has_ended = True  # its receiver is gone, and it does not get another
+        self.has_ended = True  # its receiver is gone and is not replaced
         self._begun = 0
-        self._living: list[Member] = []  # and some that were closed
+        self._living: list[Member] = []  # includes some closed ones
         self._files = tempfile.mkdtemp(prefix="chaos-")
         self._meeting = tempfile.mkdtemp(prefix="aiotensor-")
         self._endpoint: Endpoint = f"unix://{self._meeting}/s"
 
     @property
     def elder(self) -> Member | None:
-        """Return who lives for the whole run."""
+        """Return the process that lives for the whole run."""
         if self.name not in ELDERS:
             return None
         slot = ELDERS[self.name]
@@ -241,26 +241,26 @@ class Family:
 
     @property
     def by_slot(self) -> list[tuple[int | None, Member]]:
-        """Return everybody, with what the faults of a round call them."""
+        """Return all processes, with their targets in the faults of a round."""
         return [(None, self.receiver), *enumerate(self.senders)]
 
     def left_in_folder(self) -> list[str]:
-        """List what is in the folder where they meet, beside the socket."""
+        """List the files in the shared folder, except the socket."""
         return [name for name in os.listdir(self._meeting) if name != "s" or self.is_queue]
 
     async def new_receiver(self, plan: Round) -> Member:
-        """Begin a process for a receiver, which is not opened yet."""
+        """Start a process for a receiver, without opening the receiver."""
         return await self._new("receiver", uvloop=plan.taker.uvloop)
 
     async def new_sender(self, plan: Round, slot: int) -> Member:
-        """Begin a process with a sender."""
+        """Start a process with a sender."""
         sender = plan.senders[slot]
         member = await self._new(f"sender-{slot}", uvloop=sender.uvloop)
         member.id = await member.call(self.sending.open_sender, sender)
         return member
 
     async def prepare(self, plan: Round) -> None:
-        """Have everybody here, and connected."""
+        """Start and connect all processes if the last ones have ended."""
         if self.has_ended:
             wrong = await self.finish()
             if wrong:
@@ -268,7 +268,7 @@ class Family:
             await self._begin(plan)
 
     async def probe(self, sender: Member, plan: SenderPlan) -> None:
-        """See that a tensor of a sender arrives, and which number is next."""
+        """Check that a tensor of a sender arrives, and store the number of the sender's next message."""
         for _ in range(_PROBES):
             handle = await sender.call(sending.probe, plan)
             sender.id, sender.first = handle.sender, handle.message + 1
@@ -277,7 +277,7 @@ class Family:
         raise RoundError(f"{sender.name}: {_PROBES} tensors did not arrive as they were")
 
     async def finish(self) -> list[str]:
-        """Let everybody end, and return what is wrong with how they do."""
+        """Let all processes exit, and return the problems with their exits."""
         wrong = []
         members, self.senders = self.members if self.senders else [], []
         for member in members:
@@ -294,21 +294,21 @@ class Family:
         return wrong
 
     async def leave(self, member: Member) -> None:
-        """Have a process close what it does not close by itself when it ends."""
+        """Make a process close the objects that it does not close on exit."""
 
     @property
     def has_aborted(self) -> bool:
-        """Say whether ZeroMQ has ended a process, as it is known to do."""
+        """Return whether ZeroMQ has aborted a process, which is a known bug."""
         return any(_ABORTED in member.complaints for member in self._living if not member.is_closed)
 
     async def abandon(self) -> None:
-        """End everybody in the middle of a round; the next one begins with others."""
+        """End all processes in the middle of a round; the next round starts new ones."""
         for member in self._living:
             await member.close()
         self.senders, self.has_ended = [], True
 
     async def close(self) -> None:
-        """End everybody, and leave nothing behind."""
+        """End all processes, and remove their files."""
         await self.abandon()
         for folder in (self._files, self._meeting):
             shutil.rmtree(folder)

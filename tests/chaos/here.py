@@ -1,4 +1,4 @@
-"""What a process of the run keeps for itself, beside the ends that it has open."""
+"""The private state of a process of the run, besides its open ends."""
 
 import asyncio
 import contextlib
@@ -22,12 +22,12 @@ from tests.processes.peers import State
 __all__ = ["ARENA_BYTES", "MAX_MAPPED_BYTES", "begin", "here", "say_where", "tidy", "token_of"]
 
 ARENA_BYTES = 16 << 20
-MAX_MAPPED_BYTES = 4 * ARENA_BYTES  # three senders, and what is left of a killed one
+MAX_MAPPED_BYTES = 4 * ARENA_BYTES  # three senders, and the remains of a killed one
 _PIECE = 8192  # elements
 
 
 class Here:
-    """The journal and the wishes of this process."""
+    """The journal and the settings of this process."""
 
     def __init__(self) -> None:
         self.journal: Journal
@@ -40,7 +40,7 @@ here = Here()
 
 
 async def begin(state: State, folder: str, name: str) -> None:
-    """Write from now on to files of this process: what it does, what it logs, what it should never say."""
+    """Redirect the journal, the log and the standard error of this process to its files."""
     silence = os.open(f"{folder}/{name}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(silence, sys.stderr.fileno())
     os.close(silence)
@@ -50,24 +50,24 @@ async def begin(state: State, folder: str, name: str) -> None:
     logging.getLogger("aiotensor").addHandler(log)
     logging.getLogger("aiotensor").setLevel(logging.INFO)
     logging.getLogger("aiotensor").propagate = False  # asyncio's own complaints go to stderr
-    faulthandler.register(signal.SIGUSR1)  # who hangs can be asked where
+    faulthandler.register(signal.SIGUSR1)  # to locate a hang
     here.journal = Journal(f"{folder}/{name}.journal")
-    # Its own loop asks itself for the time of its timers; uvloop asks the kernel, and has no such handle.
+    # asyncio's loop calls its `time` for its timers; uvloop reads the kernel's clock and has no such hook.
     loop = asyncio.get_running_loop()
     if isinstance(loop, asyncio.BaseEventLoop):
         loop.time = lambda: time.monotonic() + here.jumped_s  # type: ignore[method-assign]
     keep_no_large_pieces()
-    gc.freeze()  # a collection at every allocation then looks at little
+    gc.freeze()  # a collection at every allocation then visits few objects
 
 
 async def tidy(state: State) -> None:
-    """Give memory that is free back to the system, so that what is left is what is used."""
+    """Return free memory to the system, so that only used memory remains."""
     del state
     forget_free_memory()
 
 
 async def say_where(state: State) -> None:
-    """Write on the standard error what every task waits for."""
+    """Print what every task waits for to the standard error."""
     for task in asyncio.all_tasks():
         awaited: Any = task.get_coro()
         while awaited is not None:

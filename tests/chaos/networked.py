@@ -1,6 +1,6 @@
-"""What the processes of clients and engines open when a network is between them.
+"""The clients and engines that processes open when a network is between them.
 
-All else they do like clients and servers on one host: `asking.py`, `answering.py`.
+Otherwise they behave like clients and servers on one host: `asking.py`, `answering.py`.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ __all__ = [
 ]
 
 
-# On a machine with as many busy processes as here, a living peer may be silent for longer than by default.
+# With this many busy processes, a living peer may be silent for longer than the default timeout.
 _HEARTBEATS: dict[str, Any] = {"heartbeat_interval_s": 0.25, "heartbeat_timeout_s": 2.0}
 
 
 async def know(state: State, places: Places, engine: int | None) -> None:
-    """Tell a process where the engines are, and which of them it is."""
+    """Give a process the places of the engines, and its own number if it is an engine."""
     state.others.update(places=places, engine=engine, pauses=Pauses())
 
 
@@ -44,7 +44,7 @@ async def paused_s(state: State) -> float:
 
 
 async def open_sender(state: State, plan: SenderPlan) -> str:
-    """Open a client of all engines, by which tensors travel in the messages."""
+    """Open a client of all engines, which sends tensors inside the messages."""
     places: Places = state.others["places"]
     client = MessageClient(
         places.addresses,
@@ -59,13 +59,13 @@ async def open_sender(state: State, plan: SenderPlan) -> str:
 
 
 async def reopen(state: State, plan: SenderPlan) -> str:
-    """Close the client in the middle of what it does, and open another."""
+    """Close the client during its requests, and open another."""
     await asking.close(state)
     return await open_sender(state, plan)
 
 
 async def open_receiver(state: State, plan: TakerPlan) -> None:
-    """Open an engine, and answer at once until `answering.take`."""
+    """Open an engine, and answer immediately until `answering.take`."""
     places: Places = state.others["places"]
     server = MessageServer(
         places.addresses[state.others["engine"]],

@@ -1,4 +1,4 @@
-"""What a run has found: counted while it goes on, told at its end."""
+"""The results of a run: counted during the run, printed at its end."""
 
 import statistics
 from collections import Counter, defaultdict
@@ -14,7 +14,7 @@ from tests.chaos.rounds import Times
 __all__ = ["Run"]
 
 _FEWEST_SAMPLES = 80
-_GROWTH_KIB = 4096  # of an allocator that has not met every size in its warm-up
+_GROWTH_KIB = 4096  # of an allocator that has not served every size during warm-up
 
 
 class Run:
@@ -23,22 +23,22 @@ class Run:
     def __init__(self, seed: int, only: str | None = None) -> None:
         self.seed = seed
         self.only = only  # the family, if there is one
-        self.notes: list[str] = []  # what could not be tried here
+        self.notes: list[str] = []  # features that could not be tested on this machine
         self.seconds = 0.0
         self.times = Times()
         self.tally = Tally()
         self.problems: list[str] = []
         self.failed: Round | None = None
-        self.memory: dict[str, list[int]] = defaultdict(list)  # of those who live for the whole run, in KiB
+        self.memory: dict[str, list[int]] = defaultdict(list)  # of processes that outlive all rounds, in KiB
         self._rounds = Counter[str]()
         self._faults = Counter[str]()
 
     def note(self, plan: Round, problems: list[str]) -> None:
-        """Count a round that was played."""
+        """Count a finished round."""
         self._rounds[plan.family] += 1
         for fault in plan.faults:
             if fault.kind is FaultKind.PARTITION and self.notes:
-                continue  # nothing can be cut here
+                continue  # the network cannot be cut on this machine
             self._faults[f"{fault.kind.value} ({plan.who(fault)})"] += 1
         for taker in plan.takers:
             self._faults["the receiver takes nothing for a while"] += taker.stuck_ms > 0
@@ -55,7 +55,7 @@ class Run:
         self._faults[f"given up, since ZeroMQ ended a process: rounds of {plan.family!r}"] += 1
 
     def memory_problems(self, family: str) -> list[str]:
-        """Say whether the memory of who lived for the whole run has grown since its warm-up."""
+        """Return a problem if the process that lived for the whole run has grown since its warm-up."""
         samples = self.memory[family]
         if len(samples) < _FEWEST_SAMPLES:
             return []
@@ -71,7 +71,7 @@ class Run:
         ]
 
     def print(self) -> None:
-        """Tell it."""
+        """Print the results."""
         console = Console(soft_wrap=True, width=100)
         rounds = sum(self._rounds.values())
         console.print(f"seed {self.seed}: {rounds} rounds in {self.seconds:.0f} s")

@@ -1,4 +1,4 @@
-"""Play a round: begin it, let the faults happen, wait until it is over, and see that all is well."""
+"""Run a round: start it, inject its faults, wait until it ends, and check the result."""
 
 import asyncio
 import contextlib
@@ -36,22 +36,22 @@ def _is_late(took: float) -> bool:
 class Times(msgspec.Struct):
     """The longest times of a run, in seconds."""
 
-    senders_told: float = 0.0  # that their receiver is gone, until nobody waits any more
-    receiver_told: float = 0.0  # that a sender is gone
-    recovered: float = 0.0  # from the end of the faults until every sender has sent something that arrived
+    senders_told: float = 0.0  # from the loss of their receiver until no call waits
+    receiver_told: float = 0.0  # from the loss of a sender until the receiver reports it
+    recovered: float = 0.0  # from the end of the faults until a tensor of every sender has arrived
     reached: float = 0.0  # from the end of the faults until every client has reached every engine
-    settled: float = 0.0  # until every permit and block is back
-    paused: float = 0.0  # that a client, an engine or the run itself stood still
+    settled: float = 0.0  # until every permit and block has been released
+    paused: float = 0.0  # the longest stall of a client, an engine or the run itself
 
 
 class Segments(NamedTuple):
-    """How many segments of memory a process may have mapped: its own, and those of others."""
+    """The number of memory segments that a process may have mapped: its own, and those of other processes."""
 
     own: int
     others: int
 
     def allows(self, mapped: int, descriptors: int) -> bool:
-        """Say whether so many mappings, and descriptors of such memory, are as they should be."""
+        """Return whether these numbers of mappings, and of descriptors of such memory, are allowed."""
         return descriptors <= self.own and 0 <= mapped - descriptors <= self.others  # a mapping has none
 
 
@@ -114,17 +114,17 @@ class Play:
     # The round
 
     async def begin(self) -> None:
-        """Have the receiver take as planned."""
+        """Make the receiver start to receive as planned."""
         family = self.family
         firsts = {sender.id: sender.first for sender in family.senders}
         await family.receiver.call(family.taking.take, self.plan.taker, firsts)
 
     def member(self, target: int | None) -> Member:
-        """Return to whom a fault happens."""
+        """Return the process that a fault affects."""
         return self.family.receiver if target is None else self.family.senders[target]
 
     async def end(self, fault: Fault, member: Member) -> None:
-        """Kill or close a process, and have another one, or open it again."""
+        """Kill a process and replace it, or close and reopen it."""
         if fault.target is None:
             await self._end_receiver(fault.kind)
         elif fault.kind is FaultKind.CLOSE:
@@ -146,7 +146,7 @@ class Play:
             )
 
     async def inject(self, fault: Fault) -> None:
-        """Let a fault happen when it is due."""
+        """Inject a fault when it is due."""
         await asyncio.sleep(fault.at_ms / 1000)
         member = self.member(fault.target)
         with contextlib.suppress(GoneError):
@@ -184,7 +184,7 @@ class Play:
             await self.replace_sender(slot)
 
     async def replace_sender(self, slot: int) -> None:
-        """Begin another process in the place of one that was killed."""
+        """Start a new process in place of a killed one."""
         family = self.family
         replacement = await family.new_sender(self.plan, slot)
         self.new.append(replacement)
@@ -222,7 +222,7 @@ class Play:
                 raise RoundError(f"{sender.name} was told of the end of its receiver after {took:.3f} s")
 
     def _give_up_new(self) -> None:
-        """Kill the senders whose introduction may still be on a queue that nobody reads any more."""
+        """Kill the senders whose hello may still be on a queue that no process reads any more."""
         for slot, sender in enumerate(self.family.senders):
             if sender in self.new and not sender.is_killed:
                 sender.kill()
@@ -231,20 +231,20 @@ class Play:
     # Its end
 
     async def recover(self, living: list[tuple[int, Member]]) -> None:
-        """See that every sender has sent something that arrived."""
+        """Check that a tensor of every sender arrives."""
         family, healed = self.family, time.monotonic()
         await family.receiver.call(family.taking.stop)
-        # Together: a probe may wait for the permit of what is asked for, and asking for its sender.
+        # Concurrently: a probe may wait for a permit that `ask` releases, and `ask` may wait for a sender.
         await asyncio.gather(
             self.ask(), *(family.probe(sender, self.plan.senders[slot]) for slot, sender in living)
         )
         self.times.recovered = max(self.times.recovered, time.monotonic() - healed)
 
     async def ask(self) -> None:
-        """Ask the receiver what became of every tensor that has a handle."""
+        """Request every tensor that has a handle from the receiver."""
         family = self.family
         senders = {*family.senders}
-        if self.receiver_is_old:  # a new one has never heard of those that were killed before it came
+        if self.receiver_is_old:  # a new one does not know the senders killed before it started
             senders |= {member for member, slot in self.gone if slot is not None}
         handles = [
             TensorHandle(event.sender, event.message, event.tensor, "int64", (1,), "cpu")
@@ -255,7 +255,7 @@ class Play:
         await family.receiver.call(taking.answer, handles)
 
     async def settle(self, living: list[Member]) -> list[str]:
-        """Wait until nothing is held, and say what is."""
+        """Wait until nothing is held, and return the problems found."""
         family = self.family
         problems = []
         receiver: ReceiverStatistics | None = None
@@ -271,15 +271,15 @@ class Play:
         return problems
 
     def audit(self, accounts: list[Account], tally: Tally) -> list[str]:
-        """Account for what was sent."""
+        """Account for all sent tensors."""
         return audit(self.plan, accounts, self.family.dropped, tally)
 
     def may_log(self, line: str, slot: int | None) -> bool:
-        """Say whether something in the plan explains an error in a log."""
+        """Return whether a fault in the plan explains an error in a log."""
         return "protocol" not in line and self.plan.has(slot, _RESOURCES)
 
     def wrong_with_log(self, lines: list[str]) -> list[str]:
-        """Say what is wrong with all that a process logged."""
+        """Return the problems with the log of a process."""
         del lines
         return []
 
@@ -301,7 +301,7 @@ class Play:
         return problems
 
     def segments(self, slot: int | None) -> Segments:
-        """Say which mappings of shared memory a process may have."""
+        """Return how many mappings of shared memory a process may have."""
         return Segments(0, SLOTS) if slot is None else Segments(1, 0)
 
     def _said(self, member: Member, slot: int | None) -> list[str]:
@@ -317,7 +317,7 @@ class Play:
 
 @asynccontextmanager
 async def _all_of(works: Iterable[Awaitable[None]]) -> AsyncIterator[None]:
-    """Run these beside the block, and wait for them; the first error ends all."""
+    """Run these concurrently with the block, and wait for them; the first error cancels all."""
     try:
         async with asyncio.TaskGroup() as group:
             for work in works:
@@ -332,7 +332,7 @@ async def _await(work: Awaitable[None]) -> None:
 
 
 async def _timed(member: Member, at: float, call: Awaitable[T]) -> tuple[T, float]:
-    """Say how long it took since an event, not counting what the process was stopped for."""
+    """Return the result and the time since an event, excluding the time for which the process was stopped."""
     result = await call
     return result, time.monotonic() - max(at, member.continued_at)
 
@@ -353,9 +353,9 @@ def _wrong_with_receiver(now: ReceiverStatistics, senders: int) -> list[str]:
 
 
 async def _wrong_with_process(member: Member, segments: Segments) -> list[str]:
-    """Compare the descriptors and mappings of a process with what it should have."""
+    """Compare the descriptors and mappings of a process with the expected ones."""
     ends = time.monotonic() + WATCHDOG_S
-    while True:  # unmapping runs in a thread, and the end of a connection may be heard in a moment
+    while True:  # unmapping runs in a thread, and the end of a connection may be noticed late
         mapped, descriptors = watch.memfds(member.pid), watch.targets(member.pid)
         own = [name for name in descriptors if "memfd:aiotensor " not in name]
         if member.own_descriptors is None:

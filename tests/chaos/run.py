@@ -1,4 +1,4 @@
-"""A run: one round after the other, until the time is over or something is wrong."""
+"""A run: one round after the other, until the time is over or a round fails."""
 
 import contextlib
 import itertools
@@ -23,16 +23,16 @@ _ROUNDS_A_SAMPLE = 5
 async def run_for(
     seed: int, seconds: float, rounds: range | None, repeat: int, only: str | None = None
 ) -> Run:
-    """Play rounds.
+    """Run rounds.
 
     Args:
-        seed: what they are planned from.
-        seconds: for how long new ones are begun.
-        rounds: which; None for as many as there is time for.
-        repeat: how often each of `rounds` is played.
+        seed: of the plans.
+        seconds: the time during which new rounds are started.
+        rounds: which ones; None for as many as the time allows.
+        repeat: how often each of `rounds` is run.
         only: the family of all rounds; None for any.
     """
-    # Thousands of processes begin, each from one that has imported what takes long.
+    # The run starts thousands of processes, each forked from one that has already imported the slow modules.
     forkserver = multiprocessing.get_context("forkserver")
     forkserver.set_forkserver_preload(["click", "rich", "uvloop", "tests.chaos.run"])
     run = Run(seed, only)
@@ -82,7 +82,7 @@ async def _play(run: Run, plan: Round, family: Family) -> None:
         error.add_note(f"in round {plan.number} of seed {run.seed}")
         raise
     closes = any(fault.kind is FaultKind.CLOSE for fault in plan.faults)
-    if problems and closes and family.has_aborted:  # whatever else was wrong with that round
+    if problems and closes and family.has_aborted:  # regardless of other problems with that round
         await family.abandon()
         run.note_abort(plan)
         return

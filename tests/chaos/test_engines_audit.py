@@ -1,4 +1,4 @@
-"""The audit of several engines finds what it is there for; rounds that are wrong are written by hand."""
+"""The audit of several engines finds every kind of violation; the wrong rounds are written by hand."""
 
 from collections.abc import Sequence
 

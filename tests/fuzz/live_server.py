@@ -1,4 +1,4 @@
-"""Rogues at a server in a process of its own, and an honest client among them."""
+"""Rogue clients of a server in a separate process, with an honest client beside them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,12 +20,12 @@ from tests.processes import peers
 
 __all__ = ["LiveServer", "live_server"]
 
-_PATIENCE_S = 20  # for what takes milliseconds: the server hangs
+_PATIENCE_S = 20  # for steps of milliseconds; a slower server hangs
 _MAX_WAITING = 32
 
 
 class _Serving:
-    """The server of the child, and who answers."""
+    """The server of the child, and its task that answers."""
 
     def __init__(self, server: MessageServer[Note], receiver: TensorReceiver) -> None:
         self.server = server
@@ -43,7 +43,7 @@ class _Serving:
             del request, task
 
     def is_settled(self) -> bool:
-        """Say whether nothing of any rogue is here."""
+        """Return whether the server holds nothing for any rogue."""
         now, received, clients = self.server.statistics(), self.receiver.statistics(), self.server._clients
         return (
             (now.clients, now.waiting, now.waiting_bytes, now.in_hand) == (1, 0, 0, 0)
@@ -97,7 +97,7 @@ async def _stop(state: peers.State) -> None:
 
 
 class LiveServer:
-    """A server, as those who ask it see it."""
+    """A server, as seen by its clients."""
 
     def __init__(self, endpoint: Endpoint, child: peers.Peer, honest: MessageClient[Note]) -> None:
         self.conversations = self.honest_answers = self.cut_off = self.heard = 0
@@ -107,7 +107,7 @@ class LiveServer:
         self._honest = honest
 
     async def hear(self, conversation: Conversation) -> None:
-        """Have a rogue say its words while somebody honest asks and is answered."""
+        """Run a rogue's conversation while an honest client asks and receives an answer."""
         async with asyncio.timeout(_PATIENCE_S):
             self.conversations += 1
             await asyncio.gather(
@@ -122,14 +122,14 @@ class LiveServer:
 
     @property
     def summary(self) -> str:
-        """Say what was done."""
+        """Return a summary of the run."""
         return (
             f"{self.cut_off} clients cut off, {self.honest_answers} honest questions in between, "
             f"{self.heard} questions came"
         )
 
     async def look(self) -> Figures:
-        """Wait until all rogues are gone, see that nothing went wrong, and measure what is held."""
+        """Wait until all rogues are gone, check for errors, and measure the held resources."""
         async with asyncio.timeout(_PATIENCE_S):
             await heard_by_server(self.context, self._endpoint)
             held = await self._child.call(_settle)
@@ -142,7 +142,7 @@ class LiveServer:
 
 @asynccontextmanager
 async def live_server(endpoint: Endpoint, *, uvloop: bool) -> AsyncIterator[LiveServer]:
-    """Start a server in a process of its own, and connect to it honestly."""
+    """Start a server in a separate process, and connect an honest client to it."""
     child = peers.Peer(endpoint, kind=loops.Kind("uvloop" if uvloop else "asyncio", "plain"))
     try:
         await child.call(_start)

@@ -1,4 +1,4 @@
-"""Several workers serve one application: their numbers are gathered, also those of one that was killed."""
+"""Several workers serve one application: their numbers are combined, including those of a killed worker."""
 
 import asyncio
 import os
@@ -44,7 +44,7 @@ class Workers(NamedTuple):
         return registry
 
     def gathered(self) -> dict[str, float]:
-        """Return what the process that is scraped would tell of all workers."""
+        """Return the numbers of all workers, as the scraped process would export them."""
         registry = self.registry()
         while True:
             try:
@@ -101,7 +101,7 @@ async def _serve_again(state: State, interval_s: float) -> None:
 async def _wait_for_a_permit(state: State) -> None:
     async with state.sender.message(), state.sender.message(), state.sender.message():
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01):  # what is waited for never comes
+            async with asyncio.timeout(0.01):  # no permit becomes free
                 await state.sender.send(pattern(0, 3))
 
 
@@ -133,7 +133,7 @@ async def test_what_two_workers_publish_adds_up_and_stays_when_one_is_killed(fol
             )
         )
         assert numbers["aiotensor_sender_sent_bytes_total"] == 5 * 24
-        assert numbers["aiotensor_sender_permits_peak"] == 3  # of the one that had the most
+        assert numbers["aiotensor_sender_permits_peak"] == 3  # the largest of all workers
         assert numbers["aiotensor_sender_wait_seconds_bucket{for=permit,le=0.005}"] == 0
         assert numbers["aiotensor_sender_wait_seconds_bucket{for=permit,le=+Inf}"] == 1
         assert numbers["aiotensor_sender_wait_seconds_sum{for=permit}"] > 0.005  # uvloop counts milliseconds
@@ -158,7 +158,7 @@ async def test_a_worker_publishes_when_it_begins_and_for_the_last_time_when_it_e
         for done, worker in enumerate(both.workers, start=1):
             await worker.call(_end)
             assert both.gathered()["aiotensor_sender_tensors_sent_total"] == 2 * done
-        # In a process that goes on, it goes on from there.
+        # In a process that continues, the count continues from there.
         await both.workers[0].call(_serve_again, SELDOM_S)
         numbers = both.gathered()
         assert numbers["aiotensor_sender_tensors_sent_total"] == 4
@@ -185,7 +185,7 @@ async def test_gauges_of_what_a_worker_has_closed_are_nothing(folder: Path) -> N
 
 
 class _Told:
-    """Something that is open, and has given a number of answers."""
+    """An open object with a given number of answers."""
 
     def __init__(self, answers: int) -> None:
         self.answers = answers
@@ -228,7 +228,7 @@ async def test_of_ever_new_endpoints_those_beyond_a_limit_are_published_together
         }
         assert told["ipc:///0/0"] == 2
         assert len(told) <= 257
-        assert sum(told.values()) == 5 * 200 * 2  # of those that were forgotten too
+        assert sum(told.values()) == 5 * 200 * 2  # including the forgotten ones
 
 
 async def test_what_was_forgotten_and_has_begun_anew_is_added_in_full(folder: Path) -> None:

@@ -59,7 +59,7 @@ class MailboxMachine(RuleBasedStateMachine):
         self.discarded = 0
         self.join("a", 0, 2)
 
-    # What the model says
+    # Expectations of the model
 
     def claimed(self, sender: str, number: int | None = None) -> set[Key]:
         return {key for key in +self.claims if key.sender == sender and number in (None, key.message)}
@@ -72,7 +72,7 @@ class MailboxMachine(RuleBasedStateMachine):
 
     @property
     def arrivals(self) -> list[Key]:
-        """What can be taken, in the order in which it is to be given."""
+        """Return the tensors that can be taken, in their order of delivery."""
         return [
             Key(*message, tensor)
             for message in self.whole
@@ -113,7 +113,7 @@ class MailboxMachine(RuleBasedStateMachine):
             return AlreadyTakenError
         return item_of(key) if key.tensor in known.arrived else DiscardedError
 
-    # What senders do
+    # Operations of senders
 
     @rule(sender=senders, ahead=st.integers(-2, 2), limit=st.integers(1, 3))
     def join(self, sender: str, ahead: int, limit: int) -> None:
@@ -170,7 +170,7 @@ class MailboxMachine(RuleBasedStateMachine):
 
     @rule(sender=senders, data=st.data(), is_meant=seldom)
     def offend(self, sender: str, data: st.DataObject, is_meant: bool) -> None:
-        """Put what is just out of turn."""
+        """Put a frame that is slightly out of turn."""
         if self.state[sender] != "joined" or not is_meant:
             return
         of, number = self.of(sender), self.next[sender]
@@ -309,7 +309,7 @@ class MailboxMachine(RuleBasedStateMachine):
         else:
             self.discard(key.sender, key.message)
 
-    # What takers do
+    # Operations of takers
 
     @rule(key=keys)
     def claim(self, key: Key) -> None:
@@ -394,7 +394,7 @@ class MailboxMachine(RuleBasedStateMachine):
         self.whole.remove(message)
         self.whole.insert(0, message)  # the rest of it comes next
 
-    # What must always be so
+    # Invariants
 
     def same_keys(self, woken: Sequence[Key], expected: Iterable[Key]) -> None:
         assert sorted(woken) == sorted(expected)

@@ -1,4 +1,4 @@
-"""So many messages of a client may wait at its server and no more, and it never waits for credit in vain."""
+"""A limited number of a client's messages may wait at its server, and the client always gets new credit."""
 
 from collections import deque
 
@@ -14,7 +14,7 @@ MAX_BYTES = 100
 
 
 class CreditMachine(RuleBasedStateMachine):
-    """Both ends of a connection, and what is on its way between them."""
+    """Both ends of a connection, and the messages in flight between them."""
 
     @initialize(messages=st.integers(1, 6), nbytes=st.integers(1, MAX_BYTES))
     def begin(self, messages: int, nbytes: int) -> None:
@@ -46,7 +46,7 @@ class CreditMachine(RuleBasedStateMachine):
 
     @rule()
     def say(self) -> None:
-        """Tell the client, as an answer does."""
+        """Report the taken messages to the client, as an answer does."""
         self.back.append((self.tally.taken, self.tally.taken_bytes))
         self.tally.told(*self.back[-1])
 
