@@ -160,6 +160,14 @@ class Client:
                 extra={"event": "detour_taken", "peer_pid": self.pid},
             )
 
+    def note_dropped_request(self) -> None:
+        """Log that one of its requests was garbage-collected without an answer."""
+        logger.warning(
+            "a request of process %s was dropped without an answer: answer each one in its block",
+            self.pid,
+            extra={"event": "request_dropped", "peer_pid": self.pid},
+        )
+
     def note_refusal(self, error: Exception, text: str) -> None:
         """Log that one of its messages cannot be taken.
 

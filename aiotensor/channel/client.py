@@ -191,7 +191,8 @@ class MessageClient(LoopObject, Generic[R]):
         Raises:
             RemoteError: the server's handler raised an exception, or the server could not decode this
                 message or receive its tensors; `type_name` is the type of the error.
-            PeerLostError: the server died or closed before it answered; it may have done the work.
+            PeerLostError: the server died or closed before it answered, or its handler was cancelled or ended
+                by an exception such as `SystemExit`; it may have done the work.
             RefusedError: the server, or the receiver of the sender, refused this client because of a limit or
                 of its version. The next call tries again.
             AccessDeniedError: the server belongs to another user, or does not accept this client's key.

@@ -28,6 +28,7 @@ from aiotensor.protocol.exchange import (
     Answer,
     Ask,
     Cancel,
+    Cause,
     ClientHello,
     Farewell,
     FromClient,
@@ -125,14 +126,14 @@ class Clients:
         following = parts if body is None else parts[1:]
         return await asked.client.outbox.put([write(header), *following], on_sent=has_left)
 
-    def fail(self, asked: Asked, type_name: str, text: str) -> bool:
+    def fail(self, asked: Asked, cause: Cause) -> bool:
         """Send a failure in place of an answer, and return whether the client still waited for it."""
         was_wanted = asked.is_wanted
         self.end(asked)
         if was_wanted:
             client, tally = asked.client, asked.client.tally
             others = self._asked_beside(client)
-            self._post(client, failure(asked.number, type_name, text, tally.taken, tally.taken_bytes, others))
+            self._post(client, failure(asked.number, cause, tally.taken, tally.taken_bytes, others))
             tally.told(tally.taken, tally.taken_bytes)
         return was_wanted
 

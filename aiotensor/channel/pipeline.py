@@ -15,7 +15,7 @@ from aiotensor.channel.cancelling import CancelOnce
 from aiotensor.channel.outbox import Outbox, Parts, flush_all
 from aiotensor.channel.parcels import Answered, Asked, Handles, body_and_buffers, check_parts
 from aiotensor.channel.unanswered import Unanswered
-from aiotensor.errors import AioTensorError, ProtocolError, RemoteError
+from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError, RemoteError
 from aiotensor.protocol.exchange import (
     BODY_BYTES,
     Answer,
@@ -58,6 +58,7 @@ class Pipeline:
         self._unanswered = Unanswered(drop)
         self._own_limits = limits
         self._sending: set[CancelOnce] = set()
+        self._server_pid: int | None = None
 
     @property
     def credit(self) -> int:
@@ -79,6 +80,7 @@ class Pipeline:
         """Use the limits that the server announces."""
         self.outbox.window = Window(hello.max_waiting, hello.max_waiting_bytes)
         self.limits = PartLimits(hello.max_part_bytes, hello.max_body_bytes)
+        self._server_pid = hello.pid
 
     def end(self, error: AioTensorError) -> None:
         """Fail the requests that were sent; the others go to another server, or wait for the next one."""
@@ -149,11 +151,17 @@ class Pipeline:
                 answered = Answered(handles, body_and_buffers(body, buffers, self._own_limits))
                 self._returned(messages, nbytes)
                 self._unanswered.answer(number, answered)
-            case Failure(number, type_name, text, messages, nbytes):
+            case Failure(number, type_name, text, messages, nbytes, is_loss=is_loss):
                 self._returned(messages, nbytes)
-                self._unanswered.fail(number, RemoteError(f"{type_name}: {text}", type_name=type_name))
+                what = f"{type_name}: {text}"
+                error = self._stopped(what) if is_loss else RemoteError(what, type_name=type_name)
+                self._unanswered.fail(number, error)
             case Taken(messages, nbytes):
                 self._returned(messages, nbytes)
+
+    def _stopped(self, what: str) -> PeerLostError:
+        text = f"the server (pid {self._server_pid}) stopped its work on this request: {what}"
+        return PeerLostError(text, pid=self._server_pid)
 
     def _returned(self, messages: int, nbytes: int) -> None:
         """Update the credit, and send messages that waited for it."""

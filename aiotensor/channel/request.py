@@ -10,8 +10,9 @@ from aiotensor.channel.cancelling import CancelOnce
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.home import Home
 from aiotensor.logs import logger_of
+from aiotensor.protocol.exchange import Cause
 
-__all__ = ["Answerer", "Request", "text_of"]
+__all__ = ["Answerer", "Request", "cause_of"]
 
 logger = logger_of("channel")
 
@@ -23,13 +24,13 @@ class Answerer(NamedTuple):
 
     Attributes:
         answer: sends the answer in a box, and returns whether a client waited for it.
-        fail: sends the name of an error's type and its text instead, and returns whether a client waited.
+        fail: sends an error instead, and returns whether a client waited.
         free: empties a box that holds the message.
         home: the `Home` of the server.
     """
 
     answer: Callable[[Asked, list[object]], Awaitable[bool]]
-    fail: Callable[[Asked, str, str], bool]
+    fail: Callable[[Asked, Cause], bool]
     free: Callable[[Asked, list[Any]], None]
     home: Home
 
@@ -46,9 +47,13 @@ class Request(Generic[M]):
     When the client disconnects or cancels its request, the task in the block is cancelled, once, as
     `asyncio.Task.cancel` does: cleanup may wait, and code that catches `asyncio.CancelledError` is not
     cancelled again. The end of the block absorbs this cancellation; any other one, such as that of
-    `asyncio.timeout` around the block, propagates. An exception in the block is sent to the client as
-    `RemoteError` and logged; leaving the block without an answer sends an error too. Afterwards the message,
-    with its tensors, is released. A request that is garbage-collected without an answer fails as well.
+    `asyncio.timeout` around the block, propagates.
+
+    An `Exception` in the block is sent to the client as `RemoteError` and logged; leaving the block without
+    an answer sends an error too. Other exceptions propagate: `SystemExit`, `KeyboardInterrupt` and
+    `asyncio.CancelledError` mean that this process stops its work, so the client gets `PeerLostError`.
+    Afterwards the message, with its tensors, is released. The client of a request that is garbage-collected
+    without an answer gets `PeerLostError` too.
     """
 
     def __init__(self, asked: Asked, message: M, answerer: Answerer) -> None:
@@ -123,7 +128,8 @@ class Request(Generic[M]):
         """Answer with an error, and return whether the client still waited for an answer.
 
         Args:
-            error: raised in the client as `RemoteError`, with the name of its type and its text.
+            error: raised in the client as `RemoteError`, with the name of its type and its text; as
+                `PeerLostError` if it is an exception such as `SystemExit`, which is no `Exception`.
 
         Raises:
             UsageError: it was answered before.
@@ -172,7 +178,7 @@ class Request(Generic[M]):
                     "event": "request_failed",
                     "peer_pid": self.client_pid,
                     "error": type(error).__name__,
-                    "reason": text_of(error),
+                    "reason": cause_of(error).text,
                 },
             )
 
@@ -194,16 +200,16 @@ class Request(Generic[M]):
         self._is_answered = True
 
     def _fail(self, error: BaseException | str) -> bool:
-        if isinstance(error, str):
-            return self._answerer.fail(self._asked, "Exception", error)
-        if isinstance(error, asyncio.CancelledError):
-            return self._answerer.fail(self._asked, "CancelledError", "the server's handler was cancelled")
-        return self._answerer.fail(self._asked, type(error).__name__, text_of(error))
+        cause = Cause("Exception", error) if isinstance(error, str) else cause_of(error)
+        return self._answerer.fail(self._asked, cause)
 
 
-def text_of(error: BaseException) -> str:
-    """Return the text of an error, even if its `__str__` raises."""
+def cause_of(error: BaseException) -> Cause:
+    """Return the name and the text of an error, even if its `__str__` raises."""
     try:
-        return str(error)
+        text = str(error)
     except Exception as another:  # noqa: BLE001 - the client gets an answer in any case
-        return f"(its text cannot be shown: {type(another).__name__})"
+        text = f"(its text cannot be shown: {type(another).__name__})"
+    if isinstance(error, asyncio.CancelledError) and not text:
+        text = "the server's handler was cancelled"
+    return Cause(type(error).__name__, text, is_loss=not isinstance(error, Exception))

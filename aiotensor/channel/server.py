@@ -14,7 +14,7 @@ from aiotensor.channel.clients import Clients
 from aiotensor.channel.endpoint import Endpoint
 from aiotensor.channel.options import Key
 from aiotensor.channel.parcels import Disposal, Loans, check_parts, discard, pack, unpack
-from aiotensor.channel.request import Answerer, Request, text_of
+from aiotensor.channel.request import Answerer, Request, cause_of
 from aiotensor.channel.serving import serve
 from aiotensor.channel.turns import Turns
 from aiotensor.codec import TensorDecoder
@@ -22,6 +22,7 @@ from aiotensor.errors import ClosedError, ProtocolError, UsageError
 from aiotensor.gates import Waiters
 from aiotensor.home import FreedItems, Home, LoopObject
 from aiotensor.links.address import label_of
+from aiotensor.protocol.exchange import Cause
 from aiotensor.receiver import TensorReceiver
 from aiotensor.sender import TensorSender
 from aiotensor.types import ServerStatistics, TensorHandle
@@ -319,10 +320,10 @@ class MessageServer(LoopObject, Generic[M]):
     def _refuse(self, asked: Asked, error: Exception) -> None:
         """Answer a waiting message with an error, and release it."""
         if asked.state is State.WAITING:
-            text = text_of(error)
-            asked.client.note_refusal(error, text)
+            cause = cause_of(error)
+            asked.client.note_refusal(error, cause.text)
             self._failures += 1
-            self._clients.fail(asked, type(error).__name__, text)
+            self._clients.fail(asked, cause)
             self._stop_waiting(asked)
 
     def _drop(self, asked: Asked) -> None:
@@ -361,10 +362,10 @@ class MessageServer(LoopObject, Generic[M]):
         self._let_go(asked)
         return was_wanted
 
-    def _fail(self, asked: Asked, type_name: str, text: str) -> bool:
+    def _fail(self, asked: Asked, cause: Cause) -> bool:
         """Send a failure in place of an answer, and return whether the client still waited for it."""
         self._home.check()
-        was_wanted = self._clients.fail(asked, type_name, text)
+        was_wanted = self._clients.fail(asked, cause)
         self._failures += was_wanted
         self._let_go(asked)
         return was_wanted
@@ -405,7 +406,11 @@ class MessageServer(LoopObject, Generic[M]):
         """Fail the requests that were garbage-collected without an answer."""
         for asked in dropped:
             if asked in self._in_hand and not self._home.is_closed:
-                self._fail(asked, UsageError.__name__, "the server dropped the request without an answer")
+                asked.client.note_dropped_request()
+                # A signal or a cancellation may come between taking a request and entering its block.
+                self._fail(
+                    asked, Cause(UsageError.__name__, "it was dropped without an answer", is_loss=True)
+                )
 
     def _details(self) -> list[str]:
         held = f"{len(self._clients)} clients, {self._waiting} messages waiting"

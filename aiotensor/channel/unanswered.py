@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from aiotensor.channel.parcels import Answered, Asked
-from aiotensor.errors import AioTensorError, ProtocolError, RemoteError, again
+from aiotensor.errors import AioTensorError, ProtocolError, again
 
 __all__ = ["Unanswered"]
 
@@ -59,7 +59,7 @@ class Unanswered:
         deliver = self._drop if future is None else future.set_result
         deliver(answered)
 
-    def fail(self, number: int, error: RemoteError) -> None:
+    def fail(self, number: int, error: AioTensorError) -> None:
         """Raise an error in a request.
 
         Raises:

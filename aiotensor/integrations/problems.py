@@ -35,10 +35,8 @@ MEDIA_TYPE: Final = "application/problem+json"
 # No descriptors, memory or threads are left, here or in the whole machine: later there may be some again.
 _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.ENOBUFS, errno.EAGAIN))
 
-# What the engine's side of a channel says if a message was lost on its way, or the engine stops.
-_LOSSES = frozenset(error.__name__ for error in (PeerLostError, DiscardedError, ClosedError)) | {
-    "CancelledError"
-}
+# Errors of the engine's handler that mean that a message was lost on its way, or that the engine stops.
+_LOSSES = frozenset(error.__name__ for error in (PeerLostError, DiscardedError, ClosedError))
 
 
 class Problem(msgspec.Struct, frozen=True, omit_defaults=True):

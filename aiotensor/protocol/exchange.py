@@ -45,6 +45,7 @@ __all__ = [
     "Answer",
     "Ask",
     "Cancel",
+    "Cause",
     "ClientHello",
     "Failure",
     "Farewell",
@@ -73,6 +74,20 @@ _Id = Annotated[str, msgspec.Meta(max_length=_MAX_NAME)]
 _Text = Annotated[str, msgspec.Meta(max_length=_MAX_TEXT)]
 _Limit = Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)] | None
 _Handles = Annotated[tuple[TensorHandle, ...], msgspec.Meta(max_length=MAX_TENSORS)]
+
+
+class Cause(NamedTuple):
+    """The reason why a message gets no answer.
+
+    Attributes:
+        type_name: the name of the error's type.
+        text: the text of the error.
+        is_loss: whether the server stopped its work, as when its process exits.
+    """
+
+    type_name: str
+    text: str
+    is_loss: bool = False
 
 
 class PartLimits(NamedTuple):
@@ -148,7 +163,10 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
-    """Answer a message with an error: the name of its type, and its text."""
+    """Answer a message with an error: the name of its type, and its text.
+
+    `is_loss` means that the server stopped its work on the message, as when its process exits.
+    """
 
     number: Number
     type_name: _Id
@@ -156,6 +174,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
     taken: Number = 0
     taken_bytes: Number = 0
     others: Number = 0
+    is_loss: bool = False
 
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
@@ -186,11 +205,10 @@ _from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(From
 _from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
 
 
-def failure(
-    number: int, type_name: str, text: str, taken: int = 0, taken_bytes: int = 0, others: int = 0
-) -> Failure:
+def failure(number: int, cause: Cause, taken: int = 0, taken_bytes: int = 0, others: int = 0) -> Failure:
     """Return a `Failure` that can be encoded, for any name and text of an error."""
-    return Failure(number, _plain(type_name, _MAX_NAME), _plain(text, _MAX_TEXT), taken, taken_bytes, others)
+    type_name, text = _plain(cause.type_name, _MAX_NAME), _plain(cause.text, _MAX_TEXT)
+    return Failure(number, type_name, text, taken, taken_bytes, others, cause.is_loss)
 
 
 def _plain(text: str, length: int) -> str:

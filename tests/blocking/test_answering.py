@@ -10,7 +10,7 @@ import torch
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 import aiotensor.channel
-from aiotensor import RemoteError, UsageError
+from aiotensor import PeerLostError, RemoteError, UsageError
 from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
 from tests.blocking.others import Other, other
 from tests.blocking.waiting import in_thread, until
@@ -147,12 +147,12 @@ def test_leaving_the_block_without_an_answer_is_an_error_too(stranger: Other, pl
         until(ends.is_settled)
 
 
-def test_a_request_that_is_dropped_fails(stranger: Other, place: Place) -> None:
+def test_a_request_that_is_dropped_is_a_loss_for_its_client(stranger: Other, place: Place) -> None:
     with answering(place) as ends:
         stranger.call("open_client", place)
         asked = stranger.begin("ask", 1)
         ends.server.next()
-        with pytest.raises(RemoteError, match="dropped the request"):
+        with pytest.raises(PeerLostError, match="dropped without an answer"):
             asked.result()
         until(ends.is_settled)
 

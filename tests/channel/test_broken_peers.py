@@ -22,6 +22,7 @@ from aiotensor.protocol.exchange import (
     Answer,
     Ask,
     Cancel,
+    Cause,
     ClientHello,
     Failure,
     Farewell,
@@ -216,7 +217,7 @@ async def test_what_a_client_said_that_is_gone_is_not_taken_for_the_next_ones() 
                 second.connect(here.messages)
                 _wait_until(lambda: os.path.exists(descriptor))
                 assert not clients.socket._has_messages()  # ZeroMQ processes its commands
-                clients.fail(request._asked, "ValueError", "no")  # which reveals that the first is gone
+                clients.fail(request._asked, Cause("ValueError", "no"))  # finds that the first is gone
                 await until(lambda: server.statistics().clients_lost == 1)
                 take(arrived[-1])  # it was on its way
             assert server.statistics().clients == 0

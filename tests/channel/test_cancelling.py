@@ -11,7 +11,7 @@ import pytest
 import torch
 import zmq
 
-from aiotensor import RemoteError, TensorReceiver, TensorSender
+from aiotensor import PeerLostError, TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.protocol import exchange
 from aiotensor.protocol.exchange import (
@@ -123,7 +123,7 @@ async def test_a_handler_that_is_cancelled_by_its_own_side_fails_the_request() -
         serving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await serving
-        with pytest.raises(RemoteError, match="CancelledError"):
+        with pytest.raises(PeerLostError, match="CancelledError: the server's handler was cancelled"):
             await asking
         await settled(ends)
 

@@ -22,7 +22,6 @@ WORDS = "pid 77 at /run/secret"
         (errors.RemoteError(WORDS, type_name="PeerLostError"), 503, "engine_lost"),
         (errors.RemoteError(WORDS, type_name="DiscardedError"), 503, "engine_lost"),
         (errors.RemoteError(WORDS, type_name="ClosedError"), 503, "engine_lost"),
-        (errors.RemoteError(WORDS, type_name="CancelledError"), 503, "engine_lost"),
         (errors.RemoteError(WORDS, type_name="ValueError"), 502, "engine_failed"),
         (errors.ProtocolError(WORDS), 502, "engine_failed"),
         (errors.RefusedError(WORDS, pid=77), 500, "refused"),

@@ -13,6 +13,7 @@ from aiotensor.protocol.exchange import (
     Answer,
     Ask,
     Cancel,
+    Cause,
     ClientHello,
     Failure,
     Farewell,
@@ -134,7 +135,7 @@ def test_a_later_version_may_add_items_at_the_end() -> None:
     times=st.integers(1, 500),
 )
 def test_a_failure_travels_whatever_an_error_says_of_itself(type_name: str, text: str, times: int) -> None:
-    made = failure(3, type_name, text * times)
+    made = failure(3, Cause(type_name, text * times))
     read = read_from_server(write(made))
     assert read == made
     assert isinstance(read, Failure)
@@ -148,6 +149,6 @@ def test_the_longest_headers_of_honest_peers_are_within_what_is_read_beyond_the_
     for header in (
         Ask(number, body, (handle,) * MAX_TENSORS),
         Answer(number, body, (handle,) * MAX_TENSORS, number, number),
-        failure(number, "x" * 100, "\U0001f4a5" * 20_000, number, number),
+        failure(number, Cause("x" * 100, "\U0001f4a5" * 20_000, is_loss=True), number, number, number),
     ):
         assert len(write(header)) <= MAX_HEADER_BYTES

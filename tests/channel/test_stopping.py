@@ -1,0 +1,66 @@
+"""Requests whose handlers are stopped: the client gets `PeerLostError`, as when the process is killed."""
+
+import asyncio
+import os
+
+import pytest
+
+from aiotensor import PeerLostError
+from tests.channel.parties import Question, channel, said, settled
+from tests.pairs import BIG, pattern
+
+pytestmark = pytest.mark.usefixtures("way")
+
+
+class _Stop(BaseException):
+    """An exception of the application that no `except Exception` is meant to catch."""
+
+
+STOPS = [SystemExit(0), KeyboardInterrupt(), GeneratorExit(), _Stop("now")]
+
+
+@pytest.mark.parametrize("stop", STOPS, ids=lambda stop: type(stop).__name__)
+async def test_an_exception_that_stops_the_handler_propagates_and_is_a_loss_for_the_client(
+    stop: BaseException,
+) -> None:
+    with said() as texts:
+        async with channel() as ends:
+            asking = asyncio.create_task(ends.client.request(Question(1, pattern(1, BIG))))
+            with pytest.raises(type(stop)):
+                async with await anext(ends.server):
+                    raise stop
+            stop.__traceback__ = None
+            with pytest.raises(PeerLostError, match=type(stop).__name__) as caught:
+                await asking
+            assert caught.value.pid == os.getpid()
+            assert ends.server.statistics().failures == 1
+            await settled(ends)
+    assert not texts
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(0), asyncio.CancelledError()], ids=lambda one: type(one).__name__
+)
+async def test_failing_a_request_with_an_exception_that_stops_handlers_is_a_loss(
+    error: BaseException,
+) -> None:
+    async with channel() as ends:
+        asking = asyncio.create_task(ends.client.request(Question(1)))
+        request = await anext(ends.server)
+        assert await request.fail(error)
+        with pytest.raises(PeerLostError, match=type(error).__name__):
+            await asking
+        await settled(ends)
+
+
+async def test_a_request_that_is_dropped_before_its_block_is_a_loss_and_is_logged() -> None:
+    with said() as texts:
+        async with channel() as ends:
+            asking = asyncio.create_task(ends.client.request(Question(1, pattern(1, BIG))))
+            request = await anext(ends.server)
+            del request
+            with pytest.raises(PeerLostError, match="dropped without an answer"):
+                await asking
+            await settled(ends)
+    [text] = texts
+    assert "answer each one in its block" in text
