@@ -25,8 +25,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from aiotensor import AccessDeniedError, PeerLostError, RemoteError, TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.integrations.hangups import HangUps, watch
+from aiotensor.integrations.limits import RequestLimits
 from aiotensor.integrations.problems import problem_of
+from aiotensor.integrations.watching import WatchRequests, watch
 from aiotensor.links import unix
 from aiotensor.logs import MAX_TEXT, logger_of, one_line
 from aiotensor.protocol import exchange
@@ -513,7 +514,7 @@ async def test_a_client_of_http_cannot_forge_a_line_by_its_path() -> None:
 
     scope: Scope = {"type": "http", "method": "POST", "path": f"/{FORGED}"}  # as a server reads /%0A
     with heard() as events:
-        await HangUps(handle)(scope, hear, send)
+        await WatchRequests(handle, RequestLimits(None, 10, None), 7)(scope, hear, send)
     cancelled = _one(events, "request_cancelled")
     assert str(cancelled.fields["path"]).startswith("/so it is\\n2026-01-01 CRITICAL")
     assert cancelled.fields["method"] == "POST"

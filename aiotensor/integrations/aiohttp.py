@@ -17,12 +17,14 @@
     )
     web.run_app(app, handler_cancellation=True)
 
-A handler then has ``request.app[SENDER]``. With `handler_cancellation` aiohttp cancels a handler whose client
-hangs up, and all that it holds comes back at once; under gunicorn, whose worker has no such option, give it a
-coroutine function that returns ``web.AppRunner(app, handler_cancellation=True)``.
+A handler then uses ``request.app[SENDER]``. With `handler_cancellation` aiohttp cancels a handler whose
+client disconnects, so that its permit and memory are released at once. gunicorn's worker has no such option:
+give it a coroutine function that returns ``web.AppRunner(app, handler_cancellation=True)``.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import TypeAlias, TypeVar
 
 from aiohttp import web
@@ -30,7 +32,15 @@ from aiohttp.typedefs import Handler, Middleware
 
 from aiotensor.channel import MessageClient
 from aiotensor.errors import AioTensorError
-from aiotensor.integrations.problems import MEDIA_TYPE, problem_of
+from aiotensor.integrations.limits import (
+    MIN_UPLOAD_RATE,
+    UPLOAD_GRACE_S,
+    OverdueError,
+    RequestLimits,
+    SlowUploadError,
+    UploadBudget,
+)
+from aiotensor.integrations.problems import MEDIA_TYPE, log_cut_off, problem_of
 from aiotensor.integrations.serving import serving
 from aiotensor.logs import logger_of
 from aiotensor.sender import TensorSender
@@ -41,6 +51,9 @@ logger = logger_of("integrations")
 
 R = TypeVar("R")
 
+# Short compared to the stalls that are allowed, and long compared to the work of a look.
+_LOOKS_EVERY_S = 1.0
+
 Context: TypeAlias = Callable[[web.Application], AsyncIterator[None]]
 
 
@@ -50,10 +63,10 @@ def sender_context(
     """Make a context for `cleanup_ctx` that opens a sender for the life of an application.
 
     Args:
-        key: where the application has it.
-        make: makes it; called when the application starts, in each worker.
-        drain_s: how many seconds the receiver has at the end to take what was sent; then the rest is
-            discarded. Keep it below what the server's supervisor allows for a shutdown.
+        key: the key of the sender in the application.
+        make: makes the sender; called when the application starts, in each worker.
+        drain_s: the time in seconds, at the end, in which the receiver can take what was sent; then the rest
+            is discarded. Keep it below the shutdown timeout of the server's supervisor.
     """
 
     async def context(app: web.Application) -> AsyncIterator[None]:
@@ -67,8 +80,9 @@ def client_context(key: web.AppKey[MessageClient[R]], make: Callable[[], Message
     """Make a context for `cleanup_ctx` that opens a client of messages for the life of an application.
 
     Args:
-        key: where the application has it.
-        make: makes it; called when the application starts, in each worker, after the contexts before it.
+        key: the key of the client in the application.
+        make: makes the client; called when the application starts, in each worker, after the contexts before
+            it.
     """
 
     async def context(app: web.Application) -> AsyncIterator[None]:
@@ -78,39 +92,142 @@ def client_context(key: web.AppKey[MessageClient[R]], make: Callable[[], Message
     return context
 
 
-def problem_middleware(*, retry_after_s: float = 5.0) -> Middleware:
-    """Make a middleware that answers errors of this library as problem JSON.
+def problem_middleware(
+    *,
+    retry_after_s: float = 5.0,
+    min_upload_rate: float | None = MIN_UPLOAD_RATE,
+    upload_grace_s: float = UPLOAD_GRACE_S,
+    deadline_s: float | None = None,
+) -> Middleware:
+    """Make a middleware that answers errors of this library as problem JSON, and limits requests.
 
     A wait longer than the sender's `max_wait_s`, a receiver that was lost, and a call of this library that
     found no descriptors or memory left are answered with 503 and ``Retry-After``. A receiver that refuses the
-    sender is answered with 500. Other errors are left alone.
+    sender is answered with 500. Other errors propagate.
+
+    The limits hold for every request that passes through the middleware. To limit only the requests that use
+    the engine, add the middleware to a subapplication.
 
     Args:
-        retry_after_s: when a client that got a 503 is to try again, in seconds.
+        retry_after_s: the delay in seconds before a client that got a 503 tries again.
+        min_upload_rate: the least rate, in bytes per second, at which a client sends a body while aiohttp
+            reads it; None for no limit. The handler of a slower request is cancelled, and the request is
+            answered with 408.
+        upload_grace_s: the longest stall of an upload, in seconds.
+        deadline_s: the time limit in seconds until the response begins; None for no limit. The handler of a
+            request that takes longer is cancelled, and the request is answered with 503.
+
+    Raises:
+        ValueError: a limit is not positive.
     """
+    limits = RequestLimits(min_upload_rate, upload_grace_s, deadline_s)
     has_warned = False
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         nonlocal has_warned
         try:
-            response = await handler(request)
+            async with _limited(request, limits):
+                response = await handler(request)
         except (AioTensorError, OSError) as error:
+            if request.writer.output_size:  # another response has begun
+                log_cut_off(error)
+                raise
             problem = problem_of(error, retry_after_s)
-            if problem is None or request.writer.output_size:  # another answer is on its way already
+            if problem is None:
                 raise
             response = web.Response(
                 body=problem.body, status=problem.status, headers=problem.headers, content_type=MEDIA_TYPE
             )
-        # The handler of a web socket hears of it where it receives.
+            if isinstance(error, SlowUploadError):
+                response.force_close()  # the rest of the body is not read
+        # The handler of a web socket is notified when it receives.
         is_socket = isinstance(response, web.WebSocketResponse)
         if request.transport is None and not is_socket and not has_warned:
             has_warned = True
             logger.warning(
-                "a client hung up, and its handler went on and kept what it held: run the application with "
-                "handler_cancellation=True",
+                "a client disconnected, and its handler went on and kept what it held: run the application "
+                "with handler_cancellation=True",
                 extra={"event": "handler_not_cancelled"},
             )
         return response
 
     return middleware
+
+
+@asynccontextmanager
+async def _limited(request: web.Request, limits: RequestLimits) -> AsyncIterator[None]:
+    """Cancel a block when a request reaches a limit, and raise the limit's error.
+
+    Raises:
+        SlowUploadError: the client sent the body too slowly.
+        OverdueError: the response had not begun at the deadline.
+    """
+    watch = _Watch(request, limits)
+    try:
+        async with watch.timeout:
+            yield
+    except TimeoutError:
+        if watch.error is None or not watch.timeout.expired():
+            raise
+        raise watch.error from None
+    finally:
+        watch.stop()
+
+
+class _Watch:
+    """Watch one request; belongs to its task.
+
+    aiohttp does not report when a handler waits for the body. So this looks at the transport in intervals:
+    aiohttp pauses reading while the handler has not read what arrived, and that time does not count.
+
+    Attributes:
+        timeout: the block of the handler.
+        error: the error of the limit that was reached.
+    """
+
+    def __init__(self, request: web.Request, limits: RequestLimits) -> None:
+        self.timeout = asyncio.timeout(None)
+        self.error: TimeoutError | None = None
+        self._request = request
+        self._limits = limits
+        self._loop = asyncio.get_running_loop()
+        self._looked_at = self._loop.time()
+        self._deadline: asyncio.TimerHandle | None = None
+        self._next_look: asyncio.TimerHandle | None = None
+        if limits.deadline_s is not None:
+            self._deadline = self._loop.call_later(limits.deadline_s, self._overdue, limits.deadline_s)
+        if request.can_read_body and (upload := limits.upload_budget()) is not None:
+            self._look_later(upload)
+
+    def stop(self) -> None:
+        """Cancel the timers."""
+        for timer in (self._deadline, self._next_look):
+            if timer is not None:
+                timer.cancel()
+
+    def _overdue(self, deadline_s: float) -> None:
+        if not self._request.writer.output_size:
+            self._cancel(OverdueError(deadline_s))
+
+    def _look_later(self, upload: UploadBudget) -> None:
+        delay_s = min(upload.left_s, _LOOKS_EVERY_S)
+        self._next_look = self._loop.call_later(delay_s, self._look, upload)
+
+    def _look(self, upload: UploadBudget) -> None:
+        transport, content = self._request.transport, self._request.content
+        if transport is None or content.is_eof():
+            return
+        since, self._looked_at = self._looked_at, self._loop.time()
+        if transport.is_reading():
+            upload.wait(self._looked_at - since)
+        upload.add(content.total_bytes - upload.received)
+        if upload.left_s > 0:
+            self._look_later(upload)
+        else:
+            self._cancel(SlowUploadError(upload.received, self._limits.upload_grace_s))
+
+    def _cancel(self, error: TimeoutError) -> None:
+        if self.error is None:
+            self.error = error
+            self.timeout.reschedule(self._loop.time())

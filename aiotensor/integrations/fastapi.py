@@ -37,9 +37,10 @@ from starlette.websockets import WebSocket, WebSocketState
 from aiotensor.channel import MessageClient
 from aiotensor.errors import AioTensorError, UsageError
 from aiotensor.integrations.exhaustion import Exhaustion
-from aiotensor.integrations.hangups import HangUps, watch
+from aiotensor.integrations.limits import MIN_UPLOAD_RATE, UPLOAD_GRACE_S, RequestLimits
 from aiotensor.integrations.problems import ANSWERED_ERRORS, MEDIA_TYPE, problem_of
 from aiotensor.integrations.serving import serving
+from aiotensor.integrations.watching import WatchRequests, watch
 from aiotensor.sender import OpenMessage, TensorSender
 
 __all__ = ["MessageLifespan", "TensorLifespan"]
@@ -49,26 +50,42 @@ T = TypeVar("T")
 
 
 class TensorLifespan:
-    """Open a sender for the life of an application, and give it to its handlers.
+    """Open a sender for the life of an application, and provide it to the handlers.
 
-    A request whose handler has asked for the sender is cancelled when its client hangs up, so that what it
-    holds comes back at once. What the sender raises is answered as problem JSON: with 503 and ``Retry-After``
-    for a wait longer than the sender's `max_wait_s`, for a receiver that was lost, and where no descriptors
-    or memory are left; with 500 for a receiver that refuses the sender.
+    A request whose handler uses the sender is cancelled when its client disconnects, so that its permit and
+    memory are released at once. Errors of the sender are answered as problem JSON: a wait longer than the
+    sender's `max_wait_s`, a lost receiver, and a lack of descriptors or memory with 503 and ``Retry-After``;
+    a receiver that refuses the sender with 500.
 
     Args:
         make_sender: makes the sender; called when the application starts, in each worker.
-        drain_s: how many seconds the receiver has at the end to take what was sent; then the rest is
-            discarded. Keep it below what the server's supervisor allows for a shutdown.
-        retry_after_s: when a client that got a 503 is to try again, in seconds.
+        drain_s: the time in seconds, at the end, in which the receiver can take what was sent; then the rest
+            is discarded. Keep it below the shutdown timeout of the server's supervisor.
+        retry_after_s: the delay in seconds before a client that got a 503 tries again.
+        min_upload_rate: the least rate, in bytes per second, at which a client sends a body that the handler
+            waits for; None for no limit. A slower request is cancelled and answered with 408.
+        upload_grace_s: the longest stall of an upload, in seconds.
+        deadline_s: the time limit in seconds from the first use of the engine until the response begins; None
+            for no limit. A request that takes longer is cancelled and answered with 503.
+
+    Raises:
+        ValueError: a limit is not positive.
     """
 
     def __init__(
-        self, make_sender: Callable[[], TensorSender], *, drain_s: float = 5.0, retry_after_s: float = 5.0
+        self,
+        make_sender: Callable[[], TensorSender],
+        *,
+        drain_s: float = 5.0,
+        retry_after_s: float = 5.0,
+        min_upload_rate: float | None = MIN_UPLOAD_RATE,
+        upload_grace_s: float = UPLOAD_GRACE_S,
+        deadline_s: float | None = None,
     ) -> None:
         self._make_sender = make_sender
         self._drain_s = drain_s
         self._retry_after_s = retry_after_s
+        self._limits = RequestLimits(min_upload_rate, upload_grace_s, deadline_s)
         self._sender: TensorSender | None = None
 
     def __repr__(self) -> str:
@@ -79,9 +96,9 @@ class TensorLifespan:
         return [self._sender]
 
     def install(self, app: Starlette) -> None:
-        """Have an application answer errors as problems, and cancel requests whose clients hang up."""
+        """Add the answers to errors, and the cancellation of requests, to an application."""
         app.add_middleware(Exhaustion, problem_of=partial(problem_of, retry_after_s=self._retry_after_s))
-        app.add_middleware(HangUps)
+        app.add_middleware(WatchRequests, limits=self._limits, retry_after_s=self._retry_after_s)
         for error in ANSWERED_ERRORS:
             app.add_exception_handler(error, self.answer_error)
 
@@ -150,8 +167,8 @@ class MessageLifespan(TensorLifespan, Generic[R]):
     Args:
         make_sender: makes the sender; called when the application starts, in each worker.
         make_client: makes the client, with that sender.
-        drain_s: as of `TensorLifespan`.
-        retry_after_s: as of `TensorLifespan`.
+
+    The other arguments are those of `TensorLifespan`.
     """
 
     def __init__(
@@ -161,8 +178,18 @@ class MessageLifespan(TensorLifespan, Generic[R]):
         *,
         drain_s: float = 5.0,
         retry_after_s: float = 5.0,
+        min_upload_rate: float | None = MIN_UPLOAD_RATE,
+        upload_grace_s: float = UPLOAD_GRACE_S,
+        deadline_s: float | None = None,
     ) -> None:
-        super().__init__(make_sender, drain_s=drain_s, retry_after_s=retry_after_s)
+        super().__init__(
+            make_sender,
+            drain_s=drain_s,
+            retry_after_s=retry_after_s,
+            min_upload_rate=min_upload_rate,
+            upload_grace_s=upload_grace_s,
+            deadline_s=deadline_s,
+        )
         self._make_client = make_client
         self._client: MessageClient[R] | None = None
 

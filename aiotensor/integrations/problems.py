@@ -24,9 +24,10 @@ from aiotensor.errors import (
     TooLargeError,
     WouldBlockError,
 )
+from aiotensor.integrations.limits import OverdueError, SlowUploadError
 from aiotensor.logs import logger_of
 
-__all__ = ["ANSWERED_ERRORS", "MEDIA_TYPE", "Problem", "problem_of"]
+__all__ = ["ANSWERED_ERRORS", "MEDIA_TYPE", "Problem", "log_cut_off", "problem_of"]
 
 logger = logger_of("integrations")
 
@@ -46,8 +47,8 @@ class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
         status: the HTTP status.
         title: its phrase.
         detail: what is the matter, in a sentence.
-        reason: the same for programs: ``busy``, ``exhausted``, ``engine_lost``, ``engine_failed``,
-            ``refused`` or ``too_large``.
+        reason: the same for programs: ``busy``, ``deadline``, ``exhausted``, ``engine_lost``,
+            ``engine_failed``, ``refused``, ``slow_upload`` or ``too_large``.
         retry_after: after how many seconds to try again; None if that would not help.
     """
 
@@ -77,39 +78,9 @@ def problem_of(error: AioTensorError | OSError, retry_after_s: float) -> Problem
         error: what a handler raised.
         retry_after_s: when a client is to try again, in seconds.
     """
-    later = max(math.ceil(retry_after_s), 1)
-    match error:
-        case WouldBlockError():
-            problem = _busy(later)
-        case OSError() if error.errno in _EXHAUSTED and _is_of_library(error):
-            problem = _problem(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                "the server has no descriptors, memory or threads left: try again later",
-                "exhausted",
-                later,
-            )
-        case RefusedError():
-            problem = _refused()
-        case RemoteError(type_name=RefusedError.__name__):
-            problem = _refused()
-        case RemoteError(type_name=WouldBlockError.__name__):
-            problem = _busy(later)
-        case PeerLostError() | DiscardedError() | ClosedError():
-            problem = _engine_lost(later)
-        case RemoteError() if error.type_name in _LOSSES:
-            problem = _engine_lost(later)
-        case RemoteError() | ProtocolError():
-            problem = _problem(
-                HTTPStatus.BAD_GATEWAY, "the engine could not answer this request", "engine_failed"
-            )
-        case TooLargeError():
-            problem = _problem(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"this needs {error.requested} and can have {error.limit} at most",
-                "too_large",
-            )
-        case _:
-            return None
+    problem = _problem_of(error, max(math.ceil(retry_after_s), 1))
+    if problem is None:
+        return None
     needs_operator = problem.reason in ("engine_failed", "refused", "exhausted")
     logger.log(
         logging.ERROR if needs_operator else logging.INFO,
@@ -127,6 +98,17 @@ def problem_of(error: AioTensorError | OSError, retry_after_s: float) -> Problem
     return problem
 
 
+def log_cut_off(error: AioTensorError | OSError) -> None:
+    """Log an error that came after its response had begun, if it would be answered otherwise."""
+    if _problem_of(error, 1) is not None:
+        logger.warning(
+            "a response was cut off after it had begun, because of %s: %s",
+            type(error).__name__,
+            error,
+            extra={"event": "response_cut_off", "error": type(error).__name__, "reason": str(error)},
+        )
+
+
 ANSWERED_ERRORS: Final = (
     WouldBlockError,
     PeerLostError,
@@ -137,6 +119,47 @@ ANSWERED_ERRORS: Final = (
     ProtocolError,
     TooLargeError,
 )
+
+
+def _problem_of(error: AioTensorError | OSError, later: int) -> Problem | None:
+    match error:
+        case SlowUploadError():
+            detail = "the request body arrived too slowly"
+            return _problem(HTTPStatus.REQUEST_TIMEOUT, detail, "slow_upload")
+        case OverdueError():
+            detail = "the server could not answer in time: try again later"
+            return _problem(HTTPStatus.SERVICE_UNAVAILABLE, detail, "deadline", later)
+        case WouldBlockError():
+            return _busy(later)
+        case OSError() if error.errno in _EXHAUSTED and _is_of_library(error):
+            return _problem(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "the server has no descriptors, memory or threads left: try again later",
+                "exhausted",
+                later,
+            )
+        case RefusedError():
+            return _refused()
+        case RemoteError(type_name=RefusedError.__name__):
+            return _refused()
+        case RemoteError(type_name=WouldBlockError.__name__):
+            return _busy(later)
+        case PeerLostError() | DiscardedError() | ClosedError():
+            return _engine_lost(later)
+        case RemoteError() if error.type_name in _LOSSES:
+            return _engine_lost(later)
+        case RemoteError() | ProtocolError():
+            return _problem(
+                HTTPStatus.BAD_GATEWAY, "the engine could not answer this request", "engine_failed"
+            )
+        case TooLargeError():
+            return _problem(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"this needs {error.requested} and can have {error.limit} at most",
+                "too_large",
+            )
+        case _:
+            return None
 
 
 def _is_of_library(error: OSError) -> bool:

@@ -2,15 +2,17 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
+import msgspec
 import pytest
 from aiohttp import ClientSession, web
 from aiohttp.typedefs import Handler
 
-from aiotensor import TensorReceiver, TensorSender, UnsupportedTensorError, WouldBlockError
+from aiotensor import TensorReceiver, TensorSender, TooLargeError, UnsupportedTensorError, WouldBlockError
 from aiotensor.integrations.aiohttp import problem_middleware, sender_context
 from tests.pairs import endpoint, pattern, until
 
@@ -154,3 +156,131 @@ async def test_a_handler_that_goes_on_without_its_client_is_warned_of_once(
             assert (await client.get("/")).status_code == 200
     warned = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warned) == (0 if is_cancelled else 1)
+
+
+async def test_an_error_after_the_response_has_begun_is_logged_as_its_end_and_not_as_an_answer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"part")
+        raise TooLargeError("too late", limit=1, requested=2)
+
+    caplog.set_level("INFO", "aiotensor.integrations")
+    app = web.Application(middlewares=[problem_middleware()])
+    app.router.add_get("/", handler)
+    async with serving(app) as port, http(port) as client:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.get("/")
+    [record] = [record for record in caplog.records if record.name == "aiotensor.integrations"]
+    assert record.getMessage() == (
+        "a response was cut off after it had begun, because of TooLargeError: too late"
+    )
+    assert record.levelname == "WARNING"
+
+
+# Limits
+
+GRACE_S = 0.05
+
+
+async def half_an_upload(port: int, sent: bytes = b"half") -> tuple[bytes, bytes]:
+    """Send a part of a body, and return the head and the body of the response."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 1000\r\n\r\n" + sent)
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = re.search(rb"Content-Length: (\d+)", head)
+    assert length is not None
+    body = await reader.readexactly(int(length[1]))
+    writer.close()
+    await writer.wait_closed()
+    return head, body
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_an_upload_that_stalls_is_cancelled_and_answered_with_408(
+    reads: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    cancelled = asyncio.Event()
+
+    async def handler(request: web.Request) -> web.Response:
+        try:
+            await (request.read() if reads else asyncio.Event().wait())
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        raise AssertionError("it was cancelled")
+
+    caplog.set_level("INFO", "aiotensor.integrations")
+    app = web.Application(middlewares=[problem_middleware(min_upload_rate=1 << 20, upload_grace_s=GRACE_S)])
+    app.router.add_post("/", handler)
+    async with serving(app) as port:
+        head, body = await half_an_upload(port)
+    assert cancelled.is_set()
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert b"Connection: close" in head
+    assert msgspec.json.decode(body)["reason"] == "slow_upload"
+    [record] = [record for record in caplog.records if record.name == "aiotensor.integrations"]
+    assert "after 4 bytes" in record.getMessage()
+
+
+async def test_the_time_in_which_aiohttp_does_not_read_is_not_counted() -> None:
+    upload = bytes(4 << 20)  # more than aiohttp reads ahead
+
+    async def handler(request: web.Request) -> web.Response:
+        await asyncio.sleep(5 * GRACE_S)  # the handler is slow, and not the client
+        return web.Response(text=str(len(await request.read())))
+
+    middleware = problem_middleware(min_upload_rate=1 << 20, upload_grace_s=GRACE_S)
+    app = web.Application(middlewares=[middleware], client_max_size=1 << 30)
+    app.router.add_post("/", handler)
+    async with serving(app) as port, http(port) as client:
+        answer = await client.post("/", content=upload)
+    assert (answer.status_code, answer.text) == (200, str(len(upload)))
+
+
+async def test_a_request_past_its_deadline_is_cancelled_and_answered_with_503() -> None:
+    cancelled = asyncio.Event()
+
+    async def handler(request: web.Request) -> web.Response:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        raise AssertionError("it was cancelled")
+
+    app = web.Application(middlewares=[problem_middleware(deadline_s=GRACE_S)])
+    app.router.add_get("/", handler)
+    async with serving(app) as port, http(port) as client:
+        answer = await client.get("/")
+    assert cancelled.is_set()
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert answer.json()["reason"] == "deadline"
+
+
+async def test_the_deadline_is_over_when_the_response_begins() -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await asyncio.sleep(3 * GRACE_S)  # longer than the deadline
+        await response.write(b"whole")
+        return response
+
+    app = web.Application(middlewares=[problem_middleware(deadline_s=GRACE_S)])
+    app.router.add_get("/", handler)
+    async with serving(app) as port, http(port) as client:
+        assert (await client.get("/")).text == "whole"
+
+
+async def test_a_timeout_of_the_handler_is_its_own() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        async with asyncio.timeout(0):
+            await asyncio.Event().wait()
+        raise AssertionError("it timed out")
+
+    app = web.Application(middlewares=[problem_middleware(deadline_s=60)])
+    app.router.add_get("/", handler)
+    async with serving(app) as port, http(port) as client:
+        assert (await client.get("/")).status_code == 504  # as aiohttp answers it

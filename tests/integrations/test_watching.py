@@ -8,6 +8,7 @@ from functools import partial
 import anyio
 import anyio.from_thread
 import anyio.to_thread
+import msgspec
 import pytest
 from anyio.lowlevel import checkpoint
 from starlette.applications import Starlette
@@ -19,9 +20,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Scope
 
 from aiotensor import UsageError
-from aiotensor.integrations.hangups import HangUps, watch
+from aiotensor.integrations.limits import RequestLimits
+from aiotensor.integrations.watching import WatchRequests, watch
 
 Handler = Callable[[Request], Awaitable[Response]]
+
+UNLIMITED = RequestLimits(None, 10, None)
 
 
 class Visit:
@@ -93,11 +97,15 @@ class Visit:
 
 
 def visit(
-    handler: Handler, *, is_installed: bool = True, other: type[BaseHTTPMiddleware] | None = None
+    handler: Handler,
+    *,
+    is_installed: bool = True,
+    limits: RequestLimits = UNLIMITED,
+    other: type[BaseHTTPMiddleware] | None = None,
 ) -> Visit:
     app = Starlette(routes=[Route("/", handler, methods=["POST"])])
     if is_installed:
-        app.add_middleware(HangUps)
+        app.add_middleware(WatchRequests, limits=limits, retry_after_s=7)
     if other is not None:
         app.add_middleware(other)
     return Visit(app)
@@ -388,7 +396,8 @@ async def test_what_is_no_request_is_passed_on() -> None:
         seen.append(scope["type"])
         watch(scope)
 
-    await HangUps(app)({"type": "websocket"}, anyio.sleep_forever, _nowhere)  # type: ignore[arg-type]
+    watched = WatchRequests(app, UNLIMITED, 7)
+    await watched({"type": "websocket"}, anyio.sleep_forever, _nowhere)  # type: ignore[arg-type]
     assert seen == ["websocket"]
 
 
@@ -499,3 +508,213 @@ async def test_a_thread_of_a_handler_and_what_it_awaits_are_cancelled() -> None:
     visitor = visit(handler)
     await visitor.hang_up_after(begun)
     assert outcomes == ["CancelledError", "CancelledError"]
+
+
+# Limits
+
+
+GRACE_S = 0.05
+SLOW = RequestLimits(1 << 20, GRACE_S, None)
+
+
+def problem(visitor: Visit) -> dict[str, object]:
+    """Return the problem that a visitor got as its response."""
+    start, *parts = visitor.heard
+    assert (b"content-type", b"application/problem+json") in start["headers"]
+    decoded: dict[str, object] = msgspec.json.decode(b"".join(part["body"] for part in parts))
+    assert decoded["status"] == visitor.status
+    return decoded
+
+
+@pytest.mark.parametrize("sent", [b"", b"half"], ids=["nothing", "half"])
+async def test_an_upload_that_stalls_is_cancelled_and_answered_with_408(
+    sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    released = asyncio.Event()
+
+    async def handler(request: Request) -> Response:
+        watch(request.scope)
+        try:
+            await request.body()
+        finally:
+            released.set()
+        raise AssertionError("it was cancelled")
+
+    caplog.set_level("INFO", "aiotensor.integrations")
+    visitor = visit(handler, limits=SLOW)
+    running = visitor.begin()
+    if sent:
+        visitor.say(sent, more=True)
+    await running
+    assert released.is_set()
+    assert problem(visitor)["reason"] == "slow_upload"
+    assert visitor.status == 408
+    assert (b"connection", b"close") in visitor.heard[0]["headers"]
+    [record] = caplog.records
+    assert f"after {len(sent)} bytes" in record.getMessage()
+    assert record.levelname == "INFO"
+
+
+async def test_a_client_that_keeps_the_rate_may_stall_again_and_again() -> None:
+    async def handler(request: Request) -> Response:
+        watch(request.scope)
+        return PlainTextResponse(str(len(await request.body())))
+
+    stall_s, rate = 0.4, 1000
+    visitor = visit(handler, limits=RequestLimits(rate, 2 * stall_s, None))
+    running = visitor.begin()
+    for _ in range(4):
+        await asyncio.sleep(stall_s)  # the client stalls
+        visitor.say(bytes(2 * rate), more=True)
+    visitor.say()
+    await running
+    assert visitor.status == 200
+
+
+async def test_http_2_has_no_connection_field() -> None:
+    async def handler(request: Request) -> Response:
+        watch(request.scope)
+        await request.body()
+        raise AssertionError("it was cancelled")
+
+    visitor = visit(handler, limits=SLOW)
+    await visitor.begin(http_version="2")
+    assert visitor.status == 408
+    assert b"connection" not in dict(visitor.heard[0]["headers"])
+
+
+async def test_the_time_in_which_a_handler_does_not_read_is_not_counted() -> None:
+    async def handler(request: Request) -> Response:
+        watch(request.scope)
+        pieces = request.stream()
+        assert await anext(pieces) == b"first"
+        await asyncio.sleep(3 * GRACE_S)  # the handler is slow, and not the client
+        return PlainTextResponse(str([piece async for piece in pieces]))
+
+    visitor = visit(handler, limits=SLOW)
+    running = visitor.begin()
+    visitor.say(b"first", more=True)
+    visitor.say(b"last")
+    await running
+    assert visitor.status == 200
+
+
+async def test_a_handler_may_wait_for_the_end_of_its_client_after_the_whole_body() -> None:
+    async def handler(request: Request) -> Response:
+        watch(request.scope)
+        await request.body()
+        with anyio.move_on_after(3 * GRACE_S):
+            await request.receive()
+        return PlainTextResponse("done")
+
+    visitor = visit(handler, limits=SLOW)
+    running = visitor.begin()
+    visitor.say(b"all")
+    await running
+    assert visitor.status == 200
+
+
+async def test_an_upload_of_a_request_that_is_not_watched_may_stall() -> None:
+    begun = asyncio.Event()
+
+    async def handler(request: Request) -> Response:
+        begun.set()
+        return PlainTextResponse(str(len(await request.body())))
+
+    visitor = visit(handler, limits=SLOW)
+    running = visitor.begin()
+    await begun.wait()
+    await asyncio.wait([running], timeout=3 * GRACE_S)
+    visitor.say(b"all")
+    await running
+    assert visitor.status == 200
+
+
+async def test_a_request_past_its_deadline_is_cancelled_and_answered_with_503() -> None:
+    work = Work()
+    visitor = visit(work.handle, limits=RequestLimits(None, 1, GRACE_S))
+    running = visitor.begin()
+    visitor.say()
+    await running
+    assert work.was_cancelled
+    assert problem(visitor)["reason"] == "deadline"
+    assert visitor.status == 503
+    assert (b"retry-after", b"7") in visitor.heard[0]["headers"]
+    assert visitor.readers == 0
+
+
+async def test_a_thread_of_a_request_past_its_deadline_is_cancelled_where_it_waits_for_the_loop() -> None:
+    outcomes: list[str] = []
+
+    def work() -> None:
+        try:
+            anyio.from_thread.run(anyio.sleep_forever)
+        except (asyncio.CancelledError, concurrent.futures.CancelledError):
+            outcomes.append("cancelled")
+            raise
+
+    async def handler(request: Request) -> Response:
+        watch(request.scope)
+        await anyio.to_thread.run_sync(work)
+        raise AssertionError("it was cancelled")
+
+    visitor = visit(handler, limits=RequestLimits(None, 1, GRACE_S))
+    await visitor.begin()
+    assert (visitor.status, outcomes) == (503, ["cancelled"])
+
+
+async def test_the_deadline_is_over_when_the_response_begins() -> None:
+    async def parts() -> AsyncIterator[str]:
+        yield "first"
+        await asyncio.sleep(3 * GRACE_S)  # longer than the deadline
+        yield "last"
+
+    async def handler(request: Request) -> Response:
+        watch(request.scope)
+        await request.body()
+        return StreamingResponse(parts())
+
+    visitor = visit(handler, limits=RequestLimits(None, 1, GRACE_S))
+    running = visitor.begin()
+    visitor.say()
+    await running
+    assert visitor.status == 200
+    assert b"".join(message["body"] for message in visitor.heard[1:]) == b"firstlast"
+
+
+async def test_a_response_that_had_begun_when_its_upload_stalled_is_cut_off_and_logged_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def handler(request: Request) -> Response:
+        watch(request.scope)
+
+        async def echo() -> AsyncIterator[bytes]:
+            async for piece in request.stream():
+                yield piece
+
+        return StreamingResponse(echo())
+
+    caplog.set_level("INFO", "aiotensor.integrations")
+    visitor = visit(handler, limits=SLOW)
+    running = visitor.begin()
+    visitor.say(b"half", more=True)
+    await running
+    assert visitor.status == 200
+    assert [message for message in visitor.heard[1:] if not message["more_body"]] == []
+    [record] = caplog.records
+    assert "a response was cut off after it had begun, because of SlowUploadError" in record.getMessage()
+
+
+async def test_a_handler_that_answers_when_it_is_cancelled_has_the_last_word() -> None:
+    async def handler(request: Request) -> Response:
+        watch(request.scope)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return PlainTextResponse("what there is")
+        raise AssertionError("it was cancelled")
+
+    visitor = visit(handler, limits=RequestLimits(None, 1, GRACE_S))
+    await visitor.begin()
+    assert visitor.status == 200
+    assert len(visitor.heard) == 2

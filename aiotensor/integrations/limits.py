@@ -1,0 +1,93 @@
+"""Limits on HTTP requests that use the engine: the rate of an upload, and the time until the response."""
+
+import math
+from dataclasses import dataclass
+
+__all__ = [
+    "MIN_UPLOAD_RATE",
+    "UPLOAD_GRACE_S",
+    "OverdueError",
+    "RequestLimits",
+    "SlowUploadError",
+    "UploadBudget",
+]
+
+# The defaults: less than the slowest networks on which videos are uploaded, and more than their usual stalls.
+MIN_UPLOAD_RATE = 16 * 1024.0
+UPLOAD_GRACE_S = 10.0
+
+
+class OverdueError(TimeoutError):
+    """The response had not begun at the deadline of the request."""
+
+    def __init__(self, deadline_s: float) -> None:
+        super().__init__(f"the response had not begun after {deadline_s:g} s")
+
+
+class SlowUploadError(TimeoutError):
+    """The client sent the body of a request too slowly."""
+
+    def __init__(self, received: int, grace_s: float) -> None:
+        super().__init__(f"the upload was too slow for {grace_s:g} s, after {received} bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """The limits on one request; None for no limit.
+
+    Attributes:
+        min_upload_rate: the least rate at which a client sends the body, in bytes per second.
+        upload_grace_s: the longest stall of an upload, in seconds.
+        deadline_s: the time until the response begins, in seconds.
+
+    Raises:
+        ValueError: a limit is not positive.
+    """
+
+    min_upload_rate: float | None
+    upload_grace_s: float
+    deadline_s: float | None
+
+    def __post_init__(self) -> None:
+        for name in ("min_upload_rate", "upload_grace_s", "deadline_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive, got {value}")
+
+    def upload_budget(self) -> "UploadBudget | None":
+        """Return the budget for a new upload; None if uploads are not limited."""
+        if self.min_upload_rate is None:
+            return None
+        return UploadBudget(self.min_upload_rate, self.upload_grace_s)
+
+
+class UploadBudget:
+    """The time that a server may still wait for the client of an upload.
+
+    The budget is a token bucket: waiting consumes it, and each received byte refills it, up to `grace_s`. So
+    a client may stall for `grace_s` at any point, and must otherwise keep the least rate. Time in which the
+    server does not read is not counted, so a slow engine does not make a client slow.
+
+    Args:
+        rate: bytes that refill one second.
+        grace_s: the largest budget, in seconds.
+
+    Attributes:
+        left_s: the rest of the budget, in seconds.
+        received: the bytes received so far.
+    """
+
+    def __init__(self, rate: float, grace_s: float) -> None:
+        self.left_s = grace_s
+        self.received = 0
+        self._rate = rate
+        self._grace_s = grace_s
+
+    def add(self, nbytes: int) -> None:
+        """Count received bytes."""
+        self.received += nbytes
+        self.left_s = min(self.left_s + nbytes / self._rate, self._grace_s)
+
+    def wait(self, seconds: float) -> None:
+        """Count time in which the server waited for the client."""
+        self.left_s -= seconds

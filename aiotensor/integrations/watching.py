@@ -1,0 +1,301 @@
+"""Cancel a request whose client disconnects or uploads too slowly, or whose time is over: an ASGI middleware.
+
+An ASGI server does not cancel the handler of a client that disconnects. It only reports the end to the next
+call that receives from the client. So this middleware receives ahead, for the requests that are watched.
+"""
+
+import asyncio
+import types
+from collections.abc import Coroutine, Generator, Iterator
+from contextlib import contextmanager, suppress
+
+import anyio
+from anyio.lowlevel import checkpoint
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from aiotensor.errors import UsageError
+from aiotensor.integrations.limits import OverdueError, RequestLimits, SlowUploadError
+from aiotensor.integrations.problems import MEDIA_TYPE, log_cut_off, problem_of
+from aiotensor.logs import logger_of
+
+__all__ = ["WatchRequests", "watch"]
+
+logger = logger_of("integrations")
+
+_KEY = "aiotensor.request"
+# The messages that end a response; some servers send files themselves.
+_ENDS = frozenset({"http.response.body", "http.response.pathsend"})
+_CLIENT_CLOSED_REQUEST = 499  # as proxies log it; it is never sent
+
+
+def watch(scope: Scope) -> None:
+    """Watch a request: cancel it when its client disconnects, or when it reaches a limit.
+
+    Raises:
+        UsageError: the application lacks the middleware.
+    """
+    if scope["type"] != "http":
+        return  # the handler of a web socket is notified when it receives
+    request = scope.get(_KEY)
+    if not isinstance(request, _Request):
+        raise UsageError("the application does not watch its clients: call install(app) when it is made")
+    request.watch()
+
+
+class WatchRequests:
+    """Cancel watched requests whose clients disconnect, and those that reach a limit.
+
+    Args:
+        app: the application.
+        limits: the limits on each watched request.
+        retry_after_s: the delay before a client retries a request that took too long, in seconds.
+    """
+
+    def __init__(self, app: ASGIApp, limits: RequestLimits, retry_after_s: float) -> None:
+        self._app = app
+        self._limits = limits
+        self._retry_after_s = retry_after_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        # Two scopes, so that the inner one can end the cancellation by the outer one.
+        with anyio.CancelScope() as cancel_scope, anyio.CancelScope() as app_scope:
+            request = scope[_KEY] = _Request(cancel_scope, receive, send, self._limits, self._retry_after_s)
+            try:
+                await _cancelled_once(self._serve(scope, request), app_scope)
+            except ClientDisconnect:
+                # The handler was receiving, and was notified of the end before it was cancelled.
+                if not cancel_scope.cancel_called:
+                    raise
+            finally:
+                await request.end()
+        if not cancel_scope.cancel_called:
+            return
+        if not await request.refuse(scope):
+            await request.end_response()
+            logger.info(
+                "a client disconnected, and its request was cancelled: %s %s",
+                scope["method"],
+                scope["path"],
+                extra={"event": "request_cancelled", "method": scope["method"], "path": scope["path"]},
+            )
+
+    async def _serve(self, scope: Scope, request: "_Request") -> None:
+        await self._app(scope, request.receive, request.send)
+
+
+@types.coroutine
+def _cancelled_once(
+    work: Coroutine[object, object, None], scope: anyio.CancelScope
+) -> Generator[object, object, None]:
+    """Run a coroutine within a scope, and shield the scope when a cancellation was delivered to the task.
+
+    A cancelled scope of anyio cancels its task again in each iteration of the loop: a handler that shields
+    its work would keep the processor busy, and no cleanup could wait. `asyncio.Task.cancel` is no
+    replacement, since threads that the task waits for, such as those of ``def`` endpoints, are notified by
+    scopes only.
+    """
+    error: BaseException | None = None
+    while True:
+        try:
+            waits_for = work.send(None) if error is None else work.throw(error)
+        except StopIteration:
+            return
+        finally:
+            error = None  # its traceback refers to this frame
+        try:
+            yield waits_for
+        except GeneratorExit:
+            work.close()
+            raise
+        except BaseException as thrown:  # noqa: BLE001 - passed on to the coroutine
+            if isinstance(thrown, asyncio.CancelledError):
+                scope.shield = True
+            error = thrown
+        finally:
+            del waits_for  # a future refers to its error
+
+
+class _Request:
+    """One request. All of its messages pass through here, since a server supports only one receiving call.
+
+    For a watched request, this receives ahead of the application: one piece of the body, which is kept until
+    the application receives it, and after the last piece the end of the connection.
+
+    Args:
+        cancel_scope: the scope of the application's work.
+        receive: the server's function.
+        send: the server's function.
+        limits: the limits if it is watched.
+        retry_after_s: the delay before a client retries a request that took too long, in seconds.
+    """
+
+    def __init__(
+        self,
+        cancel_scope: anyio.CancelScope,
+        receive: Receive,
+        send: Send,
+        limits: RequestLimits,
+        retry_after_s: float,
+    ) -> None:
+        self._cancel_scope = cancel_scope
+        self._receive = receive
+        self._send = send
+        self._limits = limits
+        self._retry_after_s = retry_after_s
+        self._is_watched = self._is_begun = self._is_answered = False
+        self._readers = 0  # calls of the application that receive from the server
+        self._watcher: asyncio.Task[Message] | None = None
+        self._kept: Message | None = None  # a piece of the body that was received ahead
+        self._end: Message | None = None  # the message that reports the end of the connection
+        self._upload = limits.upload_budget()  # None once the body is complete
+        self._deadline: asyncio.TimerHandle | None = None
+        self._error: TimeoutError | None = None  # once it has reached a limit
+
+    def watch(self) -> None:
+        """Cancel the request when its client disconnects, or when it reaches a limit."""
+        if not self._is_watched and self._limits.deadline_s is not None and not self._is_begun:
+            loop = asyncio.get_running_loop()
+            error = OverdueError(self._limits.deadline_s)
+            self._deadline = loop.call_later(self._limits.deadline_s, self._cancel_for, error)
+        self._is_watched = True
+        if self._end is not None:
+            self._gone(self._end)
+        self._ask_ahead()
+
+    async def receive(self) -> Message:
+        """Pass on the server's next message."""
+        with self._waiting():
+            while self._kept is None and self._end is None:
+                watcher = self._watcher
+                if watcher is not None:
+                    await asyncio.shield(watcher)
+                    self._asked(watcher)  # its callback may not have run yet
+                    continue
+                self._readers += 1
+                try:
+                    message = await self._receive()
+                except BaseException:
+                    self._readers -= 1
+                    self._ask_ahead()  # if it is watched by now, another call has to receive the end
+                    raise
+                self._readers -= 1
+                self._heard(message)
+                break
+        if self._kept is None:
+            # If it is cancelled here, the application does not treat the end as its own error.
+            if self._cancel_scope.cancel_called:
+                await checkpoint()
+            return self._end or {"type": "http.disconnect"}
+        message, self._kept = self._kept, None
+        if not message.get("more_body", False):
+            self._upload = None
+        elif self._upload is not None:
+            self._upload.add(len(message.get("body", b"")))
+        self._ask_ahead()
+        return message
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Count the time of a block in which the application waits for the body."""
+        upload = self._upload
+        if upload is None or not self._is_watched or self._kept is not None or self._end is not None:
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        error = SlowUploadError(upload.received, self._limits.upload_grace_s)
+        timer = loop.call_later(upload.left_s, self._cancel_for, error)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            upload.wait(loop.time() - since)
+
+    async def send(self, message: Message) -> None:
+        """Pass on a message of the application."""
+        await self._send(message)
+        self._is_begun = True
+        self._cancel_deadline()
+        if message["type"] in _ENDS and not message.get("more_body", False):
+            self._is_answered = True  # background work continues if the client disconnects now
+
+    async def end(self) -> None:
+        """Stop watching."""
+        self._is_watched = False
+        self._cancel_deadline()
+        watcher = self._watcher
+        if watcher is not None:
+            watcher.cancel()
+            with anyio.CancelScope(shield=True):
+                await asyncio.wait([watcher])
+
+    async def refuse(self, scope: Scope) -> bool:
+        """Answer the request if it has reached a limit, and return whether it has."""
+        if self._error is None:
+            return False
+        problem = None if self._is_begun else problem_of(self._error, self._retry_after_s)
+        if problem is None:
+            if not self._is_answered:
+                log_cut_off(self._error)  # the server closes the connection
+            return True
+        response = Response(problem.body, problem.status, problem.headers, MEDIA_TYPE)
+        if isinstance(self._error, SlowUploadError) and scope["http_version"].startswith("1"):
+            response.headers["Connection"] = "close"  # the rest is not read; HTTP/2 forbids this field
+        with suppress(OSError):  # the client may have disconnected
+            await response(scope, self._receive, self._send)
+        return True
+
+    async def end_response(self) -> None:
+        """Send a response that no client reads, because other middleware expects one."""
+        with suppress(OSError):  # some servers report the end of the connection in this way
+            if not self._is_begun:
+                start = {"type": "http.response.start", "status": _CLIENT_CLOSED_REQUEST, "headers": []}
+                await self._send(start)
+            if not self._is_answered:
+                await self._send({"type": "http.response.body", "body": b""})
+
+    def _ask_ahead(self) -> None:
+        """Receive ahead, unless another call receives or a piece of the body is kept."""
+        if not self._is_watched or self._end is not None or self._watcher is not None or self._readers:
+            return
+        if self._kept is None or not self._kept.get("more_body", False):
+            self._watcher = asyncio.get_running_loop().create_task(self._ask())
+            self._watcher.add_done_callback(self._asked)
+
+    async def _ask(self) -> Message:
+        return await self._receive()
+
+    def _asked(self, watcher: "asyncio.Task[Message]") -> None:
+        if self._watcher is not watcher:
+            return
+        self._watcher = None
+        if not watcher.cancelled() and watcher.exception() is None:
+            self._heard(watcher.result())
+
+    def _heard(self, message: Message) -> None:
+        if message["type"] == "http.disconnect":
+            self._gone(message)
+            return
+        self._kept = message
+        self._ask_ahead()
+
+    def _gone(self, message: Message) -> None:
+        self._end = message
+        if self._is_watched and not self._is_answered:
+            self._cancel_scope.cancel()
+
+    def _cancel_for(self, error: TimeoutError) -> None:
+        if not self._cancel_scope.cancel_called and not self._is_answered:
+            self._error = error
+            self._cancel_scope.cancel()
+
+    def _cancel_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None

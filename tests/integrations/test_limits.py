@@ -1,0 +1,69 @@
+"""The budget of an upload, which is a pure computation, and the arguments of the limits."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiotensor.integrations.aiohttp import problem_middleware
+from aiotensor.integrations.fastapi import TensorLifespan
+from aiotensor.integrations.limits import RequestLimits, UploadBudget
+from tests.integrations import totals
+
+RATE, GRACE_S = 1000.0, 5.0
+
+
+def budget() -> UploadBudget:
+    made = RequestLimits(RATE, GRACE_S, None).upload_budget()
+    assert made is not None
+    return made
+
+
+def test_a_client_that_sends_nothing_is_waited_for_during_the_grace_alone() -> None:
+    upload = budget()
+    upload.wait(GRACE_S / 2)
+    assert upload.left_s == GRACE_S / 2
+    upload.wait(GRACE_S / 2)
+    assert upload.left_s == 0
+
+
+def test_a_client_that_was_fast_may_not_stall_longer_for_that() -> None:
+    upload = budget()
+    upload.add(1 << 40)
+    assert upload.left_s == GRACE_S
+    assert upload.received == 1 << 40
+
+
+@given(st.lists(st.floats(0.1, GRACE_S - 0.1), max_size=50))
+def test_a_client_that_keeps_the_rate_in_each_stall_is_never_too_slow(stalls: list[float]) -> None:
+    upload = budget()
+    for seconds in stalls:
+        upload.wait(seconds)
+        assert upload.left_s > 0
+        upload.add(math.ceil(RATE * seconds))
+    assert upload.left_s == pytest.approx(GRACE_S)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4000), st.floats(0.01, 10)), min_size=1, max_size=50))
+def test_the_time_that_is_waited_for_a_client_is_bounded_by_what_it_sends(
+    pieces: list[tuple[int, float]],
+) -> None:
+    upload = budget()
+    waited = 0.0
+    for nbytes, seconds in pieces:
+        waited += min(seconds, upload.left_s)
+        upload.wait(seconds)
+        if upload.left_s <= 0:
+            break
+        upload.add(nbytes)
+    assert waited <= GRACE_S + upload.received / RATE + 1e-6
+
+
+@pytest.mark.parametrize("value", [0, -1, math.inf, math.nan])
+@pytest.mark.parametrize("name", ["min_upload_rate", "upload_grace_s", "deadline_s"])
+def test_a_limit_that_is_not_positive_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be positive"):
+        TensorLifespan(totals.sender, **{name: value})
+    with pytest.raises(ValueError, match=f"{name} must be positive"):
+        problem_middleware(**{name: value})
