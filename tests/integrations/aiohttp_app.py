@@ -14,6 +14,8 @@ from aiotensor.integrations.aiohttp import client_context, problem_middleware, s
 from aiotensor.integrations.prometheus import AioTensorCollector
 from tests.integrations import totals
 
+totals.log_errors()
+
 SENDER = web.AppKey("sender", TensorSender)
 CLIENT = web.AppKey("client", MessageClient[totals.Total])
 
@@ -54,7 +56,8 @@ async def get_held(request: web.Request) -> web.Response:
 
 def make_app() -> web.Application:
     """Make the application."""
-    app = web.Application(middlewares=[problem_middleware(retry_after_s=2.0)], client_max_size=1 << 30)
+    middleware = problem_middleware(retry_after_s=2.0, upload_grace_s=totals.UPLOAD_GRACE_S)
+    app = web.Application(middlewares=[middleware], client_max_size=1 << 30)
     app.cleanup_ctx.append(sender_context(SENDER, totals.sender, drain_s=1.0))
     app.cleanup_ctx.append(client_context(CLIENT, lambda: totals.client(app[SENDER])))
     app.add_routes(routes)

@@ -15,7 +15,15 @@ from aiotensor.integrations.fastapi import MessageLifespan
 from aiotensor.integrations.prometheus import AioTensorCollector
 from tests.integrations import totals
 
-engine = MessageLifespan(totals.sender, totals.client, drain_s=1.0, retry_after_s=2.0)
+totals.log_errors()
+
+engine = MessageLifespan(
+    totals.sender,
+    totals.client,
+    drain_s=1.0,
+    retry_after_s=2.0,
+    upload_grace_s=totals.UPLOAD_GRACE_S,
+)
 
 Sender: TypeAlias = Annotated[TensorSender, Depends(engine.sender)]
 Client: TypeAlias = Annotated[MessageClient[totals.Total], Depends(engine.client)]

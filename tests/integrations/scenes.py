@@ -40,6 +40,7 @@ async def scene(
     workers: int = 2,
     arena_bytes: int = 64 * MiB,
     max_wait_s: float = 20,
+    **more: str,
 ) -> AsyncIterator[Scene]:
     tensors, messages = f"unix://{folder}/t", f"ipc://{folder}/m"
     async with (
@@ -51,6 +52,7 @@ async def scene(
             messages=messages,
             arena_bytes=arena_bytes,
             max_wait_s=max_wait_s,
+            **more,
         ) as server,
         http_client(server) as http,
     ):

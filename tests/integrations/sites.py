@@ -76,9 +76,19 @@ class Site:
 
 @asynccontextmanager
 async def site(
-    kind: str, *, workers: int, tensors: str, messages: str, arena_bytes: int, max_wait_s: float
+    kind: str, *, workers: int, tensors: str, messages: str, arena_bytes: int, max_wait_s: float, **more: str
 ) -> AsyncIterator[Site]:
-    """Start a server, and end it with the block."""
+    """Start a server, and end it with the block.
+
+    Args:
+        kind: a key of `SERVERS`.
+        workers: the number of its processes.
+        tensors: the address of the engine's receiver.
+        messages: the address of the engine's server.
+        arena_bytes: of each sender.
+        max_wait_s: of each sender and client.
+        more: further variables of its environment.
+    """
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -86,6 +96,7 @@ async def site(
         "TOTALS_MESSAGES": messages,
         "TOTALS_ARENA_BYTES": str(arena_bytes),
         "TOTALS_MAX_WAIT_S": str(max_wait_s),
+        **more,
     }
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0), backlog=256) as here:
         errors = Path(folder, "errors")

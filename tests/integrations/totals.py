@@ -1,5 +1,6 @@
 """What the servers of these tests ask their engine: to add numbers up."""
 
+import logging
 import os
 
 import msgspec
@@ -8,9 +9,22 @@ import torch
 from aiotensor import TensorSender
 from aiotensor.channel import MessageClient
 
-__all__ = ["PERMITS", "Held", "Numbers", "Total", "client", "held", "numbers", "sender", "total_of"]
+__all__ = [
+    "PERMITS",
+    "UPLOAD_GRACE_S",
+    "Held",
+    "Numbers",
+    "Total",
+    "client",
+    "held",
+    "log_errors",
+    "numbers",
+    "sender",
+    "total_of",
+]
 
 PERMITS = 4
+UPLOAD_GRACE_S = float(os.environ.get("TOTALS_UPLOAD_GRACE_S", "10"))
 _COPIES = 16
 
 
@@ -37,6 +51,12 @@ class Held(msgspec.Struct):
     peak_bytes_in_use: int
     requests: int
     servers: int
+
+
+def log_errors() -> None:
+    """Write warnings and errors of all loggers, with their levels, to standard error if the test wants it."""
+    if "TOTALS_LOG" in os.environ:
+        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
 
 
 def sender() -> TensorSender:
