@@ -65,8 +65,8 @@ def sender_context(
     Args:
         key: the key of the sender in the application.
         make: makes the sender; called when the application starts, in each worker.
-        drain_s: the time in seconds, at the end, in which the receiver can take what was sent; then the rest
-            is discarded. Keep it below the shutdown timeout of the server's supervisor.
+        drain_s: the time in seconds, at the end, for the receiver to take the messages that were sent; the
+            rest is discarded. Keep it below the shutdown timeout of the server's supervisor.
     """
 
     async def context(app: web.Application) -> AsyncIterator[None]:

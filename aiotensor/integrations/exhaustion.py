@@ -1,7 +1,7 @@
 """Answer a request that found no descriptors or memory left: an ASGI middleware.
 
-Not an exception handler of Starlette for `OSError`: that would take the application's own errors, too, and
-turn those that come after the response has begun into another error.
+An exception handler of Starlette for `OSError` would also handle the application's own errors, and would
+replace the errors that are raised after the response has begun.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ __all__ = ["Exhaustion"]
 
 
 class Exhaustion:
-    """Answer an `OSError` that a call of this library raised; pass on every other one as it is.
+    """Answer an `OSError` that a call of this library raised; propagate all others.
 
     Args:
-        app: what answers the requests.
-        problem_of: returns what a client is told of an error, or None if the error is not of this library.
+        app: the application.
+        problem_of: returns the answer to an error, or None for an error of the application.
     """
 
     def __init__(self, app: ASGIApp, problem_of: Callable[[OSError], Problem | None]) -> None:

@@ -18,8 +18,8 @@
         frames = await decode(request)
         answer = await client.request(Video(frames), inside=permit)
 
-Each worker of a server has a sender of its own, so ``--workers 4`` have four times its permits and memory
-in all. All of it works for Starlette alone, too, where a handler writes ``await engine.client(request)``.
+Each worker of a server has its own sender, so ``--workers 4`` multiplies the permits and the memory by four.
+In Starlette without FastAPI, a handler calls ``await engine.client(request)``.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -59,8 +59,8 @@ class TensorLifespan:
 
     Args:
         make_sender: makes the sender; called when the application starts, in each worker.
-        drain_s: the time in seconds, at the end, in which the receiver can take what was sent; then the rest
-            is discarded. Keep it below the shutdown timeout of the server's supervisor.
+        drain_s: the time in seconds, at the end, for the receiver to take the messages that were sent; the
+            rest is discarded. Keep it below the shutdown timeout of the server's supervisor.
         retry_after_s: the delay in seconds before a client that got a 503 tries again.
         min_upload_rate: the least rate, in bytes per second, at which a client sends a body that the handler
             waits for; None for no limit. A slower request is cancelled and answered with 408.
@@ -119,7 +119,7 @@ class TensorLifespan:
 
     @property
     def opened_sender(self) -> TensorSender:
-        """The sender, for what is no request.
+        """The sender, for code outside of requests.
 
         Raises:
             UsageError: the application has not started, or has ended.
@@ -132,22 +132,22 @@ class TensorLifespan:
         return self.opened_sender
 
     async def permit(self, connection: HTTPConnection) -> AsyncIterator[OpenMessage]:
-        """Take a permit for one request, as a dependency: ``Depends(engine.permit, scope="function")``.
+        """Acquire a permit for one request, as a dependency: ``Depends(engine.permit, scope="function")``.
 
-        Waits for the permit before the handler begins, and before it reads a body by itself; so what is
-        decoded at once is bounded by the permits, too. The message is whole when the handler returns, and is
-        discarded if it raises. (Without that scope FastAPI ends it only after the response was sent, when
-        nobody can be told of an error any more.)
+        Waits for the permit before the handler begins, and before a handler that reads its own body has read
+        any of it, so the permits also bound the number of concurrent decoders. The message is complete when
+        the handler returns, and is discarded if the handler raises. Without this scope FastAPI completes the
+        message after the response, when an error can no longer be reported to the client.
         """
         async with (await self.sender(connection)).message() as message:
             yield message
 
     async def answer_error(self, connection: HTTPConnection, error: Exception) -> Response:
-        """Answer an error of this library as problem JSON; `install` has it do so.
+        """Answer an error of this library as problem JSON; `install` registers this function.
 
         Raises:
-            WebSocketException: it is that of a web socket which was accepted, and is to be closed so.
-            Exception: it is another error, or a bug of the server.
+            WebSocketException: the error belongs to an accepted web socket, which is closed with the reason.
+            Exception: the error is one of the application.
         """
         problem = problem_of(error, self._retry_after_s) if isinstance(error, AioTensorError) else None
         if problem is None:
@@ -207,7 +207,7 @@ class MessageLifespan(TensorLifespan, Generic[R]):
 
     @property
     def opened_client(self) -> MessageClient[R]:
-        """The client, for what is no request.
+        """The client, for code outside of requests.
 
         Raises:
             UsageError: the application has not started, or has ended.

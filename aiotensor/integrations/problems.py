@@ -1,7 +1,7 @@
-"""What an HTTP client is told when the way to the engine ends in an error: a problem as RFC 9457 has it.
+"""The HTTP answers to errors of this library: problem details as in RFC 9457.
 
-The bound on what is in flight reaches the client here: as a status that says "later", and when. What the
-errors say themselves (process ids, paths, the engine's own words) is for the log and not for clients.
+An overload and a lost engine become 503, with the time after which a client may try again. The texts of
+errors (process ids, paths, messages from the engine) are logged, and not sent to clients.
 """
 
 import errno
@@ -46,7 +46,7 @@ class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         status: the HTTP status.
         title: its phrase.
-        detail: what is the matter, in a sentence.
+        detail: the reason in a sentence.
         reason: the same for programs: ``busy``, ``deadline``, ``exhausted``, ``engine_lost``,
             ``engine_failed``, ``refused``, ``slow_upload`` or ``too_large``.
         retry_after: after how many seconds to try again; None if that would not help.
@@ -70,13 +70,14 @@ class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def problem_of(error: AioTensorError | OSError, retry_after_s: float) -> Problem | None:
-    """Return what a client is told of an error, and log the error; None for one that is not answered here.
+    """Return the answer to an error, and log the error.
 
-    Bugs of the server are not, nor is an `OSError` that did not come from a call of this library.
+    Returns None for an error of the application: a misuse of this library, or an `OSError` that no call of
+    this library raised.
 
     Args:
-        error: what a handler raised.
-        retry_after_s: when a client is to try again, in seconds.
+        error: the error of a handler.
+        retry_after_s: the delay before a client tries again, in seconds.
     """
     problem = _problem_of(error, max(math.ceil(retry_after_s), 1))
     if problem is None:
@@ -163,9 +164,9 @@ def _problem_of(error: AioTensorError | OSError, later: int) -> Problem | None:
 
 
 def _is_of_library(error: OSError) -> bool:
-    """Return whether a call of this library raised an error, and not the application by itself."""
+    """Return whether a call of this library raised the error."""
     modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
-    # The frames of this package are those of middleware and dependencies around the application, too.
+    # The middleware and the dependencies of this package surround the application.
     return any(
         name.startswith("aiotensor.") and not name.startswith("aiotensor.integrations.") for name in modules
     )

@@ -1,4 +1,4 @@
-"""What every server does with a sender: opens it for its own life, and lets go of it without haste."""
+"""Open a sender for the life of a server, and drain it at the end."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -17,20 +17,19 @@ logger = logger_of("integrations")
 async def serving(make: Callable[[], TensorSender], drain_s: float) -> AsyncIterator[TensorSender]:
     """Open a sender for as long as a server runs.
 
-    At the end the receiver has some seconds to take what was sent; what it has not taken by then is
-    discarded, since nobody is left who would want it.
+    At the end the receiver has `drain_s` seconds to take the messages that were sent; the rest is discarded.
 
     Args:
         make: makes the sender, in the process and the loop of the server.
-        drain_s: how many seconds the receiver has.
+        drain_s: the time for the receiver, in seconds.
     """
     async with make() as sender:
         try:
             yield sender
         finally:
             try:
-                # A receiver that is lost takes all of it along, which the sender has logged. A sender that
-                # the application has closed has nothing left to drain.
+                # If the receiver is lost, the sender has logged the loss of its messages. If the application
+                # has closed the sender, nothing is left to drain.
                 with suppress(PeerLostError, RefusedError, ClosedError):
                     async with asyncio.timeout(drain_s):
                         await sender.drain()
