@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import lru_cache
 from typing import NamedTuple, Protocol, TypeAlias
 
 from aiotensor.errors import UsageError
@@ -91,7 +92,7 @@ class Watched(Protocol):
         """Return what is held and what was done; also after closing."""
 
 
-# Of all that was ever open: a later object has a larger one.
+# A later object has a larger number, and a later report.
 _numbers = itertools.count(1)
 
 
@@ -146,19 +147,23 @@ class Opened:
 
 
 class Report(NamedTuple):
-    """What there is in this process.
+    """The statistics of this process at one moment.
 
     Attributes:
-        present: what is open says, each with its endpoint.
-        counts: what was counted at each place since the process began, by what is open and what was.
-        begun: for each place a number that grows when its counts were forgotten and have begun anew.
-        unanswered: how many loops run and did not answer. What their objects said before is in the report.
+        present: the endpoint and the statistics of each open object.
+        counts: the counts of each place since the process began, of open and of closed objects; the places
+            with closed objects come first, in the order of closing.
+        begun: a number for each place, which is larger after the counts of the place were forgotten.
+        unanswered: the number of running loops that did not answer; the report has the previous statistics of
+            their objects.
+        number: a later report has a larger number, and no smaller counts unless these were forgotten.
     """
 
     present: list[tuple[str, Statistics]]
     counts: dict[Place, Counts]
     begun: dict[Place, int]
     unanswered: int
+    number: int
 
 
 class _Question:
@@ -345,22 +350,22 @@ def look(timeout_s: float) -> Report:
     with books.changed:
         books.sweep()
         present = list(books.open)
-        closed = dict(books.closed)
-    counts = {place: dict(counts) for place, (counts, _) in closed.items()}
-    begun = {place: number for place, (_, number) in closed.items()}
     unanswered = books.ask(present, timeout_s)
-    # What was closed in the meantime has left its last word, and is not in the counts of those before.
-    said = [(opened, opened.last) for opened in present if opened.last is not None]
+    # All at once, so that of two reports one is the later one, with all that the earlier one has.
+    with books.changed:
+        books.sweep()
+        number = next(_numbers)
+        present = list(books.open)
+        closed = dict(books.closed)
+        said = [(opened, opened.last) for opened in present if opened.last is not None]
+    counts = {place: dict(counts) for place, (counts, _) in closed.items()}
+    begun = {place: first for place, (_, first) in closed.items()}
     for opened, last in said:
         place = (type(last), opened.endpoint)
         _count(last, counts.setdefault(place, {}))
         begun[place] = min(begun.get(place, opened.number), opened.number)
-    with books.changed:
-        books.sweep()
-        still_open = [
-            (opened.endpoint, last) for opened, last in said if opened in books.open and not opened.is_closed
-        ]
-    return Report(still_open, counts, begun, unanswered)
+    still_open = [(opened.endpoint, last) for opened, last in said if not opened.is_closed]
+    return Report(still_open, counts, begun, unanswered, number)
 
 
 def _strike_out(opened: Opened) -> None:
@@ -370,17 +375,22 @@ def _strike_out(opened: Opened) -> None:
 
 
 def _count(statistics: Statistics, counts: Counts) -> None:
-    """Add what an object has counted."""
+    """Add the counts of an object."""
     for name in COUNTERS[type(statistics)]:
         value = getattr(statistics, name)
-        parts = {"": value}
+        parts: Iterable[tuple[str, float]] = (("", value),)
         if isinstance(value, Waits):
-            names = [*map(str, value.bounds_s), ""]
-            parts = {**dict(zip(names, value.counts, strict=True)), "total_s": value.total_s}
+            parts = zip(_parts_of_waits(value.bounds_s), (*value.counts, value.total_s), strict=True)
         elif isinstance(value, dict):
-            parts = value
-        for part, number in parts.items():
-            counts[name, part] = counts.get((name, part), 0) + number
+            parts = value.items()
+        for part, number in parts:
+            key = (name, part)
+            counts[key] = counts.get(key, 0) + number
+
+
+@lru_cache(maxsize=8)  # all tallies of a process have the same bounds
+def _parts_of_waits(bounds_s: tuple[float, ...]) -> tuple[str, ...]:
+    return (*map(str, bounds_s), "", "total_s")
 
 
 def _renew() -> None:

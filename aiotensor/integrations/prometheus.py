@@ -60,7 +60,7 @@ class AioTensorCollector(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """Return all families without their samples; asks nobody."""
-        return list(_families(Report([], {}, {}, 0), None))
+        return list(_families(Report([], {}, {}, 0, 0), None))
 
     def collect(self) -> Iterable[Metric]:
         """Return what is held and what was done, from any thread."""
