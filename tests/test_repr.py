@@ -1,4 +1,4 @@
-"""What `repr` says of each public object: its state and its address, from anywhere, and no secrets."""
+"""The `repr` of each public object shows its state and its address, in any thread, and no secrets."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What users of Prometheus write, as a type checker sees it: checked by mypy, never run."""
+"""Code of users of Prometheus, which mypy checks and which never runs."""
 
 from typing import assert_type
 
