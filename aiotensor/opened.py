@@ -1,8 +1,8 @@
-"""What is open in this process, for whoever watches it, from any thread; and what was, as plain numbers.
+"""The registry of all open objects of this process, and the counts of closed ones; for any thread.
 
-Statistics are told only in the thread and the loop where an object lives. So whoever asks from elsewhere
-leaves a question, wakes that loop, and waits, for so long at most. While a thread waits it answers the
-questions that others have for it: two loops that ask each other would else both wait in vain.
+Statistics can only be read in the thread and the event loop of their object. So a report from another thread
+leaves a question, wakes that loop, and waits for a limited time. A waiting thread answers the questions of
+other threads: otherwise two loops that ask each other would both wait for the whole time.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import lru_cache
 from typing import NamedTuple, Protocol, TypeAlias
 
 from aiotensor.errors import UsageError
@@ -34,7 +35,7 @@ __all__ = [
 
 Statistics: TypeAlias = SenderStatistics | ReceiverStatistics | ClientStatistics | ServerStatistics
 
-# What only grows. The rest says what is so now, and ends with the object.
+# Fields that only grow. The other fields describe the current state, and end with the object.
 COUNTERS: dict[type[Statistics], tuple[str, ...]] = {
     SenderStatistics: (
         "messages_sent",
@@ -69,39 +70,38 @@ COUNTERS: dict[type[Statistics], tuple[str, ...]] = {
     ),
 }
 
-# Numbers by the name of the counter, and within it by the type of an error, the bound of a wait (the last has
-# none), or "total_s".
+# A key is the name of a counter with "", the type of an error, the bound of a wait ("" for the last one), or
+# "total_s".
 Counts: TypeAlias = dict[tuple[str, str], float]
 
-# What is the same in all that is counted together.
+# The kind and the endpoint of objects, whose counts are added up.
 Place: TypeAlias = tuple[type[Statistics], str]
 
-# That are closed, not in use, and still counted. Who opens another address each time would else collect them
-# for ever.
+# The number of remembered places without open objects: a program may open a new address each time.
 _MAX_CLOSED_PLACES = 256
 
-# For so long at most a loop is waited for that has ended meanwhile. Only a thread that waits wakes up for it.
+# A waiting thread looks this often whether a loop has ended without an answer. Other threads never wake up.
 _SLICE_S = 0.05
 
 
 class Watched(Protocol):
-    """What can be open."""
+    """An object that can be open."""
 
     def statistics(self) -> Statistics:
-        """Return what is held and what was done; also after closing."""
+        """Return current values and counts; also after closing."""
 
 
-# Of all that was ever open: a later object has a larger one.
+# A later object has a larger number, and a later report.
 _numbers = itertools.count(1)
 
 
 class Opened:
-    """An object that is open; does not keep it alive.
+    """An entry for an open object, which does not keep the object alive.
 
     Args:
         owner: the object.
-        endpoint: what it is open at, in words that are the same for all that are open there.
-        loop: where it lives.
+        endpoint: the address or name that all objects at one endpoint have in common.
+        loop: the event loop of the object.
     """
 
     def __init__(self, owner: Watched, endpoint: str, loop: asyncio.AbstractEventLoop) -> None:
@@ -111,27 +111,27 @@ class Opened:
         self.last: Statistics | None = None
         self.is_closed = False
         self.number = next(_numbers)
-        self.is_folded = False  # what it has counted is in the books, and is not to change any more
+        self.is_folded = False  # its counts are in `_Books.closed`, and must not change any more
         self._is_freed = False
         self._owner = weakref.ref(owner, self._free)
 
     def _free(self, _: object) -> None:
-        # In any thread and at any moment, so no more than this.
+        # The garbage collector calls this in any thread and at any moment, so it must not take a lock.
         self._is_freed = True
 
     @property
     def is_over(self) -> bool:
-        """Say whether it went without being closed: it was freed, or its loop is closed."""
-        # Not by a look at the object, which another thread might then free here and now, with the lock held.
+        """Whether the object ended without being closed: it was freed, or its loop is closed."""
+        # A reference to the object could become the last one, and free the object here, with the lock held.
         return self._is_freed or self.loop.is_closed()
 
     @property
     def owner(self) -> Watched | None:
-        """The object, if it is there."""
+        """The object; None after it was freed."""
         return self._owner()
 
     def look(self) -> None:
-        """Note what it says now; in its thread.
+        """Read the statistics of the object, in its thread.
 
         Raises:
             UsageError: another loop runs in this thread.
@@ -146,23 +146,27 @@ class Opened:
 
 
 class Report(NamedTuple):
-    """What there is in this process.
+    """The statistics of this process at one moment.
 
     Attributes:
-        present: what is open says, each with its endpoint.
-        counts: what was counted at each place since the process began, by what is open and what was.
-        begun: for each place a number that grows when its counts were forgotten and have begun anew.
-        unanswered: how many loops run and did not answer. What their objects said before is in the report.
+        present: the endpoint and the statistics of each open object.
+        counts: the counts of each place since the process began, of open and of closed objects; the places
+            with closed objects come first, in the order of closing.
+        begun: a number for each place, which is larger after the counts of the place were forgotten.
+        unanswered: the number of running loops that did not answer; the report has the previous statistics of
+            their objects.
+        number: a later report has a larger number, and no smaller counts unless these were forgotten.
     """
 
     present: list[tuple[str, Statistics]]
     counts: dict[Place, Counts]
     begun: dict[Place, int]
     unanswered: int
+    number: int
 
 
 class _Question:
-    """What one thread wants to know of the objects in a loop of another."""
+    """A request of one thread for the statistics of the objects in a loop of another thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
         self.loop = loop
@@ -172,31 +176,31 @@ class _Question:
 
     @property
     def is_settled(self) -> bool:
-        """Say whether there is nothing to wait for: a loop that has ended answers nothing any more."""
+        """Whether there is nothing to wait for: the loop has answered, or has ended and cannot answer."""
         return self.is_answered or not self.loop.is_running()
 
 
 class _Books:
-    """All that is open in this process."""
+    """The open objects of this process, and the counts of closed ones."""
 
     def __init__(self) -> None:
-        # Reentrant: the handler of a signal may look while its thread does. Not held while objects are asked.
+        # Reentrant: a signal handler may make a report during a report. Not held while statistics are read.
         self.changed = threading.Condition(threading.RLock())
         self.open: dict[Opened, None] = {}
-        # With the number of the object that they began with; the latest last.
+        # The counts, and the number of the first object in them; the place closed last is at the end.
         self.closed: dict[Place, tuple[Counts, int]] = {}
         self.questions: dict[int, list[_Question]] = {}  # for each thread
         self._is_folding = False
 
     def sweep(self) -> None:
-        """Strike out what went without being closed; the lock is held."""
+        """Remove objects that ended without being closed; the lock is held."""
         for opened in list(self.open):
             if opened.is_over:
                 self.fold(opened)
 
     def fold(self, opened: Opened) -> None:
-        """Keep of an object what it has counted, and no more; the lock is held."""
-        # The handler of a signal may come amid this, and look. It leaves such work to whom it interrupted.
+        """Remove an object and keep its counts; the lock is held."""
+        # A signal handler may make a report during this, and leaves the folding to the interrupted call.
         if self._is_folding:
             return
         self._is_folding = True
@@ -209,7 +213,7 @@ class _Books:
 
     def _fold(self, opened: Opened) -> None:
         opened.is_folded = True
-        if opened.last is None:  # freed before anybody looked
+        if opened.last is None:  # freed before its statistics were read
             del self.open[opened]
             return
         place = (type(opened.last), opened.endpoint)
@@ -217,14 +221,14 @@ class _Books:
         counts = dict(before)
         _count(opened.last, counts)
         kept = (counts, min(number, opened.number))
-        # From here on nothing is called, so that no handler comes between and misses it, or finds it twice.
+        # From here on nothing is called: a signal handler in between could miss the object or find it twice.
         if place in self.closed:
             del self.closed[place]
         self.closed[place] = kept
         del self.open[opened]
 
     def _forget(self) -> None:
-        """Forget those that were closed first; never one in use, whose counts would go back."""
+        """Forget the places that were closed first, but not places in use, whose counts would decrease."""
         if len(self.closed) <= _MAX_CLOSED_PLACES:
             return
         in_use = {opened.endpoint for opened in list(self.open)}
@@ -233,7 +237,7 @@ class _Books:
             del self.closed[place]
 
     def answer(self) -> None:
-        """Answer what others ask this thread."""
+        """Answer the questions of other threads to this thread."""
         here = threading.get_ident()
         while True:
             with self.changed:
@@ -249,7 +253,7 @@ class _Books:
                 self.changed.notify_all()
 
     def ask(self, present: Iterable[Opened], timeout_s: float) -> int:
-        """Have objects say what is so now, and return how many of the loops that run did not."""
+        """Read the statistics of objects, and return the number of running loops that did not answer."""
         here, end = threading.get_ident(), time.monotonic() + timeout_s
         asked: dict[tuple[asyncio.AbstractEventLoop, int], _Question] = {}
         for opened in present:
@@ -269,7 +273,7 @@ class _Books:
                     if left <= 0:
                         break
                     if here not in self.questions and not all(question.is_settled for question in questions):
-                        # Not for longer: of a loop that ends with a question in it nobody hears.
+                        # Not for longer: a loop that ends with a pending question notifies no thread.
                         self.changed.wait(min(left, _SLICE_S))
         finally:
             self._take_back(questions)
@@ -279,13 +283,13 @@ class _Books:
         with self.changed:
             for question in questions:
                 self.questions.setdefault(question.thread, []).append(question)
-            self.changed.notify_all()  # it may be waiting for an answer itself
+            self.changed.notify_all()  # that thread may be waiting for an answer itself
         for question in questions:
-            with suppress(RuntimeError):  # it was closed just now
+            with suppress(RuntimeError):  # the loop was closed in the meantime
                 question.loop.call_soon_threadsafe(self.answer)
 
     def _take_back(self, questions: list[_Question]) -> None:
-        """Ask no longer."""
+        """Withdraw questions that are not answered yet."""
         with self.changed:
             for question in questions:
                 others = self.questions.get(question.thread, [])
@@ -299,12 +303,12 @@ _books = _Books()
 
 
 def add(owner: Watched, endpoint: str, loop: asyncio.AbstractEventLoop) -> Opened:
-    """Let an object be found; in its thread.
+    """Register an open object, in its thread.
 
     Args:
         owner: the object.
-        endpoint: what it is open at.
-        loop: where it lives.
+        endpoint: the address or name that all objects at one endpoint have in common.
+        loop: the event loop of the object.
     """
     opened = Opened(owner, endpoint, loop)
     with _books.changed:
@@ -314,53 +318,51 @@ def add(owner: Watched, endpoint: str, loop: asyncio.AbstractEventLoop) -> Opene
 
 
 def remove(opened: Opened) -> None:
-    """Let it be found no more, and keep what it has counted; in its loop. May be called again."""
+    """Unregister an object and keep its counts, in its loop. Can be called again."""
     with suppress(UsageError):  # another loop runs here, since that one is closed
         opened.look()
     opened.is_closed = True
     try:
-        # Who waited hears of the end in the next turn, and what that counts is to be counted too.
+        # Calls that wait for the object end in the next iteration, and are counted too.
         opened.loop.call_soon(_strike_out, opened)
-    except RuntimeError:  # it is closed, and has no next turn
+    except RuntimeError:  # the loop is closed, and has no next iteration
         with _books.changed:
             _books.fold(opened)
 
 
 def owners() -> list[Watched]:
-    """Return every object that is open; from any thread."""
+    """Return every open object, from any thread."""
     with _books.changed:
         present = list(_books.open)
     return [owner for opened in present if (owner := opened.owner) is not None]
 
 
 def look(timeout_s: float) -> Report:
-    """Return what there is in this process; from any thread.
-
-    Waits for the loops of other threads, and does nothing where nobody lives in them.
+    """Return a report of this process, from any thread; wait for loops of other threads with open objects.
 
     Args:
-        timeout_s: for how many seconds it waits, for all of them together.
+        timeout_s: seconds to wait, for all loops together.
     """
     books = _books
     with books.changed:
         books.sweep()
         present = list(books.open)
-        closed = dict(books.closed)
-    counts = {place: dict(counts) for place, (counts, _) in closed.items()}
-    begun = {place: number for place, (_, number) in closed.items()}
     unanswered = books.ask(present, timeout_s)
-    # What was closed in the meantime has left its last word, and is not in the counts of those before.
-    said = [(opened, opened.last) for opened in present if opened.last is not None]
+    # Everything under one lock, so that the later one of two reports has all counts of the earlier one.
+    with books.changed:
+        books.sweep()
+        number = next(_numbers)
+        present = list(books.open)
+        closed = dict(books.closed)
+        said = [(opened, opened.last) for opened in present if opened.last is not None]
+    counts = {place: dict(counts) for place, (counts, _) in closed.items()}
+    begun = {place: first for place, (_, first) in closed.items()}
     for opened, last in said:
         place = (type(last), opened.endpoint)
         _count(last, counts.setdefault(place, {}))
         begun[place] = min(begun.get(place, opened.number), opened.number)
-    with books.changed:
-        books.sweep()
-        still_open = [
-            (opened.endpoint, last) for opened, last in said if opened in books.open and not opened.is_closed
-        ]
-    return Report(still_open, counts, begun, unanswered)
+    still_open = [(opened.endpoint, last) for opened, last in said if not opened.is_closed]
+    return Report(still_open, counts, begun, unanswered, number)
 
 
 def _strike_out(opened: Opened) -> None:
@@ -370,21 +372,26 @@ def _strike_out(opened: Opened) -> None:
 
 
 def _count(statistics: Statistics, counts: Counts) -> None:
-    """Add what an object has counted."""
+    """Add the counts of an object."""
     for name in COUNTERS[type(statistics)]:
         value = getattr(statistics, name)
-        parts = {"": value}
+        parts: Iterable[tuple[str, float]] = (("", value),)
         if isinstance(value, Waits):
-            names = [*map(str, value.bounds_s), ""]
-            parts = {**dict(zip(names, value.counts, strict=True)), "total_s": value.total_s}
+            parts = zip(_parts_of_waits(value.bounds_s), (*value.counts, value.total_s), strict=True)
         elif isinstance(value, dict):
-            parts = value
-        for part, number in parts.items():
-            counts[name, part] = counts.get((name, part), 0) + number
+            parts = value.items()
+        for part, number in parts:
+            key = (name, part)
+            counts[key] = counts.get(key, 0) + number
+
+
+@lru_cache(maxsize=8)  # all tallies of a process have the same bounds
+def _parts_of_waits(bounds_s: tuple[float, ...]) -> tuple[str, ...]:
+    return (*map(str, bounds_s), "", "total_s")
 
 
 def _renew() -> None:
-    """Forget what the parent has open: a forked child cannot use it."""
+    """Forget the objects of the parent: a forked child cannot use them."""
     global _books
     _books = _Books()
 

@@ -367,6 +367,41 @@ def test_many_threads_may_look_at_once_while_objects_come_and_go() -> None:
     assert not opened._books.questions
 
 
+def test_of_two_reports_the_one_with_the_larger_number_has_all_counts_of_the_other() -> None:
+    kept: list[tuple[Told, Home]] = []
+    blocked, asked, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def block() -> None:
+        blocked.set()
+        go_on.wait()
+
+    async def open_and_close() -> Report:
+        _, home = open_told(7, "opened later")
+        leave(home)
+        await asyncio.sleep(0)
+        return opened.look(0.0)
+
+    with loop_in_a_thread() as loop, ThreadPoolExecutor(1) as elsewhere:
+        do(loop, lambda: kept.append(open_told(1, "opened earlier")))
+        take = loop.call_soon_threadsafe
+        take(block)
+        blocked.wait()
+
+        def call_soon_threadsafe(*args: Any, **options: Any) -> asyncio.Handle:
+            asked.set()
+            return take(*args, **options)
+
+        loop.call_soon_threadsafe = call_soon_threadsafe  # type: ignore[method-assign,assignment]
+        looking = elsewhere.submit(opened.look, PATIENCE_S)
+        asked.wait()
+        with asyncio.Runner() as runner:
+            earlier = runner.run(open_and_close())
+        go_on.set()
+        later = looking.result()
+        assert later.number > earlier.number
+        assert answers_at(earlier, "opened later") == answers_at(later, "opened later") == 7
+
+
 async def test_endpoints_that_were_closed_are_not_remembered_for_ever() -> None:
     at = f"place in {asyncio.get_running_loop()}"
     told, _ = stays, home_of_it = open_told(1, f"{at} 0")
@@ -466,9 +501,9 @@ async def test_a_forked_child_finds_nothing_of_its_parent() -> None:
     told, _ = open_told(1, at)
 
     def look() -> None:
-        raise RuntimeError(str(opened.look(0.0)))
+        raise RuntimeError(str(opened.look(0.0)._replace(number=0)))
 
-    assert in_a_fork(look) == f"RuntimeError: {Report([], {}, {}, 0)}"
+    assert in_a_fork(look) == f"RuntimeError: {Report([], {}, {}, 0, 0)}"
     assert present(opened.look(0.0), at) == [told.statistics()]
 
 

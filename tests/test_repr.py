@@ -1,4 +1,4 @@
-"""What `repr` says of each public object: its state and its address, from anywhere, and no secrets."""
+"""The `repr` of each public object shows its state and its address, in any thread, and no secrets."""
 
 import asyncio
 import os
@@ -133,5 +133,6 @@ async def test_a_lifespan_shows_what_it_has_opened() -> None:
         assert repr(messages) == "<MessageLifespan not running>"
 
 
-def test_a_collector_shows_its_timeout() -> None:
-    assert repr(AioTensorCollector(timeout_s=0.5)) == "<AioTensorCollector timeout_s=0.5, 0 timeouts>"
+def test_a_collector_shows_its_limits() -> None:
+    shown = "<AioTensorCollector timeout_s=0.5, max_endpoints=7, 0 timeouts>"
+    assert repr(AioTensorCollector(timeout_s=0.5, max_endpoints=7)) == shown

@@ -1,11 +1,17 @@
-"""The metrics for Prometheus: names, the statistics that they come from, and descriptions."""
+"""The metrics for Prometheus: names, descriptions, the statistics that they come from, and samples."""
 
+from collections.abc import Iterator
+from math import inf
 from typing import NamedTuple, TypeAlias
 
-from aiotensor.opened import Statistics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from aiotensor.integrations.totals import Totals
+from aiotensor.opened import Counts, Statistics
+from aiotensor.tally import ERROR_NAMES
 from aiotensor.types import ClientStatistics, ReceiverStatistics, SenderStatistics, ServerStatistics
 
-__all__ = ["ERRORS", "LARGEST", "TABLE", "Counter", "Gauge"]
+__all__ = ["LARGEST", "TABLE", "Counter", "Gauge", "families"]
 
 
 class Gauge(NamedTuple):
@@ -223,10 +229,72 @@ TABLE: _Rows = (
     ),
 )
 
-ERRORS: tuple[tuple[type[Statistics], str, str], ...] = (
+_ERRORS: tuple[tuple[type[Statistics], str, str], ...] = (
     (SenderStatistics, "aiotensor_sender_errors", "Calls of senders that raised an error."),
     (ReceiverStatistics, "aiotensor_receiver_errors", "Calls of receivers that raised an error."),
     (ClientStatistics, "aiotensor_client_errors", "Calls of clients that raised an error."),
 )
 
 LARGEST = {gauge.name for _, gauges, _ in TABLE for gauge in gauges if gauge.is_largest}
+
+
+def families(totals: Totals) -> Iterator[Metric]:
+    """Return all metrics with a sample for each endpoint; without endpoints, only the metrics."""
+    yield CounterMetricFamily(
+        "aiotensor_scrape_timeouts", "Event loops that did not answer a scrape in time.", totals.timeouts
+    )
+    for kind, gauges, counters in TABLE:
+        present: dict[str, list[Statistics]] = {}
+        for endpoint, statistics in totals.present:
+            if isinstance(statistics, kind):
+                present.setdefault(endpoint, []).append(statistics)
+        counted = {endpoint: counts for (of, endpoint), counts in totals.counts.items() if of is kind}
+        for gauge in gauges:
+            family = GaugeMetricFamily(gauge.name, gauge.help, labels=["endpoint"])
+            for endpoint, those in present.items():
+                amounts = [_amount(getattr(one, gauge.field)) for one in those]
+                family.add_metric([endpoint], max(amounts) if gauge.is_largest else sum(amounts))
+            yield family
+        for counter in counters:
+            total = CounterMetricFamily(counter.name, counter.help, labels=["endpoint"])
+            for endpoint, counts in counted.items():
+                total.add_metric([endpoint], counts[counter.field, ""])
+            yield total
+        if kind is SenderStatistics:
+            yield _waits(counted)
+        for of, name, text in _ERRORS:
+            if of is kind:
+                yield _errors(name, text, counted)
+
+
+def _amount(value: int | float | tuple[int, ...] | None) -> float:
+    """Return the number of a gauge; None is an infinite limit."""
+    if isinstance(value, tuple):
+        return sum(value)
+    return inf if value is None else value
+
+
+def _waits(counted: dict[str, Counts]) -> Metric:
+    family = HistogramMetricFamily(
+        "aiotensor_sender_wait_seconds",
+        "How long waits for a permit and for memory lasted that have ended.",
+        labels=["endpoint", "for"],
+    )
+    for endpoint, counts in counted.items():
+        for field, what in (("permit_waits", "permit"), ("memory_waits", "memory")):
+            buckets, below = [], 0.0
+            for (name, bound), number in counts.items():  # in ascending order; the last bound is ""
+                if name == field and bound != "total_s":
+                    below += number
+                    buckets.append((bound or "+Inf", below))
+            family.add_metric([endpoint, what], buckets, counts[field, "total_s"])
+    return family
+
+
+def _errors(name: str, text: str, counted: dict[str, Counts]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=["endpoint", "type"])
+    for endpoint, counts in counted.items():
+        # All types from the beginning: Prometheus sees no increase in the first sample of a series.
+        for kind in ERROR_NAMES:
+            family.add_metric([endpoint, kind], counts.get(("errors", kind), 0))
+    return family

@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -68,7 +68,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @asynccontextmanager
-async def two_workers(folder: Path, *, interval_s: float) -> AsyncIterator[Workers]:
+async def two_workers(folder: Path, **options: Any) -> AsyncIterator[Workers]:
     with LINKS["unix"].place() as place:
         assert isinstance(place.endpoint, str)
         # Spawned: the server of the others has its environment from before.
@@ -77,12 +77,12 @@ async def two_workers(folder: Path, *, interval_s: float) -> AsyncIterator[Worke
             TensorReceiver(place.endpoint) as receiver,
         ):
             for worker in workers:
-                await worker.call(_begin, interval_s)
+                await worker.call(_begin, options)
             yield Workers(workers, receiver, place.endpoint, folder)
 
 
-async def _begin(state: State, interval_s: float) -> None:
-    publisher = MultiprocessPublisher(interval_s=interval_s)
+async def _begin(state: State, options: dict[str, Any]) -> None:
+    publisher = MultiprocessPublisher(**options)
     await publisher.__aenter__()
     state.others["publisher"] = publisher
     await peers.open_sender(state, 3)
@@ -93,8 +93,8 @@ async def _end(state: State) -> None:
     await state.others["publisher"].__aexit__(None, None, None)
 
 
-async def _serve_again(state: State, interval_s: float) -> None:
-    await _begin(state, interval_s)
+async def _serve_again(state: State, options: dict[str, Any]) -> None:
+    await _begin(state, options)
     await state.sender.send(pattern(0, 3))
 
 
@@ -159,7 +159,7 @@ async def test_a_worker_publishes_when_it_begins_and_for_the_last_time_when_it_e
             await worker.call(_end)
             assert both.gathered()["aiotensor_sender_tensors_sent_total"] == 2 * done
         # In a process that continues, the count continues from there.
-        await both.workers[0].call(_serve_again, SELDOM_S)
+        await both.workers[0].call(_serve_again, {"interval_s": SELDOM_S})
         numbers = both.gathered()
         assert numbers["aiotensor_sender_tensors_sent_total"] == 4
         await both.workers[0].call(_end)
@@ -211,8 +211,8 @@ async def _series(state: State) -> int:
     return len(prometheus._published)
 
 
-async def test_of_ever_new_endpoints_those_beyond_a_limit_are_published_together(folder: Path) -> None:
-    async with two_workers(folder, interval_s=SELDOM_S) as both:
+async def test_endpoints_beyond_a_limit_are_published_together_and_names_are_kept(folder: Path) -> None:
+    async with two_workers(folder, interval_s=SELDOM_S, max_endpoints=250) as both:
         worker = both.workers[0]
         series = []
         for turn in range(5):
@@ -227,7 +227,7 @@ async def test_of_ever_new_endpoints_those_beyond_a_limit_are_published_together
             if name == "aiotensor_client_answers_total"
         }
         assert told["ipc:///0/0"] == 2
-        assert len(told) <= 257
+        assert len(told) == 250  # one name is that of the sender
         assert sum(told.values()) == 5 * 200 * 2  # including the forgotten ones
 
 
@@ -321,3 +321,15 @@ def test_a_process_alone_is_told_that_it_needs_none() -> None:
 def test_an_interval_that_is_none_is_refused(interval_s: float) -> None:
     with pytest.raises(ValueError, match="interval_s must be positive"):
         MultiprocessPublisher(interval_s=interval_s)
+
+
+@pytest.mark.parametrize("max_endpoints", [0, -1])
+def test_a_limit_of_published_endpoints_is_positive(max_endpoints: int) -> None:
+    with pytest.raises(ValueError, match=f"max_endpoints must be at least 1, got {max_endpoints}"):
+        MultiprocessPublisher(max_endpoints=max_endpoints)
+
+
+@pytest.mark.parametrize("max_endpoints", [None, 1.0, "1"])
+def test_a_limit_of_published_endpoints_is_an_integer(max_endpoints: Any) -> None:
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        MultiprocessPublisher(max_endpoints=max_endpoints)

@@ -1,0 +1,353 @@
+"""The number of series is limited, and the sums of the endpoints beyond the limit are correct."""
+
+import asyncio
+import copy
+import itertools
+import tempfile
+import threading
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from aiotensor import SenderStatistics, TensorSender, TooLargeError, opened
+from aiotensor.integrations.prometheus import AioTensorCollector
+from aiotensor.integrations.totals import EndpointTotals
+from aiotensor.opened import Watched
+from aiotensor.types import Waits
+from tests.integrations.scraping import Numbers, at, new_registry, scrape
+from tests.test_home import forks, in_a_fork
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+ERRORS = "aiotensor_sender_errors_total{type=TooLargeError}"
+LIMIT = "aiotensor_sender_permits_limit"
+FORGOTTEN = 260  # more closed endpoints than a process remembers
+
+
+class Senders:
+    """Open senders, each at its own endpoint. They need no receivers."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._open: dict[str, AsyncExitStack] = {}
+
+    def at(self, name: str) -> str:
+        """Return the endpoint of a name."""
+        return f"unix://{self.folder}/{name}"
+
+    async def open(self, *names: str, permits: int = 8, errors: int = 0) -> None:
+        """Open senders, and have each raise errors."""
+        for name in names:
+            self._open[name] = stack = AsyncExitStack()
+            sender = await stack.enter_async_context(TensorSender(self.at(name), permits))
+            for _ in range(errors):
+                with pytest.raises(TooLargeError):
+                    await sender.allocate((1 << 40,), torch.int64)
+
+    async def close(self, *names: str) -> None:
+        """Close senders."""
+        for name in names:
+            await self._open.pop(name).aclose()
+
+    async def open_and_close(self, count: int) -> None:
+        """Open and close further endpoints; the process remembers the 256 endpoints that it closed last."""
+        for number in range(count):
+            await self.open(f"further{number}")
+            await self.close(f"further{number}")
+        await asyncio.sleep(0)  # the last one is recorded as closed in the next iteration
+
+    async def close_all(self) -> None:
+        """Close all senders."""
+        await self.close(*self._open)
+
+
+@asynccontextmanager
+async def senders() -> AsyncIterator[Senders]:
+    with tempfile.TemporaryDirectory(prefix="aiotensor-") as folder:
+        those = Senders(folder)
+        try:
+            yield those
+        finally:
+            await those.close_all()
+
+
+def endpoints(numbers: Numbers) -> set[str]:
+    return {value for _, labels in numbers for label, value in labels if label == "endpoint"}
+
+
+async def test_the_number_of_series_does_not_grow_with_the_number_of_endpoints() -> None:
+    registry = new_registry(max_endpoints=3)
+    async with senders() as those:
+        await those.open(*map(str, range(4)))
+        size = len(scrape(registry))
+        for number in range(4, 60):
+            await those.open(f"{number}")
+            assert len(scrape(registry)) == size
+        numbers = scrape(registry)
+        assert endpoints(numbers) == {those.at("0"), those.at("1"), those.at("2"), "other"}
+        assert at(numbers, those.at("0"))[LIMIT] == 8
+        assert at(numbers, "other")[LIMIT] == 57 * 8
+
+
+async def test_a_hundred_endpoints_have_names_by_default() -> None:
+    registry = new_registry()
+    async with senders() as those:
+        await those.open(*map(str, range(150)))
+        numbers = scrape(registry)
+        assert endpoints(numbers) == {"other"} | {those.at(f"{number}") for number in range(100)}
+        assert at(numbers, "other")[LIMIT] == 50 * 8
+
+
+async def test_of_peaks_the_largest_of_all_other_endpoints_is_exported() -> None:
+    async with senders() as those, AsyncExitStack() as messages:
+        await those.open("named")
+        for permits in (2, 4, 3):
+            sender = await messages.enter_async_context(TensorSender(those.at(f"{permits}"), permits))
+            for _ in range(permits):
+                await messages.enter_async_context(sender.message())
+        numbers = at(scrape(new_registry(max_endpoints=1)), "other")
+        assert numbers["aiotensor_sender_permits_peak"] == 4
+        assert numbers["aiotensor_sender_permits_in_use"] == 2 + 4 + 3
+
+
+async def test_the_sum_of_other_endpoints_is_right_while_they_come_go_and_are_forgotten() -> None:
+    registry = new_registry(max_endpoints=1)
+    async with senders() as those:
+        await those.open("named", "other")
+        before = at(scrape(registry), "other")[ERRORS]
+        sums, expected = [before], before
+        for number in range(FORGOTTEN):
+            await those.open(f"{number}", errors=1 + number % 2)
+            expected += 1 + number % 2
+            if number % 3 == 0:  # else it is closed before its first scrape
+                sums.append(at(scrape(registry), "other")[ERRORS])
+                assert sums[-1] == expected
+            if number >= 5:
+                await those.close(f"{number - 5}")
+        await those.open_and_close(FORGOTTEN)
+        numbers = scrape(registry)
+        assert at(numbers, "other")[ERRORS] == expected
+        assert ERRORS in at(numbers, those.at("named"))
+        remembered = scrape(new_registry(max_endpoints=1000))
+        assert sum(at(remembered, endpoint)[ERRORS] for endpoint in endpoints(remembered)) < expected
+    assert sums == sorted(sums)
+
+
+async def test_an_endpoint_that_was_forgotten_and_is_opened_again_counts_on() -> None:
+    registry = new_registry(max_endpoints=1)
+    async with senders() as those:
+        await those.open("named", "counts")
+        before = at(scrape(registry), "other")[ERRORS]
+        for turn in range(1, 3):
+            await those.open("again", errors=2)
+            assert at(scrape(registry), "other")[ERRORS] == before + 2 * turn
+            await those.close("again")
+            await those.open_and_close(FORGOTTEN)
+
+
+async def test_a_new_endpoint_gets_the_name_of_the_one_that_was_closed_first() -> None:
+    registry = new_registry(max_endpoints=3)
+    async with senders() as those:
+        await those.open("a", "b", "c")
+        assert endpoints(scrape(registry)) - {"other"} == {those.at(name) for name in "abc"}
+        await those.close("b")
+        await those.close("a")
+        await asyncio.sleep(0)
+        # Closed endpoints keep their names until an open one needs them.
+        await those.open("closed again")
+        await those.close("closed again")
+        await asyncio.sleep(0)
+        assert endpoints(scrape(registry)) - {"other"} == {those.at(name) for name in "abc"}
+        await those.open("d")
+        assert endpoints(scrape(registry)) - {"other"} == {those.at(name) for name in "acd"}
+        await those.open("e", "f")
+        numbers = scrape(registry)
+        assert endpoints(numbers) == {"other"} | {those.at(name) for name in "cde"}
+        assert at(numbers, "other")[LIMIT] == 8  # of f
+
+
+async def test_names_of_forgotten_endpoints_are_free() -> None:
+    registry = new_registry(max_endpoints=2)
+    async with senders() as those:
+        await those.open("a", "b")
+        scrape(registry)
+        await those.close("a", "b")
+        await those.open_and_close(FORGOTTEN)
+        assert not endpoints(scrape(registry)) & {those.at("a"), those.at("b")}
+        await those.open("c")
+        assert those.at("c") in endpoints(scrape(registry))
+
+
+async def test_an_endpoint_keeps_its_name_or_other_while_it_is_open() -> None:
+    registry = new_registry(max_endpoints=2)
+    async with senders() as those:
+        await those.open("a", "b", "c", errors=1)
+        before = at(scrape(registry), "other")[ERRORS]
+        await those.close("a")
+        await those.open_and_close(FORGOTTEN)
+        for _ in range(2):
+            numbers = scrape(registry)
+            assert at(numbers, those.at("b"))[LIMIT] == at(numbers, "other")[LIMIT] == 8
+            assert those.at("c") not in endpoints(numbers)
+        # Opened again, it is like a new one. Its errors are not counted twice.
+        await those.close("c")
+        await asyncio.sleep(0)
+        scrape(registry)
+        await those.open("c")
+        assert at(scrape(registry), those.at("c"))[ERRORS] == 0
+        await those.close("c")
+        await those.open("c", errors=1)
+        numbers = scrape(registry)
+        assert at(numbers, those.at("c"))[ERRORS] == 1
+        assert at(numbers, "other")[ERRORS] == before
+        assert LIMIT not in at(numbers, "other")
+
+
+async def test_a_closed_endpoint_gets_no_name_when_one_is_free() -> None:
+    registry = new_registry(max_endpoints=2)
+    async with senders() as those:
+        await those.open("a", "b", "c", "d")
+        scrape(registry)
+        await those.close("a", "c")
+        await those.open_and_close(254)
+        assert endpoints(scrape(registry)) == {those.at("a"), those.at("b"), "other"}
+        await those.close("d")
+        await asyncio.sleep(0)  # of the 256 that were closed last, a is not one any more
+        assert endpoints(scrape(registry)) == {those.at("b"), "other"}
+
+
+async def test_what_an_endpoint_counted_before_it_lost_its_name_is_not_lost() -> None:
+    registry = new_registry(max_endpoints=1)
+    async with senders() as those:
+        await those.open("a", "b", errors=1)
+        before = at(scrape(registry), "other")[ERRORS]
+        await those.close("b")
+        await those.close("a")
+        await those.open("a", errors=3)
+        await those.close("a")
+        await asyncio.sleep(0)
+        await those.open("c", errors=1)
+        numbers = scrape(registry)
+        assert endpoints(numbers) == {those.at("c"), "other"}
+        assert at(numbers, those.at("c"))[ERRORS] == 1
+        assert at(numbers, "other")[ERRORS] == before + 3
+
+
+async def test_collectors_are_independent_of_each_other() -> None:
+    few, many = new_registry(max_endpoints=1), new_registry(max_endpoints=3)
+    async with senders() as those:
+        await those.open("a", "b", errors=1)
+        before = at(scrape(few), "other")[ERRORS]
+        for _ in range(2):
+            numbers = scrape(many)
+            assert at(numbers, those.at("b"))[ERRORS] == 1
+        await those.open("c", errors=1)
+        assert at(scrape(few), "other")[ERRORS] == before + 1
+        assert at(scrape(many), those.at("c"))[ERRORS] == 1
+
+
+async def test_no_thread_sees_a_counter_decrease_while_several_scrape() -> None:
+    registry = new_registry(timeout_s=20.0, max_endpoints=2)
+    end, seen = threading.Event(), list[list[dict[str, float]]]()
+
+    def watch() -> None:
+        mine = []
+        while not end.is_set():
+            mine.append(at(scrape(registry), "other"))
+        seen.append(mine)
+
+    async with senders() as those:
+        await those.open("a", "b", "c")
+        before = at(scrape(registry), "other")[ERRORS]
+        watchers = [threading.Thread(target=watch) for _ in range(3)]
+        for watcher in watchers:
+            watcher.start()
+        for number in range(200):
+            await those.open(f"{number}", errors=1)
+            await those.close(f"{number}")
+        end.set()
+        for watcher in watchers:
+            await asyncio.to_thread(watcher.join)
+        assert at(scrape(registry), "other")[ERRORS] == before + 200
+    for mine in seen:
+        for earlier, later in itertools.pairwise(mine):
+            for name, value in earlier.items():
+                if name.partition("{")[0].endswith(("_total", "_count", "_sum", "_bucket")):
+                    assert later[name] >= value
+
+
+async def test_a_report_that_comes_after_a_later_one_changes_nothing() -> None:
+    totals = EndpointTotals()
+    async with senders() as those:
+        await those.open("a", "b", errors=1)
+        first = totals.take(opened.look(0.0), 1)
+        as_it_was = copy.deepcopy(first)
+        earlier = opened.look(0.0)
+        await those.open("c", errors=1)
+        await those.close("b")
+        latest = totals.take(opened.look(0.0), 1)
+        assert first == as_it_was  # another thread may be exporting it
+        assert totals.take(earlier, 1) == latest
+        assert totals.take(opened.look(0.0), 1).counts == latest.counts
+
+
+@forks
+async def test_the_collector_of_a_forked_child_counts_from_zero() -> None:
+    registry = new_registry(max_endpoints=1)
+
+    def look() -> None:
+        raise LookupError(str(endpoints(scrape(registry))))
+
+    async with senders() as those:
+        await those.open("a", "b", errors=1)
+        scrape(registry)
+        assert in_a_fork(look) == "LookupError: set()"
+        assert at(scrape(registry), those.at("a"))[ERRORS] == 1
+
+
+class Waited(msgspec.Struct, weakref=True):
+    """An object that has waited."""
+
+    statistics_now: SenderStatistics
+
+    def statistics(self) -> SenderStatistics:
+        return self.statistics_now
+
+
+async def test_a_sum_of_seconds_does_not_decrease_when_it_is_added_up_in_another_order() -> None:
+    registry = new_registry()
+    async with senders() as those:
+        sender = TensorSender(those.at("a"))
+        async with sender:
+            real = sender.statistics()
+        assert isinstance(real, SenderStatistics)
+        loop = asyncio.get_running_loop()
+        waited: list[Watched] = [
+            Waited(msgspec.structs.replace(real, permit_waits=Waits((1.0,), (1, 0), seconds)))
+            for seconds in (0.3, 0.5, 0.4)
+        ]
+        entries = [opened.add(one, those.at("sum"), loop) for one in waited]
+        sums = [at(scrape(registry), those.at("sum"))["aiotensor_sender_wait_seconds_sum{for=permit}"]]
+        for entry in reversed(entries):  # 0.3 + 0.5 + 0.4 > 0.4 + 0.3 + 0.5
+            opened.remove(entry)
+            await asyncio.sleep(0)
+            sums.append(
+                at(scrape(registry), those.at("sum"))["aiotensor_sender_wait_seconds_sum{for=permit}"]
+            )
+    assert sums == sorted(sums)
+
+
+@pytest.mark.parametrize("max_endpoints", [0, -1])
+def test_a_limit_of_endpoints_is_positive(max_endpoints: int) -> None:
+    with pytest.raises(ValueError, match=f"max_endpoints must be at least 1, got {max_endpoints}"):
+        AioTensorCollector(max_endpoints=max_endpoints)
+
+
+@pytest.mark.parametrize("max_endpoints", [None, 1.0, "1"])
+def test_a_limit_of_endpoints_is_an_integer(max_endpoints: Any) -> None:
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        AioTensorCollector(max_endpoints=max_endpoints)
