@@ -1,4 +1,4 @@
-"""The `aiotensor` command. These are the only rooms that print."""
+"""The `aiotensor` command. No other package of the library prints."""
 
 from aiotensor.cli.extras import missing_extra
 
@@ -10,5 +10,7 @@ def main() -> None:
     if sentence := missing_extra("aiotensor", ["click"], extra="cli"):
         raise SystemExit(sentence)  # Python prints it to stderr and exits with status 1
     from aiotensor.cli.command import aiotensor
+    from aiotensor.cli.output import checked_output
 
-    aiotensor(prog_name="aiotensor")
+    with checked_output():
+        aiotensor(prog_name="aiotensor")

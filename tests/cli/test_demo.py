@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -28,11 +28,15 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @contextmanager
-def demo(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
-    """Start the command in a session of its own, as a terminal does."""
+def demo(
+    *arguments: str | Path,
+    stdout: int | IO[bytes] = subprocess.PIPE,
+    stderr: int | IO[bytes] = subprocess.PIPE,
+) -> Iterator[subprocess.Popen[str]]:
+    """Start the command in a new session, as a shell in a new terminal would."""
     command = aiotensor("demo", *map(str, arguments))
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command, stdout=stdout, stderr=stderr, text=True, start_new_session=True
     ) as process:
         try:
             yield process
@@ -172,8 +176,8 @@ def test_ctrl_c_ends_every_process_and_leaves_nothing_behind(
     assert list(temporary.iterdir()) == []
 
 
-# What those say who hear first that a process has gone: the senders and clients of the workers that the
-# engine has, and the engine that one of its clients has. Only if it owed or was owed an answer.
+# Processes that lose a peer first log a warning if answers were outstanding: the senders and clients of the
+# workers for the engine, and the engine for one of its clients.
 OF_THE_ENGINE = ("the receiver ", "the server ")
 OF_A_WORKER = ("a client ",)
 
@@ -212,6 +216,28 @@ def test_a_worker_that_dies_ends_the_run_with_its_number(temporary: Path) -> Non
     *warnings, last = errors.splitlines()
     assert last == f"error: a worker of the API server (process {victim}) died before the work was done"
     assert all(line.startswith(OF_A_WORKER) for line in warnings)
+    assert_all_ended(processes_in_session(process.pid))
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_full_standard_output_is_one_sentence_and_leaves_nothing_behind(temporary: Path) -> None:
+    with open("/dev/full", "wb") as full, demo("--requests", "1", stdout=full) as process:
+        _, errors = process.communicate()
+
+    assert process.returncode == 1
+    *progress, last = errors.splitlines()
+    assert [line.split()[0] for line in progress] == ["engine:", "its", "uploading"]
+    assert last == "Error: standard output cannot be written: No space left on device"
+    assert_all_ended(processes_in_session(process.pid))
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_full_standard_error_leaves_nothing_behind(temporary: Path) -> None:
+    with open("/dev/full", "wb") as full, demo(stderr=full) as process:
+        output, _ = process.communicate()
+
+    assert process.returncode == 1
+    assert output == ""
     assert_all_ended(processes_in_session(process.pid))
     assert list(temporary.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""Looking again and again, and drawing what was found. Needs rich."""
+"""Inspect a receiver repeatedly and draw the results on a terminal. Needs rich."""
 
 import asyncio
 import signal
@@ -16,17 +16,23 @@ __all__ = ["watch"]
 
 
 async def watch(address: str, interval_s: float, patience_s: float) -> NoReturn:
-    """Look at a receiver until this is cancelled, and at the next one once it is gone.
+    """Inspect a receiver until cancelled, and its successor after it is gone.
 
-    SIGTERM cancels it: what ends the process at once would leave the terminal as it was drawn on.
+    SIGTERM cancels this coroutine, so that the terminal is restored before the process ends.
+
+    Args:
+        address: of the receiver.
+        interval_s: pause in seconds between two inspections.
+        patience_s: seconds to wait in each inspection for a receiver or a sender that does not answer.
 
     Raises:
-        AioTensorError: there can be none that this process may look at.
+        AioTensorError: this process cannot inspect any receiver at this address.
     """
     watching = asyncio.current_task()
     if watching is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, watching.cancel)
-    console = Console()
+    # By default rich checks for a terminal before it draws: without one, this would loop and draw nothing.
+    console = Console(force_terminal=True)
     before: Inspection | None = None
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
