@@ -21,7 +21,7 @@ pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])  # of the tests; th
 
 RESTARTS = int(os.environ.get("AIOTENSOR_RESTARTS", "3"))
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
-UPLOADERS, ABORTERS = 20, 4
+UPLOADERS, ABORTERS = 10, 2
 ANSWERS_BETWEEN = 50  # that an engine gives before it is stopped
 
 
