@@ -2,7 +2,7 @@
 
     AioTensorError
     |-- ClosedError             you closed this object
-    |-- PeerLostError           the other side died or broke the link
+    |-- PeerLostError           the other side died, broke the connection or stopped its work
     |-- RefusedError            the other side does not admit this one: a limit, or another version
     |-- DiscardedError          the message of this tensor was discarded
     |-- AlreadyTakenError       this handle was received before
@@ -53,10 +53,10 @@ class ClosedError(AioTensorError):
 
 
 class PeerLostError(AioTensorError):
-    """The other side died or broke the link.
+    """The other side died, broke the connection, or stopped its work on a request.
 
     Attributes:
-        pid: the process id of the other side, or None if it never introduced itself.
+        pid: the process id of the other side, or None if it is unknown.
     """
 
     def __init__(self, text: str, *, pid: int | None = None) -> None:

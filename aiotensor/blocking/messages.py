@@ -120,9 +120,10 @@ class MessageClient(BlockingObject[channel.MessageClient[R]], Generic[R]):
 class Request(Generic[M]):
     """A message of a client, to be answered once.
 
-    As `aiotensor.channel.Request`, but that a thread cannot be cancelled: where work takes long, look at
-    `is_wanted` now and then. Use as ``with request: request.reply(work(request.message))``: an exception in
-    the block goes to the client and is logged, and afterwards the message, with its tensors, is gone.
+    As `aiotensor.channel.Request`, except that a thread cannot be cancelled: long work should check
+    `is_wanted` in intervals. Use it as ``with request: request.reply(work(request.message))``. An `Exception`
+    in the block is sent to the client and logged; for `SystemExit` and `KeyboardInterrupt`, which propagate,
+    the client gets `PeerLostError`. Afterwards the message, with its tensors, is released.
     """
 
     def __init__(self, server: "MessageServer[M]", inner: channel.Request[M]) -> None:

@@ -51,7 +51,8 @@ class Request(Generic[M]):
 
     An `Exception` in the block is sent to the client as `RemoteError` and logged; leaving the block without
     an answer sends an error too. Other exceptions propagate: `SystemExit`, `KeyboardInterrupt` and
-    `asyncio.CancelledError` mean that this process stops its work, so the client gets `PeerLostError`.
+    `asyncio.CancelledError` mean that this process stops its work, so the client gets `PeerLostError`. An
+    `asyncio.CancelledError` of a future that the block awaited, and not of its task, is logged too.
     Afterwards the message, with its tensors, is released. The client of a request that is garbage-collected
     without an answer gets `PeerLostError` too.
     """
@@ -156,6 +157,14 @@ class Request(Generic[M]):
             return False
         was_cancelled = self._block.__exit__(kind, error, trace)
         self._leave(None if was_cancelled else error)
+        task = asyncio.current_task()
+        if (
+            isinstance(error, asyncio.CancelledError)
+            and not was_cancelled
+            and not (task and task.cancelling())
+        ):
+            # Of a future or task that the handler awaited: this process does not stop.
+            self._log_failure(error)
         return was_cancelled or isinstance(error, Exception)
 
     def _never_begun(self) -> None:
@@ -170,17 +179,20 @@ class Request(Generic[M]):
             self._is_answered = True
             self._fail(UsageError("the server's handler gave no answer") if error is None else error)
         if isinstance(error, Exception) and not isinstance(error, ClosedError):
-            logger.error(
-                "answering a request of process %s failed",
-                self.client_pid,
-                exc_info=error,
-                extra={
-                    "event": "request_failed",
-                    "peer_pid": self.client_pid,
-                    "error": type(error).__name__,
-                    "reason": cause_of(error).text,
-                },
-            )
+            self._log_failure(error)
+
+    def _log_failure(self, error: BaseException) -> None:
+        logger.error(
+            "answering a request of process %s failed",
+            self.client_pid,
+            exc_info=error,
+            extra={
+                "event": "request_failed",
+                "peer_pid": self.client_pid,
+                "error": type(error).__name__,
+                "reason": cause_of(error).text,
+            },
+        )
 
     def _release(self) -> None:
         """Release the message; a large one is freed in a thread, if nothing else refers to it."""

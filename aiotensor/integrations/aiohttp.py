@@ -120,7 +120,7 @@ def problem_middleware(
     Raises:
         ValueError: a limit is not positive.
     """
-    limits = RequestLimits(min_upload_rate, upload_grace_s, deadline_s)
+    limits = RequestLimits(min_upload_rate, upload_grace_s, deadline_s, retry_after_s)
     has_warned = False
 
     @web.middleware
@@ -168,9 +168,13 @@ async def _limited(request: web.Request, limits: RequestLimits) -> AsyncIterator
         async with watch.timeout:
             yield
     except TimeoutError:
-        if watch.error is None or not watch.timeout.expired():
+        error, watch.error = watch.error, None
+        if error is None or not watch.timeout.expired():
             raise
-        raise watch.error from None
+        try:
+            raise error from None
+        finally:
+            del error  # its traceback refers to this frame
     finally:
         watch.stop()
 
@@ -190,7 +194,6 @@ class _Watch:
         self.timeout = asyncio.timeout(None)
         self.error: TimeoutError | None = None
         self._request = request
-        self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._looked_at = self._loop.time()
         self._deadline: asyncio.TimerHandle | None = None
@@ -221,11 +224,11 @@ class _Watch:
         since, self._looked_at = self._looked_at, self._loop.time()
         if transport.is_reading():
             upload.wait(self._looked_at - since)
-        upload.add(content.total_bytes - upload.received)
+        upload.add(content.total_raw_bytes - upload.received)  # before they are decompressed
         if upload.left_s > 0:
             self._look_later(upload)
         else:
-            self._cancel(SlowUploadError(upload.received, self._limits.upload_grace_s))
+            self._cancel(upload.error())
 
     def _cancel(self, error: TimeoutError) -> None:
         if self.error is None:

@@ -85,7 +85,7 @@ class TensorLifespan:
         self._make_sender = make_sender
         self._drain_s = drain_s
         self._retry_after_s = retry_after_s
-        self._limits = RequestLimits(min_upload_rate, upload_grace_s, deadline_s)
+        self._limits = RequestLimits(min_upload_rate, upload_grace_s, deadline_s, retry_after_s)
         self._sender: TensorSender | None = None
 
     def __repr__(self) -> str:
@@ -98,7 +98,7 @@ class TensorLifespan:
     def install(self, app: Starlette) -> None:
         """Add the answers to errors, and the cancellation of requests, to an application."""
         app.add_middleware(Exhaustion, problem_of=partial(problem_of, retry_after_s=self._retry_after_s))
-        app.add_middleware(WatchRequests, limits=self._limits, retry_after_s=self._retry_after_s)
+        app.add_middleware(WatchRequests)
         for error in ANSWERED_ERRORS:
             app.add_exception_handler(error, self.answer_error)
 
@@ -128,7 +128,7 @@ class TensorLifespan:
 
     async def sender(self, connection: HTTPConnection) -> TensorSender:
         """Return the sender, as a dependency: ``Annotated[TensorSender, Depends(engine.sender)]``."""
-        watch(connection.scope)
+        watch(connection.scope, self._limits)
         return self.opened_sender
 
     async def permit(self, connection: HTTPConnection) -> AsyncIterator[OpenMessage]:
@@ -216,7 +216,7 @@ class MessageLifespan(TensorLifespan, Generic[R]):
 
     async def client(self, connection: HTTPConnection) -> MessageClient[R]:
         """Return the client, as a dependency: ``Annotated[MessageClient[...], Depends(engine.client)]``."""
-        watch(connection.scope)
+        watch(connection.scope, self._limits)
         return self.opened_client
 
 

@@ -33,12 +33,13 @@ class SlowUploadError(TimeoutError):
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """The limits on one request; None for no limit.
+    """The limits on one request; None for no rate or no deadline.
 
     Attributes:
         min_upload_rate: the least rate at which a client sends the body, in bytes per second.
         upload_grace_s: the longest stall of an upload, in seconds.
         deadline_s: the time until the response begins, in seconds.
+        retry_after_s: the delay before a client retries a request that took too long, in seconds.
 
     Raises:
         ValueError: a limit is not positive.
@@ -47,11 +48,13 @@ class RequestLimits:
     min_upload_rate: float | None
     upload_grace_s: float
     deadline_s: float | None
+    retry_after_s: float
 
     def __post_init__(self) -> None:
         for name in ("min_upload_rate", "upload_grace_s", "deadline_s"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
+            has_no_limit = value is None and name != "upload_grace_s"
+            if not has_no_limit and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive, got {value}")
 
     def upload_budget(self) -> "UploadBudget | None":
@@ -90,4 +93,8 @@ class UploadBudget:
 
     def wait(self, seconds: float) -> None:
         """Count time in which the server waited for the client."""
-        self.left_s -= seconds
+        self.left_s = max(self.left_s - seconds, 0.0)
+
+    def error(self) -> SlowUploadError:
+        """Return the error of an upload whose budget is empty."""
+        return SlowUploadError(self.received, self._grace_s)

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aiotensor.errors import UsageError
-from aiotensor.integrations.limits import OverdueError, RequestLimits, SlowUploadError
+from aiotensor.integrations.limits import OverdueError, RequestLimits, SlowUploadError, UploadBudget
 from aiotensor.integrations.problems import MEDIA_TYPE, log_cut_off, problem_of
 from aiotensor.logs import logger_of
 
@@ -30,8 +30,14 @@ _ENDS = frozenset({"http.response.body", "http.response.pathsend"})
 _CLIENT_CLOSED_REQUEST = 499  # as proxies log it; it is never sent
 
 
-def watch(scope: Scope) -> None:
+# The time in seconds for bytes that arrived while the loop was blocked, or the process was stopped.
+_LAST_CHANCE_S = 0.1
+
+
+def watch(scope: Scope, limits: RequestLimits) -> None:
     """Watch a request: cancel it when its client disconnects, or when it reaches a limit.
+
+    The limits of the first call hold for the request.
 
     Raises:
         UsageError: the application lacks the middleware.
@@ -41,7 +47,7 @@ def watch(scope: Scope) -> None:
     request = scope.get(_KEY)
     if not isinstance(request, _Request):
         raise UsageError("the application does not watch its clients: call install(app) when it is made")
-    request.watch()
+    request.watch(limits)
 
 
 class WatchRequests:
@@ -49,14 +55,10 @@ class WatchRequests:
 
     Args:
         app: the application.
-        limits: the limits on each watched request.
-        retry_after_s: the delay before a client retries a request that took too long, in seconds.
     """
 
-    def __init__(self, app: ASGIApp, limits: RequestLimits, retry_after_s: float) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._limits = limits
-        self._retry_after_s = retry_after_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -65,9 +67,9 @@ class WatchRequests:
             return
         # Two scopes, so that the inner one can end the cancellation by the outer one.
         with anyio.CancelScope() as cancel_scope, anyio.CancelScope() as app_scope:
-            request = scope[_KEY] = _Request(cancel_scope, receive, send, self._limits, self._retry_after_s)
+            request = scope[_KEY] = _Request(cancel_scope, receive, send)
             try:
-                await _cancelled_once(self._serve(scope, request), app_scope)
+                await _cancelled_once(self._serve(scope, request), cancel_scope, app_scope)
             except ClientDisconnect:
                 # The handler was receiving, and was notified of the end before it was cancelled.
                 if not cancel_scope.cancel_called:
@@ -91,15 +93,19 @@ class WatchRequests:
 
 @types.coroutine
 def _cancelled_once(
-    work: Coroutine[object, object, None], scope: anyio.CancelScope
+    work: Coroutine[object, object, None], outer: anyio.CancelScope, inner: anyio.CancelScope
 ) -> Generator[object, object, None]:
-    """Run a coroutine within a scope, and shield the scope when a cancellation was delivered to the task.
+    """Run a coroutine within two scopes, and shield the inner one when it was cancelled by the outer one.
 
     A cancelled scope of anyio cancels its task again in each iteration of the loop: a handler that shields
     its work would keep the processor busy, and no cleanup could wait. `asyncio.Task.cancel` is no
     replacement, since threads that the task waits for, such as those of ``def`` endpoints, are notified by
     scopes only.
+
+    Other cancellations, such as those of timeouts in the coroutine, do not count. The text of anyio's
+    cancellations names their scope. (If it did not, the coroutine would be cancelled repeatedly.)
     """
+    origin = f"cancel scope {id(outer):x}"
     error: BaseException | None = None
     while True:
         try:
@@ -114,8 +120,8 @@ def _cancelled_once(
             work.close()
             raise
         except BaseException as thrown:  # noqa: BLE001 - passed on to the coroutine
-            if isinstance(thrown, asyncio.CancelledError):
-                scope.shield = True
+            if isinstance(thrown, asyncio.CancelledError) and origin in str(thrown):
+                inner.shield = True
             error = thrown
         finally:
             del waits_for  # a future refers to its error
@@ -131,38 +137,35 @@ class _Request:
         cancel_scope: the scope of the application's work.
         receive: the server's function.
         send: the server's function.
-        limits: the limits if it is watched.
-        retry_after_s: the delay before a client retries a request that took too long, in seconds.
     """
 
-    def __init__(
-        self,
-        cancel_scope: anyio.CancelScope,
-        receive: Receive,
-        send: Send,
-        limits: RequestLimits,
-        retry_after_s: float,
-    ) -> None:
+    def __init__(self, cancel_scope: anyio.CancelScope, receive: Receive, send: Send) -> None:
         self._cancel_scope = cancel_scope
         self._receive = receive
         self._send = send
-        self._limits = limits
-        self._retry_after_s = retry_after_s
-        self._is_watched = self._is_begun = self._is_answered = False
+        self._is_watched = self._is_begun = self._is_answered = self._is_complete = False
         self._readers = 0  # calls of the application that receive from the server
         self._watcher: asyncio.Task[Message] | None = None
         self._kept: Message | None = None  # a piece of the body that was received ahead
         self._end: Message | None = None  # the message that reports the end of the connection
-        self._upload = limits.upload_budget()  # None once the body is complete
+        self._limits: RequestLimits | None = None  # once it is watched
+        self._upload: UploadBudget | None = None  # until the body is complete
+        self._is_waiting = False  # for the body
+        self._stall: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._error: TimeoutError | None = None  # once it has reached a limit
 
-    def watch(self) -> None:
+    def watch(self, limits: RequestLimits) -> None:
         """Cancel the request when its client disconnects, or when it reaches a limit."""
-        if not self._is_watched and self._limits.deadline_s is not None and not self._is_begun:
-            loop = asyncio.get_running_loop()
-            error = OverdueError(self._limits.deadline_s)
-            self._deadline = loop.call_later(self._limits.deadline_s, self._cancel_for, error)
+        if self._limits is None:
+            self._limits = limits
+            if not self._is_complete:
+                self._upload = limits.upload_budget()
+            if limits.deadline_s is not None and not self._is_begun:
+                loop = asyncio.get_running_loop()
+                self._deadline = loop.call_later(
+                    limits.deadline_s, self._cancel_for, OverdueError(limits.deadline_s)
+                )
         self._is_watched = True
         if self._end is not None:
             self._gone(self._end)
@@ -194,7 +197,7 @@ class _Request:
             return self._end or {"type": "http.disconnect"}
         message, self._kept = self._kept, None
         if not message.get("more_body", False):
-            self._upload = None
+            self._upload, self._is_complete = None, True
         elif self._upload is not None:
             self._upload.add(len(message.get("body", b"")))
         self._ask_ahead()
@@ -204,18 +207,23 @@ class _Request:
     def _waiting(self) -> Iterator[None]:
         """Count the time of a block in which the application waits for the body."""
         upload = self._upload
-        if upload is None or not self._is_watched or self._kept is not None or self._end is not None:
+        if upload is None or self._is_waiting or self._kept is not None or self._end is not None:
             yield
             return
         loop = asyncio.get_running_loop()
         since = loop.time()
-        error = SlowUploadError(upload.received, self._limits.upload_grace_s)
-        timer = loop.call_later(upload.left_s, self._cancel_for, error)
+        self._is_waiting = True
+        self._stall = loop.call_later(upload.left_s, self._stalled, upload)
         try:
             yield
         finally:
-            timer.cancel()
+            self._is_waiting = False
+            self._stall.cancel()
             upload.wait(loop.time() - since)
+
+    def _stalled(self, upload: UploadBudget) -> None:
+        loop = asyncio.get_running_loop()
+        self._stall = loop.call_later(_LAST_CHANCE_S, lambda: self._cancel_for(upload.error()))
 
     async def send(self, message: Message) -> None:
         """Pass on a message of the application."""
@@ -236,16 +244,25 @@ class _Request:
                 await asyncio.wait([watcher])
 
     async def refuse(self, scope: Scope) -> bool:
-        """Answer the request if it has reached a limit, and return whether it has."""
-        if self._error is None:
+        """Answer the request if it has reached a limit, and return whether it has.
+
+        Raises:
+            TimeoutError: the response has begun, and is not complete.
+        """
+        error, self._error = self._error, None
+        if error is None or self._limits is None:
             return False
-        problem = None if self._is_begun else problem_of(self._error, self._retry_after_s)
-        if problem is None:
-            if not self._is_answered:
-                log_cut_off(self._error)  # the server closes the connection
+        if self._is_answered:
             return True
+        problem = None if self._is_begun else problem_of(error, self._limits.retry_after_s)
+        if problem is None:
+            log_cut_off(error)
+            try:
+                raise error  # otherwise an outer middleware might complete the response
+            finally:
+                del error  # its traceback refers to this frame
         response = Response(problem.body, problem.status, problem.headers, MEDIA_TYPE)
-        if isinstance(self._error, SlowUploadError) and scope["http_version"].startswith("1"):
+        if isinstance(error, SlowUploadError) and scope["http_version"].startswith("1"):
             response.headers["Connection"] = "close"  # the rest is not read; HTTP/2 forbids this field
         with suppress(OSError):  # the client may have disconnected
             await response(scope, self._receive, self._send)

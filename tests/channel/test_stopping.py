@@ -64,3 +64,43 @@ async def test_a_request_that_is_dropped_before_its_block_is_a_loss_and_is_logge
             await settled(ends)
     [text] = texts
     assert "answer each one in its block" in text
+
+
+async def test_a_cancelled_future_of_the_handler_is_a_loss_and_is_logged_as_its_failure() -> None:
+    async def wait_for_a_cancelled_future(question: Question) -> None:
+        future = asyncio.get_running_loop().create_future()
+        future.cancel()
+        await future
+
+    with said() as texts:
+        async with channel() as ends:
+            serving = asyncio.create_task(ends.server.serve(wait_for_a_cancelled_future))
+            for _ in range(2):  # the server goes on
+                with pytest.raises(PeerLostError, match="CancelledError"):
+                    await ends.client.request(Question(1, pattern(1, BIG)))
+            await settled(ends)
+            serving.cancel()
+            await asyncio.wait([serving])
+    assert len(texts) == 2
+    for text in texts:
+        assert text.startswith(f"answering a request of process {os.getpid()} failed")
+
+
+async def test_a_handler_that_is_cancelled_with_its_server_is_no_failure() -> None:
+    begun = asyncio.Event()
+
+    async def wait(question: Question) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    with said() as texts:
+        async with channel() as ends:
+            serving = asyncio.create_task(ends.server.serve(wait))
+            asking = asyncio.create_task(ends.client.request(Question(1)))
+            await begun.wait()
+            serving.cancel()
+            with pytest.raises(PeerLostError):
+                await asking
+            await asyncio.wait([serving])
+            await settled(ends)
+    assert not texts

@@ -1,8 +1,11 @@
 """The contexts and the middleware of aiohttp, apart from real servers."""
 
 import asyncio
+import gc
 import logging
 import re
+import weakref
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -284,3 +287,54 @@ async def test_a_timeout_of_the_handler_is_its_own() -> None:
     app.router.add_get("/", handler)
     async with serving(app) as port, http(port) as client:
         assert (await client.get("/")).status_code == 504  # as aiohttp answers it
+
+
+async def test_a_compressed_upload_counts_by_the_bytes_that_arrive() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        await request.read()
+        raise AssertionError("it was cancelled")
+
+    middleware = problem_middleware(min_upload_rate=1 << 20, upload_grace_s=GRACE_S)
+    app = web.Application(middlewares=[middleware], client_max_size=1 << 30)
+    app.router.add_post("/", handler)
+    compressed = zlib.compress(bytes(200 << 20))
+    async with serving(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Encoding: deflate\r\nContent-Length: %d\r\n\r\n"
+        writer.write(head % len(compressed))
+        status = asyncio.create_task(reader.readline())
+        # Each piece is less than the rate requires, and more than that when it is decompressed.
+        for start in range(0, len(compressed), 250):
+            writer.write(compressed[start : start + 250])
+            await asyncio.wait([status], timeout=GRACE_S / 5)
+            if status.done():
+                break
+        assert (await status).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+
+
+@pytest.mark.parametrize("limits", [{"min_upload_rate": 1 << 20}, {"deadline_s": GRACE_S}], ids=str)
+async def test_a_request_that_reached_a_limit_keeps_no_object_of_its_handler(
+    limits: dict[str, float],
+) -> None:
+    kept: list[weakref.ref[object]] = []
+
+    class Frames:
+        """Stands for the memory of a handler."""
+
+    async def handler(request: web.Request) -> web.Response:
+        frames = Frames()
+        kept.append(weakref.ref(frames))
+        await request.read()
+        raise AssertionError(f"it was cancelled with {frames}")
+
+    app = web.Application(middlewares=[problem_middleware(upload_grace_s=GRACE_S, **limits)])
+    app.router.add_post("/", handler)
+    gc.disable()
+    try:
+        async with serving(app) as port:
+            head, _ = await half_an_upload(port)
+            assert head.startswith((b"HTTP/1.1 408 ", b"HTTP/1.1 503 "))
+            await until(lambda: kept[0]() is None)
+    finally:
+        gc.enable()

@@ -2,7 +2,11 @@
 
 import asyncio
 import concurrent.futures
+import gc
+import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 
 import anyio
@@ -20,12 +24,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Scope
 
 from aiotensor import UsageError
+from aiotensor.integrations import watching
+from aiotensor.integrations.fastapi import TensorLifespan
 from aiotensor.integrations.limits import RequestLimits
-from aiotensor.integrations.watching import WatchRequests, watch
+from aiotensor.integrations.watching import WatchRequests
+from tests.integrations import totals
 
 Handler = Callable[[Request], Awaitable[Response]]
 
-UNLIMITED = RequestLimits(None, 10, None)
+UNLIMITED = RequestLimits(None, 10, None, 7)
+watch = partial(watching.watch, limits=UNLIMITED)
 
 
 class Visit:
@@ -100,12 +108,11 @@ def visit(
     handler: Handler,
     *,
     is_installed: bool = True,
-    limits: RequestLimits = UNLIMITED,
     other: type[BaseHTTPMiddleware] | None = None,
 ) -> Visit:
     app = Starlette(routes=[Route("/", handler, methods=["POST"])])
     if is_installed:
-        app.add_middleware(WatchRequests, limits=limits, retry_after_s=7)
+        app.add_middleware(WatchRequests)
     if other is not None:
         app.add_middleware(other)
     return Visit(app)
@@ -114,14 +121,16 @@ def visit(
 class Work:
     """A handler that goes on until it is told to end, and whether it was cancelled."""
 
-    def __init__(self, *, is_watched: bool = True, reads: bool = True) -> None:
+    def __init__(
+        self, *, is_watched: bool = True, reads: bool = True, limits: RequestLimits = UNLIMITED
+    ) -> None:
         self.begun, self.end = asyncio.Event(), asyncio.Event()
         self.was_cancelled = False
-        self._is_watched, self._reads = is_watched, reads
+        self._is_watched, self._reads, self._limits = is_watched, reads, limits
 
     async def handle(self, request: Request) -> Response:
         if self._is_watched:
-            watch(request.scope)
+            watch(request.scope, limits=self._limits)
         if self._reads:
             await request.body()
         self.begun.set()
@@ -396,7 +405,7 @@ async def test_what_is_no_request_is_passed_on() -> None:
         seen.append(scope["type"])
         watch(scope)
 
-    watched = WatchRequests(app, UNLIMITED, 7)
+    watched = WatchRequests(app)
     await watched({"type": "websocket"}, anyio.sleep_forever, _nowhere)  # type: ignore[arg-type]
     assert seen == ["websocket"]
 
@@ -514,7 +523,8 @@ async def test_a_thread_of_a_handler_and_what_it_awaits_are_cancelled() -> None:
 
 
 GRACE_S = 0.05
-SLOW = RequestLimits(1 << 20, GRACE_S, None)
+SLOW = RequestLimits(1 << 20, GRACE_S, None, 7)
+SHORT = RequestLimits(None, 1, GRACE_S, 7)
 
 
 def problem(visitor: Visit) -> dict[str, object]:
@@ -533,7 +543,7 @@ async def test_an_upload_that_stalls_is_cancelled_and_answered_with_408(
     released = asyncio.Event()
 
     async def handler(request: Request) -> Response:
-        watch(request.scope)
+        watch(request.scope, limits=SLOW)
         try:
             await request.body()
         finally:
@@ -541,7 +551,7 @@ async def test_an_upload_that_stalls_is_cancelled_and_answered_with_408(
         raise AssertionError("it was cancelled")
 
     caplog.set_level("INFO", "aiotensor.integrations")
-    visitor = visit(handler, limits=SLOW)
+    visitor = visit(handler)
     running = visitor.begin()
     if sent:
         visitor.say(sent, more=True)
@@ -557,11 +567,11 @@ async def test_an_upload_that_stalls_is_cancelled_and_answered_with_408(
 
 async def test_a_client_that_keeps_the_rate_may_stall_again_and_again() -> None:
     async def handler(request: Request) -> Response:
-        watch(request.scope)
+        watch(request.scope, limits=RequestLimits(rate, 2 * stall_s, None, 7))
         return PlainTextResponse(str(len(await request.body())))
 
     stall_s, rate = 0.4, 1000
-    visitor = visit(handler, limits=RequestLimits(rate, 2 * stall_s, None))
+    visitor = visit(handler)
     running = visitor.begin()
     for _ in range(4):
         await asyncio.sleep(stall_s)  # the client stalls
@@ -573,11 +583,11 @@ async def test_a_client_that_keeps_the_rate_may_stall_again_and_again() -> None:
 
 async def test_http_2_has_no_connection_field() -> None:
     async def handler(request: Request) -> Response:
-        watch(request.scope)
+        watch(request.scope, limits=SLOW)
         await request.body()
         raise AssertionError("it was cancelled")
 
-    visitor = visit(handler, limits=SLOW)
+    visitor = visit(handler)
     await visitor.begin(http_version="2")
     assert visitor.status == 408
     assert b"connection" not in dict(visitor.heard[0]["headers"])
@@ -585,13 +595,13 @@ async def test_http_2_has_no_connection_field() -> None:
 
 async def test_the_time_in_which_a_handler_does_not_read_is_not_counted() -> None:
     async def handler(request: Request) -> Response:
-        watch(request.scope)
+        watch(request.scope, limits=SLOW)
         pieces = request.stream()
         assert await anext(pieces) == b"first"
         await asyncio.sleep(3 * GRACE_S)  # the handler is slow, and not the client
         return PlainTextResponse(str([piece async for piece in pieces]))
 
-    visitor = visit(handler, limits=SLOW)
+    visitor = visit(handler)
     running = visitor.begin()
     visitor.say(b"first", more=True)
     visitor.say(b"last")
@@ -601,13 +611,13 @@ async def test_the_time_in_which_a_handler_does_not_read_is_not_counted() -> Non
 
 async def test_a_handler_may_wait_for_the_end_of_its_client_after_the_whole_body() -> None:
     async def handler(request: Request) -> Response:
-        watch(request.scope)
+        watch(request.scope, limits=SLOW)
         await request.body()
         with anyio.move_on_after(3 * GRACE_S):
             await request.receive()
         return PlainTextResponse("done")
 
-    visitor = visit(handler, limits=SLOW)
+    visitor = visit(handler)
     running = visitor.begin()
     visitor.say(b"all")
     await running
@@ -621,7 +631,7 @@ async def test_an_upload_of_a_request_that_is_not_watched_may_stall() -> None:
         begun.set()
         return PlainTextResponse(str(len(await request.body())))
 
-    visitor = visit(handler, limits=SLOW)
+    visitor = visit(handler)
     running = visitor.begin()
     await begun.wait()
     await asyncio.wait([running], timeout=3 * GRACE_S)
@@ -631,8 +641,8 @@ async def test_an_upload_of_a_request_that_is_not_watched_may_stall() -> None:
 
 
 async def test_a_request_past_its_deadline_is_cancelled_and_answered_with_503() -> None:
-    work = Work()
-    visitor = visit(work.handle, limits=RequestLimits(None, 1, GRACE_S))
+    work = Work(limits=SHORT)
+    visitor = visit(work.handle)
     running = visitor.begin()
     visitor.say()
     await running
@@ -654,11 +664,11 @@ async def test_a_thread_of_a_request_past_its_deadline_is_cancelled_where_it_wai
             raise
 
     async def handler(request: Request) -> Response:
-        watch(request.scope)
+        watch(request.scope, limits=SHORT)
         await anyio.to_thread.run_sync(work)
         raise AssertionError("it was cancelled")
 
-    visitor = visit(handler, limits=RequestLimits(None, 1, GRACE_S))
+    visitor = visit(handler)
     await visitor.begin()
     assert (visitor.status, outcomes) == (503, ["cancelled"])
 
@@ -670,11 +680,11 @@ async def test_the_deadline_is_over_when_the_response_begins() -> None:
         yield "last"
 
     async def handler(request: Request) -> Response:
-        watch(request.scope)
+        watch(request.scope, limits=SHORT)
         await request.body()
         return StreamingResponse(parts())
 
-    visitor = visit(handler, limits=RequestLimits(None, 1, GRACE_S))
+    visitor = visit(handler)
     running = visitor.begin()
     visitor.say()
     await running
@@ -686,7 +696,7 @@ async def test_a_response_that_had_begun_when_its_upload_stalled_is_cut_off_and_
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def handler(request: Request) -> Response:
-        watch(request.scope)
+        watch(request.scope, limits=SLOW)
 
         async def echo() -> AsyncIterator[bytes]:
             async for piece in request.stream():
@@ -695,10 +705,11 @@ async def test_a_response_that_had_begun_when_its_upload_stalled_is_cut_off_and_
         return StreamingResponse(echo())
 
     caplog.set_level("INFO", "aiotensor.integrations")
-    visitor = visit(handler, limits=SLOW)
+    visitor = visit(handler)
     running = visitor.begin()
     visitor.say(b"half", more=True)
-    await running
+    with pytest.raises(TimeoutError, match="after 4 bytes"):  # so no outer middleware completes the response
+        await running
     assert visitor.status == 200
     assert [message for message in visitor.heard[1:] if not message["more_body"]] == []
     [record] = caplog.records
@@ -707,14 +718,118 @@ async def test_a_response_that_had_begun_when_its_upload_stalled_is_cut_off_and_
 
 async def test_a_handler_that_answers_when_it_is_cancelled_has_the_last_word() -> None:
     async def handler(request: Request) -> Response:
-        watch(request.scope)
+        watch(request.scope, limits=SHORT)
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             return PlainTextResponse("what there is")
         raise AssertionError("it was cancelled")
 
-    visitor = visit(handler, limits=RequestLimits(None, 1, GRACE_S))
+    visitor = visit(handler)
     await visitor.begin()
     assert visitor.status == 200
     assert len(visitor.heard) == 2
+
+
+async def _time_out(request: Request) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0):
+            await asyncio.Event().wait()
+
+
+async def _move_on(request: Request) -> None:
+    with anyio.move_on_after(0):
+        await asyncio.Event().wait()
+
+
+async def _ask(request: Request) -> None:
+    assert not await request.is_disconnected()
+
+
+async def _time_out_at_the_deadline(request: Request) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(GRACE_S):
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("before", [_time_out, _move_on, _ask, _time_out_at_the_deadline])
+@pytest.mark.parametrize("end", ["deadline", "stall", "disconnect"])
+async def test_a_request_is_cancelled_though_other_cancellations_came_before(
+    before: Callable[[Request], Awaitable[None]], end: str
+) -> None:
+    begun = asyncio.Event()
+    limits = {"deadline": SHORT, "stall": SLOW, "disconnect": UNLIMITED}[end]
+
+    async def handler(request: Request) -> Response:
+        watch(request.scope, limits=limits)
+        await before(request)
+        begun.set()
+        await (request.body() if end == "stall" else asyncio.Event().wait())
+        raise AssertionError("it was cancelled")
+
+    visitor = visit(handler)
+    running = visitor.begin()
+    if end == "disconnect":
+        await begun.wait()
+        visitor.hang_up()
+    await running
+    assert visitor.status == {"deadline": 503, "stall": 408, "disconnect": 499}[end]
+
+
+async def test_bytes_that_arrive_while_the_loop_is_blocked_are_in_time() -> None:
+    loop = asyncio.get_running_loop()
+
+    async def handler(request: Request) -> Response:
+        watch(request.scope, limits=SLOW)
+        loop.call_soon(block)
+        return PlainTextResponse(str(len(await request.body())))
+
+    def block() -> None:
+        time.sleep(2 * GRACE_S)
+        visitor.say(b"all")
+
+    visitor = visit(handler)
+    await visitor.begin()
+    assert visitor.status == 200
+
+
+@pytest.mark.parametrize("limits", [SLOW, SHORT], ids=["slow", "overdue"])
+async def test_a_request_that_reached_a_limit_keeps_no_object_of_its_handler(limits: RequestLimits) -> None:
+    kept: list[weakref.ref[object]] = []
+
+    class Frames:
+        """Stands for the memory of a handler."""
+
+    async def handler(request: Request) -> Response:
+        watch(request.scope, limits=limits)
+        frames = Frames()
+        kept.append(weakref.ref(frames))
+        await request.body()
+        raise AssertionError(f"it was cancelled with {frames}")
+
+    visitor = visit(handler)
+    gc.disable()
+    try:
+        await visitor.begin()
+        assert visitor.status in (408, 503)
+        assert kept[0]() is None
+    finally:
+        gc.enable()
+
+
+async def test_the_limits_are_those_of_the_engine_that_a_handler_uses() -> None:
+    first = TensorLifespan(totals.sender, min_upload_rate=None)
+    second = TensorLifespan(totals.sender, min_upload_rate=None, deadline_s=GRACE_S)
+
+    async def handler(request: Request) -> Response:
+        with suppress(UsageError):  # it is not open
+            await second.sender(request)
+        await asyncio.Event().wait()
+        raise AssertionError("it was cancelled")
+
+    app = Starlette(routes=[Route("/", handler, methods=["POST"])])
+    for engine in (first, second):
+        engine.install(app)
+    visitor = Visit(app)
+    await visitor.begin()
+    assert visitor.status == 503
