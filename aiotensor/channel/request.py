@@ -158,13 +158,9 @@ class Request(Generic[M]):
         was_cancelled = self._block.__exit__(kind, error, trace)
         self._leave(None if was_cancelled else error)
         task = asyncio.current_task()
-        if (
-            isinstance(error, asyncio.CancelledError)
-            and not was_cancelled
-            and not (task and task.cancelling())
-        ):
-            # Of a future or task that the handler awaited: this process does not stop.
-            self._log_failure(error)
+        is_stopping = task is not None and task.cancelling() > 0
+        if isinstance(error, asyncio.CancelledError) and not was_cancelled and not is_stopping:
+            self._log_failure(error)  # a future that the handler awaited was cancelled
         return was_cancelled or isinstance(error, Exception)
 
     def _never_begun(self) -> None:
