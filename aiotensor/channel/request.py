@@ -157,9 +157,7 @@ class Request(Generic[M]):
             return False
         was_cancelled = self._block.__exit__(kind, error, trace)
         self._leave(None if was_cancelled else error)
-        task = asyncio.current_task()
-        is_stopping = task is not None and task.cancelling() > 0
-        if isinstance(error, asyncio.CancelledError) and not was_cancelled and not is_stopping:
+        if isinstance(error, asyncio.CancelledError) and not was_cancelled and not _is_being_cancelled():
             self._log_failure(error)  # a future that the handler awaited was cancelled
         return was_cancelled or isinstance(error, Exception)
 
@@ -210,6 +208,11 @@ class Request(Generic[M]):
     def _fail(self, error: BaseException | str) -> bool:
         cause = Cause("Exception", error) if isinstance(error, str) else cause_of(error)
         return self._answerer.fail(self._asked, cause)
+
+
+def _is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def cause_of(error: BaseException) -> Cause:
