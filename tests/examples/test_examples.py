@@ -25,6 +25,11 @@ async def test_a_server_answers_uploads_of_any_kind_of_video_and_refuses_other_f
         for clip, answer in zip(clips, answers, strict=True):
             assert answer.status_code == 200, answer.text
             assert is_right(clip, answer.json())
+        film(folder / "film.mkv", 5)
+        no_text = (folder / "film.mkv").read_bytes().replace(b"Lavf", b"\xff\xfe\xff\xfe")  # in its metadata
+        answer = await site.http.post(site.path, content=no_text)
+        assert answer.status_code == 200, answer.text
+        assert is_right(folder / "film.mkv", answer.json())
         refused = await site.http.post(site.path, content=b"no video" * 1000)
         assert refused.status_code == 422
         assert "no video" in refused.text
@@ -36,6 +41,7 @@ async def test_a_server_answers_uploads_of_any_kind_of_video_and_refuses_other_f
             writer.close()
         again = await site.http.post(site.path, content=clips[1].read_bytes())
         assert again.status_code == 200
+        assert "aiotensor_sender_permits_limit" in (await site.http.get("/metrics")).text
         status, errors = await site.server.end(signal.SIGTERM)
         assert status == 0
         assert "Traceback" not in errors
