@@ -4,53 +4,73 @@ python examples/engine.py &
 python examples/aiohttp_server.py
 curl --data-binary @video.mp4 http://127.0.0.1:8080/videos
 
-It needs `pip install 'aiotensor[aiohttp]' av`. The first argument is the port, if it is to be another.
+It needs `pip install 'aiotensor[aiohttp,prometheus]' av`. An optional argument is the port.
 """
 
+import asyncio
 import sys
 
+import prometheus_client
 from aiohttp import web
 from messages import MESSAGES, TENSORS, Summary
-from videos import UnreadableVideoError, Upload, colours
+from uploads import Upload
+from videos import Admission, UnreadableVideoError, colours
 
 from aiotensor import TensorSender
 from aiotensor.channel import MessageClient
 from aiotensor.integrations.aiohttp import client_context, problem_middleware, sender_context
+from aiotensor.integrations.prometheus import AioTensorCollector
 
+# A longer wait is answered with 503.
+VIDEOS_AT_ONCE = 4
+MAX_WAIT_S = 5
+
+ADMISSION = web.AppKey("admission", Admission)
 SENDER = web.AppKey("sender", TensorSender)
 CLIENT = web.AppKey("client", MessageClient[Summary])
 
 routes = web.RouteTableDef()
+prometheus_client.REGISTRY.register(AioTensorCollector())
 
 
 @routes.post("/videos")
 async def post_video(request: web.Request) -> web.Response:
     """Answer with the mean colour of each frame, as red, green and blue from 0 to 255."""
+    app = request.app
+    upload = Upload(request.content.iter_any(), request.content_length)
     try:
-        upload = Upload(request.content.iter_any(), request.content_length)
-        found = await colours(upload, request.app[SENDER], request.app[CLIENT])
+        async with app[ADMISSION]:
+            found = await colours(upload, app[SENDER], app[CLIENT])
     except UnreadableVideoError as error:
         raise web.HTTPUnprocessableEntity(text=str(error)) from error
     return web.json_response(found)
 
 
+@routes.get("/metrics")
+async def get_metrics(request: web.Request) -> web.Response:
+    """Answer with the metrics of this server for Prometheus."""
+    page = await asyncio.to_thread(prometheus_client.generate_latest)
+    return web.Response(body=page, headers={"Content-Type": prometheus_client.CONTENT_TYPE_LATEST})
+
+
 def make_app() -> web.Application:
     """Make the application."""
+
+    def make_sender() -> TensorSender:
+        return TensorSender(TENSORS, VIDEOS_AT_ONCE, arena_bytes=512 << 20, max_wait_s=MAX_WAIT_S)
+
+    def make_client() -> MessageClient[Summary]:
+        return MessageClient(MESSAGES, sender=app[SENDER], reply_type=Summary, max_wait_s=MAX_WAIT_S)
+
     app = web.Application(middlewares=[problem_middleware()])
-    app.cleanup_ctx.append(
-        # 4 batches of frames may be on their way, in 512 MiB; who waits longer than 5 s gets a 503.
-        sender_context(SENDER, lambda: TensorSender(TENSORS, 4, arena_bytes=512 << 20, max_wait_s=5))
-    )
-    app.cleanup_ctx.append(
-        client_context(
-            CLIENT,
-            lambda: MessageClient(MESSAGES, sender=app[SENDER], reply_type=Summary, max_wait_s=5),
-        )
-    )
+    app[ADMISSION] = Admission(VIDEOS_AT_ONCE, MAX_WAIT_S)
+    app.cleanup_ctx.append(sender_context(SENDER, make_sender))
+    app.cleanup_ctx.append(client_context(CLIENT, make_client))
     app.add_routes(routes)
     return app
 
 
 if __name__ == "__main__":
-    # A handler whose client hangs up is cancelled, and gives back what it holds.
-    web.run_app(make_app(), port=int(sys.argv[1]) if len(sys.argv) > 1 else 8080, handler_cancellation=True)
+    port = int(sys.argv[1]) if len(sys.argv) > 1 else 8080
+    # A handler whose client disconnects is cancelled, and releases its memory.
+    web.run_app(make_app(), port=port, handler_cancellation=True)

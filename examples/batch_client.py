@@ -1,4 +1,4 @@
-"""Work through many video files, without a server: some at a time, each as large as it likes.
+"""Process many video files of any size without a server, a few at a time.
 
 python examples/engine.py &
 python examples/batch_client.py one.mp4 two.mp4 ...
@@ -7,43 +7,42 @@ It needs `pip install aiotensor av`.
 """
 
 import asyncio
+import io
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
-import anyio
 from messages import MESSAGES, TENSORS, Summary
-from videos import UnreadableVideoError, Upload, colours
+from videos import UnreadableVideoError, colours
 
 from aiotensor import AioTensorError, TensorSender
 from aiotensor.channel import MessageClient
 
 FILES_AT_ONCE = 4
-PIECE_BYTES = 1 << 20
 
 
-async def pieces(path: Path) -> AsyncIterator[bytes]:
-    """Read a file piece by piece."""
-    async with await anyio.open_file(path, "rb") as file:
-        while piece := await file.read(PIECE_BYTES):
-            yield piece
+class LocalFile(io.FileIO):
+    """A file that is complete, so reading it does not wait."""
+
+    failure: Exception | None = None
+
+    def give_up(self) -> None:
+        """Do nothing."""
 
 
 async def main(paths: list[Path]) -> int:
-    """Print a line for each file, and return how many could not be done."""
+    """Print a line for each file, and return the number of files that failed."""
     failed = 0
-    turns = asyncio.Semaphore(FILES_AT_ONCE)
+    admission = asyncio.Semaphore(FILES_AT_ONCE)
     async with (
         TensorSender(TENSORS, max_concurrent_videos=FILES_AT_ONCE) as sender,
         MessageClient(MESSAGES, sender=sender, reply_type=Summary) as client,
     ):
 
-        async def work(path: Path) -> None:
+        async def process(path: Path) -> None:
             nonlocal failed
-            async with turns:
+            async with admission:
                 try:
-                    upload = Upload(pieces(path), (await anyio.Path(path).stat()).st_size)
-                    found = await colours(upload, sender, client)
+                    found = await colours(LocalFile(path), sender, client)
                 except (UnreadableVideoError, AioTensorError, OSError) as error:
                     failed += 1
                     print(f"{path.name}: {error}", file=sys.stderr)
@@ -53,7 +52,7 @@ async def main(paths: list[Path]) -> int:
 
         async with asyncio.TaskGroup() as group:
             for path in paths:
-                group.create_task(work(path))
+                group.create_task(process(path))
     return failed
 
 

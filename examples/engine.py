@@ -1,4 +1,4 @@
-"""An engine: it owns the model, in a plain thread without an event loop. Start it, and any of the servers.
+"""An engine: it owns the model, in a plain thread without an event loop. Start it with any of the servers.
 
 python examples/engine.py
 """
@@ -15,7 +15,7 @@ def model(batch: Batch) -> Summary:
 
 
 def main() -> None:
-    """Answer requests until Ctrl-C. What the model raises goes to whoever asked, and the engine goes on."""
+    """Answer requests until Ctrl-C. Errors of the model are sent to the client, and the engine continues."""
     with (
         blocking.TensorReceiver(TENSORS) as receiver,
         blocking.MessageServer(MESSAGES, Batch, receiver=receiver) as server,

@@ -1,4 +1,4 @@
-"""What the servers of these examples ask the engine, and what it answers."""
+"""The requests of the servers to the engine, and its answers."""
 
 import os
 from typing import Annotated
@@ -14,12 +14,12 @@ MESSAGES = f"ipc://{FOLDER}/example-engine.messages"
 
 
 class Batch(msgspec.Struct):
-    """Some frames of a video, one after the other."""
+    """Consecutive frames of a video."""
 
     frames: Annotated[torch.Tensor, TensorMeta(dtype=torch.uint8, shape=(None, None, None, 3))]
 
 
 class Summary(msgspec.Struct):
-    """What the model says of them: for each frame its mean colour, of shape (frames, 3)."""
+    """The answer of the model: the mean colour of each frame, of shape (frames, 3)."""
 
     colours: Annotated[torch.Tensor, TensorMeta(dtype=torch.float32, shape=(None, 3))]

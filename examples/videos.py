@@ -1,20 +1,18 @@
-"""Decode a video while it still arrives, and ask the engine about it batch by batch.
+"""Decode videos, and ask the engine about them batch by batch.
 
-A video of 2 GB never needs 2 GB of memory: there are one batch of frames, in shared memory, and the piece of
-the file that has just come. The decoder asks for the next piece when it has used up the last one, so a slow
-engine makes the client upload more slowly.
+A video of 2 GB never needs 2 GB of memory: its decoder holds one batch of frames, in shared memory, and one
+chunk of the file. It asks for the next chunk when it has used up the last one, so a slow engine slows the
+upload down.
 """
 
 import asyncio
-import os
-import tempfile
+import itertools
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar, TypeVarTuple
+from typing import Protocol, Self, TypeVar, TypeVarTuple
 
 import anyio
-import anyio.from_thread
 import anyio.lowlevel
 import anyio.to_thread
 import av
@@ -22,15 +20,10 @@ import numpy as np
 import torch
 from messages import Batch, Summary
 
-from aiotensor import TensorSender
+from aiotensor import TensorSender, WouldBlockError
 from aiotensor.channel import MessageClient
 
-BATCH_FRAMES = 32
-
-# Of this process. Threads that decode wait for their clients, so they must not be those of FastAPI's `def`
-# endpoints, which share anyio's default limiter, nor those that free what a decoder held.
-_DECODING = anyio.CapacityLimiter(64)
-_CLOSING = anyio.CapacityLimiter(4)
+MAX_BATCH_FRAMES = 32
 
 R = TypeVar("R")
 Arguments = TypeVarTuple("Arguments")
@@ -40,196 +33,195 @@ class UnreadableVideoError(ValueError):
     """The file is no video, or is damaged."""
 
 
-class Upload:
-    """A file that is read while it arrives; in a thread of anyio.
+class Admission:
+    """Admit a limited number of videos at once: ``async with admission:``.
 
-    What has come stands in a temporary file, for formats that go back, or whose index is at the end: of such
-    a file the last bytes are waited for first. Have the folder for temporary files on a disk, not in memory.
+    A video keeps a decoder, a thread and perhaps a temporary file until its end. The sender's permits do not
+    bound these: a request completes its message, so each batch needs another permit, and videos that wait for
+    one would keep their decoders. A video that waits for admission has none of these, and has not been read.
+    With as many videos at once as the sender has permits, a permit is free for each of their batches.
 
     Args:
-        pieces: of the file, as they come.
-        size: of the whole file, in bytes; None if nobody knows yet.
+        limit: the number of videos at once, such as the sender's `max_concurrent_videos`.
+        max_wait_s: seconds after which waiting raises `WouldBlockError`; servers answer it with 503.
     """
 
-    def __init__(self, pieces: AsyncIterator[bytes], size: int | None) -> None:
-        self.failure: Exception | None = None  # the client hung up, or another error while it arrived
-        self._pieces = pieces
-        self._size = size
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it has no name, and `close` ends it
-        self._here = self._position = 0
-        self._is_whole = self._is_given_up = False
-        self._waiting: anyio.CancelScope | None = None
+    def __init__(self, limit: int, max_wait_s: float) -> None:
+        self._free = asyncio.Semaphore(limit)
+        self._max_wait_s = max_wait_s
 
-    def read(self, size: int) -> bytes:
-        """Return the next bytes, at most so many; none at the end, or after a failure."""
-        while self._here <= self._position and not self._is_whole:
-            self._wait_for_more()
-        if self._is_given_up:
-            return b""
-        self._file.seek(self._position)
-        part = self._file.read(size)
-        self._position += len(part)
-        return part
+    async def __aenter__(self) -> None:
+        try:
+            async with asyncio.timeout(self._max_wait_s):
+                await self._free.acquire()
+        except TimeoutError:
+            raise WouldBlockError(f"no other video ended within {self._max_wait_s:g} s") from None
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a position, which may not be here yet."""
-        if whence == os.SEEK_END:
-            while self._size is None:
-                self._wait_for_more()
-            offset += self._size
-        elif whence == os.SEEK_CUR:
-            offset += self._position
-        self._position = offset
-        return offset
+    async def __aexit__(self, *_: object) -> None:
+        self._free.release()
 
-    def tell(self) -> int:
-        """Say which byte is next."""
-        return self._position
+
+class Source(Protocol):
+    """A file object that a decoder reads in a thread.
+
+    Attributes:
+        failure: the reason why the file ended too early, if it did.
+    """
+
+    failure: Exception | None
+
+    def read(self, size: int, /) -> bytes:
+        """Return at most `size` bytes, and none at the end. Blocks."""
+
+    def seekable(self) -> bool:
+        """Return whether it has `seek` and `tell`."""
 
     def give_up(self) -> None:
-        """Have the file end here, since nobody wants it any more; on the event loop."""
-        self._is_given_up = True
-        if self._waiting is not None:
-            self._waiting.cancel()
+        """End a `read` that waits in another thread."""
 
     def close(self) -> None:
-        """Let go of what has come."""
-        self._file.close()
-
-    def _wait_for_more(self) -> None:
-        piece = anyio.from_thread.run(self._next_piece)
-        if piece is None:
-            self._is_whole, self._size = True, self._here
-        else:
-            self._file.seek(self._here)
-            self._file.write(piece)
-            self._here += len(piece)
-
-    async def _next_piece(self) -> bytes | None:
-        """Wait for the next piece; there is none at the end, after an error, and when this is cancelled.
-
-        Nothing is raised here: the decoder could not pass it on, and what anyio raises in a thread leads to
-        itself, so that the batch there would be kept until the garbage collector runs.
-        """
-        try:
-            if not self._is_given_up:
-                with anyio.CancelScope() as self._waiting:
-                    return await anext(self._pieces, None)
-        except asyncio.CancelledError:
-            pass  # whoever waits for the thread is cancelled, too
-        except Exception as error:  # noqa: BLE001 - `Decoder.check` raises it
-            self.failure = error
-        return None
+        """Release the file."""
 
 
 class Decoder:
-    """Decode an upload, a batch at a time. What blocks is to be called in a thread, by `_in_thread`."""
+    """Decode a video in a thread, and close its file at the end of an ``async with`` block."""
 
-    def __init__(self, upload: Upload) -> None:
-        # A task that asyncio cancels leaves its thread at work, and what that reads must not be closed yet.
+    def __init__(self, source: Source) -> None:
+        # A thread waits for the client's next bytes. anyio's default limiter is for threads that end soon.
+        self._limiter = anyio.CapacityLimiter(1)
+        # A task that asyncio cancels does not wait for its thread, which uses what `__aexit__` closes.
         self._lock = threading.Lock()
-        self._upload = upload
-        self._video: av.container.InputContainer | None = None
+        self._source = source
+        self._container: av.container.InputContainer | None = None
         self._frames: Iterator[av.VideoFrame] = iter(())
-        self._first: av.VideoFrame | None = None
         self._failure: Exception | None = None
-        self.size = (0, 0)  # height and width, when it is open
+        self.height = self.width = 0
 
-    def open(self) -> None:
-        """Read as far as the first frame. Blocks."""
-        with self._lock, self._errors("this is no video"):
-            # A playlist may name other files and addresses: an upload never makes us open one.
-            self._video = av.open(self._upload, "r", container_options={"protocol_whitelist": "none"})
-            self._frames = self._video.decode(video=0)
-            self._first = next(self._frames)
-            self.size = self._first.height, self._first.width
+    async def __aenter__(self) -> Self:
+        return self
 
-    def read(self, batch: np.ndarray) -> int:
-        """Decode into a batch of shape (frames, height, width, 3), and return how many there were. Blocks."""
+    async def __aexit__(self, *_: object) -> None:
+        self._source.give_up()
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._close, limiter=self._limiter)
+
+    async def open(self) -> None:
+        """Decode the first frame.
+
+        Raises:
+            UnreadableVideoError: the file is no video.
+            Exception: the file could not be read, such as for a client that disconnected.
+        """
+        await self._in_thread(self._open)
+
+    async def read(self, batch: np.ndarray) -> int:
+        """Decode the next frames, and return their number, which is 0 at the end.
+
+        Args:
+            batch: an array for the frames, of shape (frames, height, width, 3).
+
+        Raises:
+            UnreadableVideoError: the video is damaged.
+            Exception: the file could not be read, such as for a client that disconnected.
+        """
+        return await self._in_thread(self._read, batch)
+
+    async def _in_thread(self, work: Callable[[*Arguments], R], *arguments: *Arguments) -> R:
+        result = await anyio.to_thread.run_sync(work, *arguments, limiter=self._limiter)
+        await anyio.lowlevel.checkpoint_if_cancelled()  # a cancelled upload ends too early, too
+        # Errors are raised here for the reason that `Upload._next_chunk` states.
+        failure = self._source.failure or self._failure
+        self._source.failure = self._failure = None
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure  # its traceback refers to this frame
+        return result
+
+    def _open(self) -> None:
+        hint = "" if self._source.seekable() else "; without a known size, its index must be at the start"
+        with self._lock, self._errors("this is no video", hint):
+            self._container = av.open(
+                self._source,
+                "r",
+                metadata_errors="replace",
+                container_options={"protocol_whitelist": "none"},  # a playlist must not open other files
+            )
+            if not self._container.streams.video:
+                self._failure = UnreadableVideoError("the file has no video stream")
+                return
+            frames = self._container.decode(video=0)
+            first = next(frames, None)
+            if first is None:
+                self._failure = UnreadableVideoError("the video ends before its first frame")
+                return
+            self.height, self.width = first.height, first.width
+            self._frames = itertools.chain([first], frames)
+
+    def _read(self, batch: np.ndarray) -> int:
         count = 0
         with self._lock, self._errors("the video is damaged"):
-            while count < len(batch) and (frame := self._next()) is not None:
+            for frame in itertools.islice(self._frames, len(batch)):
                 fitted = frame.reformat(width=batch.shape[2], height=batch.shape[1], format="rgb24")
                 batch[count] = fitted.to_ndarray()
                 count += 1
         return count
 
-    def check(self) -> None:
-        """Raise what was wrong with the upload or the video, once; on the event loop.
-
-        Not in the thread, for the reason that `Upload._next_piece` has.
-        """
-        failure = self._upload.failure or self._failure
-        self._upload.failure = self._failure = None
-        if failure is not None:
-            try:
-                raise failure
-            finally:
-                del failure  # it has this frame
-
-    def close(self) -> None:
-        """Let go of the decoder, and of the upload. Blocks."""
+    def _close(self) -> None:
         with self._lock:
-            self._frames, self._first = iter(()), None
-            if self._video is not None:
-                self._video.close()
-            self._upload.close()
-
-    def _next(self) -> av.VideoFrame | None:
-        first, self._first = self._first, None
-        return first or next(self._frames, None)
+            self._frames = iter(())
+            if self._container is not None:
+                self._container.close()
+            self._source.close()
 
     @contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
+    def _errors(self, problem: str, hint: str = "") -> Iterator[None]:
         try:
             yield
-        except (av.FFmpegError, IndexError, StopIteration) as error:
-            self._failure = UnreadableVideoError(f"{what}: {error}")
+        except av.FFmpegError as error:
+            self._failure = UnreadableVideoError(f"{problem}: {error.strerror}{hint}")
+        except OSError as error:  # such as for a full disk
+            self._failure = error.with_traceback(None)
 
 
-async def colours(upload: Upload, sender: TensorSender, client: MessageClient[Summary]) -> list[list[float]]:
-    """Ask the engine for the mean colour of each frame of a video.
+async def colours(source: Source, sender: TensorSender, client: MessageClient[Summary]) -> list[list[float]]:
+    """Return the mean colour of each frame of a video, as found by the engine.
 
-    Cancelling gives everything back; the engine stops working on it, too.
+    Call it for an admitted video. Cancelling stops the decoder and the engine, and releases the memory.
 
     Args:
-        upload: the file; it is closed in the end.
-        sender: to the engine.
-        client: of the engine, with that sender.
+        source: the file; this closes it.
+        sender: a sender to the engine.
+        client: a client of the engine, with this sender.
+
+    Raises:
+        UnreadableVideoError: the file is no video, or is damaged.
+        Exception: the file could not be read, such as for a client that disconnected; and the errors of
+            `MessageClient.request`.
     """
-    decoder = Decoder(upload)
     found: list[list[float]] = []
-    try:
-        await _in_thread(decoder, decoder.open)
+    async with Decoder(source) as decoder:
+        await decoder.open()
         while more := await _next_colours(decoder, sender, client):
             found += more
-    finally:
-        upload.give_up()
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(decoder.close, limiter=_CLOSING)
     return found
-
-
-async def _in_thread(decoder: Decoder, work: Callable[[*Arguments], R], *arguments: *Arguments) -> R:
-    """Have the decoder do something in a thread, and raise what was wrong."""
-    result = await anyio.to_thread.run_sync(work, *arguments, limiter=_DECODING)
-    await anyio.lowlevel.checkpoint_if_cancelled()  # or what had come by then would be taken for all
-    decoder.check()
-    return result
 
 
 async def _next_colours(
     decoder: Decoder, sender: TensorSender, client: MessageClient[Summary]
 ) -> list[list[float]]:
-    """Ask for those of the next batch; there are none at the end of the video.
+    """Return the colours of the next batch; none at the end of the video.
 
-    A function of its own, so that the memory of a batch is free before somebody waits for the next one:
-    videos that hold one and wait for another would wait for each other.
+    A separate function, so that the memory of a batch is free before the next one is allocated.
     """
-    # First a permit, then memory, then the frames: what is decoded is bounded, and not only what is sent.
+    limits = sender.statistics()
+    share = limits.arena_bytes // limits.max_concurrent_videos
+    frame_bytes = decoder.height * decoder.width * 3
+    batch_frames = min(max(share // frame_bytes, 1), MAX_BATCH_FRAMES)
     async with sender.message() as permit:
-        frames = await permit.allocate((BATCH_FRAMES, *decoder.size, 3), torch.uint8)
-        count = await _in_thread(decoder, decoder.read, frames.numpy())
+        frames = await permit.allocate((batch_frames, decoder.height, decoder.width, 3), torch.uint8)
+        count = await decoder.read(frames.numpy())
         if not count:
             return []
         summary = await client.request(Batch(frames[:count]), inside=permit)

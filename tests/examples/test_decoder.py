@@ -1,0 +1,57 @@
+"""The decoder of the examples releases the memory of a batch that it could not fill."""
+
+import gc
+import io
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.examples.films import film
+from tests.examples.programs import ROOT
+
+pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])
+
+
+class BrokenDisk(io.FileIO):
+    """A file of which only the beginning can be read."""
+
+    failure: Exception | None = None
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if self.tell() > 1 << 18:
+            raise OSError("the disk is broken")
+        return super().read(size)
+
+    def give_up(self) -> None:
+        """Do nothing."""
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+async def test_a_file_that_cannot_be_read_keeps_no_batch_in_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, no_collection: None
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from videos import Decoder
+
+    path = folder / "long.mkv"
+    film(path, 150)
+    async with Decoder(BrokenDisk(path)) as decoder:
+        await decoder.open()
+        batch = np.empty((150, 360, 640, 3), np.uint8)
+        kept = weakref.ref(batch)
+        with suppress(OSError):
+            await decoder.read(batch)
+            pytest.fail("the file could be read")
+        del batch
+    assert kept() is None
