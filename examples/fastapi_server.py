@@ -1,7 +1,7 @@
 """A FastAPI server: it answers each uploaded video with the mean colours of its frames.
 
 python examples/engine.py &
-uvicorn fastapi_server:app --app-dir examples --workers 2
+uvicorn fastapi_server:app --app-dir examples --workers 2 --timeout-graceful-shutdown 30
 curl --data-binary @video.mp4 http://127.0.0.1:8000/videos
 
 It needs `pip install 'aiotensor[fastapi,prometheus]' av uvicorn`.
