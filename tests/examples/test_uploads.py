@@ -21,11 +21,12 @@ PERMITS = 4
 
 def temporary_files(pid: int, folder: Path) -> list[int]:
     """Return the sizes of a process's open temporary files."""
-    return [
-        os.stat(entry).st_size
-        for entry in Path(f"/proc/{pid}/fd").iterdir()
-        if os.path.islink(entry) and os.readlink(entry).startswith(f"{folder}/")
-    ]
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # for a descriptor that was closed after it was listed
+            if os.readlink(entry).startswith(f"{folder}/"):
+                found.append(os.stat(entry).st_size)
+    return found
 
 
 async def status_of(reader: asyncio.StreamReader) -> int:
