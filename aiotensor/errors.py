@@ -65,7 +65,7 @@ class PeerLostError(AioTensorError):
 
 
 class RefusedError(AioTensorError):
-    """The other side is there and does not admit this one.
+    """The other side refuses this one.
 
     It has reached one of its limits (`max_senders`, `max_mapped_bytes`, `max_unclaimed_messages`,
     `max_clients`, or `ulimit -v` of its process), or the two sides speak different versions of the protocol.
@@ -107,11 +107,11 @@ class WouldBlockError(AioTensorError):
 
 
 class TooLargeError(AioTensorError):
-    """What was asked for could never fit.
+    """The requested amount could never fit.
 
     Attributes:
-        limit: the most that could ever be had, in bytes (or in tensors of one message).
-        requested: what was asked for.
+        limit: the largest possible amount, in bytes (or in tensors of one message).
+        requested: the requested amount.
     """
 
     def __init__(self, text: str, *, limit: int = 0, requested: int = 0) -> None:
@@ -121,7 +121,7 @@ class TooLargeError(AioTensorError):
 
 
 class UnsupportedTensorError(AioTensorError, TypeError):
-    """This tensor cannot travel faithfully; the text says which property and what to do."""
+    """This tensor cannot be sent unchanged; the text names the property and a remedy."""
 
 
 class ProtocolError(AioTensorError):
@@ -149,7 +149,7 @@ class UsageError(AioTensorError, RuntimeError):
 
 
 def again(error: AioTensorError) -> AioTensorError:
-    """Make an error like another, since one that was raised carries its traceback along."""
+    """Return a copy of an error without its traceback."""
     again = type(error)(*error.args)
     again.__dict__.update(error.__dict__)
     again.__cause__ = error.__cause__

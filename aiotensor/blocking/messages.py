@@ -62,7 +62,7 @@ class MessageClient(BlockingObject[channel.MessageClient[R]], Generic[R]):
                 linger_s=linger_s,
             )
         )
-        self._kept = sender, receiver  # what is garbage-collected is closed
+        self._kept = sender, receiver  # an object that is garbage-collected is closed
 
     def request(
         self,
@@ -113,7 +113,7 @@ class MessageClient(BlockingObject[channel.MessageClient[R]], Generic[R]):
         self._wait(self._inner.send, message, target=target, inside=block, timeout=timeout)
 
     def statistics(self) -> ClientStatistics:
-        """Return what is in flight and what was done; also after closing."""
+        """Return the messages in flight and the counters; works after closing too."""
         return self._look(self._inner.statistics)
 
 
@@ -136,17 +136,17 @@ class Request(Generic[M]):
 
     @property
     def message(self) -> M:
-        """What the client sent, with its tensors in place."""
+        """The message of the client, with its tensors in place."""
         return self._inner.message
 
     @property
     def client_pid(self) -> int:
-        """The process id of the client, as it says."""
+        """The process id of the client, as the client reports it."""
         return self._inner.client_pid
 
     @property
     def is_wanted(self) -> bool:
-        """Whether anybody still waits for an answer."""
+        """Whether the client still waits for an answer."""
         return self._inner.is_wanted
 
     def reply(self, answer: object, *, timeout: float | None = None) -> bool:
@@ -172,7 +172,7 @@ class Request(Generic[M]):
         return False
 
     def fail(self, error: BaseException | str) -> bool:
-        """Tell the client that there is no answer, and return whether it still wanted one."""
+        """Answer with an error, and return whether the client still waited for an answer."""
         return self._server._wait(self._inner.fail, error)
 
     def __enter__(self) -> Self:
@@ -189,7 +189,7 @@ class Request(Generic[M]):
         try:
             self._server._now(self._inner._leave, error)
         except ClosedError:
-            self._inner._leave(error)  # nobody waits for an answer, and no other thread has it
+            self._inner._leave(error)  # no client waits for an answer, and no other thread uses it
         return isinstance(error, Exception)
 
 
@@ -238,7 +238,7 @@ class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
                 linger_s=linger_s,
             )
         )
-        self._kept = sender, receiver  # what is garbage-collected is closed
+        self._kept = sender, receiver  # an object that is garbage-collected is closed
 
     @property
     def address(self) -> str:
@@ -246,7 +246,7 @@ class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
         return self._inner.address
 
     def __iter__(self) -> Iterator[Request[M]]:
-        """Go through the requests whose tensors are here; ends when this server is closed."""
+        """Iterate over the requests whose tensors have arrived; ends when this server is closed."""
         return iter(self._next_or_none, None)
 
     def _next_or_none(self) -> Request[M] | None:
@@ -256,10 +256,10 @@ class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
             return None
 
     def next(self, *, timeout: float | None = None) -> Request[M]:
-        """Return the next request whose tensors are here.
+        """Return the next request whose tensors have arrived.
 
         Args:
-            timeout: after how many seconds to give up; nothing is lost. With 0, what is here now.
+            timeout: seconds after which to give up; nothing is lost. With 0, this does not wait.
 
         Raises:
             TimeoutError: it took longer than that.
@@ -268,7 +268,7 @@ class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
         return Request(self, self._wait(self._take, timeout))
 
     async def _take(self, timeout: float | None) -> channel.Request[M]:
-        """Wait so long for a request; one that is here is taken, however long it takes to read it."""
+        """Wait for a request until the timeout; one that has arrived may take longer to decode."""
         try:
             async with asyncio.timeout(timeout):
                 return await self._next(self._inner)
@@ -280,9 +280,10 @@ class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
             raise
 
     def serve(self, handler: Callable[[M], object]) -> None:
-        """Answer every message with what a function returns for it, in this thread, until this is closed.
+        """Answer every message with the result of a function, in this thread, until this is closed.
 
-        What the function raises goes to the client as `RemoteError`, and is logged.
+        An `Exception` in the function reaches the client as `RemoteError`, and is logged. Other exceptions,
+        such as `SystemExit`, propagate, and the client gets `PeerLostError`.
 
         Args:
             handler: called with each message; returns the answer.
@@ -292,7 +293,7 @@ class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
                 request.reply(handler(request.message))
 
     def statistics(self) -> ServerStatistics:
-        """Return what is held and what was done; also after closing."""
+        """Return the current state and the counters; works after closing too."""
         return self._look(self._inner.statistics)
 
 

@@ -26,7 +26,7 @@ routes = web.RouteTableDef()
 
 @routes.post("/totals")
 async def post_totals(request: web.Request) -> web.Response:
-    """Add up what is uploaded, with a permit from before the upload is read."""
+    """Add up the bytes of an upload, with a permit from before the upload is read."""
     async with request.app[SENDER].message() as permit:
         message = totals.numbers(await request.read())
         total = await request.app[CLIENT].request(message, inside=permit)
@@ -35,21 +35,21 @@ async def post_totals(request: web.Request) -> web.Response:
 
 @routes.post("/left")
 async def post_left(request: web.Request) -> web.Response:
-    """Send what is uploaded, and leave it to whoever takes it."""
+    """Send an upload to the engine without a request."""
     handle = await request.app[SENDER].send(totals.numbers(await request.read()).values)
     return web.Response(body=msgspec.json.encode(handle), content_type="application/json")
 
 
 @routes.get("/metrics")
 async def get_metrics(request: web.Request) -> web.Response:
-    """Say what Prometheus asks for."""
+    """Return the metrics for Prometheus."""
     page = await asyncio.to_thread(generate_latest)
     return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 @routes.get("/held")
 async def get_held(request: web.Request) -> web.Response:
-    """Say what this worker has."""
+    """Return the resources of this worker."""
     held = totals.held(request.app[SENDER], request.app[CLIENT])
     return web.Response(body=msgspec.json.encode(held), content_type="application/json")
 
@@ -65,7 +65,7 @@ def make_app() -> web.Application:
 
 
 async def make_runner() -> web.AppRunner:
-    """Make what a worker of gunicorn runs."""
+    """Make the runner for a worker of gunicorn."""
     return web.AppRunner(make_app(), handler_cancellation=True)
 
 

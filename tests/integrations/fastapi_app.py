@@ -1,4 +1,4 @@
-"""A FastAPI server for the tests: it has its engine add up what is uploaded."""
+"""A FastAPI server for the tests: its engine adds up the bytes of uploads."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -32,7 +32,7 @@ Permit: TypeAlias = Annotated[OpenMessage, Depends(engine.permit, scope="functio
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Have something of the application's own around, too."""
+    """Surround the lifespan of the engine with one of the application."""
     async with engine.lifespan(app):
         app.state.is_open = True
         yield
@@ -46,7 +46,7 @@ REGISTRY.register(AioTensorCollector())
 
 @app.post("/totals")
 async def post_totals(request: Request, client: Client, permit: Permit) -> Response:
-    """Add up what is uploaded, with a permit from before the upload is read."""
+    """Add up the bytes of an upload, with a permit from before the upload is read."""
     message = totals.numbers(await request.body())
     total = await client.request(message, inside=permit)
     return Response(msgspec.json.encode(total), media_type="application/json")
@@ -54,18 +54,18 @@ async def post_totals(request: Request, client: Client, permit: Permit) -> Respo
 
 @app.post("/left")
 async def post_left(request: Request, sender: Sender) -> Response:
-    """Send what is uploaded, and leave it to whoever takes it."""
+    """Send an upload to the engine without a request."""
     handle = await sender.send(totals.numbers(await request.body()).values)
     return Response(msgspec.json.encode(handle), media_type="application/json")
 
 
 @app.get("/metrics")
 async def get_metrics() -> Response:
-    """Say what Prometheus asks for."""
+    """Return the metrics for Prometheus."""
     return Response(await asyncio.to_thread(generate_latest), media_type=CONTENT_TYPE_LATEST)
 
 
 @app.get("/held")
 async def get_held(sender: Sender, client: Client) -> Response:
-    """Say what this worker has."""
+    """Return the resources of this worker."""
     return Response(msgspec.json.encode(totals.held(sender, client)), media_type="application/json")

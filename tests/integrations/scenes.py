@@ -1,4 +1,4 @@
-"""A server, its engine, and what is uploaded."""
+"""A server, its engine, and an upload."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,7 +16,7 @@ from tests.processes.peers import Peer, peers
 __all__ = ["UPLOAD", "MiB", "Scene", "is_answered", "scene"]
 
 MiB = 1 << 20
-UPLOAD = bytes(range(256)) * 256  # what comes of it has a MiB
+UPLOAD = bytes(range(256)) * 256  # its tensor has a MiB
 RETRY_AFTER = "2"
 
 
@@ -61,7 +61,7 @@ async def scene(
 
 
 def is_answered(response: httpx.Response) -> bool:
-    """Say whether an upload got its total; if not, it was refused as it should be."""
+    """Return whether an upload was answered with its total; otherwise check its refusal."""
     if response.status_code == 200:
         assert msgspec.json.decode(response.content, type=Total).total == total_of(UPLOAD)
         return True

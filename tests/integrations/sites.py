@@ -1,4 +1,4 @@
-"""Real HTTP servers in processes of their own, and what tests ask them."""
+"""Real HTTP servers in separate processes, and requests to them."""
 
 import asyncio
 import os
@@ -55,8 +55,8 @@ class Site:
     """A server that runs.
 
     Attributes:
-        process: the one that was started; its workers are its children.
-        port: where it listens.
+        process: the server, or the parent of its workers.
+        port: the port on which it listens.
         errors: the file of its standard error.
     """
 
@@ -65,11 +65,11 @@ class Site:
     errors: Path
 
     def said(self) -> str:
-        """Return what it wrote to standard error."""
+        """Return its standard error."""
         return self.errors.read_text()
 
     async def stop(self) -> tuple[int, str]:
-        """Ask the server to end, and return its exit status and what it wrote to standard error."""
+        """Stop the server with SIGTERM, and return its exit status and its standard error."""
         self.process.send_signal(signal.SIGTERM)
         return await self.process.wait(), self.said()
 
@@ -100,7 +100,7 @@ async def site(
     }
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0), backlog=256) as here:
         errors = Path(folder, "errors")
-        # Who connects before a worker is there waits: nobody has to ask whether the server is up.
+        # Connections wait in the backlog until a worker accepts them.
         command = SERVERS[kind](here.fileno(), workers)
         file = os.open(errors, os.O_WRONLY | os.O_CREAT)
         try:
@@ -125,7 +125,7 @@ async def site(
 
 
 def http_client(site: Site) -> httpx.AsyncClient:
-    """Make a client each of whose requests has a connection of its own, so that all workers get some."""
+    """Make a client that opens a connection for each request, so that the requests reach all workers."""
     return httpx.AsyncClient(
         base_url=f"http://127.0.0.1:{site.port}",
         timeout=60,
@@ -135,7 +135,7 @@ def http_client(site: Site) -> httpx.AsyncClient:
 
 
 async def workers(http: httpx.AsyncClient, count: int) -> dict[int, Held]:
-    """Ask until so many workers have said what they have."""
+    """Send requests until this number of workers has reported its resources."""
     found: dict[int, Held] = {}
     while len(found) < count:
         answers = await asyncio.gather(*[http.get("/held") for _ in range(4 * count)])

@@ -45,7 +45,7 @@ class Load:
             group.create_task(self._scrape())
 
     def end(self) -> None:
-        """Let the requests in progress end, and begin no others."""
+        """Begin no more requests, and wait for those in progress."""
         self._is_over = True
 
     async def more(self, count: int, *, answered: bool) -> None:

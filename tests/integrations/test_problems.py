@@ -1,4 +1,4 @@
-"""What a client is told of each error, and what of it stays in the log."""
+"""The HTTP answer to each error, and the details that are only logged."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Requests are cancelled when their clients hang up: those that want it, until they are answered."""
+"""Watched requests are cancelled when their clients disconnect, and when they reach a limit."""
 
 import asyncio
 import concurrent.futures
@@ -37,7 +37,7 @@ watch = partial(watching.watch, limits=UNLIMITED)
 
 
 class Visit:
-    """One request to an application, and what its client does."""
+    """One request to an application, and the actions of its client."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -119,7 +119,7 @@ def visit(
 
 
 class Work:
-    """A handler that goes on until it is told to end, and whether it was cancelled."""
+    """A handler that waits for an event, and records its cancellation."""
 
     def __init__(
         self, *, is_watched: bool = True, reads: bool = True, limits: RequestLimits = UNLIMITED
@@ -228,7 +228,7 @@ async def test_what_is_done_after_the_answer_is_not_cancelled(response: Response
         return response
 
     visitor = visit(handler)
-    running = visitor.begin(extensions={"http.response.pathsend": {}})  # the server sends files by itself
+    running = visitor.begin(extensions={"http.response.pathsend": {}})  # the server sends files itself
     visitor.say()
     await answered.wait()
     visitor.hang_up()

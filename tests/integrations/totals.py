@@ -1,4 +1,4 @@
-"""What the servers of these tests ask their engine: to add numbers up."""
+"""The messages between the servers of these tests and their engine, which adds numbers up."""
 
 import logging
 import os
@@ -29,19 +29,19 @@ _COPIES = 16
 
 
 class Numbers(msgspec.Struct):
-    """What is asked."""
+    """A request."""
 
     values: torch.Tensor
 
 
 class Total(msgspec.Struct):
-    """What is answered."""
+    """The answer."""
 
     total: int
 
 
 class Held(msgspec.Struct):
-    """What a worker has, as it says itself."""
+    """The resources of a worker, as the worker reports them."""
 
     pid: int
     in_flight: int
@@ -60,7 +60,7 @@ def log_errors() -> None:
 
 
 def sender() -> TensorSender:
-    """Make the sender of a worker, as its environment says."""
+    """Create the sender of a worker from its environment."""
     return TensorSender(
         os.environ["TOTALS_TENSORS"],
         PERMITS,
@@ -70,7 +70,7 @@ def sender() -> TensorSender:
 
 
 def client(sender: TensorSender) -> MessageClient[Total]:
-    """Make the client of a worker."""
+    """Create the client of a worker from its environment."""
     return MessageClient(
         os.environ["TOTALS_MESSAGES"],
         sender=sender,
@@ -80,12 +80,12 @@ def client(sender: TensorSender) -> MessageClient[Total]:
 
 
 def numbers(body: bytes) -> Numbers:
-    """Decode an upload: it has less bytes than what comes of it, as a video has."""
+    """Decode an upload into a larger tensor, as a video decoder does."""
     return Numbers(torch.frombuffer(bytearray(body), dtype=torch.uint8).repeat(_COPIES))
 
 
 def held(sender: TensorSender, client: MessageClient[Total]) -> Held:
-    """Say what a worker has."""
+    """Return the resources of a worker."""
     sent, asked = sender.statistics(), client.statistics()
     return Held(
         pid=os.getpid(),
@@ -100,5 +100,5 @@ def held(sender: TensorSender, client: MessageClient[Total]) -> Held:
 
 
 def total_of(body: bytes) -> int:
-    """Say what the engine is to answer."""
+    """Return the correct answer of the engine."""
     return sum(body) * _COPIES
