@@ -406,7 +406,8 @@ class MessageServer(LoopObject, Generic[M]):
         """Fail the requests that were garbage-collected without an answer."""
         for asked in dropped:
             if asked in self._in_hand and not self._home.is_closed:
-                asked.client.note_dropped_request()
+                if asked.is_wanted:
+                    asked.client.note_dropped_request()
                 # A signal or a cancellation may come between taking a request and entering its block.
                 self._fail(
                     asked, Cause(UsageError.__name__, "it was dropped without an answer", is_loss=True)

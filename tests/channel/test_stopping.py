@@ -66,6 +66,18 @@ async def test_a_request_that_is_dropped_before_its_block_is_a_loss_and_is_logge
     assert "answer each one in its block" in text
 
 
+async def test_a_message_that_needs_no_answer_may_be_dropped() -> None:
+    with said() as texts:
+        async with channel() as ends:
+            await ends.client.send(Question(1, pattern(1, BIG)))
+            request = await anext(ends.server)
+            assert request.message.seed == 1
+            del request
+            await settled(ends)
+            assert ends.server.statistics().failures == 0
+    assert not texts
+
+
 async def test_a_cancelled_future_of_the_handler_is_a_loss_and_is_logged_as_its_failure() -> None:
     async def wait_for_a_cancelled_future(question: Question) -> None:
         future = asyncio.get_running_loop().create_future()

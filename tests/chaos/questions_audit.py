@@ -9,8 +9,8 @@ from tests.chaos.plan import ANSWERED_BY_SENDER, ASKS_BY_SENDER, FaultKind, Orde
 
 __all__ = ["Questions", "audit_questions"]
 
-# What `RemoteError` may name without a fault, by what was wished for. `serve` knows no dropping.
-_REMOTE = {"answer": set[str](), "raise": {"HandlerError"}, "drop": {"HandlerError", "UsageError"}}
+# The errors that `RemoteError` may name without a fault, by the wish. `serve` raises instead of dropping.
+_REMOTE = {"answer": set[str](), "raise": {"HandlerError"}, "drop": {"HandlerError"}}
 
 
 class Questions:
@@ -69,7 +69,7 @@ class Questions:
         how, text = ends[0].how, ends[0].text
         if how != "whole":
             tally.questions[f"ended with {how}"] += 1
-            is_explained = self.may_raise(account, order, how, text)
+            is_explained = _was_dropped(order, how, text) or self.may_raise(account, order, how, text)
             return "" if is_explained else f"nothing explains its {how}: {text}; {order}"
         if order.how == "one-way":
             tally.questions["one-way, heard" if heard else "one-way, lost"] += 1
@@ -114,6 +114,11 @@ class Questions:
             case "OSError":
                 return plan.has(slot, RESOURCES)
         return False
+
+
+def _was_dropped(order: Order, how: str, text: str) -> bool:
+    is_report = how == "PeerLostError" and "dropped without an answer" in text
+    return is_report and order.wish == "drop" and order.how != "one-way"
 
 
 def audit_questions(plan: Round, accounts: Iterable[Account], tally: Tally) -> list[str]:

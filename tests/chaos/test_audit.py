@@ -83,6 +83,7 @@ def test_what_is_explained_by_the_round_is_no_problem() -> None:
 
 
 ASKED: list[Event] = [Began(8, 1), Ended(8, "whole")]
+DROPPED = Ended(8, "PeerLostError", "... UsageError: it was dropped without an answer")
 
 
 def _problems_of_question(
@@ -111,6 +112,8 @@ def _question(how: str = "request", wish: str = "answer", fate: str = "") -> Ord
         (_question("one-way"), ASKED, [], "nobody was lost"),
         (_question("one-way"), ASKED, [Heard(8), Replied(8)], "wanted the answer"),
         (_question(), [ASKED[0], Ended(8, "PeerLostError")], [], "nothing explains"),
+        (_question(), [ASKED[0], DROPPED], [Heard(8)], "nothing explains"),
+        (_question("one-way", wish="drop"), [ASKED[0], DROPPED], [Heard(8)], "nothing explains"),
         (_question(), [ASKED[0], Ended(8, "ProtocolError")], [], "nothing explains"),
         (_question(), [ASKED[0], Ended(8, "cancelled")], [], "nothing explains"),
         (_question(), [ASKED[0], Ended(8, "RemoteError", "HandlerError: x")], [], "nothing explains"),
@@ -132,6 +135,7 @@ def test_what_is_explained_by_the_round_is_no_problem_of_a_question() -> None:
     assert not _problems_of_question(_question(), ASKED[:1], [Heard(8)], is_killed=True)
     assert not _problems_of_question(_question(), lost, [], _fault(FaultKind.KILL, None))
     assert not _problems_of_question(_question(wish="raise"), failed, [Heard(8)])
+    assert not _problems_of_question(_question(wish="drop"), [ASKED[0], DROPPED], [Heard(8)])
     assert not _problems_of_question(_question(fate="cancel"), [ASKED[0], Ended(8, "cancelled")], [])
     assert not _problems_of_question(_question("one-way"), ASKED, [Heard(8)])
     assert not _problems_of_question(_question("one-way"), ASKED, [], _fault(FaultKind.STOP), is_killed=True)

@@ -212,7 +212,7 @@ async def test_an_answer_that_is_no_analysis_is_a_failure_of_the_engine(
         ),
         (
             lambda here: cancel(here.serving),
-            RemoteError,
+            PeerLostError,
             "CancelledError: the server's handler was cancelled",
         ),
     ],
