@@ -29,7 +29,6 @@ _KEY = "aiotensor.request"
 _ENDS = frozenset({"http.response.body", "http.response.pathsend"})
 _CLIENT_CLOSED_REQUEST = 499  # as proxies log it; it is never sent
 
-
 # The time in seconds for bytes that arrived while the loop was blocked, or the process was stopped.
 _LAST_CHANCE_S = 0.1
 
@@ -227,9 +226,9 @@ class _Request:
 
     async def send(self, message: Message) -> None:
         """Pass on a message of the application."""
+        self._cancel_deadline()  # first: a response that is cancelled while it begins cannot be replaced
         await self._send(message)
         self._is_begun = True
-        self._cancel_deadline()
         if message["type"] in _ENDS and not message.get("more_body", False):
             self._is_answered = True  # background work continues if the client disconnects now
 
