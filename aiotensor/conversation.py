@@ -173,7 +173,7 @@ class Conversation:
             await self.link.ready()
 
     def wake(self) -> None:
-        """Resume all calls to `room`."""
+        """Wake all calls of `room`."""
         self.link.wake()
         self._admissions.wake()
 

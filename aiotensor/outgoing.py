@@ -1,6 +1,6 @@
 """The send gate: acquires resources, places and announces tensors, and rolls back on failure.
 
-    permit -> room on the link -> bytes -> place -> announce      any failure rolls back all steps
+    permit -> space on the link -> bytes -> place -> announce      any failure rolls back all steps
 
 A message holds its permit until the receiver has taken all its tensors or either side discarded it. A
 block of shared memory is pinned by the tensor announced over it until the receiver releases it.

@@ -251,7 +251,8 @@ async def test_who_looks_and_does_not_read_harms_nobody_and_is_not_waited_for(
         await sender.send(pattern(0, 3))
         await anext(receiver)
         await sender.drain()
-        # Nor is one whose socket is full: records that the kernel does not accept are queued, up to a limit.
+        # Neither is an inspector whose socket is full: records that the kernel does not accept are queued, up
+        # to a limit.
         monkeypatch.setattr(unix, "MAX_UNREAD_BYTES", 1 << 20)
         before = set(receiver._incoming._observers._observers)
         await stack.enter_async_context(observing(address))

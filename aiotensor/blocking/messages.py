@@ -268,7 +268,7 @@ class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
         return Request(self, self._wait(self._take, timeout))
 
     async def _take(self, timeout: float | None) -> channel.Request[M]:
-        """Wait for a request until the timeout; one that has arrived may take longer to decode."""
+        """Wait for a request until the timeout; a request that has arrived may take longer to decode."""
         try:
             async with asyncio.timeout(timeout):
                 return await self._next(self._inner)

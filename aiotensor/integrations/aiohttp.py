@@ -60,7 +60,7 @@ Context: TypeAlias = Callable[[web.Application], AsyncIterator[None]]
 def sender_context(
     key: web.AppKey[TensorSender], make: Callable[[], TensorSender], *, drain_s: float = 5.0
 ) -> Context:
-    """Make a context for `cleanup_ctx` that opens a sender for the life of an application.
+    """Return a context for `cleanup_ctx`, which opens a sender for the life of an application.
 
     Args:
         key: the key of the sender in the application.
@@ -77,7 +77,7 @@ def sender_context(
 
 
 def client_context(key: web.AppKey[MessageClient[R]], make: Callable[[], MessageClient[R]]) -> Context:
-    """Make a context for `cleanup_ctx` that opens a client of messages for the life of an application.
+    """Return a context for `cleanup_ctx`, which opens a client of messages for the life of an application.
 
     Args:
         key: the key of the client in the application.
@@ -99,7 +99,7 @@ def problem_middleware(
     upload_grace_s: float = UPLOAD_GRACE_S,
     deadline_s: float | None = None,
 ) -> Middleware:
-    """Make a middleware that answers errors of this library as problem JSON, and limits requests.
+    """Return a middleware, which answers errors of this library as problem JSON and limits requests.
 
     A wait longer than the sender's `max_wait_s`, a receiver that was lost, and a call of this library that
     found no descriptors or memory left are answered with 503 and ``Retry-After``. A receiver that refuses the

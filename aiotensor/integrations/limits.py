@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 __all__ = [
+    "LAST_CHANCE_S",
     "MIN_UPLOAD_RATE",
     "UPLOAD_GRACE_S",
     "OverdueError",
@@ -15,6 +16,9 @@ __all__ = [
 # The defaults: less than the slowest networks on which videos are uploaded, and more than their usual stalls.
 MIN_UPLOAD_RATE = 16 * 1024.0
 UPLOAD_GRACE_S = 10.0
+
+# The time in seconds for bytes that arrived while the loop was blocked, or the process was stopped.
+LAST_CHANCE_S = 0.1
 
 
 class OverdueError(TimeoutError):
@@ -76,7 +80,7 @@ class UploadBudget:
         grace_s: the largest budget, in seconds.
 
     Attributes:
-        left_s: the rest of the budget, in seconds.
+        left_s: the rest of the budget, in seconds; at 0 or below, the client is too slow.
         received: the bytes received so far.
     """
 
@@ -93,7 +97,8 @@ class UploadBudget:
 
     def wait(self, seconds: float) -> None:
         """Count time in which the server waited for the client."""
-        self.left_s = max(self.left_s - seconds, 0.0)
+        # Longer than that the server did not wait: its loop was blocked, or its process was stopped.
+        self.left_s = max(self.left_s - seconds, -LAST_CHANCE_S)
 
     def error(self) -> SlowUploadError:
         """Return the error of an upload whose budget is empty."""

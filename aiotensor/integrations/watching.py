@@ -16,7 +16,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aiotensor.errors import UsageError
-from aiotensor.integrations.limits import OverdueError, RequestLimits, SlowUploadError, UploadBudget
+from aiotensor.integrations.limits import (
+    LAST_CHANCE_S,
+    OverdueError,
+    RequestLimits,
+    SlowUploadError,
+    UploadBudget,
+)
 from aiotensor.integrations.problems import MEDIA_TYPE, log_cut_off, problem_of
 from aiotensor.logs import logger_of
 
@@ -28,9 +34,6 @@ _KEY = "aiotensor.request"
 # The messages that end a response; some servers send files themselves.
 _ENDS = frozenset({"http.response.body", "http.response.pathsend"})
 _CLIENT_CLOSED_REQUEST = 499  # as proxies log it; it is never sent
-
-# The time in seconds for bytes that arrived while the loop was blocked, or the process was stopped.
-_LAST_CHANCE_S = 0.1
 
 
 def watch(scope: Scope, limits: RequestLimits) -> None:
@@ -50,7 +53,7 @@ def watch(scope: Scope, limits: RequestLimits) -> None:
 
 
 class WatchRequests:
-    """Cancel watched requests whose clients disconnect, and those that reach a limit.
+    """Cancel watched requests whose clients disconnect, or that reach a limit.
 
     Args:
         app: the application.
@@ -199,6 +202,8 @@ class _Request:
             self._upload, self._is_complete = None, True
         elif self._upload is not None:
             self._upload.add(len(message.get("body", b"")))
+            if self._upload.left_s <= 0:
+                self._cancel_for(self._upload.error())
         self._ask_ahead()
         return message
 
@@ -212,7 +217,7 @@ class _Request:
         loop = asyncio.get_running_loop()
         since = loop.time()
         self._is_waiting = True
-        self._stall = loop.call_later(upload.left_s, self._stalled, upload)
+        self._stall = loop.call_later(max(upload.left_s, 0.0), self._stalled, upload)
         try:
             yield
         finally:
@@ -222,7 +227,7 @@ class _Request:
 
     def _stalled(self, upload: UploadBudget) -> None:
         loop = asyncio.get_running_loop()
-        self._stall = loop.call_later(_LAST_CHANCE_S, lambda: self._cancel_for(upload.error()))
+        self._stall = loop.call_later(LAST_CHANCE_S, lambda: self._cancel_for(upload.error()))
 
     async def send(self, message: Message) -> None:
         """Pass on a message of the application."""

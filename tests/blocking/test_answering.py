@@ -24,7 +24,7 @@ class Answering(NamedTuple):
     receiver: TensorReceiver
 
     def is_settled(self) -> bool:
-        """Say whether nothing is held any more of what was asked."""
+        """Return whether all resources of the requests have been released."""
         seen, received = self.server.statistics(), self.receiver.statistics()
         return not (seen.waiting or seen.waiting_bytes or seen.in_hand or received.leases)
 

@@ -43,7 +43,7 @@ async def test_what_a_thread_refuses_to_encode_keeps_no_tensor_until_a_collectio
 
         async def ask() -> None:
             tensor = await ends.sender.allocate((BIG,), torch.uint8)
-            # So many are left to a thread. What it raises comes through this frame, which has the tensor.
+            # So many are left to a thread. Its error passes through this frame, which refers to the tensor.
             await ends.client.request({"tensor": tensor, "many": [torch.zeros(1)] * 300, "wrong": object()})
 
         gc.disable()
@@ -313,7 +313,7 @@ async def test_a_reply_cancelled_in_the_turn_in_which_it_left_arrives_with_its_t
             await client.send_multipart([write(exchange.Ask(0, body))])
             request = await anext(server)
             [one] = server._clients._clients.values()
-            send, one.outbox._hand_over = one.outbox._hand_over, lambda *_: False  # there is no room
+            send, one.outbox._hand_over = one.outbox._hand_over, lambda *_: False  # the queue is full
             replying = asyncio.create_task(request.reply(Answer(1, tensor=pattern(1, BIG))))
             await until(lambda: len(one.outbox) == 1)
             one.outbox._hand_over = send

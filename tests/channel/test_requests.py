@@ -1,4 +1,4 @@
-"""What a client asks is answered: by whoever serves, in any order, with its tensors in their places."""
+"""Requests are answered in any order, with their tensors in place."""
 
 import asyncio
 import threading

@@ -34,7 +34,7 @@ class Whose(msgspec.Struct):
 
 
 def _large(seed: int) -> Question:
-    """Make a question with a tensor that a sender transfers, if there is one."""
+    """Return a question with a tensor; a sender transfers it if there is one."""
     return Question(seed, pattern(seed, BIG))
 
 
@@ -136,7 +136,7 @@ class Uneven(NamedTuple):
 
 @asynccontextmanager
 async def _uneven() -> AsyncIterator[Uneven]:
-    """Let a server hold eight messages of another client, and report them in an answer to this one."""
+    """Keep eight messages of another client at a server, which reports them in an answer to this one."""
     async with (
         _places(2) as places,
         _servers(places) as ([busy, idle], _),

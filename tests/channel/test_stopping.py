@@ -87,7 +87,7 @@ async def test_a_cancelled_future_of_the_handler_is_a_loss_and_is_logged_as_its_
     with said() as texts:
         async with channel() as ends:
             serving = asyncio.create_task(ends.server.serve(wait_for_a_cancelled_future))
-            for _ in range(2):  # the server goes on
+            for _ in range(2):  # the server continues
                 with pytest.raises(PeerLostError, match="CancelledError"):
                     await ends.client.request(Question(1, pattern(1, BIG)))
             await settled(ends)

@@ -13,7 +13,7 @@ _SILENT_MS = 250  # heartbeats allow at least 400, and a process needs a moment 
 
 _PAUSED_S = 1.75  # heartbeats allow 2 s; SIGSTOP lasts at most 1.5 s and affects only its target
 
-_REFUSALS = 2  # an immediate one, and one that the end of an engine causes early
+_REFUSALS = 2  # an immediate refusal, and an early one when an engine ends
 
 
 class _EngineQuestions(Questions):

@@ -120,7 +120,7 @@ class Member:
         return RoundError(f"{self.name} died by itself, status {status}\n{self.complaints}")
 
     async def _say_where(self) -> None:
-        """Make it print its tasks to its standard error, or its threads if its loop is stuck."""
+        """Print the tasks of the process to its standard error, or its threads if its loop is stuck."""
         os.kill(self.pid, signal.SIGUSR1)
         await asyncio.wait([self._peer.start(here.say_where)], timeout=5)
 
@@ -277,7 +277,7 @@ class Family:
         raise RoundError(f"{sender.name}: {_PROBES} tensors did not arrive as they were")
 
     async def finish(self) -> list[str]:
-        """Let all processes exit, and return the problems with their exits."""
+        """End all processes, and return the problems with their exits."""
         wrong = []
         members, self.senders = self.members if self.senders else [], []
         for member in members:
@@ -294,7 +294,7 @@ class Family:
         return wrong
 
     async def leave(self, member: Member) -> None:
-        """Make a process close the objects that it does not close on exit."""
+        """Close the objects of a process that it does not close on exit."""
 
     @property
     def has_aborted(self) -> bool:

@@ -47,7 +47,7 @@ class Questions:
                         self.problems.append(f"{account.name} wrote {event}")
 
     def run(self, tally: Tally) -> list[str]:
-        """Account for every question, and return what is wrong."""
+        """Account for every question, and return the problems."""
         for key, account in self.asked.items():
             problem = self._account(account, self.orders[key], tally)
             if problem:
@@ -81,18 +81,18 @@ class Questions:
         return "" if heard else "it was answered, and nobody heard it"
 
     def may_be_lost(self, account: Account) -> bool:
-        """Say whether what a client sent may have gone with it, or with the server."""
+        """Return whether a message may be lost with its client or with the server."""
         plan = self.plan
         return (
             plan.ends_the_receiver
             or account.is_killed
-            or plan.has(account.slot, (FaultKind.CLOSE,))  # what the server has no room for is lost
+            or plan.has(account.slot, (FaultKind.CLOSE,))  # messages beyond the limits of the server are lost
             or plan.has(None, RESOURCES)
             or plan.has(account.slot, RESOURCES)
         )
 
     def may_raise(self, account: Account, order: Order, how: str, text: str) -> bool:
-        """Say whether the order, or something in the plan, explains an error of a request."""
+        """Return whether the order or the plan explains an error of a request."""
         plan, slot = self.plan, account.slot
         starved = plan.has(None, RESOURCES) or plan.has(slot, RESOURCES)
         match how:

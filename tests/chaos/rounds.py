@@ -114,7 +114,7 @@ class Play:
     # The round
 
     async def begin(self) -> None:
-        """Make the receiver start to receive as planned."""
+        """Start the receiver according to the plan."""
         family = self.family
         firsts = {sender.id: sender.first for sender in family.senders}
         await family.receiver.call(family.taking.take, self.plan.taker, firsts)

@@ -32,7 +32,7 @@ async def run_for(
         repeat: how often each of `rounds` is run.
         only: the family of all rounds; None for any.
     """
-    # The run starts thousands of processes, each forked from one that has already imported the slow modules.
+    # The run starts thousands of processes, each forked from a process that has imported the slow modules.
     forkserver = multiprocessing.get_context("forkserver")
     forkserver.set_forkserver_preload(["click", "rich", "uvloop", "tests.chaos.run"])
     run = Run(seed, only)

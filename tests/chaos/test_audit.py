@@ -1,4 +1,4 @@
-"""The audit finds what it is there for; rounds that are wrong are written by hand."""
+"""The audit finds the problems of rounds that are written by hand."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What a worker does with a video, between both ends of a real channel in one process."""
+"""A worker handles videos between both ends of a real channel in one process."""
 
 import asyncio
 import io
@@ -30,7 +30,7 @@ RED, BLUE = (220, 20, 20), (20, 20, 220)
 
 
 async def analyse(request: AnalyseVideo) -> VideoAnalysis:
-    """Answer with what arrived."""
+    """Answer with the fingerprints of the received tensors."""
     return VideoAnalysis(
         times=fingerprint(request.times.numpy()),
         frames=fingerprint(request.frames.numpy()),

@@ -65,7 +65,7 @@ def make_app() -> web.Application:
 
 
 async def make_runner() -> web.AppRunner:
-    """Make the runner for a worker of gunicorn."""
+    """Return the runner of a worker of gunicorn."""
     return web.AppRunner(make_app(), handler_cancellation=True)
 
 

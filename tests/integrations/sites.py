@@ -125,7 +125,7 @@ async def site(
 
 
 def http_client(site: Site) -> httpx.AsyncClient:
-    """Make a client that opens a connection for each request, so that the requests reach all workers."""
+    """Return a client with a connection for each request, so that the requests reach all workers."""
     return httpx.AsyncClient(
         base_url=f"http://127.0.0.1:{site.port}",
         timeout=60,

@@ -3,7 +3,6 @@
 import asyncio
 import concurrent.futures
 import gc
-import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
@@ -581,6 +580,21 @@ async def test_a_client_that_keeps_the_rate_may_stall_again_and_again() -> None:
     assert visitor.status == 200
 
 
+async def test_a_client_that_sends_byte_by_byte_is_too_slow() -> None:
+    async def handler(request: Request) -> Response:
+        watch(request.scope, limits=SLOW)
+        await request.body()
+        raise AssertionError("it was cancelled")
+
+    visitor = visit(handler)
+    running = visitor.begin()
+    while not running.done():
+        visitor.say(b".", more=True)
+        await asyncio.wait([running], timeout=GRACE_S / 10)
+    await running
+    assert visitor.status == 408
+
+
 async def test_http_2_has_no_connection_field() -> None:
     async def handler(request: Request) -> Response:
         watch(request.scope, limits=SLOW)
@@ -785,7 +799,9 @@ async def test_bytes_that_arrive_while_the_loop_is_blocked_are_in_time() -> None
         return PlainTextResponse(str(len(await request.body())))
 
     def block() -> None:
-        time.sleep(2 * GRACE_S)
+        end = loop.time() + 2 * GRACE_S
+        while loop.time() < end:
+            pass  # the loop is blocked until the grace is over
         visitor.say(b"all")
 
     visitor = visit(handler)
