@@ -3,17 +3,18 @@
 import asyncio
 import gc
 import os
-import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 import torch
 
-from tests import loops, workers
-from tests.conformance.links import LINKS
+from tests import workers
 from tests.pairs import Links
-from tests.processes import watch
+from verification import loops
+from verification.descriptors import our_descriptors
+from verification.places import LINKS
+from verification.processes import watch
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,24 +53,6 @@ def address() -> Iterator[str]:
 
 
 _ENDING_S = 10.0  # more than a thread needs that ends
-
-
-def our_descriptors() -> dict[int, str]:
-    """Say what each descriptor is that may be the library's: record sockets and shared memory."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            what = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:
-            continue  # the one that listed the folder
-        if "shm" in what or "memfd" in what or ("socket" in what and _keeps_records(int(name))):
-            found[int(name)] = what
-    return found
-
-
-def _keeps_records(descriptor: int) -> bool:
-    with socket.socket(fileno=os.dup(descriptor)) as sock:
-        return sock.type == socket.SOCK_SEQPACKET
 
 
 def _left_since(before: dict[int, str]) -> dict[int, str]:

@@ -13,9 +13,9 @@ import torch
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
-from tests.conftest import our_descriptors
-from tests.pairs import BIG, pattern
-from tests.processes.watch import memfds
+from verification.descriptors import our_descriptors
+from verification.patterns import BIG, pattern
+from verification.processes.watch import memfds
 
 __all__ = ["Party", "Watch"]
 

@@ -20,8 +20,8 @@ from aiotensor.protocol.frames import (
     decode_to_receiver,
     encode,
 )
-from tests.fuzz.listening import waiting_at
-from tests.fuzz.speaking import say
+from verification.fuzz.listening import waiting_at
+from verification.fuzz.speaking import say
 
 __all__ = [
     "PATIENCE_S",

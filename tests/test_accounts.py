@@ -16,7 +16,8 @@ from aiotensor.tally import ERROR_NAMES, WaitTally
 from aiotensor.types import MAX_NUMBER, Holder, SenderStatistics, Waits
 from tests.frames import NO_WAITS
 from tests.looking import RogueReceiver, rogue_receiver
-from tests.pairs import pattern, until
+from verification.patterns import pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

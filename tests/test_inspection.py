@@ -37,13 +37,15 @@ from aiotensor.protocol.frames import (
 )
 from aiotensor.types import MAX_NUMBER
 from tests.frames import ACCOUNT
-from tests.fuzz.listening import waiting_at
-from tests.fuzz.speaking import say
 from tests.links.unix_ends import in_child, leave_stale
 from tests.looking import RogueReceiver, look_at, looking_at_rogue, observing
-from tests.pairs import BIG, endpoint, pattern, until
-from tests.processes import peers
+from tests.pairs import endpoint
 from tests.steps import steps_of
+from verification.fuzz.listening import waiting_at
+from verification.fuzz.speaking import say
+from verification.patterns import BIG, pattern
+from verification.processes import peers
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

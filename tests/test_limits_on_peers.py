@@ -32,12 +32,14 @@ from aiotensor.protocol.frames import (
     encode,
 )
 from tests.frames import put
-from tests.fuzz.listening import waiting_at
-from tests.fuzz.speaking import Road, heard, road_to
-from tests.fuzz.steps import RIGHT, STAND_IN, Step
-from tests.fuzz.things import MEMORY_NAME, Things
 from tests.links.unwritable import Unwritable
-from tests.pairs import BIG, endpoint, pair, pattern, settled, until
+from tests.pairs import endpoint, pair
+from verification.fuzz.listening import waiting_at
+from verification.fuzz.speaking import Road, heard, road_to
+from verification.fuzz.steps import RIGHT, STAND_IN, Step
+from verification.fuzz.things import MEMORY_NAME, Things
+from verification.patterns import BIG, pattern
+from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 

@@ -34,8 +34,9 @@ from aiotensor.protocol import exchange
 from aiotensor.protocol.frames import VERSION, Bye, Hello, Welcome, encode
 from tests.channel.parties import Question, channel, place
 from tests.channel.rogues import hear, raw
-from tests.pairs import BIG, pattern, until
-from tests.processes.peers import Peer, close_receiver, open_receiver, peers
+from verification.patterns import BIG, pattern
+from verification.processes.peers import Peer, close_receiver, open_receiver, peers
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -11,8 +11,10 @@ import torch
 from aiotensor import PeerLostError, TensorReceiver, TensorSender, WouldBlockError
 from aiotensor.gates import Gate
 from tests.cancellation.situations import clog, unread
-from tests.model.stepping import Steps
-from tests.pairs import BIG, endpoint, pattern, settled, until
+from tests.pairs import endpoint
+from verification.model.stepping import Steps
+from verification.patterns import BIG, pattern
+from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 

@@ -11,7 +11,7 @@ import torch
 from aiotensor.gates import Gate
 from aiotensor.memory import Memory
 from aiotensor.worker import Worker
-from tests.pairs import until
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -23,12 +23,13 @@ from aiotensor.protocol.frames import (
     Welcome,
     encode,
 )
-from tests.accepting import accepted_at
 from tests.frames import ACCOUNT
 from tests.links.unwritable import Unwritable
 from tests.looking import PATIENCE_S, look_at, observers, observing
-from tests.pairs import BIG, pattern, until
-from tests.processes import peers
+from verification.descriptors import accepted_at
+from verification.patterns import BIG, pattern
+from verification.processes import peers
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

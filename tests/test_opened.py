@@ -20,9 +20,11 @@ from aiotensor.links import name_of
 from aiotensor.opened import COUNTERS, Report, Statistics, Watched
 from aiotensor.types import ClientStatistics, ReceiverStatistics, ServerStatistics
 from tests.channel.parties import Answer, Question, place
-from tests.loops import let_threads_run
-from tests.pairs import endpoint, pattern, until
+from tests.pairs import endpoint
 from tests.test_home import forks, in_a_fork
+from verification.loops import let_threads_run
+from verification.patterns import pattern
+from verification.waiting import until
 
 PATIENCE_S = 20.0  # more than a loop needs to answer that is not blocked
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from aiotensor import TensorSender, WouldBlockError
-from tests.pairs import pair, settled, until
+from tests.pairs import pair
+from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -42,7 +42,9 @@ from aiotensor.protocol.frames import (
     encode,
 )
 from tests.frames import put
-from tests.pairs import BIG, endpoint, pair, pattern, settled, until
+from tests.pairs import endpoint, pair
+from verification.patterns import BIG, pattern
+from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 

@@ -15,9 +15,11 @@ from aiotensor import (
     blocking,
 )
 from aiotensor.protocol.frames import MAX_RECORD_BYTES, VERSION, Bye, Welcome
-from tests.fuzz.listening import waiting_at
 from tests.looking import RogueReceiver
-from tests.pairs import endpoint, pattern, until
+from tests.pairs import endpoint
+from verification.fuzz.listening import waiting_at
+from verification.patterns import pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

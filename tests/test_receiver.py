@@ -26,7 +26,9 @@ from aiotensor import (
     WouldBlockError,
 )
 from aiotensor import receiver as receiver_module
-from tests.pairs import BIG, beyond, endpoint, pair, pattern, settled, until
+from tests.pairs import beyond, endpoint, pair
+from verification.patterns import BIG, pattern
+from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 

@@ -15,7 +15,9 @@ from aiotensor import (
 )
 from aiotensor.channel import MessageClient, MessageServer
 from tests.channel.parties import Answer, Question, answer, place
-from tests.pairs import BIG, beyond, endpoint, pattern, settled, until
+from tests.pairs import beyond, endpoint
+from verification.patterns import BIG, pattern
+from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

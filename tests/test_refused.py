@@ -33,10 +33,12 @@ from aiotensor.protocol.frames import (
     decode_to_receiver,
 )
 from tests.frames import put
-from tests.fuzz.listening import waiting_at
 from tests.looking import RogueReceiver
-from tests.pairs import endpoint, pattern, until
+from tests.pairs import endpoint
 from tests.test_protocol_errors import Rogue
+from verification.fuzz.listening import waiting_at
+from verification.patterns import pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

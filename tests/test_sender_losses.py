@@ -21,7 +21,9 @@ from aiotensor import (
 )
 from aiotensor.links.records import RecordSocket
 from aiotensor.placements import MAX_INLINE_BYTES
-from tests.pairs import BIG, pair, pattern, settled, until
+from tests.pairs import pair
+from verification.patterns import BIG, pattern
+from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 

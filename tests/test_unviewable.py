@@ -15,7 +15,8 @@ from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.codec import TensorDecoder, TensorEncoder
 from tests.channel.parties import Answer, place
 from tests.conformance.turns import Turns
-from tests.pairs import pair, until
+from tests.pairs import pair
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from aiotensor import UnsupportedTensorError
 from aiotensor.placements.dtypes import DTYPES
 from aiotensor.placements.raw import new_tensor
-from tests.pairs import pair, settled
+from tests.pairs import pair
+from verification.waiting import settled
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_left_behind"),

@@ -14,11 +14,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from aiotensor.links import Endpoint
-from tests import loops
 from tests.blocking import works
 from tests.blocking.waiting import until
 from tests.channel import peers as channel_peers
-from tests.processes import peers, watch
+from verification import loops
+from verification.processes import peers, watch
 
 __all__ = ["APIS", "Other", "Pending", "other"]
 

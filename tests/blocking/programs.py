@@ -23,8 +23,8 @@ from tests.blocking import nursery
 from tests.blocking.waiting import is_opening, until
 from tests.blocking.waits import WAITS
 from tests.channel.parties import Answer, Place, Question
-from tests.pairs import BIG, pattern
-from tests.processes import watch
+from verification.patterns import BIG, pattern
+from verification.processes import watch
 
 _NOBODYS = TensorHandle("nobody", 0, 0, "int64", (3,), "cpu")
 

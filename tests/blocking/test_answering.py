@@ -16,7 +16,7 @@ from tests.blocking.others import Other, other
 from tests.blocking.waiting import in_thread, until
 from tests.blocking.works import answer
 from tests.channel.parties import Answer, Place, Question, said
-from tests.pairs import BIG, pattern
+from verification.patterns import BIG, pattern
 
 
 class Answering(NamedTuple):

@@ -17,8 +17,8 @@ from aiotensor.blocking.portal import BlockingObject
 from tests.blocking.others import Other, other
 from tests.blocking.waiting import in_thread, is_opening, nobody_listens_in, until
 from tests.channel.parties import Answer, Place, Question
-from tests.pairs import BIG, pattern
-from tests.promptly import promptly
+from verification.patterns import BIG, pattern
+from verification.promptly import promptly
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, Ten
 from aiotensor.blocking.portal import BlockingObject
 from tests.blocking.waiting import in_thread
 from tests.channel.parties import Answer, Place, Question
-from tests.pairs import pattern
+from verification.patterns import pattern
 
 _CHILD_S = 20  # after which a child that hangs is ended, also without its parent
 _HANDLE = TensorHandle("nobody", 0, 0, "int64", (3,), "cpu")

@@ -21,7 +21,7 @@ from aiotensor.blocking import TensorSender
 from aiotensor.links import Endpoint
 from tests.blocking.others import Other
 from tests.blocking.waiting import in_thread, until
-from tests.pairs import BIG, pattern
+from verification.patterns import BIG, pattern
 
 
 def settled(sender: TensorSender) -> bool:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from aiotensor.blocking.portal import BlockingObject
-from tests.loops import let_threads_run
+from verification.loops import let_threads_run
 
 __all__ = ["in_thread", "is_opening", "nobody_listens_in", "until"]
 

@@ -13,7 +13,7 @@ from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, Ten
 from aiotensor.blocking.portal import BlockingObject
 from tests.blocking.waiting import in_thread, until
 from tests.channel.parties import Answer, Place, Question
-from tests.pairs import BIG, pattern
+from verification.patterns import BIG, pattern
 
 __all__ = ["WAITS", "Row", "Wait"]
 

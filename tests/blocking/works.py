@@ -10,11 +10,11 @@ import torch
 from aiotensor import TensorHandle
 from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
 from aiotensor.links import Endpoint
-from tests import loops
 from tests.blocking.waiting import in_thread
 from tests.channel import parties
 from tests.channel.parties import Answer, Place, Question
-from tests.pairs import BIG, pattern
+from verification import loops
+from verification.patterns import BIG, pattern
 
 __all__ = ["State", "answer", "main"]
 

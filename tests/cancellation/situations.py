@@ -14,7 +14,7 @@ import pytest
 from aiotensor import TensorQueue, TensorSender, WouldBlockError
 from aiotensor.descriptors import close_all
 from aiotensor.placements.copying import QUICK_BYTES
-from tests.pairs import pattern
+from verification.patterns import pattern
 
 __all__ = ["SLOW", "HeldUp", "Unread", "clog", "in_line", "unread"]
 

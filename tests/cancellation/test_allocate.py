@@ -5,7 +5,9 @@ import torch
 
 from tests.cancellation.situations import in_line
 from tests.cancelling import Attempt, cancel_everywhere
-from tests.pairs import BIG, pair, pattern, settled
+from tests.pairs import pair
+from verification.patterns import BIG, pattern
+from verification.waiting import settled
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 

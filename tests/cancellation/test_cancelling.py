@@ -13,7 +13,9 @@ import pytest
 from aiotensor.gates import Waiters
 from aiotensor.protocol.mailbox import Key
 from tests.cancelling import Attempt, Way, cancel_everywhere
-from tests.pairs import BIG, Pair, pair, pattern, until
+from tests.pairs import Pair, pair
+from verification.patterns import BIG, pattern
+from verification.waiting import until
 
 Seen = list[tuple[str, ...]]
 

@@ -13,7 +13,9 @@ from aiotensor import ClosedError, PeerLostError, TensorReceiver, TensorSender
 from aiotensor.links.records import RecordSocket
 from aiotensor.placements import MappedSegment
 from tests.cancelling import Attempt, cancel_everywhere
-from tests.pairs import BIG, Links, endpoint, pattern, until
+from tests.pairs import Links, endpoint
+from verification.patterns import BIG, pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -9,7 +9,9 @@ import torch
 from aiotensor import TensorReceiver, TensorSender
 from tests.cancellation.situations import SLOW, HeldUp, clog, in_line, unread
 from tests.cancelling import Attempt, Way, cancel_everywhere
-from tests.pairs import BIG, Links, endpoint, pair, pattern, settled
+from tests.pairs import Links, endpoint, pair
+from verification.patterns import BIG, pattern
+from verification.waiting import settled
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 

@@ -10,7 +10,9 @@ import torch
 from aiotensor import ClosedError, TensorReceiver, TensorSender
 from tests.cancellation.situations import SLOW, HeldUp, clog, unread
 from tests.cancelling import Attempt, Way, cancel_everywhere
-from tests.pairs import BIG, endpoint, pair, pattern, until
+from tests.pairs import endpoint, pair
+from verification.patterns import BIG, pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 

@@ -15,8 +15,8 @@ import torch
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
-from tests.loops import let_threads_run
-from tests.pairs import pattern
+from verification.loops import let_threads_run
+from verification.patterns import pattern
 
 __all__ = [
     "Answer",

@@ -26,7 +26,8 @@ from aiotensor.worker import in_thread
 from tests.channel import parties
 from tests.channel.parties import Question, channel, place, said, settled
 from tests.channel.rogues import hear, raw
-from tests.pairs import BIG, pattern, until
+from verification.patterns import BIG, pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -32,13 +32,14 @@ from aiotensor.protocol.exchange import (
     read_from_server,
     write,
 )
-from tests.accepting import accepted_at
 from tests.channel import parties
 from tests.channel.parties import Channel, Question, answer, channel, place, said, settled
 from tests.channel.rogues import hear, raw
-from tests.loops import let_threads_run
-from tests.pairs import BIG, pattern, until
 from tests.repeated import check_rate, repeated_lines
+from verification.descriptors import accepted_at
+from verification.loops import let_threads_run
+from verification.patterns import BIG, pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

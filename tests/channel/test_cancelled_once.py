@@ -10,7 +10,7 @@ import pytest
 from aiotensor import PeerLostError
 from aiotensor.channel import Request
 from tests.channel.parties import Answer, Channel, Question, channel, said, settled
-from tests.pairs import until
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("way")
 

@@ -24,12 +24,13 @@ from aiotensor.protocol.exchange import (
     read_from_server,
     write,
 )
-from tests import loops
 from tests.cancellation.situations import SLOW
 from tests.cancelling import Attempt, cancel_everywhere
 from tests.channel.parties import Answer, Channel, Question, channel, place, settled
 from tests.channel.rogues import hear, raw
-from tests.pairs import BIG, pattern, until
+from verification import loops
+from verification.patterns import BIG, pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -19,8 +19,8 @@ from aiotensor.channel import MessageClient, MessageServer, connection, dialing,
 from aiotensor.protocol.exchange import VERSION, ServerHello, write
 from tests.channel.parties import Answer, Question, answer, place, said
 from tests.channel.rogues import hear, raw
-from tests.pairs import until
-from tests.promptly import promptly
+from verification.promptly import promptly
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

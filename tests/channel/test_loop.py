@@ -14,8 +14,8 @@ from aiotensor.channel import MessageClient, MessageServer
 from tests.channel import peers
 from tests.channel.parties import Answer, Question, place
 from tests.conformance.turns import Calls, Changes, Lengths, Turns, too_long
-from tests.pairs import settled, until
-from tests.processes import watch
+from verification.processes import watch
+from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -11,7 +11,8 @@ from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.protocol.exchange import VERSION, Ask, ServerHello, Taken, write
 from tests.channel.parties import Answer, Question, answer, channel, place, settled
 from tests.channel.rogues import hear, raw
-from tests.pairs import BIG, pattern, until
+from verification.patterns import BIG, pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -13,7 +13,8 @@ from aiotensor.integrations.problems import problem_of
 from aiotensor.protocol.exchange import BODY_BYTES, MAX_HEADER_BYTES, VERSION, Ask, ClientHello, write
 from tests.channel.parties import Answer, Question, channel, place, said, settled
 from tests.channel.rogues import raw
-from tests.pairs import BIG, pattern, until
+from verification.patterns import BIG, pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -15,8 +15,9 @@ from aiotensor.channel import MessageClient, MessageServer
 from tests.channel import peers
 from tests.channel.parties import Answer, Place, Question, answer, place, said
 from tests.links.unix_ends import no_descriptors
-from tests.pairs import BIG, pattern, until
-from tests.promptly import promptly
+from verification.patterns import BIG, pattern
+from verification.promptly import promptly
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

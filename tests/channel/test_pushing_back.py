@@ -18,7 +18,8 @@ from aiotensor.protocol.exchange import VERSION, Ask, ClientHello, write
 from tests.channel import peers
 from tests.channel.parties import Answer, Question, answer, channel, place, said, settled
 from tests.channel.rogues import raw
-from tests.pairs import BIG, pattern, until
+from verification.patterns import BIG, pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -23,7 +23,8 @@ from aiotensor import (
 )
 from aiotensor.channel import MessageClient, MessageServer, Request
 from tests.channel.parties import Answer, Channel, Question, answer, channel, place, said, settled
-from tests.pairs import BIG, pattern, until
+from verification.patterns import BIG, pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("way")
 

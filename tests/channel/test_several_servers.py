@@ -17,8 +17,9 @@ from aiotensor.channel import MessageClient, MessageServer, parcels
 from aiotensor.worker import in_thread
 from tests.channel.parties import Answer, Place, Question, answer, place
 from tests.channel.peers import listening, open_server, process
-from tests.pairs import BIG, pattern, until
-from tests.processes.peers import Peer
+from verification.patterns import BIG, pattern
+from verification.processes.peers import Peer
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -13,7 +13,7 @@ from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.channel.context import Context
 from aiotensor.channel.sockets import LoopSocket
 from tests.channel.parties import Answer, Question, answer, place
-from tests.pairs import until
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -12,7 +12,7 @@ from aiotensor.channel.turns import Turns
 from aiotensor.protocol.exchange import VERSION, ClientHello
 from aiotensor.protocol.window import Tally
 from tests.channel.parties import Answer, Question, place
-from tests.pairs import until
+from verification.waiting import until
 
 
 def _clients(count: int) -> list[Client]:

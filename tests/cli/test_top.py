@@ -27,10 +27,11 @@ from aiotensor.protocol.frames import VERSION, Bye, Welcome
 from aiotensor.types import Holder, ReceiverStatistics, SenderStatistics
 from tests.cli import commands
 from tests.frames import NO_WAITS
-from tests.fuzz.listening import waiting_at
 from tests.looking import RogueReceiver
-from tests.pairs import BIG, pattern, until
-from tests.processes import peers
+from verification.fuzz.listening import waiting_at
+from verification.patterns import BIG, pattern
+from verification.processes import peers
+from verification.waiting import until
 
 ADDRESS = "unix:///run/user/1000/engine.sock"
 

@@ -19,8 +19,9 @@ from aiotensor import (
 )
 from aiotensor.links import Endpoint
 from tests.conformance.makers import PairMaker
-from tests.pairs import BIG, pattern, settled, until
-from tests.processes import peers, watch
+from verification.patterns import BIG, pattern
+from verification.processes import peers, watch
+from verification.waiting import settled, until
 
 _COLUMNS = 100
 

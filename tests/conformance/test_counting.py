@@ -16,8 +16,9 @@ from aiotensor import (
     WouldBlockError,
 )
 from tests.conformance.makers import PairMaker
-from tests.pairs import BIG, pattern, settled, until
-from tests.processes import peers
+from verification.patterns import BIG, pattern
+from verification.processes import peers
+from verification.waiting import settled, until
 
 _BIG_BYTES = BIG * 8
 

@@ -18,10 +18,12 @@ from aiotensor import (
 )
 from aiotensor.links import Endpoint
 from tests.conformance.makers import PairMaker
-from tests.pairs import BIG, beyond, pattern, settled, until
-from tests.processes import peers
-from tests.processes.peers import Peer
-from tests.promptly import promptly
+from tests.pairs import beyond
+from verification.patterns import BIG, pattern
+from verification.processes import peers
+from verification.processes.peers import Peer
+from verification.promptly import promptly
+from verification.waiting import settled, until
 
 
 async def test_a_killed_sender_ends_every_wait_for_its_tensors_within_a_second(pairs: PairMaker) -> None:

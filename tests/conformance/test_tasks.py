@@ -12,8 +12,9 @@ import torch
 from aiotensor import PeerLostError, TensorHandle, TensorQueue, TensorReceiver, TensorSender, UsageError
 from aiotensor.links import Endpoint
 from tests.conformance.makers import PairMaker
-from tests.pairs import BIG, pattern, settled, until
-from tests.processes import peers
+from verification.patterns import BIG, pattern
+from verification.processes import peers
+from verification.waiting import settled, until
 
 _TURNS = 8
 

@@ -22,8 +22,8 @@ from aiotensor.integrations.problems import problem_of
 from tests.integrations.test_aiohttp import SENDER, serving
 from tests.integrations.test_fastapi import http, visit_socket
 from tests.links.unix_ends import no_descriptors
-from tests.pairs import BIG, pattern
-from tests.processes import peers
+from verification.patterns import BIG, pattern
+from verification.processes import peers
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -16,8 +16,8 @@ import pytest
 from aiotensor import TensorReceiver, UsageError
 from aiotensor.channel import MessageServer
 from tests.links.unix_ends import in_child, leave_stale
-from tests.pairs import until
 from tests.test_home import forks, in_a_fork
+from verification.waiting import until
 
 _NOBODY = 65534
 

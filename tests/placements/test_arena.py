@@ -18,8 +18,8 @@ from tests.placements.segments import (
     segment_of,
     warm,
 )
-from tests.processes import watch
 from tests.steps import steps_of
+from verification.processes import watch
 
 
 def test_blocks_do_not_overlap_and_come_from_one_segment_until_it_is_full() -> None:

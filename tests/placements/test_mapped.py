@@ -28,7 +28,7 @@ from tests.placements.segments import (
     segment_of,
     warm,
 )
-from tests.processes import watch
+from verification.processes import watch
 
 # How a place is named
 

@@ -12,14 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiotensor.placements import Segment, mapping, whole_pages
-from tests.placements.segments import (
-    MIB,
-    PAGE,
-    chunk,
-    filled,
-    open_files,
-    segment_of,
-)
+from tests.placements.segments import MIB, PAGE, chunk, filled, open_files, segment_of
 
 
 @contextmanager

@@ -27,7 +27,8 @@ from aiotensor.protocol.frames import (
     encode,
 )
 from tests.frames import put
-from tests.pairs import BIG, pattern, until
+from verification.patterns import BIG, pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

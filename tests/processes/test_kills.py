@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from aiotensor import PeerLostError, TensorHandle, TensorReceiver, TensorSender
-from tests.pairs import BIG, pattern, settled, until
-from tests.processes import peers, watch
-from tests.processes.peers import Peer
-from tests.promptly import promptly
+from verification.patterns import BIG, pattern
+from verification.processes import peers, watch
+from verification.processes.peers import Peer
+from verification.promptly import promptly
+from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

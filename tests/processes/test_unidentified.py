@@ -15,9 +15,10 @@ from aiotensor import TensorReceiver, TensorSender
 from aiotensor.conversation import Conversation
 from aiotensor.incoming import MAX_UNIDENTIFIED
 from aiotensor.protocol.frames import MAX_RECORD_BYTES, VERSION, Bye, Hello, decode_to_sender, encode
-from tests.pairs import BIG, pattern, until
-from tests.processes import peers
 from tests.repeated import check_rate
+from verification.patterns import BIG, pattern
+from verification.processes import peers
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
