@@ -1,4 +1,4 @@
-"""What every test shares: both event loops, and nothing left behind."""
+"""Fixtures for all tests: both event loops, and checks that nothing is left behind."""
 
 import asyncio
 import gc
@@ -26,7 +26,7 @@ def pytest_collection_finish() -> None:
     """Keep the tests' own work out of the way: of the garbage collector, and of torch's threads."""
     # These spin while they wait for each other: on a busy machine a comparison takes a hundred times as long.
     torch.set_num_threads(1)
-    # What was imported is left out of every later garbage collection.
+    # Later garbage collections skip the imported modules.
     gc.collect()
     gc.freeze()
 
@@ -65,7 +65,7 @@ def no_memory_left_behind() -> Iterator[None]:
     yield
     if watch.memfds(os.getpid()):
         gc.collect()
-        _join_threads()  # one may still unmap what nobody needs any more
+        _join_threads()  # a thread may still be unmapping freed memory
         assert not watch.memfds(os.getpid()), "a test of this module keeps a tensor"
 
 

@@ -21,7 +21,7 @@ class Links:
 
 
 def endpoint(link: str | None = None) -> AbstractContextManager[Endpoint]:
-    """Make an endpoint for a sender and a receiver; see `verification.places.endpoint`.
+    """Create an endpoint for a sender and a receiver; see `verification.places.endpoint`.
 
     Args:
         link: the name of the link; None for that of the running test.

@@ -1,7 +1,7 @@
 """Tasks that run up to their first wait when they are created, an option of asyncio since Python 3.12.
 
-For Python 3.11 the same is made here from the task of asyncio that is written in Python, so it is tried on
-every version: code that relies on a first step being taken later breaks with either.
+For Python 3.11 this module derives such a task from asyncio's task in Python, so that every version is
+tested: code that relies on a delayed first step fails with either.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ if sys.version_info >= (3, 12):
     def eager_task(
         loop: asyncio.AbstractEventLoop, coro: Any, *, eager_start: bool | None = None, **options: Any
     ) -> asyncio.Task[Any]:
-        """Make a task that runs up to its first wait at once."""
+        """Create a task, and run it up to its first wait."""
         # uvloop 0.23 names `eager_start`, which the factory of Python 3.12 does not know.
         return asyncio.eager_task_factory(loop, coro, **options)
 
@@ -54,6 +54,6 @@ else:
                     tasks._enter_task(loop, maker)
 
     def eager_task(loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> "asyncio.Task[Any]":
-        """Make a task that runs up to its first wait at once."""
+        """Create a task, and run it up to its first wait."""
         task: asyncio.Task[Any] = _EagerTask(coro, loop, **options)
         return task

@@ -1,4 +1,4 @@
-"""The event loops that tests run on, here and in the processes that they start."""
+"""The event loops of tests and verification programs, in their own process and in its children."""
 
 import asyncio
 import logging
@@ -18,12 +18,12 @@ FACTORIES: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "uvloop": uvloop.new_event_loop,
 }
 
-# With eager tasks a task runs up to its first wait while it is being made.
+# An eager task runs up to its first wait when it is created.
 MODES = ["plain", "debug", "eager"]
 
 
 class Kind(NamedTuple):
-    """A loop that can be made in another process."""
+    """A description of a loop, from which another process can create one."""
 
     factory: str
     mode: str
@@ -35,7 +35,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(loop: asyncio.AbstractEventLoop) -> Kind:
-    """Say which of them a loop is."""
+    """Return the description of a loop."""
     mode = "debug" if loop.get_debug() else "eager" if loop.get_task_factory() is not None else "plain"
     return Kind("uvloop" if isinstance(loop, uvloop.Loop) else "asyncio", mode)
 
@@ -75,6 +75,6 @@ class _Listener(logging.Handler):
         self._said = said
 
     def emit(self, record: logging.LogRecord) -> None:
-        # In debug mode a step that lasts long is logged, also when it is the machine that is slow.
+        # In debug mode asyncio logs long steps, also if only the machine is slow.
         if not str(record.msg).startswith("Executing"):
             self._said.append(self.format(record))

@@ -8,5 +8,5 @@ BIG = 100_000  # elements of int64: well above the size of a tensor that is sent
 
 
 def pattern(seed: int, count: int) -> torch.Tensor:
-    """Make a tensor of int64 that differs in every element from the pattern of another seed."""
+    """Return a tensor of int64 that differs in every element from the pattern of another seed."""
     return torch.arange(count, dtype=torch.int64) * 31 + seed

@@ -64,7 +64,7 @@ LINKS = {
 
 @contextmanager
 def endpoint(link: str) -> Iterator[Endpoint]:
-    """Make an endpoint, and check that its users have left no files at the end.
+    """Create an endpoint, and check that its users have left no files at the end.
 
     Args:
         link: one of `LINKS`.

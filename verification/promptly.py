@@ -1,4 +1,4 @@
-"""Durations that are promised, on machines that are slower or busier than the promise assumes."""
+"""Promised durations, scaled on machines that are slower or busier than the promise assumes."""
 
 import time
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 __all__ = ["allowed_s", "promptly"]
 
 _CALLS = 1_000_000
-_USUAL_S = 0.05  # for so many calls, where the promises were made
+_USUAL_S = 0.05  # for these calls, on the machine of the promises
 
 
 @contextmanager
@@ -15,8 +15,8 @@ def promptly(seconds: float = 1.0) -> Iterator[None]:
     """Fail if a block takes longer than it may.
 
     Args:
-        seconds: how long it may take. Where a fixed workload takes longer than usual, so may the block; the
-            workload is measured only if the block took longer than this.
+        seconds: the promised duration. On a machine where a fixed workload takes longer than usual, the block
+            may take longer in proportion. The workload is measured only if the block exceeds the promise.
     """
     began = time.monotonic()
     yield
@@ -27,7 +27,7 @@ def promptly(seconds: float = 1.0) -> Iterator[None]:
 
 
 def allowed_s(seconds: float) -> float:
-    """Return how long something may take here that is promised to take so many seconds at most.
+    """Return a promised duration, scaled to the current speed of this machine.
 
     Blocks for as long as a fixed workload takes: 50 ms, or longer on a machine that is slower or busier.
     """

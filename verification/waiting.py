@@ -10,7 +10,7 @@ __all__ = ["settled", "until"]
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Run the loop until a condition is true; the caller's own time limit ends a wait in vain."""
+    """Run the loop until a condition is true; a wait without end is left to the caller's time limit."""
     while not condition():
         let_threads_run()
         await asyncio.sleep(0)

@@ -1,6 +1,6 @@
 """The process in the other role, driven by a thread without an event loop; with the async API, or with this.
 
-What it is asked to do has the same name in both: coroutine functions of `tests.processes.peers` and
+Its functions have the same names in both: coroutine functions of `verification.processes.peers` and
 `tests.channel.peers`, functions of `tests.blocking.works`.
 """
 

@@ -1,4 +1,4 @@
-"""What a process with this API does when it is asked to; named as in `tests.processes.peers`."""
+"""Functions of a child process with the blocking API, named as in `verification.processes.peers`."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The audit finds the problems of rounds that are written by hand."""
+"""The audit finds the problems in rounds written by hand."""
 
 from collections.abc import Sequence
 
@@ -105,12 +105,12 @@ def _question(how: str = "request", wish: str = "answer", fate: str = "") -> Ord
         (_question(), ASKED, [Heard(8), Heard(8)], "heard 2 times"),
         (_question(), ASKED, [Heard(8), Replied(8), Replied(8)], "answered 2 times"),
         (_question(), [*ASKED, ASKED[1]], [Heard(8)], "ended as"),
-        (_question(), ASKED, [], "nobody heard"),
+        (_question(), ASKED, [], "no server received it"),
         (_question(), ASKED[:1], [Heard(8)], "never ended"),
         (_question(), [], [Heard(8)], "never asked"),
         (_question(wish="raise"), ASKED, [Heard(8)], "had to raise"),
-        (_question("one-way"), ASKED, [], "nobody was lost"),
-        (_question("one-way"), ASKED, [Heard(8), Replied(8)], "wanted the answer"),
+        (_question("one-way"), ASKED, [], "no process was lost"),
+        (_question("one-way"), ASKED, [Heard(8), Replied(8)], "an answer that was not due"),
         (_question(), [ASKED[0], Ended(8, "PeerLostError")], [], "nothing explains"),
         (_question(), [ASKED[0], DROPPED], [Heard(8)], "nothing explains"),
         (_question("one-way", wish="drop"), [ASKED[0], DROPPED], [Heard(8)], "nothing explains"),

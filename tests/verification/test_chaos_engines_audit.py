@@ -46,8 +46,8 @@ def _question(how: str = "request", wish: str = "answer") -> Order:
         (_question(), ASKED, [[Heard(8)], [Heard(8)]], "heard 2 times, by ['engine-0', 'engine-1']"),
         (_question(), LOST, [[Heard(8)], [Heard(8), Replied(8)]], "heard 2 times"),
         (_question("one-way"), ASKED, [[Heard(8)], [], [Heard(8)]], "heard 2 times"),
-        (_question("one-way"), ASKED, [[], []], "nobody was lost"),
-        (_question(), ASKED, [[], []], "nobody heard"),
+        (_question("one-way"), ASKED, [[], []], "no process was lost"),
+        (_question(), ASKED, [[], []], "no server received it"),
         (_question(), ASKED[:1], [[Heard(8)]], "never ended"),
     ],
 )
@@ -80,7 +80,7 @@ def test_a_loss_that_no_fault_explains_is_found(fault: Fault) -> None:
     [problem] = _problems(_question(), LOST, [[], []], fault, is_new=True)
     assert "nothing explains" in problem
     [problem] = _problems(_question("one-way"), ASKED, [[], []], fault)
-    assert "nobody was lost" in problem
+    assert "no process was lost" in problem
 
 
 @pytest.mark.parametrize(

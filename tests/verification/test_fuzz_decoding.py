@@ -8,10 +8,12 @@ from verification.fuzz.choosers import FromBytes, FromHypothesis
 from verification.fuzz.decoding import decode_both_ways, decode_headers, decode_message
 from verification.fuzz.grammar import TO_CLIENT, TO_RECEIVER, TO_SENDER, TO_SERVER, conversation
 from verification.fuzz.headers import message_parts
-from verification.fuzz.steps import cases
+from verification.fuzz.steps import CASES, cases
 from verification.fuzz.targets import TO_DECODER
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+KINDS = (TO_RECEIVER, TO_SENDER, TO_SERVER, TO_CLIENT, TO_DECODER)
 
 ways = pytest.mark.parametrize("to", [TO_RECEIVER, TO_SENDER])
 
@@ -44,6 +46,12 @@ def test_any_bytes_are_decoded_or_refused_within_bounds(data: bytes, buffer: byt
     decode_headers(data)
     decode_message([data])
     decode_message([data, buffer])
+
+
+def test_every_recorded_case_is_replayed_for_one_kind_of_peer() -> None:
+    replayed = [name for to in KINDS for name in cases(to)]
+    assert sorted(replayed) == sorted(path.stem for path in CASES.iterdir())
+    assert len(replayed) > 20
 
 
 def test_recorded_cases_do_not_harm_the_decoder_of_messages() -> None:

@@ -1,4 +1,4 @@
-"""What a server's process does in a round."""
+"""The operations of a server's process in a round."""
 
 import asyncio
 import contextlib
@@ -19,15 +19,15 @@ __all__ = ["adopt", "close", "heard", "leave", "open_receiver", "settle", "stop"
 
 
 class HandlerError(Exception):
-    """What a question wished for."""
+    """The error that a question requested."""
 
 
 class _Answering:
-    """How a server answers.
+    """The handlers of a server.
 
     Args:
-        server: whose questions.
-        plan: of the round; None for at once.
+        server: of the questions.
+        plan: of the round; None to answer without delay.
     """
 
     def __init__(self, server: MessageServer[Question], plan: TakerPlan | None) -> None:
@@ -42,7 +42,7 @@ class _Answering:
         plan = self._plan
         await asyncio.sleep(0 if plan is None else plan.stuck_ms / 1000)
         if plan is not None and plan.serves:
-            with contextlib.suppress(ClosedError):  # while nothing was taken
+            with contextlib.suppress(ClosedError):  # closed before it took a question
                 await self._server.serve(self._answer, max_concurrent=plan.iterators)
             return
         async for request in self._server:
@@ -80,15 +80,15 @@ class _Answering:
             asyncio.get_running_loop().call_later(self._plan.hold_ms / 1000, self._kept.pop, 0)
 
     async def stop(self) -> None:
-        """Take nothing more."""
-        while self._server.statistics().in_hand:  # also of what is one-way, which would be lost
+        """Stop taking questions."""
+        while self._server.statistics().in_hand:  # also for one-way messages, which would be lost
             await asyncio.sleep(0.001)
         for task in self._takers:
             task.cancel()
         await self.ended()
 
     async def ended(self) -> None:
-        """Wait until nothing is answered any more, and what was kept is gone."""
+        """Wait until all handlers have ended, and all kept tensors are dropped."""
         for ended in await asyncio.gather(*self._takers, *self._requests, return_exceptions=True):
             if isinstance(ended, BaseException) and not isinstance(ended, asyncio.CancelledError):
                 raise ended
@@ -97,7 +97,7 @@ class _Answering:
 
 
 class _Ends:
-    """What this process has open."""
+    """The open server of this process."""
 
     def __init__(self) -> None:
         self.server: MessageServer[Question]
@@ -109,7 +109,7 @@ _ends = _Ends()
 
 
 async def open_receiver(state: State, plan: TakerPlan) -> None:
-    """Open a server, and answer at once until `take`."""
+    """Open a server, and answer without delay until `take`."""
     while True:
         async with contextlib.AsyncExitStack() as stack:
             receiver = TensorReceiver(state.endpoint, max_mapped_bytes=MAX_MAPPED_BYTES)
@@ -122,7 +122,7 @@ async def open_receiver(state: State, plan: TakerPlan) -> None:
                 for sender in senders:
                     await stack.enter_async_context(sender)
                 await stack.enter_async_context(server)
-            except (OSError, UsageError):  # this process has no descriptors now
+            except (OSError, UsageError):  # this process currently has no descriptors
                 await asyncio.sleep(0.005)
                 continue
             state.receivers[:] = [receiver]
@@ -132,7 +132,7 @@ async def open_receiver(state: State, plan: TakerPlan) -> None:
 
 
 def adopt(server: MessageServer[Question], stack: contextlib.AsyncExitStack) -> None:
-    """Take over a server that was opened, with all that is to be closed with it, and answer at once."""
+    """Take over an open server, with the stack that closes it and its resources; answer without delay."""
     _ends.stack = stack.pop_all()
     _ends.server = server
     _ends.answering = _Answering(server, None)
@@ -140,26 +140,26 @@ def adopt(server: MessageServer[Question], stack: contextlib.AsyncExitStack) -> 
 
 
 async def close(state: State) -> None:
-    """Close the server in the middle of what it does."""
+    """Close the server during its operations."""
     await leave(state)
 
 
 async def leave(state: State) -> None:
-    """Close all that is open."""
+    """Close the server with its senders and receiver."""
     del state
     await _ends.stack.aclose()
     await _ends.answering.ended()
 
 
 async def take(state: State, plan: TakerPlan, firsts: Mapping[str, int]) -> None:
-    """Begin to answer as planned, until `stop` or `close`."""
+    """Start answering as planned, until `stop` or `close`."""
     del state, firsts
     await _ends.answering.stop()
     _ends.answering = _Answering(_ends.server, plan)
 
 
 async def stop(state: State) -> None:
-    """Answer at once from now on."""
+    """Answer without delay from now on."""
     del state
     await _ends.answering.stop()
     _ends.answering = _Answering(_ends.server, None)
@@ -174,7 +174,7 @@ async def heard(state: State, sender: str) -> int:
 
 
 async def settle(state: State) -> list[str]:
-    """Wait until nothing is held and everybody is here, and say what is wrong with what this process has."""
+    """Wait until nothing is held and all peers are connected, and return the problems of this process."""
     gc.collect()
     server = _ends.server
     while (now := server.statistics()).waiting or now.in_hand or now.clients != SLOTS:

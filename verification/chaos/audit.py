@@ -1,4 +1,4 @@
-"""The account of a round: each tensor was taken once, or discarded, or lost with an error."""
+"""The audit of a round: each tensor was taken once, or discarded, or lost with an error."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -19,15 +19,15 @@ RESOURCES = (
 
 
 class Account(msgspec.Struct):
-    """What one process did in a round.
+    """The record of one process in a round.
 
     Attributes:
         name: of the process.
         slot: of a sender, or None for a receiver.
         is_killed: whether it was killed in this round.
         events: its journal.
-        losses: of receivers, as it counts them in the end.
-        is_new: whether it came in the middle of the round.
+        losses: the number of lost receivers, as the process counts them at the end.
+        is_new: whether it was started during the round.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Account(msgspec.Struct):
 
 
 class Tally(msgspec.Struct):
-    """What became of the tensors of a run."""
+    """The outcomes of the tensors of a run."""
 
     taken: int = 0
     discarded: int = 0
@@ -51,7 +51,7 @@ class Tally(msgspec.Struct):
 
 
 class _Message:
-    """One message, from all journals."""
+    """One message, as recorded in all journals."""
 
     def __init__(self, account: Account, tensors: int) -> None:
         self.account = account
@@ -135,11 +135,11 @@ class _Audit:
         return ""
 
     def _answered_twice(self, message: _Message, handle: Sent | None, taken: Taken) -> str:
-        """Say what is wrong with the answer to who asked again for a tensor that was taken."""
+        """Return a problem with the error of a second request for a tensor that was taken, or ""."""
         error = self.answers.get((taken.sender, taken.message, taken.tensor), "AlreadyTakenError")
         allowed = {"AlreadyTakenError"}
         if message.is_withdrawn or (taken.sender, taken.message) in self.dropped:
-            allowed |= {"DiscardedError"}  # with what was left of its message
+            allowed |= {"DiscardedError"}  # like the rest of its message
         if self._may_be_lost(message, handle):
             allowed |= {"PeerLostError", "RefusedError"}
         return "" if error in allowed else f"taken as {taken}, and asking again raised {error}"
@@ -162,20 +162,20 @@ class _Audit:
                 f"{handle.losses} losses when it was sent, {message.account.losses} in the end"
             )
         if error is not None and error not in allowed:
-            return f"nobody took {handle}, and asking for it raised {error}"
+            return f"{handle} was not taken, and asking for it raised {error}"
         return ""
 
     def _may_be_lost(self, message: _Message, handle: Sent | None) -> bool:
-        """Say whether a connection ended after a tensor was sent."""
+        """Return whether a connection ended after a tensor was sent."""
         account = message.account
         if account.is_killed or (handle is not None and account.losses > handle.losses):
             return True
-        # Who closed before its receiver was lost has not counted that.
+        # A sender that was closed before the loss of its receiver has not counted it.
         was_closed = self.plan.has(account.slot, (FaultKind.CLOSE,))
         return was_closed and self.plan.has(None, RESOURCES)
 
     def _may_raise(self, message: _Message, error: str) -> bool:
-        """Say whether something in the plan explains an error of a send."""
+        """Return whether the plan explains an error of a send."""
         plan, slot, account = self.plan, message.account.slot, message.account
         match error:
             case "cancelled" | "given up" | "WouldBlockError":
@@ -201,9 +201,9 @@ def audit(plan: Round, accounts: Iterable[Account], dropped: set[tuple[str, int]
 
     Args:
         plan: of the round.
-        accounts: of all processes that had a part in it.
-        dropped: the messages that the receiver discards, some perhaps in a later round; added to.
-        tally: is added to.
+        accounts: of all its processes.
+        dropped: the messages that the receiver discards, some perhaps in a later round; added to here.
+        tally: added to here.
 
     Returns:
         what is wrong.

@@ -1,4 +1,4 @@
-"""Rounds in which clients ask a server: the same rounds with other actors, and an account of their own."""
+"""Rounds in which clients ask a server: the same plans with other processes and another audit."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ class ExchangePlay(Play):
     """One round of questions and answers."""
 
     async def ask(self) -> None:
-        """Ask nothing more: every answer was looked at when it came."""
+        """Do nothing: every answer was checked when it arrived."""
 
     async def settle(self, living: list[Member]) -> list[str]:
         settling = {sender.name: sender.call(asking.settle) for sender in living}
@@ -49,7 +49,7 @@ class ExchangePlay(Play):
         return audit_questions(self.plan, accounts, tally)
 
     def may_log(self, line: str, slot: int | None) -> bool:
-        # What a handler raised is logged with its traceback; who asked gets it too, and is asked about it.
+        # A handler's error is logged with its traceback; the client also gets it, and the audit checks that.
         is_of_handler = "answering a request of process" in line or "Traceback" in line
         return is_of_handler or self.plan.has(None, RESOURCES) or super().may_log(line, slot)
 

@@ -28,7 +28,7 @@ _LONGEST_JUMP_S = 60.0
 
 
 async def suffer(state: State, kind: FaultKind, for_s: float, seed: int) -> None:
-    """Have a fault for a while."""
+    """Cause a fault for a while."""
     del state
     with _WINDOWS[kind](random.Random(seed)):
         await asyncio.sleep(for_s)
@@ -63,7 +63,7 @@ def _limited(which: int, limit: int) -> Iterator[None]:
 
 
 def _small_files(rng: random.Random) -> AbstractContextManager[None]:
-    """Let no file grow as large as a segment; the journal is smaller."""
+    """Limit the size of files to less than a segment; the journal is smaller."""
     return _limited(resource.RLIMIT_FSIZE, ARENA_BYTES - 1)
 
 
@@ -85,7 +85,7 @@ def _no_addresses(rng: random.Random) -> Iterator[None]:
 
 
 def _no_descriptors(rng: random.Random) -> AbstractContextManager[None]:
-    """Leave only the descriptors that are open."""
+    """Allow no more descriptors than are open."""
     lowest_free = os.dup(0)
     os.close(lowest_free)
     return _limited(resource.RLIMIT_NOFILE, lowest_free)
@@ -145,7 +145,7 @@ async def fork_and_linger(state: State) -> int:
 
 def _fork(state: State) -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that is what is tried here
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is the purpose
         return os.fork()
 
 
@@ -169,7 +169,7 @@ def _touch_all(state: State) -> int:
             use()
         except UsageError:
             continue
-        except BaseException:  # noqa: BLE001 - whatever it is, it must not go on in the parent's loop
+        except BaseException:  # noqa: BLE001 - the child must never return into the parent's loop
             went_on += 1
         else:
             went_on += 1

@@ -1,4 +1,4 @@
-"""What a process of the run did, written down as it does it: a record that kill -9 does not take along."""
+"""The journal of a process: a record of its operations, which survives `kill -9`."""
 
 import os
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ __all__ = [
 
 
 class Began(msgspec.Struct, tag=True, frozen=True):
-    """A message is about to be sent, with so many tensors."""
+    """A message with a number of tensors is about to be sent."""
 
     key: int
     tensors: int
 
 
 class Sent(msgspec.Struct, tag=True, frozen=True):
-    """A tensor has got its handle; its sender had lost so many receivers by then."""
+    """A tensor has got its handle, after a number of losses of its sender's receivers."""
 
     token: int
     sender: str
@@ -41,7 +41,7 @@ class Sent(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
-    """Sending a message ended: it is "whole", or here is the name of the error."""
+    """Sending a message ended: with "whole", or with the name of an error."""
 
     key: int
     how: str
@@ -71,7 +71,7 @@ class Dropped(msgspec.Struct, tag=True, frozen=True):
 
 
 class Answered(msgspec.Struct, tag=True, frozen=True):
-    """Asked for a handle in the end, the receiver raised this error."""
+    """At the end, a request for a handle raised this error."""
 
     sender: str
     message: int
@@ -80,19 +80,19 @@ class Answered(msgspec.Struct, tag=True, frozen=True):
 
 
 class Heard(msgspec.Struct, tag=True, frozen=True):
-    """A server has taken the question with this key, and its tensors are what they should be."""
+    """A server has taken the question with this key, and its tensors had the right values."""
 
     key: int
 
 
 class Replied(msgspec.Struct, tag=True, frozen=True):
-    """A server has answered the question with this key, and somebody wanted that."""
+    """A server has answered the question with this key, while its client waited for the answer."""
 
     key: int
 
 
 class Broken(msgspec.Struct, tag=True, frozen=True):
-    """The process itself saw something that must not be."""
+    """The process itself detected an error."""
 
     text: str
 
@@ -104,7 +104,7 @@ _decode = msgspec.json.Decoder(Event).decode
 
 
 class Journal:
-    """Write events to a file, each in one call of the kernel, so that none is lost or halved by a kill.
+    """Write events to a file, each in one system call, so that a kill neither loses nor truncates one.
 
     Args:
         path: of the file.

@@ -1,4 +1,4 @@
-"""Where the engines are: on another host behind a cable that can be cut, or else on this one."""
+"""The network of the engines: on another host behind a cable that can be cut, or on this host."""
 
 import asyncio
 import random
@@ -104,7 +104,7 @@ async def _flood(state: State, attack: str, address: str) -> None:
 
 
 def _free_port() -> int:
-    """Find a port that the kernel gives to no connection by itself."""
+    """Find a port outside the range from which the kernel assigns ports."""
     while True:
         with socket.socket() as sock:
             try:

@@ -1,7 +1,6 @@
-"""What a round does, decided before it begins: from a seed and the round's number, and nothing else.
+"""The plan of a round, determined only by a seed and the number of the round.
 
-A round is the same whenever it is planned, so one that failed can be run again by itself. How its steps
-meet in time is up to the machine.
+So a failed round can be repeated alone, with the same plan. The timing of its steps depends on the machine.
 """
 
 import enum
@@ -29,14 +28,14 @@ __all__ = [
     "plan_round",
 ]
 
-SLOTS = 3  # senders of a family
-ENGINES = 3  # that each client of the family "engines" is connected to
-MAX_TENSORS = 4  # of a message
-_PARTS = 2  # a process and the one that replaces it within the round
-_ORDERS = 256  # of one part at most
+SLOTS = 3  # the senders of a family
+ENGINES = 3  # the servers of each client in the family "engines"
+MAX_TENSORS = 4  # in a message
+_PARTS = 2  # of a process, and of its replacement within the round
+_ORDERS = 256  # the most in one part
 
-# How they meet. A queue dies with its receiver; over messages, senders are clients that ask a server, and
-# over a network they ask several.
+# The connection of each family. A queue ends with its receiver; in "messages" the senders are clients of one
+# server, and in "network" of several.
 FAMILIES = {
     "server": "unix",
     "engine": "unix",
@@ -47,19 +46,19 @@ FAMILIES = {
 }
 _FAMILY_WEIGHTS = (9, 9, 4, 6, 6, 4)
 
-# Who lives for the whole run, a sender's slot or None for the receiver: memory is compared at the end.
+# The process that lives for the whole run, whose memory is measured: a sender's slot, or None.
 ELDERS: dict[str, int | None] = {"server": 0, "engine": None, "asking": 0, "answering": None}
 
-# Which clients have a sender for what they ask, and which a receiver for what is answered.
+# The clients with a sender for their requests, and those with a receiver for their replies.
 ASKS_BY_SENDER = (0, 1)
 ANSWERED_BY_SENDER = (0, 2)
 
 _SMALL, _MIDDLE, _LARGE, _HUGE = 10, 10_000, 100_000, 600_000  # elements of 8 bytes
-_FRAME = 900  # rides in a frame, and a few dozen of them fill the socket
+_FRAME = 900  # sent inline; a few dozen of them fill the socket
 
 
 class FaultKind(enum.Enum):
-    """What happens to a process in the middle of a round."""
+    """A kind of fault during a round."""
 
     KILL = "kill -9"
     KILL_WITH_FORK = "kill -9 while a forked child lives"
@@ -77,7 +76,7 @@ class FaultKind(enum.Enum):
 
 
 class Hold(enum.Enum):
-    """What a receiver does with a tensor that it took."""
+    """The use of a taken tensor by its receiver."""
 
     DROP = "drop it at once"
     KEEP = "keep it for a while"
@@ -85,15 +84,15 @@ class Hold(enum.Enum):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """Something that happens to one process.
+    """A fault of one process or of the network.
 
     Attributes:
-        kind: what.
+        kind: of the fault.
         target: the sender's slot, or None for the receiver. Over a network, engines are counted on from
             `SLOTS`, and None is the network.
-        at_ms: when, after the round's start.
-        for_ms: for how long, where that means something.
-        how: the attack, or the direction in which packets are lost.
+        at_ms: the time after the start of the round.
+        for_ms: the duration, for faults that have one.
+        how: the attack, or the direction of lost packets.
     """
 
     kind: FaultKind
@@ -109,13 +108,13 @@ class Order(msgspec.Struct, frozen=True):
     Attributes:
         key: the pattern of its first tensor, a multiple of `MAX_TENSORS`; the next ones count on. No other
             message has it.
-        how: send, nowait, message, or allocate; of questions: request, inside, or one-way.
-        counts: elements of its tensors.
-        fate: what its sender does to it: nothing, or discard, cancel, raise.
-        after_ms: when it does that.
-        wish: what is to become of a question: answer, raise, or drop.
-        answer: elements of the tensors of its answer.
-        target: which of several engines is asked; None for any.
+        how: send, nowait, message, or allocate; for questions: request, inside, or one-way.
+        counts: the numbers of elements of its tensors.
+        fate: the sender's next action on it: none, discard, cancel, or raise.
+        after_ms: the time of that action.
+        wish: the requested reaction to a question: answer, raise, or drop.
+        answer: the numbers of elements of the tensors in its answer.
+        target: the engine to ask; None for any.
     """
 
     key: int
@@ -129,13 +128,13 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class SenderPlan(msgspec.Struct, frozen=True):
-    """What one sender sends: by its process, and by the one that replaces it if that is killed.
+    """The messages of one sender, in its process and in the process that replaces it after a kill.
 
     Attributes:
         slot: of the sender.
-        permits, keep_warm_s: of a sender that is opened in this round.
-        uvloop: the event loop of a process that is begun in this round.
-        width: how many messages it sends at once.
+        permits, keep_warm_s: options of a sender that is opened in this round.
+        uvloop: whether a process that is started in this round uses uvloop.
+        width: the number of concurrent messages.
         parts: the orders of each process.
     """
 
@@ -148,21 +147,21 @@ class SenderPlan(msgspec.Struct, frozen=True):
 
 
 class TakerPlan(msgspec.Struct, frozen=True):
-    """How the receiver takes.
+    """The behaviour of a receiver.
 
     Attributes:
-        seed: for what it decides on its way.
-        uvloop: the event loop of a process that is begun in this round.
-        iterators: tasks that take what comes.
-        by_handle: which messages of each sender are asked for by handle, counted from the round's first.
-        discards: which are discarded by handle.
-        stuck_ms: for how long it takes nothing at first.
-        slow_ms: how long it pauses after each tensor.
-        hold: what becomes of a tensor.
-        hold_ms: for how long it is kept.
-        copies: the share of tensors asked for as copies.
-        serves: whether a server has each question answered by `serve`.
-        max_waiting: of a server that is opened in this round.
+        seed: of its random choices.
+        uvloop: whether a process that is started in this round uses uvloop.
+        iterators: the number of tasks that iterate over arriving tensors.
+        by_handle: the messages of each sender to request by handle, counted from the first of the round.
+        discards: the messages that are discarded by handle.
+        stuck_ms: the time before it takes its first tensor.
+        slow_ms: the pause after each tensor.
+        hold: the use of each tensor.
+        hold_ms: the time for which a tensor is kept.
+        copies: the share of tensors received as copies.
+        serves: whether a server uses `serve`.
+        max_waiting: an option of a server that is opened in this round.
     """
 
     seed: int
@@ -180,7 +179,7 @@ class TakerPlan(msgspec.Struct, frozen=True):
 
 
 class Round(msgspec.Struct, frozen=True):
-    """A round: who sends what, how it is taken, and what goes wrong.
+    """A round: the messages of all senders, the behaviour of the receivers, and the faults.
 
     Attributes:
         taker: the receiver, or the first of several engines.
@@ -200,18 +199,18 @@ class Round(msgspec.Struct, frozen=True):
         return (self.taker, *self.other_takers)
 
     def who(self, fault: Fault) -> str:
-        """Say to what a fault happens."""
+        """Name the target of a fault."""
         if FAMILIES[self.family] == "network":
             return "network" if fault.target is None else "client" if fault.target < SLOTS else "engine"
         return "receiver" if fault.target is None else "sender"
 
     @property
     def ends_the_receiver(self) -> bool:
-        """Say whether the receiver is killed or closed."""
+        """Return whether the receiver is killed or closed."""
         return any(fault.target is None and fault.kind in _ENDS for fault in self.faults)
 
     def has(self, target: int | None, kinds: Sequence[FaultKind]) -> bool:
-        """Say whether one of these faults happens to a process."""
+        """Return whether one of these faults is planned for a process."""
         return any(fault.target == target and fault.kind in kinds for fault in self.faults)
 
 
@@ -277,7 +276,7 @@ def plan_round(seed: int, number: int, only: str | None = None) -> Round:
         takers = [_plan_taker(rng) for _ in range(ENGINES)]
         return Round(number, family, senders, takers[0], _plan_faults_of_network(rng), tuple(takers[1:]))
     faults = _plan_faults(rng, family)
-    if floods:  # its socket fills while the receiver is stopped
+    if floods:  # the sender's socket fills while the receiver is stopped
         faults = (*faults, Fault(FaultKind.STOP, None, rng.uniform(0, 2), rng.uniform(10, 40)))
     return Round(number, family, senders, _plan_taker(rng), faults)
 
@@ -375,7 +374,7 @@ def _plan_faults(rng: random.Random, family: str) -> tuple[Fault, ...]:
             continue  # the second would end with the first, or never
         if kind in _ENDS:
             if target == ELDERS.get(family, -1) or target in ends:
-                continue  # one end for each in a round, and who lives for ever has none
+                continue  # each process ends at most once in a round, and the elder never
             closes = kind is FaultKind.CLOSE or any(fault.kind is FaultKind.CLOSE for fault in faults)
             if closes and (target is None or None in ends) and ends:
                 continue  # a sender that is closed does not notice that its receiver ends
@@ -383,7 +382,7 @@ def _plan_faults(rng: random.Random, family: str) -> tuple[Fault, ...]:
         for_ms = rng.choice((rng.uniform(1, 5), rng.uniform(5, 60)))
         faults.append(Fault(kind, target, rng.uniform(0, 12), for_ms))
     if ends and FAMILIES[family] == "messages":
-        # ZeroMQ ends the process of a server that has no descriptor for somebody who comes.
+        # ZeroMQ ends the process of a server that has no descriptor for a new connection.
         starved = (FaultKind.NO_DESCRIPTORS, None)
         faults = [fault for fault in faults if (fault.kind, fault.target) != starved]
     return tuple(faults)
@@ -397,7 +396,7 @@ def _plan_faults_of_network(rng: random.Random) -> tuple[Fault, ...]:
         weights = _CLIENT_FAULTS if target < SLOTS else _ENGINE_FAULTS
         kind = rng.choices(list(weights), list(weights.values()))[0]
         if kind in _ENDS and target in ends:
-            continue  # one end for each in a round
+            continue  # each process ends at most once in a round
         ends |= {target} if kind in _ENDS else set()
         for_ms, how = rng.uniform(1, 60), ""
         if kind is FaultKind.STOP and rng.random() < 0.15:

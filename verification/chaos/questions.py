@@ -1,4 +1,4 @@
-"""What clients ask and what servers answer: values that tell whose they are, and places where they meet."""
+"""Questions of clients and answers of servers, with values that identify them, and their addresses."""
 
 import os
 
@@ -11,7 +11,7 @@ from verification.processes.peers import State
 
 __all__ = ["PROBE", "Question", "Reply", "answer_to", "is_answer", "messages_at", "name_back", "wrong_with"]
 
-PROBE = -1  # the key of a question that is no order's
+PROBE = -1  # the key of a question that belongs to no order
 
 
 class Question(msgspec.Struct):
@@ -31,13 +31,13 @@ class Reply(msgspec.Struct):
 
 
 def answer_to(question: Question) -> Reply:
-    """Make the answer to a question, whose patterns no question has."""
+    """Return the answer to a question; its patterns differ from those of all questions."""
     tensors = [pattern(_answer_token(question.key, i), n) for i, n in enumerate(question.answer)]
     return Reply(question.key, tensors)
 
 
 def is_answer(reply: Reply, question: Question) -> bool:
-    """Say whether a reply is what the question's server must have answered."""
+    """Return whether a reply is the right answer to a question."""
     tokens = [_answer_token(question.key, index) for index in range(len(question.answer))]
     sizes = [tensor.numel() for tensor in reply.tensors]
     return (
@@ -48,7 +48,7 @@ def is_answer(reply: Reply, question: Question) -> bool:
 
 
 def wrong_with(question: Question) -> str:
-    """Say what is wrong with the tensors of a question that has come."""
+    """Return a description of wrong values in a received question, or ""."""
     tokens = [token_of(tensor) for tensor in question.tensors]
     if tokens == [question.key + index for index in range(len(tokens))]:
         return ""

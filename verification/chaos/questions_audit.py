@@ -62,7 +62,7 @@ class Questions:
         if heard > 1 or replied > 1 or len(ends) > 1:
             return f"heard {heard} times, by {by}, answered {replied} times, ended as {ends}"
         if replied and (order.how == "one-way" or order.wish != "answer"):
-            return f"somebody wanted the answer to {order}"
+            return f"a client accepted an answer that was not due: {order}"
         if not ends:
             tally.questions["whose client was killed"] += 1
             return "" if account.is_killed else "it never ended"
@@ -74,11 +74,11 @@ class Questions:
         if order.how == "one-way":
             tally.questions["one-way, heard" if heard else "one-way, lost"] += 1
             is_lost = not heard and not self.may_be_lost(account)
-            return "it was sent and never heard, and nobody was lost" if is_lost else ""
+            return "it was sent and never received, and no process was lost" if is_lost else ""
         tally.questions["answered"] += 1
         if order.wish != "answer":
             return f"it was answered, though its handler had to {order.wish}"
-        return "" if heard else "it was answered, and nobody heard it"
+        return "" if heard else "it was answered, and no server received it"
 
     def may_be_lost(self, account: Account) -> bool:
         """Return whether a message may be lost with its client or with the server."""

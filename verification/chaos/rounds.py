@@ -105,8 +105,8 @@ class Play:
         problems += self.audit(accounts, tally)
         problems += await self._look_around()
         if problems:
-            everybody = [*dict.fromkeys([*(member for member, _ in self.gone), *family.members])]
-            problems += [f"log of {member.name}: {line}" for member in everybody for line in member.logged]
+            members = [*dict.fromkeys([*(member for member, _ in self.gone), *family.members])]
+            problems += [f"log of {member.name}: {line}" for member in members for line in member.logged]
         for member, _ in self.gone:
             await member.close()
         return problems

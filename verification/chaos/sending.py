@@ -1,4 +1,4 @@
-"""What a sender's process does in a round."""
+"""The operations of a sender's process in a round."""
 
 import asyncio
 import contextlib
@@ -25,12 +25,12 @@ async def open_sender(state: State, plan: SenderPlan) -> str:
 
 
 async def reopen(state: State, plan: SenderPlan) -> str:
-    """Close the sender in the middle of what it does, and open another."""
+    """Close the sender during its operations, and open another."""
     old = state.sender
     try:
         await open_sender(state, plan)
     except OSError:
-        return old.id  # this process has no descriptors now
+        return old.id  # this process currently has no descriptors
     await old.aclose()
     return state.sender.id
 
@@ -111,13 +111,15 @@ async def told(state: State) -> int:
 
 
 async def probe(state: State, plan: SenderPlan) -> TensorHandle:
-    """Send something to whoever receives now, or will."""
+    """Send a tensor to the current receiver, or to the next one."""
     while True:
-        # A process that is being killed has its listening socket a little longer than its connections, and
-        # one that is refused because of a limit is let in when there is room.
+        # The listening socket of a killed process outlives its connections for a moment, and a sender that a
+        # limit refused is accepted once another has left.
         with contextlib.suppress(PeerLostError, RefusedError):
             return await state.sender.send(pattern(0, 3))
-        if isinstance(state.endpoint, TensorQueue):  # who was refused there has to be opened again
+        if isinstance(
+            state.endpoint, TensorQueue
+        ):  # a sender that a queue's receiver refused must be reopened
             await reopen(state, plan)
         await asyncio.sleep(0.001)
 
@@ -126,7 +128,7 @@ async def settle(state: State) -> tuple[SenderStatistics, int]:
     """Wait until nothing is held, forget the senders that were closed, and count the losses."""
     for sender in state.senders:
         _check_limits(sender.statistics())
-    sender = state.sender  # of one that was closed, nobody says what became of its last messages
+    sender = state.sender  # the last messages of closed senders have no reported outcome
     while (now := sender.statistics()).in_flight or now.bytes_in_use or now.waiting:
         await asyncio.sleep(0.001)
     losses = _losses(state)

@@ -1,4 +1,4 @@
-"""What the receiver's process does in a round."""
+"""The operations of the receiver's process in a round."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ _NEVER = 1 << 40  # the number of a message that no sender ever reaches
 
 
 class _Cycle:
-    """Garbage that only the collector finds, and that takes a tensor along."""
+    """Cyclic garbage that refers to a tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -70,7 +70,7 @@ class _Taking:
             copies = self.rng.random() < self.plan.copies
             self.took(handle, await self.receiver.receive(handle, copy=copies))
         except AioTensorError:
-            return  # what became of it is asked again in the end
+            return  # its outcome is requested again at the end
 
     async def _discard(self, handle: TensorHandle) -> None:
         await asyncio.sleep(self.rng.uniform(0, 0.02))
@@ -79,7 +79,7 @@ class _Taking:
             self.receiver.discard(handle)
 
     async def _wait_in_vain(self, sender: str) -> None:
-        """Wait for what never comes, and hear of the end of the sender."""
+        """Wait for a tensor that is never sent, until the sender is lost."""
         try:
             await self.receiver.receive(_handle(sender, _NEVER))
         except (PeerLostError, RefusedError) as error:
@@ -90,7 +90,7 @@ class _Taking:
     def took(self, handle: TensorHandle, tensor: torch.Tensor) -> None:
         token = token_of(tensor)
         if token is None:
-            here.journal(Broken(f"{handle} arrived with values that nobody sent: {tensor[:9]}"))
+            here.journal(Broken(f"{handle} arrived with values that were never sent: {tensor[:9]}"))
             return
         here.journal(Taken(token, handle.sender, handle.message, handle.tensor))
         now = self.receiver.statistics()
@@ -107,7 +107,7 @@ class _Taking:
                 asyncio.get_running_loop().call_later(self.plan.hold_ms / 1000, gc.collect)
 
     def _let_go(self) -> None:
-        """Let the oldest go, if it is what it was."""
+        """Drop the oldest kept tensor, and check that its values have not changed."""
         token, tensor = self.kept.pop(0)
         if token_of(tensor) != token:
             here.journal(Broken(f"the values of {token} changed while the receiver kept it: {tensor[:9]}"))
@@ -143,7 +143,7 @@ async def open_receiver(state: State, plan: TakerPlan) -> None:
         receiver = TensorReceiver(state.endpoint, max_mapped_bytes=MAX_MAPPED_BYTES)
         try:
             await receiver.__aenter__()
-        except (OSError, UsageError):  # this process has no descriptors now
+        except (OSError, UsageError):  # this process currently has no descriptors
             await asyncio.sleep(0.005)
         else:
             state.receivers.append(receiver)
@@ -151,7 +151,7 @@ async def open_receiver(state: State, plan: TakerPlan) -> None:
 
 
 async def take(state: State, plan: TakerPlan, firsts: Mapping[str, int]) -> None:
-    """Begin to take, until `stop` or `close`.
+    """Start taking tensors, until `stop` or `close`.
 
     Args:
         state: of this process.
@@ -169,13 +169,13 @@ async def heard(state: State, sender: str) -> int | None:
 
 
 async def close(state: State) -> None:
-    """Close the receiver in the middle of what it does; what it kept it keeps for as long as planned."""
+    """Close the receiver during its operations; tensors are kept for as long as planned."""
     await state.receiver.aclose()
     await _stop(waits=False)
 
 
 async def answer(state: State, handles: Sequence[TensorHandle]) -> None:
-    """Ask for each handle what has become of it."""
+    """Request the tensor of each handle, and record the outcome."""
     for handle in handles:
         try:
             tensor = await state.receiver.receive(handle)
@@ -184,15 +184,15 @@ async def answer(state: State, handles: Sequence[TensorHandle]) -> None:
         else:
             token = token_of(tensor)
             if token is None:
-                here.journal(Broken(f"{handle} arrived with values that nobody sent: {tensor[:9]}"))
+                here.journal(Broken(f"{handle} arrived with values that were never sent: {tensor[:9]}"))
             else:
                 here.journal(Taken(token, handle.sender, handle.message, handle.tensor))
 
 
 async def take_probe(state: State, handle: TensorHandle) -> bool:
-    """Take what was sent to see whether the link works.
+    """Take the tensor that a probe sent.
 
-    It does not come if its number was discarded long ago, or if its sender has yet to hear of being refused.
+    It does not arrive if its number was discarded before, or if the refusal of its sender is in transit.
     """
     try:
         return token_of(await state.receiver.receive(handle)) == 0
@@ -201,7 +201,7 @@ async def take_probe(state: State, handle: TensorHandle) -> bool:
 
 
 async def stop(state: State) -> None:
-    """Stop taking what comes, and let go of what was kept."""
+    """Stop taking tensors, and wait until all kept ones are dropped."""
     del state
     await _stop(waits=True)
 
@@ -214,7 +214,7 @@ async def _stop(*, waits: bool) -> None:
 
 
 async def settle(state: State) -> ReceiverStatistics:
-    """Wait until nothing is held, and forget the receivers that were closed."""
+    """Wait until nothing is held, and forget the closed receivers."""
     gc.collect()
     for receiver in state.receivers:
         while (now := receiver.statistics()).leases or now.waiting or now.unclaimed_tensors:

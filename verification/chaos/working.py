@@ -1,4 +1,4 @@
-"""Orders of a round on their way: begun, cancelled, accounted for, and held up after a loss."""
+"""The execution of a round's orders: they are started, cancelled, recorded, and paused after a loss."""
 
 import asyncio
 from collections import deque
@@ -18,15 +18,15 @@ __all__ = ["GivenUpError", "Work"]
 
 
 class GivenUpError(Exception):
-    """A message's own block changed its mind."""
+    """Raised in the block of a message, to discard it."""
 
 
 class Work:
-    """How far the orders of this process are in this round.
+    """The progress of this process with its orders in a round.
 
     Args:
-        losses: counts the other sides that were lost until now.
-        held: counts the operations that may go on although the other side was lost.
+        losses: counts the lost peers.
+        held: counts the pending operations that a loss need not end.
         carry_out: carries out one order.
     """
 
@@ -59,7 +59,7 @@ class Work:
             state: of this process.
             plan: of this sender.
             part: which of its orders.
-            pauses: after a loss, begin nothing new until `told` has looked.
+            pauses: whether no new order starts between a loss and the return of `told`.
         """
         self._pauses = pauses
         orders = deque(
@@ -77,7 +77,7 @@ class Work:
         await asyncio.gather(*(work() for _ in range(plan.width)))
 
     async def pause(self, state: State) -> None:
-        """Pause within an order, which waits for nothing meanwhile."""
+        """Pause within an order, which does not count as pending during the pause."""
         self._pending -= 1
         try:
             await self._pause(state)
@@ -85,12 +85,12 @@ class Work:
             self._pending += 1
 
     async def _pause(self, state: State) -> None:
-        """After a loss, begin nothing that waits for the next other side before `told` has looked."""
+        """After a loss, wait for `told` before an operation that would wait for the next peer."""
         if self._pauses and self._losses(state) > self._losses_before:
             await self._goes_on.wait()
 
     async def account(self, order: Order, doing: Coroutine[Any, Any, None]) -> None:
-        """Do what an order says, cancel it if that is its fate, and write down how it ended."""
+        """Carry out an order, cancel it if that is its fate, and record the outcome."""
         here.journal(Began(order.key, len(order.counts)))
         self._pending += 1
         how, text = "whole", ""
@@ -108,10 +108,10 @@ class Work:
         here.journal(Ended(order.key, how, text))
 
     async def told(self, state: State) -> int:
-        """Wait until a loss has ended every wait, let the round go on, and count the losses."""
+        """Wait until a loss has ended every wait, continue the round, and return the number of losses."""
         while self._losses(state) == self._losses_before:
             await asyncio.sleep(0.001)
-        # Who got a permit in the very turn of the loss goes on to the next receiver.
+        # A send that got its permit in the iteration of the loss waits for the next receiver.
         while self._pending > self._held(state):
             await asyncio.sleep(0.001)
         self._goes_on.set()
@@ -119,7 +119,7 @@ class Work:
 
 
 async def _cancel(task: "asyncio.Task[None]", after_s: float) -> bool:
-    """Cancel a task after a while, and say whether that ended it; raise what else did."""
+    """Cancel a task after a while; return whether that ended it, or raise its own error."""
     try:
         await asyncio.sleep(after_s)
         task.cancel()
@@ -129,4 +129,4 @@ async def _cancel(task: "asyncio.Task[None]", after_s: float) -> bool:
         task.result()
         return False
     finally:
-        del task  # with its error it would keep this frame, and the tensor, until the garbage collector comes
+        del task  # its error refers to this frame, and would keep the tensor until a garbage collection

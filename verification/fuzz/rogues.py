@@ -107,7 +107,7 @@ async def heard_by_server(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: E
         sock.linger = 0
         sock.connect(messages_at(endpoint))
         sock.send(write(ClientHello(VERSION, 1)))
-        assert await _read(sock, within_s=20) is not None, "the server lets nobody in"
+        assert await _read(sock, within_s=20) is not None, "the server accepts no new client"
 
 
 @asynccontextmanager

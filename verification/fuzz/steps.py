@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["RIGHT", "STAND_IN", "Conversation", "Step", "cases", "keep"]
+__all__ = ["CASES", "RIGHT", "STAND_IN", "Conversation", "Step", "cases", "keep"]
 
 CASES = Path(__file__).parent / "cases"
 

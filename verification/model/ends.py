@@ -1,4 +1,4 @@
-"""What ends calls, objects, links and processes, at any time."""
+"""The rules that end calls, objects, links and processes, at any time."""
 
 import socket
 from contextlib import suppress
@@ -14,7 +14,7 @@ from verification.model.senders import SenderRules
 
 
 class EndRules(SenderRules, ReceiverRules):
-    """What ends calls, objects, links and processes; and time."""
+    """Rules that end calls, objects, links and processes, and that advance the clock."""
 
     @initialize(has_receiver=st.booleans())
     def begin(self, has_receiver: bool) -> None:
@@ -51,7 +51,7 @@ class EndRules(SenderRules, ReceiverRules):
         sender.end = end
         for loss in sender.losses:
             if loss.noticed is None:
-                loss.is_certain = False  # its goodbye may be heard before
+                loss.is_certain = False  # its closing frame may be read first
         worker = sender.sender._outgoing.memory._worker
         if self.steps.is_held(worker):
             self.steps.let_go(worker)
@@ -65,17 +65,17 @@ class EndRules(SenderRules, ReceiverRules):
         self.call("close", sender, sender.sender.aclose(), finish)
 
     def _kill_sender(self, sender: Sender) -> None:
-        """End a sender as the kernel ends a process: its sockets are closed, and nothing more is said."""
+        """End a sender like a killed process: its sockets are closed, without a closing frame."""
         with self.steps.inside():
             sender.sender._outgoing.conversation.close()
         for call in self.of(sender):
             self.cancel(call)
-        self._close_sender(sender, "killed")  # of what this process keeps, which the kernel would free
+        self._close_sender(sender, "killed")  # for the resources of this process, which the kernel would free
 
     @precondition(lambda self: self.receiver)
     @rule(is_killed=st.booleans(), is_quiet=st.booleans())
     def end_the_receiver(self, is_killed: bool, is_quiet: bool) -> None:
-        """Close or kill the receiver, perhaps while nobody does anything else."""
+        """Close or kill the receiver, perhaps while nothing else happens."""
         assert self.receiver is not None
         if is_quiet:
             self.settle()
@@ -92,13 +92,13 @@ class EndRules(SenderRules, ReceiverRules):
         self.call("close", receiver, receiver.receiver.aclose(), _closed)
 
     def _kill_receiver(self, receiver: Receiver) -> None:
-        """End a receiver as the kernel ends a process: its sockets are closed, and its file stays."""
+        """End a receiver like a killed process: its sockets are closed, and its socket file stays."""
         listener = receiver.receiver._listener
         if isinstance(listener, UnixListener) and listener._file is not None:
-            listener._file._identity = None  # nobody removes it
+            listener._file._identity = None  # the file is not removed
         closing = listener.close()
         with self.steps.inside(), suppress(StopIteration):
-            closing.send(None)  # it closes everything before it first waits
+            closing.send(None)  # it closes everything before its first wait
         closing.close()
         for call in self.of(receiver):
             self.cancel(call)
@@ -107,12 +107,12 @@ class EndRules(SenderRules, ReceiverRules):
     @precondition(lambda self: any(sender.met for sender in self.living))
     @rule(data=st.data(), is_quiet=st.booleans())
     def break_a_link(self, data: st.DataObject, is_quiet: bool) -> None:
-        """Cut a connection, with both sides alive, perhaps while nobody does anything else."""
+        """Cut a connection of two living sides, perhaps while nothing else happens."""
         if is_quiet:
             self.settle()
         connected = [one for one in self.living if one.met]
         if not connected:
-            return  # the receiver's limits have refused it meanwhile
+            return  # a limit of the receiver has refused it since
         sender = data.draw(st.sampled_from(connected))
         link = sender.sender._outgoing.conversation.link
         assert isinstance(link, UnixSenderLink | QueueSenderLink)

@@ -1,4 +1,4 @@
-"""What the users of a receiver do, in any order."""
+"""The rules of a receiver's application: its calls, in any order."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
@@ -9,13 +9,13 @@ from verification.model.world import World
 
 
 class ReceiverRules(World):
-    """What the users of a receiver do."""
+    """Rules that call a receiver."""
 
     @precondition(lambda self: all(receiver.is_gone for receiver in self.receivers))
     @rule(max_messages=st.sampled_from([None, None, 4]))
     def open_receiver(self, max_messages: int | None) -> None:
         if any(self.of(receiver, "close") for receiver in self.receivers):
-            return  # the one before still has the place
+            return  # the previous receiver still listens there
         self._open_receiver(max_messages)
 
     def _open_receiver(self, max_messages: int | None) -> None:
@@ -34,7 +34,7 @@ class ReceiverRules(World):
         self.steps.watch(receiver._incoming.mappings._worker)
 
     def handles(self, data: st.DataObject) -> TensorHandle:
-        """Choose a handle: of a tensor, or of one that may come."""
+        """Choose a handle, of a known tensor or of one that may be sent later."""
         if len(self.known) and data.draw(st.integers(0, 2)):
             tensor: Tensor = data.draw(st.sampled_from(list(self.known.values())))
             return tensor.handle
@@ -97,7 +97,7 @@ class ReceiverRules(World):
         def finish(call: Call, outcome: Outcome) -> None:
             if outcome.value is not None:
                 key = key_of(outcome.value.handle)
-                assert key in self.known, "somebody sent it, and nobody knows"
+                assert key in self.known, "the tensor was never announced"
                 self.iterated.append(key)
                 self.took(receiver, key, outcome.value.tensor, call)
             elif outcome.error is not None:

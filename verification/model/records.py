@@ -1,4 +1,4 @@
-"""What the model knows of each side, each message and each tensor, and what may become of them."""
+"""The model's records of each side, each message and each tensor, with their possible outcomes."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from aiotensor.sender import OpenMessage
 
 
 class _Printed:
-    """Hypothesis prints what it drew as it calls itself, not field by field."""
+    """Make hypothesis print `repr()` instead of all fields."""
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self))
@@ -20,7 +20,7 @@ class _Printed:
 
 @dataclass(eq=False, repr=False)
 class Receiver(_Printed):
-    """One receiver, from its opening to its end."""
+    """A receiver, from its opening to its end."""
 
     number: int
     receiver: TensorReceiver
@@ -33,26 +33,26 @@ class Receiver(_Printed):
 
 @dataclass(eq=False)
 class Loss:
-    """Something that ends a connection."""
+    """An event that ends a connection."""
 
     at: int
-    is_certain: bool  # there was one
-    noticed: int | None = None  # by when both sides know
+    is_certain: bool  # the connection existed
+    noticed: int | None = None  # when both sides had certainly noticed it
 
 
 @dataclass(eq=False, repr=False)
 class Sender(_Printed):
-    """One sender, from its opening to its end."""
+    """A sender, from its opening to its end."""
 
     number: int
     sender: TensorSender
     comes_back: bool
     limit: int
     arena_bytes: int
-    met: Receiver | None = None  # with whom it was connected when everything had settled
-    introduced: set[Receiver] = field(default_factory=set)  # to whom
+    met: Receiver | None = None  # the connected receiver, after the last settling
+    introduced: set[Receiver] = field(default_factory=set)  # the receivers that have had its hello
     may_be_refused: bool = False
-    latest_allocation: int = 0  # when the latest call of `allocate` that returned began
+    latest_allocation: int = 0  # the start of the latest call of `allocate` that has returned
     end: str = ""  # or "closed" or "killed"
     messages: list["Message"] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
@@ -61,13 +61,13 @@ class Sender(_Printed):
         return f"sender {self.number}"
 
     def may_have_lost(self, began: int) -> bool:
-        """Say whether something that began then may be lost by now."""
+        """Return whether an operation that began at that moment may be lost by now."""
         if self.may_be_refused or (self.losses and not self.comes_back):
             return True
         return any(loss.noticed is None or began < loss.noticed for loss in self.losses)
 
     def has_lost(self, known: int) -> bool:
-        """Say whether what was on its way at that moment is lost."""
+        """Return whether a message that was sent at that moment is certainly lost."""
         return any(loss.is_certain and known < loss.at for loss in self.losses)
 
 
@@ -79,16 +79,16 @@ class Message(_Printed):
     began: int
     state: str = "open"  # or "whole" or "dropped", as the sending side sees it
     number: int | None = None
-    known: int | None = None  # when it was certainly on its way
-    outlived: int = 0  # until when it was certainly not lost
+    known: int | None = None  # when it had certainly been sent
+    outlived: int = 0  # the latest moment at which it was certainly not lost
     whole_in_turn: int = 0
     waits_in_line: bool = True  # for its permit
     opened: OpenMessage | None = None
     ending: "asyncio.Future[None] | None" = None
     tensors: list["Tensor"] = field(default_factory=list)
     discarded_here: bool = False
-    was_lost: bool = False  # neither side has it
-    is_gone: bool = False  # discarded or lost, and everybody knows: nothing of it can be taken any more
+    was_lost: bool = False  # on both sides
+    is_gone: bool = False  # discarded or lost, as both sides know: no tensor of it can be taken any more
 
     def __repr__(self) -> str:
         return f"message {self.number} of {self.sender} ({self.state})"
@@ -108,14 +108,14 @@ class Message(_Printed):
 
 @dataclass(eq=False, repr=False)
 class Block(_Printed):
-    """Shared memory, as long as somebody pins it."""
+    """A block of shared memory, while it is pinned."""
 
     sender: Sender
     nbytes: int
-    owner: torch.Tensor | None = None  # of one from `allocate`
+    owner: torch.Tensor | None = None  # if it comes from `allocate`
     is_allocated: bool = False
     began: int = 0
-    # It may lie in memory that a lost receiver still reads, and be sent from elsewhere.
+    # It may lie in memory that a lost receiver still reads; then it is copied before it is sent.
     may_be_copied: bool = False
 
     def __repr__(self) -> str:
@@ -133,7 +133,7 @@ class Tensor(_Printed):
     is_taken: bool = False
     taken_at: int = 0
     taken_by: Receiver | None = None
-    view: torch.Tensor | None = None  # what was received, while it lives
+    view: torch.Tensor | None = None  # the received tensor, while it lives
     is_copy: bool = False
 
     def __repr__(self) -> str:
@@ -149,7 +149,7 @@ def key_of(handle: TensorHandle) -> Key:
 
 @dataclass(eq=False)
 class Outcome:
-    """How a call ended."""
+    """The outcome of a call."""
 
     value: Any = None
     error: BaseException | None = None
@@ -158,10 +158,10 @@ class Outcome:
 
 @dataclass(eq=False, repr=False)
 class Call(_Printed):
-    """A call that has not returned, in a task of its own."""
+    """A call that has not returned, in a separate task."""
 
     what: str
-    task: "asyncio.Task[Any] | None"  # until it has returned: Hypothesis keeps what it drew
+    task: "asyncio.Task[Any] | None"  # None after its return, since hypothesis keeps drawn objects alive
     began: int
     finish: Callable[["Call", Outcome], None]
     side: Sender | Receiver

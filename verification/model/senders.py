@@ -1,4 +1,4 @@
-"""What the users of senders do, in any order."""
+"""The rules of the senders' applications: their calls, in any order."""
 
 import torch
 from hypothesis import strategies as st
@@ -25,7 +25,7 @@ class _RaisedInBlockError(Exception):
 
 
 class SenderRules(World):
-    """What the users of senders do."""
+    """Rules that call senders."""
 
     @precondition(lambda self: len(self.senders) < 4)
     @rule(limit=st.integers(1, 3), arena_bytes=ARENAS)
@@ -38,7 +38,7 @@ class SenderRules(World):
             one.may_be_refused |= self.max_messages is not None and promised > self.max_messages
         opening = self.steps.start(sender.__aenter__())
         self.turn()
-        opening.result()  # it waits for nobody
+        opening.result()  # opening never waits
         self.steps.watch(sender._outgoing.memory._worker)
 
     # One tensor
@@ -147,7 +147,7 @@ class SenderRules(World):
             if outcome.value is not None:
                 self.became_whole(message)
                 return
-            # A block that is left while a send of it runs is misused, and says so.
+            # Leaving a block during one of its sends is misuse, and raises an error.
             if outcome.error is not None and not isinstance(outcome.error, UsageError):
                 self.check_not_sent(call, outcome.error)
             message.state = "dropped"
@@ -215,7 +215,7 @@ class SenderRules(World):
             if message.opened is not None and message.ending is not None and not message.ending.done()
         ]
 
-    # What else
+    # Other calls
 
     @precondition(lambda self: any(not tensor.message.sender.end for tensor in self.known.values()))
     @rule(data=st.data())

@@ -1,4 +1,4 @@
-"""What must be so when everything that was on its way has arrived."""
+"""The comparison with the model, when nothing is in transit."""
 
 import gc
 import threading
@@ -12,7 +12,7 @@ from verification.descriptors import our_descriptors
 from verification.model.ends import EndRules
 from verification.model.records import Message, Receiver, Sender, Tensor
 
-_QUIET_TURNS = 10  # with nothing changed in so many turns, nothing will
+_QUIET_TURNS = 10  # iterations without a change, after which nothing will change
 _IN_FLIGHT = {State.OPEN.value: "open", State.WHOLE.value: "whole"}
 
 
@@ -22,10 +22,10 @@ def _without_times(statistics: SenderStatistics) -> SenderStatistics:
 
 
 class SettledWorld(EndRules):
-    """Compare the whole of both sides with the model, whenever nothing is on its way."""
+    """Compare both sides with the model whenever nothing is in transit."""
 
     def settle(self) -> None:
-        """Let everything happen that will, and compare what is there with what must be."""
+        """Run the loop until nothing changes, and compare both sides with the model."""
         for _ in range(2 if self.link == "unix" else 1):
             self.steps.pass_time(0.3)  # senders look for a receiver
             before = None
@@ -42,7 +42,7 @@ class SettledWorld(EndRules):
             assert torch.equal(tensor.view, tensor.values), f"{tensor} changed after it was taken"
 
     def _state(self) -> object:
-        """Tell what changes as long as something is on its way."""
+        """Return values that change as long as something is in transit."""
         return (
             self.now,
             len(self.calls),
@@ -58,7 +58,7 @@ class SettledWorld(EndRules):
             return True
         return False
 
-    # What both sides know by now
+    # The knowledge of both sides
 
     def _note_what_is_known_now(self) -> None:
         receiver = self.receiver
@@ -84,11 +84,11 @@ class SettledWorld(EndRules):
         return given_up or message.discarded_here or message.is_lost or message.sender.end == "killed"
 
     def has_ended(self, message: Message) -> bool:
-        """Say whether a message gave its permit back, with its sender connected or gone."""
+        """Return whether a message has returned its permit, with its sender connected or gone."""
         return message.is_taken or message.state == "dropped" or self._is_gone(message)
 
     def is_unclear(self, message: Message) -> bool:
-        """Say whether a message may or may not have been caught by a loss, or by an old discard."""
+        """Return whether the model cannot decide if a loss or an old discard has ended a message."""
         may_have_ended = message.may_be_lost or self.is_discarded(message)
         return may_have_ended and not self.has_ended(message)
 
@@ -185,7 +185,9 @@ class SettledWorld(EndRules):
     def _check_that_nobody_waits_in_vain(self) -> None:
         receiver = self.receiver
         for call in self.calls:
-            is_left = call.what == "message" and call.begun.opened is not None  # by its block's own time
+            is_left = (
+                call.what == "message" and call.begun.opened is not None
+            )  # its block decides when it ends
             is_over = call.side.is_gone if isinstance(call.side, Receiver) else bool(call.side.end)
             assert is_left or not is_over, f"{call} hangs, though it is closed"
             assert call.message is None or not call.message.ending or not call.message.ending.done(), call
@@ -231,7 +233,7 @@ class SettledWorld(EndRules):
             self._check_that_nothing_is_left()
 
     def _bring_everything_to_its_end(self) -> None:
-        """Take what is there until nothing waits any more, and ask what became of each tensor."""
+        """Take all available tensors until no call waits any more, and check the outcome of each tensor."""
         self._free_all()
         if self.receiver is None:
             return
@@ -257,9 +259,7 @@ class SettledWorld(EndRules):
             fate = self.take_now(tensor.handle)
             assert fate is not None, f"{tensor} came from nowhere"
             is_unknown = tensor.message.sender.met is None and not self.can_be_taken(tensor.message)
-            assert not isinstance(fate, WouldBlockError) or is_unknown, (
-                f"nobody knows what became of {tensor}"
-            )
+            assert not isinstance(fate, WouldBlockError) or is_unknown, f"the outcome of {tensor} is unknown"
             assert tensor.is_taken or not self.can_be_taken(tensor.message), f"{tensor} is {fate!r}"
         for sender in self.living:
             now = sender.sender.statistics()
@@ -296,7 +296,7 @@ class SettledWorld(EndRules):
 
     def _check_that_nothing_is_left(self) -> None:
         for sender in self.senders:
-            assert sender.sender.statistics().waiting == 0, f"somebody waits at {sender}, which is closed"
+            assert sender.sender.statistics().waiting == 0, f"a call waits at {sender}, which is closed"
         for receiver in self.receivers:
             assert receiver.receiver.statistics().unclaimed_tensors == 0, f"{receiver} is closed"
         self.free_place()

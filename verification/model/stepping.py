@@ -1,4 +1,4 @@
-"""An event loop that goes on only when it is told to, so that what happens between can be chosen."""
+"""An event loop that runs one iteration at a time, so that tests choose the events in between."""
 
 import asyncio
 import threading
@@ -22,7 +22,7 @@ _Post = tuple[Callable[..., object], tuple[Any, ...], Context | None]
 
 
 class _Timer:
-    """What is to be called when the test lets so much time pass."""
+    """A callback that is due when the test has advanced the clock far enough."""
 
     def __init__(self, when: float, callback: Callable[[], object]) -> None:
         self.when = when
@@ -37,18 +37,18 @@ class _Timer:
 
 
 class Steps:
-    """Turn a loop one turn at a time, by a clock that goes on when it is told to.
+    """Run a loop one iteration at a time, with a clock that only `pass_time` advances.
 
-    Threads are waited for before each turn, and their results come in the same order each time; a worker
-    that is *held* comes to nothing until it is let go.
+    Each iteration first waits for threads, and gets their results in the same order each time. A worker that
+    is *held* starts no jobs.
     """
 
     def __init__(self, kind: str) -> None:
         self.loop = asyncio.SelectorEventLoop() if kind == "asyncio" else uvloop.new_event_loop()
         self.complaints: list[str] = []
         self.loop.set_exception_handler(lambda loop, context: self.complaints.append(str(context)))
-        self._workers: dict[Worker, dict[object, threading.Event]] = {}  # and what holds its lanes
-        self._posted: list[_Post] = []  # by `call_soon_threadsafe`, since the last turn
+        self._workers: dict[Worker, dict[object, threading.Event]] = {}  # and the events that hold its lanes
+        self._posted: list[_Post] = []  # by `call_soon_threadsafe`, since the last iteration
         self._clock = 0.0
         self._timers: list[_Timer] = []
         self._patches = ExitStack()
@@ -66,7 +66,7 @@ class Steps:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Act as a callback of the loop does, without a turn of it."""
+        """Run a block like a callback of the loop, without an iteration."""
         asyncio._set_running_loop(self.loop)
         try:
             yield
@@ -74,12 +74,12 @@ class Steps:
             asyncio._set_running_loop(None)
 
     def start(self, call: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Begin a call; it does its first step in the next turn."""
+        """Start a call; its first step runs in the next iteration."""
         with self.inside():
             return self.loop.create_task(call)
 
     def turn(self) -> None:
-        """Let the loop turn once: what is ready runs, and what came is read."""
+        """Run one iteration of the loop, with its ready callbacks and readable sockets."""
         self._join_threads()
         due = [timer for timer in self._timers if timer.when <= self._clock]
         self._timers = [timer for timer in self._timers if timer.when > self._clock]
@@ -89,33 +89,33 @@ class Steps:
         self.loop.run_forever()
 
     def pass_time(self, seconds: float) -> None:
-        """Let timers of so many seconds become due."""
+        """Advance the clock, which makes timers due."""
         self._clock += seconds
 
     def watch(self, worker: Worker) -> None:
-        """Wait for the work of this one from now on."""
+        """Wait for the jobs of a worker before each iteration from now on."""
         self._workers[worker] = {}
 
     def hold(self, worker: Worker, *, only_long: bool) -> None:
-        """Let no more work of a worker begin, or none that takes long; what has begun is done first."""
-        # Not the short lane alone, since work in the other may wait for it.
+        """Hold a worker, or only its lane for long jobs; wait until its running jobs are done."""
+        # Never the short lane alone, since a job in the other may wait for it.
         for lane in (worker._long,) if only_long else (worker._short, worker._long):
             event = self._workers[worker][lane] = threading.Event()
             lane.executor.submit(int).result()
             lane.executor.submit(event.wait)
 
     def is_held(self, worker: Worker) -> bool:
-        """Say whether some work of a worker does not begin."""
+        """Return whether a worker is held."""
         return bool(self._workers.get(worker))
 
     def let_go(self, worker: Worker) -> None:
-        """Let the work of a worker begin."""
+        """Stop holding a worker."""
         for event in self._workers[worker].values():
             event.set()
         self._workers[worker] = {}
 
     def close(self) -> None:
-        """Close the loop, in which nothing runs any more."""
+        """Close the loop, which must have no tasks left."""
         self._patches.close()
         assert not asyncio.all_tasks(self.loop), "tasks were left behind"
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
@@ -126,7 +126,7 @@ class Steps:
                     thread.join()
 
     def abandon(self) -> None:
-        """End what can be ended, after a failure."""
+        """End the threads after a failure."""
         self._patches.close()
         for worker in self._workers:
             if self.is_held(worker):
@@ -159,10 +159,10 @@ class Steps:
                 if lane not in held and lane.running:
                     try:
                         lane.executor.submit(int).result()
-                    except RuntimeError:  # it was shut down, and ends what it was doing
+                    except RuntimeError:  # it was shut down, and finishes its last job
                         for thread in list(lane.executor._threads):
                             thread.join()
-        # Which of two threads was faster must make no difference, nor whether one was done at once.
+        # The order must not depend on which of two threads was faster.
         lanes = [lane for worker in self._workers for lane in (worker._short, worker._long)]
         order = {id(owner): place for place, owner in enumerate([*others, *lanes], 1)}
         posted, self._posted = self._posted, []

@@ -1,4 +1,4 @@
-"""Real senders and a real receiver on one loop, and beside them what must be true of them."""
+"""Real senders and a real receiver on one loop, with a model that checks every result."""
 
 import gc
 import os
@@ -44,8 +44,9 @@ from verification.patterns import pattern
 class World(RuleBasedStateMachine):
     """Keep a record of every message and tensor, and compare what each call returns with it.
 
-    What is concurrent is not predicted but bounded: while a discard or a loss is on its way, either side may
-    see it first. When everything has settled, what must be is known again, and compared as a whole.
+    The model does not predict concurrent events, but bounds them: while a discard or a loss is in transit,
+    either side may see it first. When nothing is in transit, the state is known again, and compared
+    completely.
     """
 
     link = "queue"
@@ -56,9 +57,9 @@ class World(RuleBasedStateMachine):
         self.descriptors = our_descriptors()
         self.threads = set(threading.enumerate())
         gc.collect()
-        gc.disable()  # it would free what errors hold at moments that nobody chose
+        gc.disable()  # it would free the tensors in tracebacks at random moments
         self.steps = Steps(self.loop)
-        self.now = 0  # counts what happens
+        self.now = 0  # counts events
         self.turns = 0
         self.seeds = 0
         self.folder = tempfile.TemporaryDirectory(prefix="aiotensor-")
@@ -70,12 +71,14 @@ class World(RuleBasedStateMachine):
         self.calls: list[Call] = []
         self.known: dict[Key, Tensor] = {}
         self.allocated: list[Block] = []
-        self.discards: dict[tuple[Receiver, str, int], int] = {}  # what receivers gave up, and when
+        self.discards: dict[
+            tuple[Receiver, str, int], int
+        ] = {}  # messages that receivers discarded, and when
         self.max_messages: int | None = None
         # anyio keeps the task of a cancelled thread in a cycle, if the loop has no main task.
         self.has_cancelled_a_thread = False
 
-    # What is there
+    # The current objects
 
     @property
     def receiver(self) -> Receiver | None:
@@ -87,7 +90,7 @@ class World(RuleBasedStateMachine):
         return [sender for sender in self.senders if not sender.end]
 
     def of(self, side: Sender | Receiver, *what: str) -> list[Call]:
-        """The calls of one side that have not returned, of some kinds if any are named."""
+        """Return the pending calls of one side; only those of some kinds if any are given."""
         return [call for call in self.calls if call.side is side and (not what or call.what in what)]
 
     def in_flight(self) -> list[Message]:
@@ -123,7 +126,7 @@ class World(RuleBasedStateMachine):
             call.task.cancel()
 
     def turn(self, times: int = 1) -> bool:
-        """Let the loop turn, and hear what calls return; say whether any did."""
+        """Run iterations of the loop, and check the results of calls; return whether any call ended."""
         has_any = False
         for _ in range(times):
             self.turns += 1
@@ -143,9 +146,8 @@ class World(RuleBasedStateMachine):
         self.copying_in_turn = {call.key for call in self.calls if call.is_copy}
         self.calls = [call for call in self.calls if call not in done]
         self.iterated: list[Key] = []
-        # What was sent in a message is known before its block ends, that before its sender is closed, all
-        # of it before it is received, what was taken before somebody came too late, and everything before a
-        # drain says that nothing is on its way.
+        # The order of the checks: sends within a message, ends of messages, closings of senders, successful
+        # receives, other receives, drains. Each may depend on the results of the kinds before it.
         heard: list[tuple[int, Call, Outcome]] = []
         for call in done:
             outcome = _outcome_of(call)
@@ -157,7 +159,7 @@ class World(RuleBasedStateMachine):
             heard.append((order, call, outcome))
         for _, call, outcome in sorted(heard, key=lambda one: one[0]):
             if outcome.is_cancelled:
-                assert call.is_cancelled, f"nobody cancelled {call}"
+                assert call.is_cancelled, f"{call} was cancelled by the library"
             elif call.must_be_lost:
                 assert isinstance(outcome.error, PeerLostError | RefusedError | ClosedError), (
                     f"{call} did not hear of the loss"
@@ -167,12 +169,12 @@ class World(RuleBasedStateMachine):
             self.check_in_order(key)
         return True
 
-    # What a sender's calls return
+    # Results of a sender's calls
 
     def sent(
         self, message: Message, values: torch.Tensor, block: Block | None, handle: TensorHandle
     ) -> Tensor:
-        """Note that a tensor was announced."""
+        """Record that a tensor was announced."""
         assert handle.sender == message.sender.sender.id
         assert message.number in (None, handle.message), "two numbers for one message"
         message.number = handle.message
@@ -182,7 +184,7 @@ class World(RuleBasedStateMachine):
         assert key_of(handle) not in self.known, "two tensors of one name"
         self.known[key_of(handle)] = tensor
         message.tensors.append(tensor)
-        message.tensors.sort(key=lambda tensor: tensor.handle.tensor)  # they may return in another order
+        message.tensors.sort(key=lambda tensor: tensor.handle.tensor)  # the sends may return in another order
         return tensor
 
     def became_whole(self, message: Message) -> None:
@@ -194,7 +196,7 @@ class World(RuleBasedStateMachine):
         message.whole_in_turn = self.turns
 
     def check_not_sent(self, call: Call, error: BaseException) -> None:
-        """Check why something could not be sent."""
+        """Check the error of a send."""
         sender, message = call.side, call.message
         assert isinstance(sender, Sender)
         match error:
@@ -214,14 +216,14 @@ class World(RuleBasedStateMachine):
                 raise AssertionError(f"{call} failed: {error!r}") from error
 
     def is_discarded(self, message: Message, at: Receiver | None = None) -> bool:
-        """Say whether either side gave a message up."""
+        """Return whether either side has discarded a message."""
         if message.discarded_here and at is None:
             return True
         who = [at] if at is not None else self.receivers
         name = message.sender.sender.id
         return message.number is not None and any((one, name, message.number) in self.discards for one in who)
 
-    # What a receiver's calls return
+    # Results of a receiver's calls
 
     def took(self, receiver: Receiver, key: Key, got: torch.Tensor, call: Call | None = None) -> None:
         """Check that a tensor may be taken, and that it is the right one."""
@@ -238,7 +240,7 @@ class World(RuleBasedStateMachine):
         tensor.view, tensor.is_copy = got, call is not None and call.is_copy
 
     def check_in_order(self, key: Key) -> None:
-        """Check that an iteration passed nothing by that came earlier and that nobody awaits."""
+        """Check that an iteration skipped no earlier tensor, except those that other calls wait for."""
         taken = self.known[key]
         for other in taken.message.sender.messages:
             if other.whole_in_turn < taken.message.whole_in_turn and self.can_be_taken(other):
@@ -247,7 +249,7 @@ class World(RuleBasedStateMachine):
                 assert not passed, f"{taken} overtook {passed}"
 
     def can_be_taken(self, message: Message) -> bool:
-        """Say whether a message is certainly there, or on its way."""
+        """Return whether a message is certainly available, or in transit."""
         return (
             message.state == "whole"
             and message.sender.end != "killed"
@@ -256,18 +258,18 @@ class World(RuleBasedStateMachine):
         )
 
     def check_not_taken(self, receiver: Receiver, key: Key, error: BaseException) -> None:
-        """Check why something could not be received."""
+        """Check the error of a receive."""
         tensor = self.known.get(key)
         sender = next(one for one in self.senders if one.sender.id == key[0])
         message = next((one for one in sender.messages if one.number == key[1]), None)
         match error:
             case AlreadyTakenError():
-                # Of a message that was taken nobody remembers how many tensors it had.
+                # The receiver does not store how many tensors a taken message had.
                 is_taken = tensor.is_taken if tensor is not None else message is not None and message.is_taken
                 assert is_taken or key in self.copying_in_turn, f"{tensor or key} was not taken"
             case DiscardedError():
                 if message is not None and message.state == "open" and sender.end == "closed":
-                    message.state = "dropped"  # its sender is closing: it must not become whole any more
+                    message.state = "dropped"  # its sender is closing, so it must not become whole any more
                 is_known = message is not None and (
                     message.state == "dropped"
                     or self.is_discarded(message)
@@ -284,7 +286,7 @@ class World(RuleBasedStateMachine):
             case ClosedError():
                 assert receiver.is_gone
             case WouldBlockError():
-                pass  # `settle` knows whether it is so
+                pass  # `settle` checks it
             case _:
                 raise AssertionError(f"receiving {tensor or key} failed: {error!r}") from error
 
@@ -292,10 +294,10 @@ class World(RuleBasedStateMachine):
 
     @abstractmethod
     def settle(self) -> None:
-        """Turn until nothing changes any more, and compare."""
+        """Run the loop until nothing changes, and compare both sides with the model."""
 
     def note_who_waits(self, senders: list[Sender]) -> None:
-        """Note who must hear of a loss, when nothing is on its way that could end the wait otherwise."""
+        """Mark the calls that a loss must end, when nothing else in transit could end them."""
         for sender in senders:
             if self.steps.is_held(sender.sender._outgoing.memory._worker):
                 continue
@@ -317,7 +319,7 @@ class World(RuleBasedStateMachine):
                 sender.met = None
 
     def free_place(self) -> None:
-        """Free what the machine itself holds."""
+        """Free the resources of the machine itself."""
         if isinstance(self.place, TensorQueue):
             self.place.close()
         with suppress(FileNotFoundError):
@@ -331,7 +333,7 @@ class World(RuleBasedStateMachine):
         except Exception:
             if not has_failed:
                 raise
-            # What went wrong first is what is told. What is left must not disturb the examples that follow.
+            # The first error is reported; the leftovers must not disturb the following examples.
             self.steps.abandon()
         finally:
             gc.enable()
@@ -339,7 +341,7 @@ class World(RuleBasedStateMachine):
 
     @abstractmethod
     def end(self, *, is_checked: bool) -> None:
-        """Bring everything to its end, and look at what is left."""
+        """End all calls and objects, and check for leftovers."""
 
 
 def _outcome_of(call: Call) -> Outcome:

@@ -1,4 +1,4 @@
-"""The allocator of this process: it gives back what is free, so that what is left is what is used."""
+"""Settings of the C allocator of this process, so that its resident memory is the memory in use."""
 
 import ctypes
 import gc
@@ -11,15 +11,15 @@ _libc = ctypes.CDLL(None)
 
 
 def forget_free_memory() -> None:
-    """Collect garbage and give what is free back to the system.
+    """Collect garbage, and return free memory to the system.
 
-    Between two measurements of resident memory without it lies what the allocator keeps for later: some
-    pieces of the size of the largest tensors, as the threads happen to take turns.
+    Otherwise the allocator keeps freed memory, about as much as some of the largest tensors, and two
+    measurements of resident memory differ with the order in which threads run.
     """
     gc.collect()
     _libc.malloc_trim(0)
 
 
 def keep_no_large_pieces() -> None:
-    """Take each piece of 128 KiB or more from the system, whatever was freed before."""
+    """Allocate each block of 128 KiB or more from the system, even after larger blocks were freed."""
     _libc.mallopt(_M_MMAP_THRESHOLD, 128 << 10)

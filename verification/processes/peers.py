@@ -1,4 +1,4 @@
-"""Real processes that tests drive: a peer runs coroutine functions of the tests, and answers."""
+"""Child processes that run coroutine functions for their parent, and return the results."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from verification.waiting import until
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Children come from a server that has imported what takes long.
+# Children are forked from a server with the slow imports, including that of test modules: pytest.
 _contexts: dict[str, SpawnContext | ForkServerContext] = {
     "spawn": multiprocessing.get_context("spawn"),
     "forkserver": multiprocessing.get_context("forkserver"),
@@ -34,14 +34,14 @@ _contexts["forkserver"].set_forkserver_preload(["pytest", "torch", "uvloop", "ai
 
 @dataclass
 class State:
-    """What a peer process has between calls."""
+    """The state of a child process between calls."""
 
     endpoint: Endpoint
     senders: list[TensorSender] = field(default_factory=list)
     receivers: list[TensorReceiver] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     handles: list[TensorHandle] = field(default_factory=list)
-    stack: AsyncExitStack = field(default_factory=AsyncExitStack)  # what else is to be closed in the end
+    stack: AsyncExitStack = field(default_factory=AsyncExitStack)  # further objects to close at the end
     others: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -54,13 +54,13 @@ class State:
 
 
 class Peer:
-    """A child process, as the test sees it.
+    """A child process, as seen by its parent.
 
     Args:
-        endpoint: where it will send to or receive.
-        method: how the process is started.
-        kind: the event loop that it runs; like the test's own if there is none.
-        first: called in the child before anything else, to enter a network for example.
+        endpoint: the endpoint of its senders and receivers.
+        method: the start method of multiprocessing.
+        kind: its event loop; None for the kind of the running loop.
+        first: called in the child before everything else, to enter a network for example.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Peer:
     def start(
         self, work: Callable[Concatenate[State, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs
     ) -> "asyncio.Future[R]":
-        """Begin a coroutine function in the child."""
+        """Start a coroutine function in the child."""
         number, self._next = self._next, self._next + 1
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._answers[number] = future
@@ -102,7 +102,7 @@ class Peer:
     async def call(
         self, work: Callable[Concatenate[State, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Run a coroutine function in the child, and return what it returns or raise what it raises."""
+        """Run a coroutine function in the child, and return its result or raise its error."""
         return await self.start(work, *args, **kwargs)
 
     def kill(self) -> None:
@@ -110,19 +110,19 @@ class Peer:
         os.kill(self.pid, signal.SIGKILL)
 
     async def stop(self) -> None:
-        """Halt the child where it is: it reads nothing and answers nothing until it goes on."""
+        """Stop the child: it does nothing until `go_on` continues it."""
         os.kill(self.pid, signal.SIGSTOP)
         await until(lambda: watch.is_stopped(self.pid))
 
     def go_on(self) -> None:
-        """Let a child that was stopped go on, if it is still there."""
+        """Continue a stopped child, unless it has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGCONT)
 
     async def ended(self) -> int | None:
         """Wait for the end of the child, and return its exit status."""
-        # Not by a join in a thread: each start of a process asks all others whether they live, and of two
-        # threads that read the status of one, the second finds nothing and takes it for 255.
+        # Not by a join in a thread: starting a process polls all other children, and of two threads that poll
+        # a child that has ended, the second gets no status and reports 255.
         if self._gone is None:
             loop = asyncio.get_running_loop()
             self._gone = loop.create_future()
@@ -137,14 +137,14 @@ class Peer:
             self._gone.set_result(None)
 
     async def finish(self) -> int | None:
-        """Let the child end as programs do, and return its exit status."""
+        """End the child normally, and return its exit status."""
         self._connection.send(None)
         return await self.ended()
 
     async def close(self) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._connection.fileno())
-        with contextlib.suppress(ProcessLookupError):  # who started it knows of its end later than it ends
+        with contextlib.suppress(ProcessLookupError):  # it may have ended a moment ago
             if self.process.is_alive():
                 self.kill()
         await self.ended()
@@ -161,7 +161,7 @@ class Peer:
             for future in self._answers.values():
                 if not future.done():
                     future.set_exception(ConnectionError("the peer process ended"))
-                    future.exception()  # a test that killed it need not look
+                    future.exception()  # a caller that killed it need not retrieve the error
             return
         future = self._answers.pop(number)
         if future.done():
@@ -174,7 +174,7 @@ class Peer:
 
 @asynccontextmanager
 async def peers(endpoint: Endpoint, count: int, method: str = "forkserver") -> AsyncIterator[list[Peer]]:
-    """Start children, and end them with the block."""
+    """Start children, and end them when the block ends."""
     started: list[Peer] = []
     try:
         for _ in range(count):
@@ -234,15 +234,15 @@ async def _answer(
 ) -> None:
     try:
         result = await work(state, *args, **kwargs)
-    except Exception as error:  # noqa: BLE001 - it is the test's
+    except Exception as error:  # noqa: BLE001 - the parent raises it
         connection.send((number, None, error))
     else:
-        # What its loop complained of meanwhile would else be seen by nobody.
+        # The loop only logs its complaints, which would be overlooked.
         wrong = AssertionError("\n".join(complaints)) if complaints else None
         connection.send((number, result, wrong))
 
 
-# What most tests ask of a peer.
+# The most common functions to run in a child.
 
 
 async def open_sender(state: State, max_concurrent_videos: int = 8, arena_bytes: int = 1 << 30) -> str:

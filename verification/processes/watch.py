@@ -1,4 +1,4 @@
-"""What a process has: memory, descriptors, time. Of any process of this user, by its number."""
+"""Measurements of any process of this user: memory, descriptors and processor time."""
 
 import asyncio
 import contextlib
@@ -13,44 +13,44 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def memfds(pid: int) -> int:
-    """Count the mappings of shared memory of the library."""
+    """Count the mappings of the library's shared memory."""
     return Path(f"/proc/{pid}/maps").read_text().count("memfd:aiotensor")
 
 
 def mappings(pid: int) -> int:
-    """Count the stretches of memory that are mapped, of whatever kind."""
+    """Count the memory mappings of all kinds."""
     return Path(f"/proc/{pid}/maps").read_text().count("\n")
 
 
 def descriptors(pid: int) -> int:
-    """Count the descriptors that are open."""
+    """Count the open descriptors."""
     own = pid == os.getpid()
-    return len(os.listdir(f"/proc/{pid}/fd")) - own  # the one that lists them
+    return len(os.listdir(f"/proc/{pid}/fd")) - own  # without that of this listing
 
 
 def targets(pid: int) -> list[str]:
-    """Name what the open descriptors are, without what tells two of a kind apart."""
+    """Return the targets of the open descriptors, without the numbers of sockets and pipes."""
     folder, found = f"/proc/{pid}/fd", []
     for name in os.listdir(folder):
-        with contextlib.suppress(FileNotFoundError):  # the one that lists them, or one just closed
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing, or one just closed
             found.append(re.sub(r":\[\d+\]$", "", os.readlink(f"{folder}/{name}")))
     return sorted(found)
 
 
 def status(pid: int, *names: str) -> int:
-    """Sum numbers of the process's status."""
+    """Return the sum of some numbers in the status of a process."""
     text = Path(f"/proc/{pid}/status").read_text()
     found = [re.search(rf"^{name}:\s+(\d+)", text, re.MULTILINE) for name in names]
     return sum(int(match.group(1)) for match in found if match is not None)
 
 
 def resident_kib(pid: int) -> int:
-    """Count the memory that is the process's alone, and the shared memory that it has mapped."""
+    """Return the resident memory of a process: its private memory and its mapped shared memory."""
     return status(pid, "RssAnon", "RssShmem")
 
 
 def is_stopped(pid: int) -> bool:
-    """Say whether a signal has stopped a process."""
+    """Return whether a signal has stopped a process."""
     return _stat(pid)[0] == "T"
 
 
@@ -61,7 +61,7 @@ def seconds(pid: int) -> float:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return what the kernel tells of a process behind its name, the state first."""
+    """Return the fields of `/proc/PID/stat` after the name, beginning with the state."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -76,14 +76,14 @@ def switches(pid: int) -> int:
 async def become_idle(pids: Sequence[int]) -> bool:
     """Return whether no thread of some processes wakes up or runs for two seconds.
 
-    What was freed is yet to be released to the other side, which may take a while under load, so there are
-    several attempts. What wakes up by itself does so in each of them.
+    There are several attempts, since under load it takes a while until all freed memory is released to the
+    other side. A thread that wakes up periodically does so in each of them.
     """
     for _ in range(_SPANS):
         before = [(switches(pid), seconds(pid)) for pid in pids]
-        await asyncio.sleep(_SPAN_S)  # nothing is waited for: what is shown is that nothing happens
+        await asyncio.sleep(_SPAN_S)  # the period of the measurement
         if all(
-            switches(pid) == slept and seconds(pid) - ran < _SPAN_S / 10  # one that spins never sleeps
+            switches(pid) == slept and seconds(pid) - ran < _SPAN_S / 10  # a thread that spins never sleeps
             for pid, (slept, ran) in zip(pids, before, strict=True)
         ):
             return True

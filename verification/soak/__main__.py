@@ -18,9 +18,9 @@ from verification.soak.judge import LEAST_SECONDS, passes
 from verification.soak.records import LINKS, Judgement, Report
 from verification.soak.run import soak
 
-# The allocator of the C library keeps large pieces that were freed, for each thread, and with tensors of
-# mixed sizes it takes long until it has enough: that growth would hide a leak. So large pieces come from the
-# system and go back to it at once; unless the environment says otherwise, which shows the difference.
+# The allocator of the C library keeps large freed blocks for each thread, and with tensors of mixed sizes
+# this memory grows for a long time, which would hide a leak. With this setting large blocks are allocated
+# from the system, and returned to it when they are freed. The environment may override it.
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
 
 _RESULTS = Path(__file__).parent.parent.parent / "build" / "soak"
@@ -34,13 +34,13 @@ _RESULTS = Path(__file__).parent.parent.parent / "build" / "soak"
     "folder",
     type=click.Path(file_okay=False, path_type=Path),
     default=_RESULTS,
-    help="Where the JSON, the plot and what was written to standard error go.",
+    help="The folder for the JSON, the plot and the output to standard error.",
 )
 def main(seconds: float, seed: int | None, folder: Path) -> None:
-    """Send and receive in every way there is, over both links, and see whether anything grows.
+    """Send and receive in every way over both links, and check whether the use of any resource grows.
 
-    The exit status is 1 if something grows, if a process ends badly, if a value is wrong, if anything is left
-    when everything should have come back, or if anything is written to standard error.
+    The exit status is 1 if a quantity grows, a process fails, a value is wrong, resources are still held at
+    the end, or anything is written to standard error.
     """
     from verification.soak.plot import draw  # slow to import, which --help should not be
 
@@ -66,7 +66,7 @@ def main(seconds: float, seed: int | None, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _stderr_into(path: Path) -> Iterator[None]:
-    """Have this process, and all that it starts, write standard error into a file."""
+    """Redirect standard error of this process and its children to a file."""
     sys.stderr.flush()
     kept = os.dup(2)
     try:

@@ -1,4 +1,4 @@
-"""The engine of a soak: takes what it is told of in every way, looks at every byte, and keeps some."""
+"""The engine of a soak: it takes tensors in every way, checks every byte, and keeps some of them."""
 
 import asyncio
 from pathlib import Path
@@ -20,25 +20,25 @@ _notes = msgspec.json.Decoder(Note)
 _LATE_S = 0.2
 _IMPATIENT_S = 0.005
 _THREADS = 4
-_QUICK_BYTES = MIB  # what is looked at on the event loop
+_QUICK_BYTES = MIB  # tensors up to this size are checked on the event loop
 
-# By number and not by time: a machine that is faster for a while would else keep more, and that is no leak.
+# Limits of the number and not of the time, since more tensors on a faster machine are not a leak.
 _MOST_KEPT = 48
 _MOST_KEPT_BYTES = 64 * MIB
 
-# The receiver remembers by name so many senders that have gone, and so many discarded messages of each: its
-# memory grows until then, which takes hours of soaking. Small numbers show within minutes that there it ends.
+# The receiver stores the names of so many former senders, and so many discarded messages of each: with the
+# default numbers its memory grows for hours. With these the growth ends within minutes.
 _REMEMBERED = 64
 
 
 class Engine:
-    """Follow the notes that come with the tensors.
+    """Take tensors as their notes request.
 
     Args:
-        receiver: where the tensors are.
-        store: says what they hold.
-        random: draws what a note leaves open.
-        group: what is done runs in it, so that one error ends it all.
+        receiver: of the tensors.
+        store: contains the expected bytes.
+        random: draws all that notes do not determine.
+        group: runs all tasks, so that one error ends the engine.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class Engine:
         self.receiver = receiver
         self.tensors_checked = self.messages_done = 0
         self.settling = asyncio.Event()
-        self.listening = 0  # processes that may yet send notes
-        self.following = 0  # notes that are not done
-        self.early: dict[Key, torch.Tensor] = {}  # the iteration brought them before somebody asked
+        self.listening = 0  # connected processes, which may send notes
+        self.following = 0  # notes in progress
+        self.early: dict[Key, torch.Tensor] = {}  # taken by the iteration before their notes arrived
         self._kept: list[tuple[Piece, torch.Tensor]] = []
         self._awaited: dict[Key, asyncio.Future[torch.Tensor]] = {}  # by arrival
         self._some_awaited = asyncio.Event()
@@ -58,7 +58,7 @@ class Engine:
         self._group = group
 
     def listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Begin to read the notes of one process."""
+        """Start reading the notes of one process."""
         self.listening += 1
         self._group.create_task(self._read(reader, writer))
 
@@ -70,7 +70,7 @@ class Engine:
         self.listening -= 1
 
     async def iterate(self) -> None:
-        """Take tensors as they arrive, for as long as somebody waits for one that way."""
+        """Take tensors in the order of their arrival while a note waits for one."""
         while True:
             await self._some_awaited.wait()
             self._file(await anext(self.receiver))
@@ -78,7 +78,7 @@ class Engine:
                 self._some_awaited.clear()
 
     def _file(self, delivery: Delivery) -> None:
-        # In a function of its own: what the iteration has in its frame, it would keep until the next one.
+        # In a separate function: a local variable of the iteration would keep the tensor until the next one.
         key = Key(delivery.handle.sender, delivery.handle.message, delivery.handle.tensor)
         future = self._awaited.pop(key, None)
         if future is None:
@@ -93,7 +93,7 @@ class Engine:
         if note.road == "unwanted":
             self.receiver.discard(note.handles[0])
             for key in keys:
-                self.early.pop(key, None)  # and what had been taken is dropped
+                self.early.pop(key, None)  # also drop the tensors that were already taken
         else:
             if note.road == "late":
                 await asyncio.sleep(self._random.random() * _LATE_S)
@@ -118,12 +118,12 @@ class Engine:
         await self._check(piece, tensor)
         self.tensors_checked += 1
         if note.keep:
-            # A part of it, which keeps all of it.
+            # A view of a part, which keeps the whole tensor.
             half = Piece(piece.start, piece.nbytes // 2, piece.step)
             await self._keep(half, tensor.reshape(-1).view(torch.uint8)[: half.nbytes])
 
     async def _keep(self, piece: Piece, part: torch.Tensor) -> None:
-        """Keep a part of a tensor until others take its place."""
+        """Keep a part of a tensor until later ones replace it."""
         self._kept.append((piece, part))
         while len(self._kept) > _MOST_KEPT or sum(kept.nbytes for kept, _ in self._kept) > _MOST_KEPT_BYTES:
             await self._drop(self._random.randrange(len(self._kept)))
@@ -132,7 +132,7 @@ class Engine:
         await self._check(*self._kept.pop(place))
 
     async def clear(self) -> None:
-        """Drop what was kept."""
+        """Drop all kept tensors."""
         while self._kept:
             await self._drop(-1)
 
@@ -144,7 +144,7 @@ class Engine:
         return None if receiving.cancelled() else receiving.result()
 
     async def _receive_now(self, handle: TensorHandle, key: Key, *, copy: bool) -> torch.Tensor:
-        # The iteration may bring it at any await, but not between these two lines.
+        # The iteration may take it during any await, but not between these two lines.
         if key in self.early:
             return self.early.pop(key)
         return await self.receiver.receive(handle, copy=copy)
@@ -164,7 +164,7 @@ class Engine:
             raise AssertionError(f"a tensor of {tuple(tensor.shape)} is not {piece} of the file")
 
 
-_engines: list[Engine] = []  # of this process: one
+_engines: list[Engine] = []  # the engine of this process
 
 
 async def run(state: State, folder: Path, seed: int) -> None:
@@ -183,26 +183,26 @@ async def run(state: State, folder: Path, seed: int) -> None:
 
 
 async def ready(state: State) -> None:
-    """Wait until notes can come."""
+    """Wait until the engine accepts notes."""
     while not _engines:
         await asyncio.sleep(0.01)
 
 
 async def settle(state: State) -> dict[str, float]:
-    """Wait until all is done that notes asked for; then say what is left."""
+    """Wait until all notes are done, and report the remaining resources."""
     [engine] = _engines
     while engine.listening or engine.following:
         await asyncio.sleep(0.01)
     await engine.clear()
     engine.settling.set()
-    # Without a collection: what tensors pin has to come back when they are dropped.
-    while engine.receiver.statistics().leases:  # those of tensors that were freed a moment ago
+    # Without a garbage collection: dropping a tensor must release its memory.
+    while engine.receiver.statistics().leases:  # of tensors that were freed a moment ago
         await asyncio.sleep(0.01)
     return await report(state) | {"left over by the iteration": len(engine.early)}
 
 
 async def report(state: State) -> dict[str, float]:
-    """Say what the receiver holds and has done."""
+    """Report the resources of the receiver, and its work."""
     if not _engines:
         return {}
     [engine] = _engines

@@ -1,4 +1,4 @@
-"""Hold a run against what it may not do: grow, or leave something behind. Pure."""
+"""Judge a run: no quantity may grow, and no resource may be held at the end. Without I/O."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,18 +10,18 @@ __all__ = ["LEAST_SECONDS", "judgements", "leftovers", "passes"]
 
 MIB = 1 << 20
 
-# In a shorter run the allocator still meets new sizes when it ends.
+# At the end of a shorter run, tensors still have sizes that are new to the allocator.
 LEAST_SECONDS = 60.0
 
 
 class Quantity(NamedTuple):
-    """What is judged.
+    """A quantity to judge.
 
     Attributes:
         number: its name in a sample.
-        unit: for the reader.
-        scale: what makes the number one of that unit.
-        allowance: how much it may grow in a run, in the unit.
+        unit: of the report.
+        scale: of the unit; the number is divided by it.
+        allowance: the permitted growth in a run, in the unit.
     """
 
     number: str
@@ -30,12 +30,11 @@ class Quantity(NamedTuple):
     allowance: float
 
 
-# Each allowance is a few of the steps in which the quantity goes up and down, and far below what a leak in
-# each message would make of it. Waits and throughput are not judged: they are the machine's as well. Nor are
-# the bytes that senders keep warm, which go with the throughput; a sender ends when it has given all back. So
-# of shared memory the rest is judged: of guests and visitors, and what is not let go.
-#
-# The own memory is what it is for one setting of the allocator, see `__main__.py`.
+# Each allowance is a small multiple of the usual variation of the quantity, and far below the growth from a
+# leak in every message. Waits and throughput are not judged, since they depend on the machine. Warm bytes of
+# senders depend on the throughput, so shared memory is judged without them; each sender ends after it has
+# released them.
+# The judgement of "own memory" requires the setting of the allocator in `__main__.py`.
 _QUANTITIES = (
     Quantity("own memory", "MiB", MIB, 16),
     Quantity("other shared memory", "MiB", MIB, 40),
@@ -49,7 +48,7 @@ _QUANTITIES = (
     Quantity("fragmentation", "%", 0.01, 30),
 )
 
-# What has to be there in the end, when everything has come back. Where there is no such number it is right.
+# The expected numbers at the end, for each process that reports them.
 _AT_REST: dict[str, float] = {
     "leases": 0,
     "leased bytes": 0,
@@ -67,7 +66,7 @@ _AT_REST: dict[str, float] = {
 
 
 def judgements(report: Report) -> list[Judgement]:
-    """Judge every quantity of every process; nothing of a run that was too short."""
+    """Judge every quantity of every process; return nothing for a run that was too short."""
     return list(_judgements(report)) if report.seconds >= LEAST_SECONDS else []
 
 
@@ -93,12 +92,12 @@ def _judgements(report: Report) -> Iterator[Judgement]:
 
 
 def passes(report: Report) -> bool:
-    """Say whether nothing grows and nothing went wrong."""
+    """Return whether a run had no growth and no failures."""
     return not report.failures and not any(judgement.grows for judgement in report.judgements)
 
 
 def leftovers(rest: dict[str, dict[str, dict[str, float]]]) -> list[str]:
-    """Say what processes still had when everything should have come back."""
+    """Return descriptions of the resources that processes still held at the end."""
     return [
         f"{process} ({link}) ended with {name} at {numbers[name]:g} rather than {expected:g}"
         for link, processes in rest.items()

@@ -1,11 +1,11 @@
-"""The numbers that a soak looks at: what the kernel counts of a process, and what it says of itself.
+"""The numbers of a soak: measurements of a process by the kernel, and its own statistics.
 
-Fragmentation is the share of an arena's free bytes that are outside of its longest free run: 0 where they lie
-in one piece, near 1 where they are scattered. It goes up and down with what happens to be in use, which harms
-nobody. What would harm is a drift: small blocks that settle between the large ones, so that a large tensor
-waits longer each hour while enough bytes are free. So it is judged by its trend, like memory; and at the end,
-when everything came back, it has to be exactly 0. Beside it stands how often the largest tensor would have
-had to wait for nothing but a run that is long enough.
+Fragmentation is the share of an arena's free bytes outside its longest free run: 0 if they are contiguous,
+and near 1 if they are scattered. It varies with the blocks in use, which is harmless. A steady increase would
+be harmful: small blocks would settle between the large ones, and large tensors would wait longer each hour
+although enough bytes are free. Therefore its trend is judged, like that of memory, and it must be exactly 0
+at the end, when all memory has been released. The number "misfit" is 1 while the largest tensor would have to
+wait only for a longer run.
 """
 
 import gc
@@ -19,7 +19,7 @@ __all__ = ["of_arena", "of_kernel", "of_python", "of_waits"]
 
 
 def of_kernel(pid: int) -> dict[str, float]:
-    """Count what a process has, from outside."""
+    """Measure a process from outside."""
     return {
         "own memory": watch.status(pid, "RssAnon") << 10,
         "shared memory": watch.status(pid, "RssShmem") << 10,
@@ -31,17 +31,17 @@ def of_kernel(pid: int) -> dict[str, float]:
 
 
 def of_python() -> dict[str, float]:
-    """Count the blocks that living objects have: what the system's allocator keeps is not among them.
+    """Count the memory blocks of living objects, without those that the allocator keeps.
 
-    Nor are those that only the garbage collector finds, such as a closed sender's: they go with a full
-    collection, of which none may come in 200 s of this load, and until then they look like a leak.
+    Garbage is collected first: otherwise cyclic garbage, such as a closed sender, looks like a leak until the
+    next full collection, which may not run for 200 s of this load.
     """
     gc.collect()
     return {"object blocks": sys.getallocatedblocks()}
 
 
 def of_arena(sender: TensorSender, largest: int) -> dict[str, float]:
-    """Look at the free memory of a sender's arena."""
+    """Return numbers of the free memory in a sender's arena."""
     blocks = sender._outgoing.memory._arena._segment.blocks
     free, run = blocks.size - blocks.in_use, blocks.largest_free
     return {
@@ -54,7 +54,7 @@ def of_arena(sender: TensorSender, largest: int) -> dict[str, float]:
 
 
 def of_waits(waits: list[float]) -> dict[str, float]:
-    """Sum up how long sends took, in seconds."""
+    """Summarise the durations of sends, in seconds."""
     if not waits:
         return {}
     return {"median wait": statistics.median(waits), "most wait": max(waits)}

@@ -1,7 +1,7 @@
-"""What a soak sends: pieces of one file that every process has mapped, and notes of which piece is where.
+"""The tensors of a soak: pieces of one file that every process has mapped, and notes that identify them.
 
-The file holds random bytes, so a piece that arrives from another place, or with a byte of another, is not
-equal to the one that was noted. Mapped, it counts neither as a process's own memory nor as shared memory.
+The file contains random bytes, so a piece with a single byte from elsewhere differs from the noted one. Its
+mapping counts neither as private memory of a process nor as shared memory.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ __all__ = ["Note", "Piece", "Road", "Store", "fill", "prepare"]
 KIB, MIB = 1 << 10, 1 << 20
 LARGEST = 32 * MIB
 _STORE_BYTES = 48 * MIB
-_MOST_STRIDED = 8 * MIB  # what has to be gathered takes several times as long
+_MOST_STRIDED = 8 * MIB  # gathering takes several times as long as a plain copy
 _ALIGNMENT = 16
 _DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.int32, torch.complex64, torch.float64)
 
-# How likely each range of sizes is, in bytes; within a range, small ones are likelier.
+# The weights of ranges of sizes, in bytes; within a range, small sizes are more likely.
 _SIZES = (
     (40, _ALIGNMENT, MAX_INLINE_BYTES),
     (35, 64 * KIB, MIB),
@@ -40,7 +40,7 @@ Road = Literal["by handle", "late", "by arrival", "copied", "impatient", "unwant
 
 
 class Piece(NamedTuple):
-    """Which bytes of the file a tensor has: so many from `start`, each `step` after the one before."""
+    """The bytes of a tensor in the file: `nbytes` bytes from `start`, at a distance of `step`."""
 
     start: int
     nbytes: int
@@ -48,12 +48,12 @@ class Piece(NamedTuple):
 
 
 class Note(msgspec.Struct, frozen=True):
-    """What the engine is told of a message, over a road of its own.
+    """The description of a message, which the engine gets over a separate socket.
 
     Attributes:
-        handles: of all tensors of the message.
-        pieces: which bytes each has.
-        road: how the engine is to take them.
+        handles: of all tensors in the message.
+        pieces: the bytes of each.
+        road: the way in which the engine takes them.
         keep: whether it keeps them for a while.
     """
 
@@ -64,22 +64,22 @@ class Note(msgspec.Struct, frozen=True):
 
 
 def fill(path: Path, seed: int) -> None:
-    """Write the file."""
+    """Write the file with random bytes."""
     path.write_bytes(Random(seed).randbytes(_STORE_BYTES))
 
 
 def prepare(threads: int) -> None:
-    """Make this process ready to be measured.
+    """Prepare this process for measurements.
 
-    All threads for what is no work of the library start now: a pool that fills slowly looks like a leak. What
-    is here by now is never taken for garbage, so that the collection before each count takes little time.
+    All threads outside the library start now, since a pool that grows slowly looks like a leak. Later garbage
+    collections skip the existing objects, so that a collection before each count takes little time.
     """
     gc.freeze()
     pool = ThreadPoolExecutor(threads)
-    everybody = Barrier(threads + 1)
+    all_started = Barrier(threads + 1)
     for _ in range(threads):
-        pool.submit(everybody.wait)
-    everybody.wait()
+        pool.submit(all_started.wait)
+    all_started.wait()
     asyncio.get_running_loop().set_default_executor(pool)
 
 
@@ -92,7 +92,7 @@ def draw_bytes(random: Random, largest: int) -> int:
 
 
 class Store:
-    """The file, mapped here.
+    """The file, mapped into this process.
 
     Args:
         path: of the file.
@@ -102,7 +102,7 @@ class Store:
         self._bytes = torch.from_file(str(path), shared=False, size=_STORE_BYTES, dtype=torch.uint8)
 
     def draw(self, random: Random, largest: int) -> tuple[Piece, torch.Tensor]:
-        """Draw a piece, and a tensor of it: of any dtype, or one whose bytes are not beside each other."""
+        """Draw a piece, and return it with its tensor: of any dtype, or not contiguous."""
         nbytes = draw_bytes(random, largest)
         if nbytes <= _MOST_STRIDED and random.random() < 0.1:
             piece = self._place(random, nbytes, 2)
@@ -113,11 +113,11 @@ class Store:
         return piece, tensor.view(2, -1) if random.random() < 0.5 else tensor
 
     def bytes_of(self, piece: Piece) -> torch.Tensor:
-        """Return the bytes of a piece, which are not to be written to."""
+        """Return the bytes of a piece, which must not be written to."""
         return self._bytes[piece.start : piece.start + piece.nbytes * piece.step : piece.step]
 
     def has(self, piece: Piece, tensor: torch.Tensor) -> bool:
-        """Say whether a tensor has the bytes of a piece."""
+        """Return whether a tensor has the bytes of a piece."""
         return torch.equal(tensor.reshape(-1).view(torch.uint8), self.bytes_of(piece))
 
     @staticmethod

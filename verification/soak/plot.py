@@ -1,4 +1,4 @@
-"""Draw a run: a row for each quantity, a column for each link, a line for each process."""
+"""The plot of a run: a row for each quantity, a column for each link, a line for each process."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,9 @@ __all__ = ["draw"]
 _WIDTH_IN, _ROW_IN = 12.0, 1.75
 _DPI = 110
 _MIB = 1 << 20
-_RATES = 60  # along the time axis: between two samples there may be one large tensor or none
+_RATES = (
+    60  # points of a rate, each over several samples: a single interval may contain one large tensor or none
+)
 _COLOURS = ("tab:red", "tab:blue", "tab:green")
 
 
@@ -23,8 +25,8 @@ class _Row(NamedTuple):
     number: str
     title: str
     scale: float = 1.0
-    is_rate: bool = False  # the number counts up, and what it rises by in a second is drawn
-    from_zero: bool = True  # unless what is interesting is small beside the whole
+    is_rate: bool = False  # the number is a counter, of which the increase per second is drawn
+    from_zero: bool = True  # unless the variation is small compared with the values
 
 
 _ROWS = (
@@ -55,7 +57,7 @@ def draw(report: Report, path: Path) -> None:
                 _panel(report, link, row, axes)
             axes_of_row[0].set_ylabel(row.title)
             if row.from_zero:
-                axes_of_row[0].set_ylim(bottom=0)  # of both: they share it
+                axes_of_row[0].set_ylim(bottom=0)  # of both links, which share the axis
         for link, axes in zip(LINKS, panels[0], strict=True):
             axes.set_title(f"{link} link, {report.visitors[link]} visiting processes", fontsize=10)
         for axes in panels[-1]:

@@ -1,4 +1,4 @@
-"""What a soak writes down, as its JSON file holds it. SI units everywhere."""
+"""The records of a soak, as in its JSON file. All numbers are in SI units."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ LINKS = ("queue", "unix")
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """What one process had at one time.
+    """The numbers of one process at one time.
 
     Attributes:
         at_s: seconds since the load began.
@@ -26,17 +26,17 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """One quantity of one process.
+    """The judgement of one quantity of one process.
 
     Attributes:
         quantity: its name.
         link: of the process.
         process: its name.
-        unit: of the numbers below.
-        allowance: how much it may grow in a run.
+        unit: of all numbers of the judgement.
+        allowance: the permitted growth in a run.
         level: the median.
-        growth: how much it grew after the warm-up.
-        least: the lower end of the confidence interval of that.
+        growth: the growth after the warm-up.
+        least: the lower end of its confidence interval.
         most: the upper end.
         grows: the verdict.
     """
@@ -57,13 +57,13 @@ class Report(msgspec.Struct, frozen=True):
     """A whole run.
 
     Attributes:
-        seconds: for how long there was load.
-        seed: draws it again, but for what the machine decides.
-        processes: those that lived from the beginning to the end.
-        samples: in the order of their taking.
-        rest: what each of them had in the end, when everything had come back, by link and process.
-        visitors: processes that came and went, by link.
-        failures: all that went wrong.
+        seconds: the duration of the load.
+        seed: repeats the same load, apart from the timing.
+        processes: the names of those that lived for the whole run.
+        samples: in the order of time.
+        rest: the numbers of each at the end, after all releases, by link and process.
+        visitors: the number of short-lived processes, by link.
+        failures: descriptions of all errors.
         judgements: empty if the run was too short for any.
     """
 
@@ -79,7 +79,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def series(report: Report, link: str, process: str, number: str) -> tuple[list[float], list[float]]:
-    """Give the times and values of one number of one process."""
+    """Return the times and values of one number of one process."""
     found = list(_values(report, link, process, number))
     return [at for at, _ in found], [value for _, value in found]
 

@@ -1,4 +1,4 @@
-"""Run a soak: for each link an engine and its senders, looked at from outside until the time is over."""
+"""Run a soak: an engine and its senders for each link, sampled from outside until the time is over."""
 
 import asyncio
 import tempfile
@@ -24,7 +24,7 @@ _SAMPLES = 600  # of a long run
 _LONGEST_PAUSE_S = 10.0
 _SHORTEST_PAUSE_S = 0.05
 _VISIT_S = (0.5, 5.0)
-_SETTLING_S = 240.0  # beyond it, something hangs, also on a machine with much else to do
+_SETTLING_S = 240.0  # a step that takes longer hangs, also on a busy machine
 
 _Work = Callable[..., Coroutine[Any, Any, Any]]
 
@@ -34,8 +34,8 @@ class _Family:
 
     Args:
         link: its name.
-        seed: for all that is drawn.
-        seconds: how long the load lasts.
+        seed: of all random choices.
+        seconds: the duration of the load.
     """
 
     def __init__(self, link: str, seed: int, seconds: float) -> None:
@@ -48,7 +48,7 @@ class _Family:
         self._peers: dict[str, Peer] = {}
 
     async def live(self) -> None:
-        """Do all of it; an error of any process is raised here."""
+        """Run all processes; raise an error of any of them."""
         with tempfile.TemporaryDirectory(prefix="aiotensor-") as folder, endpoint(self.link) as place:
             self._folder, self._place = Path(folder), place
             pieces.fill(self._folder / "store", self._seed())
@@ -88,7 +88,7 @@ class _Family:
             await asyncio.gather(ended, visiting, return_exceptions=True)
 
     async def _finish(self) -> None:
-        """Let the processes end."""
+        """End the processes, and check their exit statuses."""
         for name, peer in self._peers.items():
             self.rest[name] |= of_kernel(peer.pid)
             status = await peer.finish()
@@ -96,7 +96,7 @@ class _Family:
                 raise RuntimeError(f"{name} ended with status {status}")
 
     async def _visit(self, until: float) -> None:
-        """Have processes come, send for a while, and go."""
+        """Start processes one after the other, each of which sends for a while and ends."""
         loop = asyncio.get_running_loop()
         while (left := until - loop.time()) > 0:
             visitor = Peer(self._place)
@@ -116,7 +116,7 @@ class _Family:
         reports[_ENGINE] = self._peers[_ENGINE].start(engine.report)
         found = {name: of_kernel(self._peers[name].pid) | await report for name, report in reports.items()}
         warm = {name: found[name].get("warm bytes", 0) for name in _SENDERS}
-        warm[_ENGINE] = sum(warm.values())  # it has mapped that of both
+        warm[_ENGINE] = sum(warm.values())  # it maps the segments of both senders
         for name, numbers in found.items():
             numbers["other shared memory"] = numbers["shared memory"] - warm[name]
             self.samples.append(Sample(at, self.link, name, numbers))
@@ -126,7 +126,7 @@ class _Family:
 
     @staticmethod
     async def _unless(serving: "asyncio.Future[None]", awaited: "asyncio.Future[Any]") -> None:
-        """Wait for something; raise what the engine raises meanwhile."""
+        """Wait for a result, or raise an error of the engine if it fails first."""
         await asyncio.wait([awaited, serving], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             serving.result()
@@ -137,7 +137,7 @@ class _Family:
 
 
 async def soak(seconds: float, seed: int) -> Report:
-    """Run it over both links at once; what goes wrong is in the report."""
+    """Run a soak over both links concurrently; the report includes all errors."""
     random = Random(seed)
     families = [_Family(link, random.getrandbits(32), seconds) for link in LINKS]
     ends = await asyncio.gather(*(family.live() for family in families), return_exceptions=True)
@@ -159,7 +159,7 @@ async def soak(seconds: float, seed: int) -> Report:
 
 
 def _describe(error: BaseException) -> str:
-    """Name an error, and those that a group of tasks has gathered."""
+    """Describe an error, or all errors of an exception group."""
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(_describe(one) for one in error.exceptions)
     return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""The senders of a soak: some live as long as it does, some come and go; each sends in every way there is."""
+"""The senders of a soak, some long-lived and some short-lived; each sends in every way."""
 
 import asyncio
 import contextlib
@@ -20,12 +20,12 @@ __all__ = ["PERMITS", "report", "run", "settle", "visit"]
 
 PERMITS = 6
 _ARENA_BYTES = 192 * MIB
-_TASKS = 8  # of a sender that lives long: more than it has permits
+_TASKS = 8  # of a long-lived sender; more than it has permits
 _MOST_TENSORS = 5
 _CANCELLED_WITHIN_S = 0.003
-_KEEP_WARM_S = 3.0  # short, so that memory is given back often
+_KEEP_WARM_S = 3.0  # short, so that memory is returned often
 _LONG_WAIT_S = 60.0  # a wait that is logged fails the soak
-_KEPT = 0.15  # of the messages, by the engine
+_KEPT = 0.15  # the share of the messages that the engine keeps
 _GUEST_SENDS = 20
 _GUEST_EVERY_S = 1.0
 _GUEST_ARENA_BYTES = 32 * MIB
@@ -45,13 +45,13 @@ class _GivenUpError(Exception):
 
 
 class Source:
-    """Send through one sender, and note what was sent.
+    """Send through one sender, and write notes for the engine.
 
     Args:
         sender: open.
-        notes: where the engine hears of it.
-        store: where the bytes come from.
-        random: draws everything.
+        notes: the connection to the engine.
+        store: the source of all bytes.
+        random: of all choices.
         largest: bytes of the largest tensor.
     """
 
@@ -83,12 +83,12 @@ class Source:
         }
 
     async def work(self, until: float) -> None:
-        """Send one thing after the other until the loop's clock says so."""
+        """Send until the loop's clock reaches `until`."""
         while self._loop.time() < until:
             await self.step()
 
     async def step(self) -> None:
-        """Send something in some way."""
+        """Send something in a random way."""
         [way] = self._random.choices(list(self._ways), list(self._ways.values()))
         await way()
 
@@ -104,7 +104,7 @@ class Source:
                     piece, tensor = self._store.draw(self._random, self._largest // 8)
                     handles.append(await message.send(tensor))
                     pieces.append(piece)
-        except WouldBlockError:  # all memory is held by messages that wait for more: it says so
+        except WouldBlockError:  # only waiting messages hold memory, so none will be released
             self.refused += 1
         else:
             await self._note(handles, pieces)
@@ -127,12 +127,12 @@ class Source:
     async def _send_allocated(self) -> None:
         piece, _ = self._store.draw(self._random, self._largest)
         tensor = await self.sender.allocate((piece.nbytes,), torch.uint8)
-        # Not by torch, whose own threads would be counted.
+        # Not by torch, which would start threads that are counted.
         await asyncio.to_thread(_copy, tensor, self._store.bytes_of(piece))
         cut = self._random.randrange(piece.nbytes) if self._random.random() < 0.5 else 0
         try:
             handle = await self._timed(self.sender.send(tensor[cut:]))
-        except WouldBlockError:  # its bytes and every permit wait for each other
+        except WouldBlockError:  # its bytes and all permits would wait for each other
             self.refused += 1
             return
         await self._note([handle], [Piece(piece.start + cut * piece.step, piece.nbytes - cut, piece.step)])
@@ -179,11 +179,11 @@ def _copy(tensor: torch.Tensor, source: torch.Tensor) -> None:
     tensor.numpy()[:] = source.numpy()
 
 
-_sources: list[Source] = []  # of this process: the one that lives long
+_sources: list[Source] = []  # the long-lived sender of this process
 
 
 async def run(state: State, folder: Path, seed: int, seconds: float) -> None:
-    """Send for so many seconds through one sender, and beside it through guests that come and go."""
+    """Send for some time through one long-lived sender, and through short-lived guests beside it."""
     prepare(1)
     sender = TensorSender(
         state.endpoint, PERMITS, _ARENA_BYTES, keep_warm_s=_KEEP_WARM_S, long_wait_s=_LONG_WAIT_S
@@ -203,7 +203,7 @@ async def run(state: State, folder: Path, seed: int, seconds: float) -> None:
 async def _invite(
     state: State, notes: asyncio.StreamWriter, store: Store, random: Random, until: float
 ) -> None:
-    """Open one sender after the other in this process."""
+    """Open one short-lived sender after the other in this process."""
     loop = asyncio.get_running_loop()
     while loop.time() < until:
         async with TensorSender(state.endpoint, 2, _GUEST_ARENA_BYTES, long_wait_s=_LONG_WAIT_S) as sender:
@@ -215,7 +215,7 @@ async def _invite(
 
 
 async def visit(state: State, folder: Path, seed: int, seconds: float) -> None:
-    """Send for so many seconds from a process that ends afterwards."""
+    """Send for some time from a short-lived process."""
     sender = TensorSender(state.endpoint, PERMITS, _ARENA_BYTES // 2, long_wait_s=_LONG_WAIT_S)
     await sender.__aenter__()
     _, notes = await asyncio.open_unix_connection(folder / "notes")
@@ -230,18 +230,18 @@ async def visit(state: State, folder: Path, seed: int, seconds: float) -> None:
 
 
 async def settle(state: State) -> dict[str, float]:
-    """Wait until everything that the sender held has come back; then say what is left."""
+    """Wait until the sender has released everything, and report the remaining resources."""
     [source] = _sources
     await source.sender.drain()
     source.notes.close()
     await settled(source.sender)
-    while source.sender.statistics().warm_bytes:  # for as long as it keeps them, but no longer
+    while source.sender.statistics().warm_bytes:  # until `keep_warm_s` has passed
         await asyncio.sleep(_KEEP_WARM_S / 100)
     return await report(state)
 
 
 async def report(state: State) -> dict[str, float]:
-    """Say what the sender holds and has done, and how long its sends have waited since the last report."""
+    """Report the resources of the sender, its work, and the waits of its sends since the last report."""
     if not _sources:
         return {}
     [source] = _sources

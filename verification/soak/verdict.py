@@ -1,15 +1,14 @@
-"""Whether a quantity grows: the slope of its samples after the warm-up, and how sure that slope is. Pure.
+"""The decision whether a quantity grows, from the slope of its samples after the warm-up. Without I/O.
 
-The samples are cut into blocks of time, and the median of each counts: neighbouring samples are not
-independent (a tensor that is kept for seconds is in many of them), and a few outliers should not decide.
-Through the medians goes the slope of Theil and Sen, the median of the slopes of all pairs; its confidence
-interval is Sen's, from the distribution of Kendall's tau, and asks nothing of how the noise is distributed.
-The slope times the time after the warm-up is the growth.
+The samples are divided into blocks of time, and each block is represented by its median: neighbouring samples
+are not independent (a tensor that is kept for seconds affects many of them), and a few outliers should not
+decide. The slope is the Theil-Sen estimator of the medians, the median of the slopes of all pairs. Its
+confidence interval is Sen's, from the distribution of Kendall's tau, without assumptions about the noise. The
+growth is the slope times the duration after the warm-up.
 
-A quantity grows if the growth is more than its allowance and, with a confidence of 99 %, is not 0. So it is
-flat if it only goes up and down, as a pool does that fills and gives back, if it does so four times or more
-(and not to the beat of the blocks). A growth that is real but below the allowance is let pass: it shows in a
-longer run.
+A quantity grows if its growth exceeds the allowance and, with a confidence of 99 %, is not 0. So a quantity
+that only varies is flat, such as a pool that fills and empties, if it does so at least four times (and not in
+step with the blocks). A real growth below the allowance passes; a longer run would show it.
 """
 
 import math
@@ -19,18 +18,18 @@ from typing import NamedTuple
 
 __all__ = ["WARM_UP", "Trend", "grows", "trend"]
 
-WARM_UP = 0.25  # of the run, from its start, is left out
+WARM_UP = 0.25  # the share of the run, from its start, that is not judged
 
 _BLOCKS = 30
-_FEWEST_BLOCKS = 8  # with fewer there is no such confidence
+_FEWEST_BLOCKS = 8  # fewer cannot give this confidence
 _QUANTILE = 2.576  # of the normal distribution, for 99 % on both sides
 
 
 class Trend(NamedTuple):
-    """How much a quantity grew over the time that was looked at.
+    """The growth of a quantity after the warm-up.
 
     Attributes:
-        growth: the best guess.
+        growth: the estimate.
         least: the lower end of its confidence interval.
         most: the upper end.
         level: the median of the samples.
@@ -43,7 +42,7 @@ class Trend(NamedTuple):
 
 
 def trend(times: Sequence[float], values: Sequence[float]) -> Trend | None:
-    """Fit a line through samples, the warm-up left out; None if there are too few of them.
+    """Fit a line through the samples after the warm-up; return None if there are too few.
 
     Args:
         times: of the samples, in order; the run began at 0 and ended with the last.
@@ -78,5 +77,5 @@ def trend(times: Sequence[float], values: Sequence[float]) -> Trend | None:
 
 
 def grows(found: Trend, allowance: float) -> bool:
-    """Say whether a growth is more than is allowed, and surely no noise."""
+    """Return whether a growth exceeds its allowance and is significant."""
     return found.growth > allowance and found.least > 0
