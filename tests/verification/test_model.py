@@ -3,6 +3,8 @@
 The suite runs the same sequences each time, and few of them; `make model` runs others for a given time.
 """
 
+from typing import Any
+
 import pytest
 from click.testing import CliRunner
 from hypothesis import settings
@@ -20,6 +22,33 @@ _QUEUE = "queue, asyncio"  # the machine of every fourth round, from round 0 on
 def test_no_sequence_of_operations_breaks_the_protocol(name: str) -> None:
     some = settings(SETTINGS, max_examples=100, derandomize=True)
     run_state_machine_as_test(MACHINES[name], settings=some)
+
+
+class _Choices:
+    """Stands for the choices of hypothesis in a rule."""
+
+    def __init__(self, choice: object) -> None:
+        self._choice = choice
+
+    def draw(self, strategy: object) -> Any:
+        return self._choice
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize("name", MACHINES)
+def test_an_allocation_may_get_memory_that_a_closing_receiver_releases(name: str, is_killed: bool) -> None:
+    machine = MACHINES[name]()
+    try:
+        machine.begin(has_receiver=True)
+        machine.open_sender(limit=1, arena_bytes=64 << 10)
+        sender: Any = _Choices(machine.senders[1])
+        machine.allocate(data=sender, count=3000)
+        machine.send_a_message(data=sender, several=[3, 3000])
+        machine.allocate(data=sender, count=3000)  # waits for the memory of the message
+        machine.end_the_receiver(is_killed=is_killed, is_quiet=True)
+        assert not machine.of(machine.senders[1])
+    finally:
+        machine.teardown()
 
 
 class _WrongModel(WholeProtocol):

@@ -79,7 +79,8 @@ class EndRules(SenderRules, ReceiverRules):
         assert self.receiver is not None
         if is_quiet:
             self.settle()
-            self.note_who_waits([sender for sender in self.living if sender.met])
+            # A receiver that closes releases the memory of tensors that were not taken.
+            self.note_who_waits([one for one in self.living if one.met], frees_memory=not is_killed)
         if is_killed:
             self._kill_receiver(self.receiver)
         else:

@@ -296,14 +296,18 @@ class World(RuleBasedStateMachine):
     def settle(self) -> None:
         """Run the loop until nothing changes, and compare both sides with the model."""
 
-    def note_who_waits(self, senders: list[Sender]) -> None:
-        """Mark the calls that a loss must end, when nothing else in transit could end them."""
+    def note_who_waits(self, senders: list[Sender], *, frees_memory: bool = False) -> None:
+        """Mark the calls that a loss must end, when nothing else in transit could end them.
+
+        Args:
+            senders: of the calls.
+            frees_memory: whether the receiver releases memory before the loss, which allocations may get.
+        """
+        kinds = ["send", "several", "send in a message", "drain", "message"]
         for sender in senders:
             if self.steps.is_held(sender.sender._outgoing.memory._worker):
                 continue
-            for call in self.of(
-                sender, "send", "several", "send in a message", "allocate", "drain", "message"
-            ):
+            for call in self.of(sender, *kinds, *([] if frees_memory else ["allocate"])):
                 has_its_permit = call.what == "message" and call.begun.opened is not None
                 is_over = call.message is not None and call.message.state == "dropped"
                 call.must_be_lost |= not has_its_permit and not is_over
