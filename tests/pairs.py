@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from aiotensor import TensorHandle, TensorReceiver, TensorSender
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.links import LINKS
 from tests.loops import let_threads_run
 

@@ -39,11 +39,11 @@ from aiotensor.types import MAX_NUMBER
 from tests.frames import ACCOUNT
 from tests.fuzz.listening import waiting_at
 from tests.fuzz.speaking import say
-from tests.links.unix_ends import in_child, leave_stale
 from tests.looking import RogueReceiver, look_at, looking_at_rogue, observing
 from tests.pairs import BIG, endpoint, pattern, until
 from tests.processes import peers
 from tests.steps import steps_of
+from tests.transports.unix_ends import in_child, leave_stale
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -15,7 +15,7 @@ from aiotensor.integrations.fastapi import MessageLifespan, TensorLifespan
 from aiotensor.integrations.prometheus import AioTensorCollector
 from tests.channel.parties import Answer, Place, Question, place
 from tests.pairs import BIG, pattern, until
-from tests.test_home import forks, in_a_fork
+from tests.runtime.test_affinity import forks, in_a_fork
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -20,8 +20,6 @@ from aiotensor.channel.parcels import Handles, body_and_buffers
 from aiotensor.channel.refusals import Refusals
 from aiotensor.channel.sockets import MAX_PARTS, LoopSocket, PeerGoneError
 from aiotensor.errors import ProtocolError
-from aiotensor.gates import Waiters
-from aiotensor.logs import logger_of
 from aiotensor.protocol.exchange import (
     BODY_BYTES,
     VERSION,
@@ -41,6 +39,8 @@ from aiotensor.protocol.exchange import (
 )
 from aiotensor.protocol.versions import mismatch
 from aiotensor.protocol.window import Tally
+from aiotensor.runtime.logs import logger_of
+from aiotensor.runtime.waiting import Waiters
 
 __all__ = ["MAX_UNREAD", "Clients", "ClientsEvents"]
 

@@ -19,12 +19,12 @@ from aiotensor.channel.serving import serve
 from aiotensor.channel.turns import Turns
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import ClosedError, ProtocolError, UsageError
-from aiotensor.gates import Waiters
-from aiotensor.home import FreedItems, Home, LoopObject
-from aiotensor.links.address import label_of
 from aiotensor.protocol.exchange import Cause
 from aiotensor.receiver import TensorReceiver
+from aiotensor.runtime.affinity import FreedItems, LoopAffinity, LoopObject
+from aiotensor.runtime.waiting import Waiters
 from aiotensor.sender import TensorSender
+from aiotensor.transports.address import label_of
 from aiotensor.types import ServerStatistics, TensorHandle
 
 __all__ = ["MessageServer"]
@@ -101,7 +101,7 @@ class MessageServer(LoopObject, Generic[M]):
         client_keys: Collection[Key] = (),
         linger_s: float = 1.0,
     ) -> None:
-        self._home = Home("MessageServer")
+        self._affinity = LoopAffinity("MessageServer")
         keys, allowed = options.server_keys(secret_key, client_keys)
         parsed = options.parse(address, has_keys=bool(keys), how="secret_key and client_keys")
         parts = options.part_limits(max_part_bytes, max_body_bytes)
@@ -134,15 +134,15 @@ class MessageServer(LoopObject, Generic[M]):
         return self._endpoint.address
 
     async def __aenter__(self) -> Self:
-        loop = self._home.enter()
+        loop = self._affinity.enter()
         self._loans, self._disposal = Loans(), Disposal()
         self._dropped: FreedItems[Asked] = FreedItems(loop, self._requests_dropped)
         try:
             self._clients.socket = await self._endpoint.open(self._clients)
         except BaseException:
-            self._home.is_closed = True
+            self._affinity.is_closed = True
             raise
-        self._home.settle(self, label_of(self.address))
+        self._affinity.settle(self, label_of(self.address))
         return self
 
     def __aiter__(self) -> Self:
@@ -155,15 +155,15 @@ class MessageServer(LoopObject, Generic[M]):
         Cancelling loses nothing. Ends when this server is closed. Does not suspend if a small request is
         ready.
         """
-        if self._home.is_closed:
+        if self._affinity.is_closed:
             raise StopAsyncIteration
-        self._home.check()
+        self._affinity.check()
         while True:
             while self._ready:
                 request = await self._take(self._ready.take())
                 if request is not None:
                     return request
-            if self._home.is_closed:
+            if self._affinity.is_closed:
                 raise StopAsyncIteration
             await self._waiters.wait()
 
@@ -191,12 +191,12 @@ class MessageServer(LoopObject, Generic[M]):
         turns = None
         if max_concurrent is not None:
             turns = asyncio.Semaphore(options.positive("max_concurrent", max_concurrent))
-        self._home.check()
+        self._affinity.check()
         await serve(self, handler, turns)
 
     def statistics(self) -> ServerStatistics:
         """Return the current state and the counters; works after closing too."""
-        self._home.check_place()
+        self._affinity.check_place()
         return ServerStatistics(
             clients=len(self._clients),
             max_clients=self._clients.limits.clients,
@@ -219,8 +219,8 @@ class MessageServer(LoopObject, Generic[M]):
         Waits until answers are sent, at most `linger_s` seconds. Cancelling ends the wait. Closing again
         does nothing.
         """
-        self._home.check_place()
-        was_open, self._home.is_closed = self._home.is_open, True
+        self._affinity.check_place()
+        was_open, self._affinity.is_closed = self._affinity.is_open, True
         if not was_open:
             return
         self._clients.say_farewell()
@@ -228,7 +228,7 @@ class MessageServer(LoopObject, Generic[M]):
             self._drop(asked)
         self._in_hand.clear()
         self._waiters.wake()
-        with self._home.leaving(), closing(self._disposal):
+        with self._affinity.leaving(), closing(self._disposal):
             await self._endpoint.close(self._linger_s)
 
     # Events of clients
@@ -291,7 +291,7 @@ class MessageServer(LoopObject, Generic[M]):
                     await take_tensors(self._receiver, asked.handles, found)
                 message: M = await unpack(self._decoder, asked.parts, found)
             except asyncio.CancelledError:
-                if asked.state is State.WAITING and self._home.is_closed:
+                if asked.state is State.WAITING and self._affinity.is_closed:
                     self._drop(asked)
                 elif asked.state is State.WAITING:
                     self._found[asked] = found
@@ -301,7 +301,7 @@ class MessageServer(LoopObject, Generic[M]):
         except Exception as error:  # noqa: BLE001 - decoding runs code of the user's type
             self._refuse(asked, error)
             return None
-        if asked.state is State.WAITING and self._home.is_closed:
+        if asked.state is State.WAITING and self._affinity.is_closed:
             self._drop(asked)
         if asked.state is not State.WAITING:
             # It was given up during decoding.
@@ -311,7 +311,7 @@ class MessageServer(LoopObject, Generic[M]):
             return None
         asked.state = State.IN_HAND
         self._in_hand.add(asked)
-        request = Request(asked, message, Answerer(self._answer, self._fail, self._free, self._home))
+        request = Request(asked, message, Answerer(self._answer, self._fail, self._free, self._affinity))
         dropped = self._dropped
         asked.request = weakref.ref(request, lambda _: dropped(asked))  # does not keep this server alive
         self._count_out(asked)  # last: sending credit may reveal that the client is gone
@@ -353,18 +353,18 @@ class MessageServer(LoopObject, Generic[M]):
 
     async def _answer(self, asked: Asked, box: list[object]) -> bool:
         """Send the answer in a box, and return whether a client waited for it."""
-        self._home.check()
+        self._affinity.check()
         sender = asked.client.sender_among(self._senders)
         was_wanted = asked.is_wanted and await self._send_answer(asked, box, sender)
         if not was_wanted:
-            self._home.check()  # the server may have been closed
+            self._affinity.check()  # the server may have been closed
         self._answers += was_wanted
         self._let_go(asked)
         return was_wanted
 
     def _fail(self, asked: Asked, cause: Cause) -> bool:
         """Send a failure in place of an answer, and return whether the client still waited for it."""
-        self._home.check()
+        self._affinity.check()
         was_wanted = self._clients.fail(asked, cause)
         self._failures += was_wanted
         self._let_go(asked)
@@ -405,7 +405,7 @@ class MessageServer(LoopObject, Generic[M]):
     def _requests_dropped(self, dropped: list[Asked]) -> None:
         """Fail the requests that were garbage-collected without an answer."""
         for asked in dropped:
-            if asked in self._in_hand and not self._home.is_closed:
+            if asked in self._in_hand and not self._affinity.is_closed:
                 if asked.is_wanted:
                     asked.client.note_dropped_request()
                 # A signal or a cancellation may come between taking a request and entering its block.
@@ -415,4 +415,4 @@ class MessageServer(LoopObject, Generic[M]):
 
     def _details(self) -> list[str]:
         held = f"{len(self._clients)} clients, {self._waiting} messages waiting"
-        return [f"at {label_of(self.address)}", *([held] if self._home.is_open else [])]
+        return [f"at {label_of(self.address)}", *([held] if self._affinity.is_open else [])]

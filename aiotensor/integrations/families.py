@@ -7,8 +7,8 @@ from typing import NamedTuple, TypeAlias
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from aiotensor.integrations.totals import Totals
-from aiotensor.opened import Counts, Statistics
-from aiotensor.tally import ERROR_NAMES
+from aiotensor.statistics.counters import ERROR_NAMES
+from aiotensor.statistics.registry import Counts, Statistics
 from aiotensor.types import ClientStatistics, ReceiverStatistics, SenderStatistics, ServerStatistics
 
 __all__ = ["LARGEST", "TABLE", "Counter", "Gauge", "families"]

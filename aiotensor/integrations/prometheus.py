@@ -19,12 +19,12 @@ from prometheus_client import values
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from aiotensor import opened
 from aiotensor.errors import UsageError
 from aiotensor.integrations.families import LARGEST, families
 from aiotensor.integrations.totals import MAX_ENDPOINTS, EndpointTotals, Totals, checked_max_endpoints
-from aiotensor.logs import logger_of
-from aiotensor.worker import in_thread
+from aiotensor.runtime.logs import logger_of
+from aiotensor.runtime.worker import in_thread
+from aiotensor.statistics import registry
 
 __all__ = ["AioTensorCollector", "MultiprocessPublisher"]
 
@@ -73,7 +73,7 @@ class AioTensorCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Return all metrics with their samples, from any thread; wait at most `timeout_s` seconds."""
-        return list(families(self._totals.take(opened.look(self._timeout_s), self._max_endpoints)))
+        return list(families(self._totals.take(registry.look(self._timeout_s), self._max_endpoints)))
 
 
 def _timeout(seconds: float) -> float:
@@ -198,7 +198,7 @@ class MultiprocessPublisher:
 
     def _publish_now(self) -> None:
         with _publishing:
-            _write(families(_totals.take(opened.look(self._timeout_s), self._max_endpoints)))
+            _write(families(_totals.take(registry.look(self._timeout_s), self._max_endpoints)))
 
 
 def _write(metrics: Iterable[Metric]) -> None:

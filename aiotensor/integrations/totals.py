@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from typing import NamedTuple
 
-from aiotensor.opened import Counts, Place, Report, Statistics
+from aiotensor.statistics.registry import Counts, Place, Report, Statistics
 
 __all__ = ["MAX_ENDPOINTS", "OTHER", "EndpointTotals", "Totals", "checked_max_endpoints"]
 

@@ -14,9 +14,9 @@ from aiotensor import PeerLostError, RemoteError, WouldBlockError
 from aiotensor.channel import MessageClient, MessageServer
 from tests.channel import peers
 from tests.channel.parties import Answer, Place, Question, answer, place, said
-from tests.links.unix_ends import no_descriptors
 from tests.pairs import BIG, pattern, until
 from tests.promptly import promptly
+from tests.transports.unix_ends import no_descriptors
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from aiotensor import AioTensorError, TensorQueue
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from tests.chaos import here, journal, sending, taking
 from tests.chaos.plan import ELDERS, FAMILIES, SLOTS, Round, SenderPlan, TakerPlan
 from tests.loops import Kind

@@ -9,7 +9,7 @@ import torch
 
 from aiotensor.codec import TensorDecoder, TensorEncoder
 from aiotensor.errors import ProtocolError, UnsupportedTensorError
-from aiotensor.placements.dtypes import DTYPES
+from aiotensor.tensors.dtypes import DTYPES
 from tests.codec.messages import (
     Box,
     anything,
@@ -21,7 +21,7 @@ from tests.codec.messages import (
     sent,
 )
 from tests.codec.scenes import DECODERS, every_decoder, read_or_refuse
-from tests.test_values import REFUSED
+from tests.tensors.test_values import REFUSED
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

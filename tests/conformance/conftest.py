@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from tests import loops
 from tests.conformance.links import LINKS
 from tests.conformance.makers import PairMaker, pairs_over

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from aiotensor import TensorHandle, TensorReceiver, TensorSender, WouldBlockError
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.links import LINKS
 from tests.pairs import pattern, settled
 from tests.processes import peers

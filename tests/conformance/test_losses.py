@@ -16,7 +16,7 @@ from aiotensor import (
     TensorSender,
     WouldBlockError,
 )
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import PairMaker
 from tests.pairs import BIG, beyond, pattern, settled, until
 from tests.processes import peers

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from aiotensor import TensorReceiver, TensorSender
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from tests.fuzz import api
 from tests.fuzz.engine import Engine, Figures, Troubles, figures
 from tests.fuzz.listening import answer, waiting_at

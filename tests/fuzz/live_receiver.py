@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from aiotensor import TensorReceiver, TensorSender
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from tests import loops
 from tests.fuzz.engine import Engine, Figures, figures, threads_started
 from tests.fuzz.speaking import converse, heard, road_to

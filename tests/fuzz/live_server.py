@@ -8,7 +8,7 @@ import zmq
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from tests import loops
 from tests.accepting import accepted_at
 from tests.fuzz.engine import Figures, Troubles, figures, threads_started

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Generic, Protocol, TypeVar
 
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from tests.fuzz.engine import Figures
 from tests.fuzz.exploring import explore, said_at_random, telling
 from tests.fuzz.steps import Conversation, cases

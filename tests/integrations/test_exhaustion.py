@@ -21,9 +21,9 @@ from aiotensor.integrations.fastapi import TensorLifespan
 from aiotensor.integrations.problems import problem_of
 from tests.integrations.test_aiohttp import SENDER, serving
 from tests.integrations.test_fastapi import http, visit_socket
-from tests.links.unix_ends import no_descriptors
 from tests.pairs import BIG, pattern
 from tests.processes import peers
+from tests.transports.unix_ends import no_descriptors
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -13,9 +13,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
-from aiotensor import TensorReceiver, UsageError, opened
+from aiotensor import TensorReceiver, UsageError
 from aiotensor.integrations import prometheus
 from aiotensor.integrations.prometheus import MultiprocessPublisher
+from aiotensor.statistics import registry
 from aiotensor.types import ClientStatistics
 from tests.conformance.links import LINKS
 from tests.integrations.scraping import at, scrape
@@ -199,7 +200,7 @@ async def _serve_clients(state: State, answers: int, names: list[str]) -> None:
     loop = asyncio.get_running_loop()
     for name in names:
         told = _Told(answers)
-        opened.remove(opened.add(told, name, loop))
+        registry.remove(registry.add(told, name, loop))
         await asyncio.sleep(0)
 
 
@@ -249,10 +250,10 @@ async def _publish_twice_over_after_a_timeout(state: State) -> None:
     blocked, go_on, told = threading.Event(), threading.Event(), _Told(0)
 
     async def live() -> None:
-        entry = opened.add(told, "ipc:///blocked", asyncio.get_running_loop())
+        entry = registry.add(told, "ipc:///blocked", asyncio.get_running_loop())
         blocked.set()
         go_on.wait()
-        opened.remove(entry)
+        registry.remove(entry)
 
     thread = threading.Thread(target=asyncio.run, args=(live(),))
     thread.start()

@@ -7,7 +7,7 @@ import msgspec
 import torch
 
 from aiotensor import SenderStatistics, WouldBlockError
-from aiotensor.message import State
+from aiotensor.sending.message import State
 from tests.conftest import our_descriptors
 from tests.model.ends import EndRules
 from tests.model.records import Message, Receiver, Sender, Tensor

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aiotensor import TensorHandle, TensorReceiver, TensorSender
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.links import LINKS
 from tests.pairs import pattern, settled, until
 from tests.processes import peers, watch

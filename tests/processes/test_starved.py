@@ -12,9 +12,9 @@ import torch
 
 from aiotensor import PeerLostError, RefusedError, TensorHandle, TensorQueue, TensorReceiver, TensorSender
 from aiotensor.codec import TensorDecoder, TensorEncoder
-from tests.links.unix_ends import no_descriptors
 from tests.pairs import BIG, endpoint, pattern
 from tests.processes import peers, watch
+from tests.transports.unix_ends import no_descriptors
 
 MIB, GIB = 1 << 20, 1 << 30
 

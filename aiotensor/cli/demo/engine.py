@@ -18,7 +18,7 @@ from aiotensor.cli.demo.fingerprint import fingerprint
 from aiotensor.cli.demo.messages import AnalyseVideo, VideoAnalysis
 from aiotensor.cli.demo.processes import parent_gone, report_ready
 from aiotensor.cli.demo.scene import SceneCuts
-from aiotensor.worker import in_thread
+from aiotensor.runtime.worker import in_thread
 
 __all__ = ["Engine", "run_engine"]
 

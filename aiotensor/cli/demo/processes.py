@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import anyio
 
-from aiotensor.logs import logger_of
+from aiotensor.runtime.logs import logger_of
 
 __all__ = [
     "Child",

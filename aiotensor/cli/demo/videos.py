@@ -27,7 +27,7 @@ from aiotensor.cli.demo.messages import (
     VideoAnswer,
     WorkerReport,
 )
-from aiotensor.worker import in_thread
+from aiotensor.runtime.worker import in_thread
 
 __all__ = ["Videos"]
 
