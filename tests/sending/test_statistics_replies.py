@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from aiotensor import TensorSender, WouldBlockError
-from aiotensor.sending import outbox
 from aiotensor.protocol.frames import MAX_FRAMES, MAX_HOLDERS, Inquire, encode
+from aiotensor.sending import outbox
 from aiotensor.sending.message import State
 from aiotensor.sending.statistics_replies import account_of
 from aiotensor.statistics.counters import ERROR_NAMES, WaitCounter
