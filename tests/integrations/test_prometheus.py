@@ -24,7 +24,7 @@ from aiotensor import (
 )
 from aiotensor.integrations.families import TABLE
 from aiotensor.integrations.prometheus import AioTensorCollector
-from aiotensor.statistics import registry
+from aiotensor.statistics import registry as objects
 from tests.channel import parties
 from tests.conformance.links import LINKS
 from tests.integrations.scraping import Numbers, at, new_registry, parse, scrape, scrape_all
@@ -295,7 +295,7 @@ async def test_registering_asks_nobody() -> None:
     with address() as place:
         async with TensorReceiver(place), TensorSender(place):
             registry = new_registry()
-            here = [one for one in registry._books.open if one.endpoint == place]
+            here = [one for one in objects._books.open if one.endpoint == place]
             assert [one.last for one in here] == [None, None]
             scrape(registry)
             assert None not in [one.last for one in here]
@@ -344,6 +344,6 @@ def test_every_number_comes_from_a_field_of_its_own() -> None:
         fields = [gauge.field for gauge in gauges] + [counter.field for counter in counters]
         assert len(fields) == len(set(fields))
         assert set(fields) <= set(kind.__struct_fields__)
-        assert {counter.field for counter in counters} <= set(registry.COUNTERS[kind])
+        assert {counter.field for counter in counters} <= set(objects.COUNTERS[kind])
         names += [gauge.name for gauge in gauges] + [counter.name for counter in counters]
     assert len(names) == len(set(names))
