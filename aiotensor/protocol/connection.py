@@ -20,10 +20,10 @@ import msgspec
 
 from aiotensor.errors import PeerLostError, ProtocolError, RefusedError
 
-__all__ = ["Close", "Connection", "Loss", "State", "mismatch"]
+__all__ = ["Close", "Connection", "ConnectionState", "Loss", "mismatch"]
 
 
-class State(enum.Enum):
+class ConnectionState(enum.Enum):
     """The state of a connection object."""
 
     OPENING = "waiting for the hello of the peer"
@@ -77,7 +77,7 @@ class Connection:
     """
 
     def __init__(self, role: str, peer: str) -> None:
-        self.state = State.OPENING
+        self.state = ConnectionState.OPENING
         self.peer_pid: int | None = None  # as the peer states it
         self._role = role
         self._peer = peer
@@ -85,7 +85,7 @@ class Connection:
     @property
     def is_closed(self) -> bool:
         """Whether no more frames are sent or received."""
-        return self.state is State.CLOSED
+        return self.state is ConnectionState.CLOSED
 
     def accept_hello(self, version: int, pid: int, ours: int) -> None:
         """Record the hello of the peer.
@@ -104,7 +104,7 @@ class Connection:
         self.peer_pid = pid
         reason = mismatch(version, ours)
         if reason is not None:
-            self.state = State.CLOSED
+            self.state = ConnectionState.CLOSED
             raise self.refused(reason).error
 
     def check_open(self) -> None:
@@ -113,12 +113,12 @@ class Connection:
         Raises:
             ProtocolError: the peer sent another frame first.
         """
-        if self.state is not State.OPEN:
+        if self.state is not ConnectionState.OPEN:
             raise ProtocolError("it sent a frame before its hello")
 
     def closed(self, close: Close) -> Loss:
         """End the connection because of a `Close` of the peer."""
-        self.state = State.CLOSED
+        self.state = ConnectionState.CLOSED
         if not close.reason:
             return self.lost("it closed", is_retried=True)
         if close.is_refusal:
@@ -127,7 +127,7 @@ class Connection:
 
     def violated(self, error: ProtocolError) -> Loss:
         """End the connection because the peer violated the protocol."""
-        self.state = State.CLOSED
+        self.state = ConnectionState.CLOSED
         loss = self.lost(f"it broke the protocol: {error}", is_retried=False)
         # A new exception without a traceback: the traceback of the original one keeps the record alive.
         loss.error.__cause__ = ProtocolError(*error.args)
