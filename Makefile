@@ -33,7 +33,7 @@ $(VENV)/.test: $(VENV)/.demo
 	@touch $@
 
 demo: $(VENV)/.demo
-	@$(BIN)/aiotensor demo $(ARGS)
+	@PYTHONPATH=examples $(BIN)/python -m demo $(ARGS)
 
 test: lint types unit
 

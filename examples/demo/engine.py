@@ -1,8 +1,7 @@
-"""The engine process: it owns the model, takes requests with the videos inside, and answers them."""
+"""The engine process: it owns the model, and answers requests that contain videos."""
 
 import asyncio
 import shutil
-import threading
 import time
 from functools import partial
 from multiprocessing.connection import Connection
@@ -14,11 +13,11 @@ import uvloop
 
 from aiotensor import TensorQueue, TensorReceiver
 from aiotensor.channel import MessageServer
-from aiotensor.cli.demo.fingerprint import fingerprint
-from aiotensor.cli.demo.messages import AnalyseVideo, VideoAnalysis
-from aiotensor.cli.demo.processes import parent_gone, report_ready
-from aiotensor.cli.demo.scene import SceneCuts
-from aiotensor.runtime.worker import in_thread
+from demo.fingerprint import fingerprint
+from demo.messages import AnalyseVideo, VideoAnalysis
+from demo.processes import parent_gone, report_ready
+from demo.scene import SceneCuts
+from demo.threads import Checkpoint, in_thread
 
 __all__ = ["Engine", "run_engine"]
 
@@ -26,7 +25,7 @@ VIDEOS_AT_ONCE = 2
 
 
 class Engine:
-    """Answer requests, several at a time, each as soon as it is done.
+    """Answer several requests at once, each as soon as its analysis is complete.
 
     Args:
         server: an open server with a receiver.
@@ -34,36 +33,28 @@ class Engine:
 
     def __init__(self, server: MessageServer[AnalyseVideo]) -> None:
         self._server = server
-        self._threads = anyio.CapacityLimiter(VIDEOS_AT_ONCE)
         self._model = SceneCuts().eval()
         self._busy = 0
         self._free_since = time.monotonic()
 
     async def serve(self) -> None:
-        """Answer requests until cancelled, or until the server is closed."""
-        # Tensors are taken when their turn comes, not before: until then the sender's permits stay
-        # taken, and the API server waits instead of decoding more.
+        """Answer requests until this is cancelled or the server is closed."""
+        # A tensor is received only when its analysis begins. Until then its permit is taken, and the API
+        # server waits instead of decoding more videos.
         await self._server.serve(self._analyse, max_concurrent=VIDEOS_AT_ONCE)
 
     async def _analyse(self, request: AnalyseVideo) -> VideoAnalysis:
-        # A video that waited for its turn was not on its way all that time.
+        # The wait for a busy engine does not count as transport.
         transport_seconds = time.monotonic() - max(request.sent_at, self._free_since)
         self._busy += 1
-        stop = threading.Event()
-        work = partial(self._work, request, transport_seconds, stop)
         try:
-            return await in_thread(work, limiter=self._threads)
+            return await in_thread(partial(self._work, request, transport_seconds))
         finally:
-            stop.set()  # cancelling does not end the thread
             if self._busy == VIDEOS_AT_ONCE:
                 self._free_since = time.monotonic()
             self._busy -= 1
 
-    def _work(self, request: AnalyseVideo, transport_seconds: float, stop: threading.Event) -> VideoAnalysis:
-        def checkpoint() -> None:
-            if stop.is_set():
-                raise asyncio.CancelledError
-
+    def _work(self, request: AnalyseVideo, transport_seconds: float, checkpoint: Checkpoint) -> VideoAnalysis:
         start = time.monotonic()
         cuts = self._model.find(request.frames, request.times, checkpoint)
         model_seconds = time.monotonic() - start
@@ -88,7 +79,7 @@ async def _main(endpoint: TensorQueue | str, address: str, folder: Path, pipe: C
             await parent_gone(pipe)
             group.cancel_scope.cancel()
     finally:
-        # The parent does this too, unless it was killed.
+        # The parent does the same, unless it was killed.
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -98,10 +89,10 @@ def run_engine(
     """Run the engine until the parent closes the pipe.
 
     Args:
-        endpoint: where tensors arrive.
-        address: where requests arrive.
-        folder: that the sockets are in; it goes when the engine ends.
-        threads: how many torch may use.
+        endpoint: the address or queue at which tensors arrive.
+        address: the address at which requests arrive.
+        folder: the folder of the sockets, which is deleted when the engine ends.
+        threads: the number of threads of torch.
         pipe: the child's end of the pipe to the parent.
     """
     torch.set_num_threads(threads)

@@ -1,11 +1,12 @@
-"""Start child processes, learn when they are ready, notice when they die, and end them.
+"""Start child processes, wait until they are ready, detect their end, and stop them.
 
-One pipe joins the parent and each `Child`. The child writes one byte into it once it is ready; the
-parent writes nothing and closes its end to stop the child. The kernel closes that end too when the
-parent is killed, so no child outlives it. A `Command` is another program, and is told by signals.
+The parent and each `Child` are connected by a pipe. The child sends one byte when it is ready. The parent
+closes its end to stop the child. The kernel closes it when the parent is killed, so no child outlives the
+parent. A `Command` is another program, which is stopped by a signal.
 """
 
 import asyncio
+import logging
 import multiprocessing
 import os
 import signal
@@ -19,8 +20,6 @@ from typing import Any, Protocol
 
 import anyio
 
-from aiotensor.runtime.logs import logger_of
-
 __all__ = [
     "Child",
     "Command",
@@ -32,17 +31,17 @@ __all__ = [
     "threads_per_process",
 ]
 
-logger = logger_of("cli")
+logger = logging.getLogger(__name__)
 
-GRACE = 10.0  # seconds in which a child that was told to stop must have ended; then it is killed
+GRACE = 10.0  # seconds until a child that does not stop is killed
 
 
 class ProcessDiedError(Exception):
-    """A child process ended while it was needed."""
+    """A child process ended too early."""
 
 
 class Process(Protocol):
-    """What can be started, watched and ended."""
+    """A process that the demo starts and stops."""
 
     @property
     def pid(self) -> int | None:
@@ -55,22 +54,22 @@ class Process(Protocol):
         """Wait until the process is ready."""
 
     async def death(self) -> ProcessDiedError:
-        """Wait until the process has ended, and say how."""
+        """Wait until the process ends, and return an error that states its exit status."""
 
     async def stop(self) -> None:
-        """Tell the process to stop, and wait until it has."""
+        """Stop the process, and wait for its end."""
 
     def kill(self) -> None:
-        """End the process at once, if it still runs."""
+        """Kill the process if it is running."""
 
 
 class Child:
     """One child process of the demo.
 
     Args:
-        name: what to call it in messages, for example ``"engine"``.
-        target: runs in the child; gets the child's end of the pipe as its last argument.
-        args: the arguments before that one.
+        name: the name of the process in messages, for example ``"engine"``.
+        target: the function to run in the child. Its last argument is the child's end of the pipe.
+        args: the other arguments of the function.
     """
 
     def __init__(self, name: str, target: Callable[..., None], *args: Any) -> None:
@@ -89,39 +88,39 @@ class Child:
 
     def start(self) -> None:
         """Start the process."""
-        # Ctrl-C reaches every process of the terminal. The child is born with the signals blocked, so
-        # that only the parent answers them, and ends the child in order. The tracker, which the first
-        # start of a process would start, unblocks them.
+        # Ctrl-C sends a signal to every process of the terminal. The child inherits blocked signals, so that
+        # only the parent handles them, and stops the child. The first start of a process also starts the
+        # resource tracker, which would unblock the signals: start it before.
         resource_tracker.ensure_running()
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        self._childs_end.close()  # from here on only the child holds it
+        self._childs_end.close()  # so that the pipe breaks when the child dies
 
     async def ready(self) -> None:
-        """Wait until the child reports that it is ready."""
+        """Wait until the child is ready."""
         await _readable(self._pipe.fileno())
         try:
             self._pipe.recv_bytes()
-        except EOFError:  # it died first: whoever watches `death` ends this wait
+        except EOFError:  # the child died, and the task that waits in `death` cancels this one
             await anyio.sleep_forever()
         self._is_ready = True
 
     async def death(self) -> ProcessDiedError:
-        """Wait until the process has ended, and say how."""
+        """Wait until the process ends, and return an error that states its exit status."""
         await _readable(self._process.sentinel)
         self._process.join()
         return _death(self.name, self._process.exitcode or 0)
 
     async def stop(self) -> None:
-        """Tell the process to stop, and wait until it has."""
+        """Stop the process, and wait for its end."""
         self._pipe.close()
         self._childs_end.close()
         if self._process.pid is None:
             return  # never started
-        if self._is_ready:  # else it has nothing yet that it should end in order
+        if self._is_ready:  # otherwise it has nothing to clean up
             with anyio.move_on_after(GRACE) as grace:
                 await _readable(self._process.sentinel)
             if grace.cancelled_caught:
@@ -130,22 +129,22 @@ class Child:
         self._process.join()
 
     def kill(self) -> None:
-        """End the process at once, if it still runs."""
+        """Kill the process if it is running."""
         if self._process.is_alive():
             self._process.kill()
 
 
 class Command:
-    """Another program in Python, with a process group of its own.
+    """Another Python program, in a separate process group.
 
-    So Ctrl-C in the terminal does not reach it and its children, and they can be ended with it.
+    Ctrl-C in the terminal sends no signal to this group, and all its processes can be killed at once.
 
     Args:
-        name: what to call it in messages.
-        module: what Python runs.
-        arguments: of the program.
-        environment: what is added to the environment.
-        descriptors: what it inherits, by the same numbers.
+        name: the name of the process in messages.
+        module: the module that Python runs.
+        arguments: the arguments of the program.
+        environment: additional environment variables.
+        descriptors: the file descriptors that it inherits, with the same numbers.
     """
 
     def __init__(
@@ -177,22 +176,22 @@ class Command:
             stdin=subprocess.DEVNULL,
             process_group=0,
         )
-        self._end = os.pidfd_open(self._process.pid)  # readable once the process has ended
+        self._end = os.pidfd_open(self._process.pid)  # readable after the end of the process
 
     async def ready(self) -> None:
-        """Note that the process is ready, as the caller must have learned: it has no way to say so."""
+        """Mark the process as ready. It cannot report this, so the caller must have waited until then."""
         self._is_ready = True
 
     async def death(self) -> ProcessDiedError:
-        """Wait until the process has ended, and say how."""
+        """Wait until the process ends, and return an error that states its exit status."""
         await _readable(self._end)
         return _death(self.name, _status(self._end))
 
     async def stop(self) -> None:
-        """Tell the process to stop, and wait until it and its children have."""
+        """Stop the process and its children, and wait for the end of the process."""
         if self._process is None:
             return  # never started
-        if self._is_ready:  # else there is nothing yet that it should end in order
+        if self._is_ready:  # otherwise it has nothing to clean up
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._end, signal.SIGTERM)
             with anyio.move_on_after(GRACE) as grace:
@@ -204,7 +203,7 @@ class Command:
         os.close(self._end)
 
     def kill(self) -> None:
-        """End the process and its children at once."""
+        """Kill the process and its children."""
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -212,7 +211,7 @@ class Command:
 
 @asynccontextmanager
 async def running(*children: Process) -> AsyncIterator[None]:
-    """Start these processes, and stop them in the same order at the end."""
+    """Start processes, and stop them in the same order at the end of the block."""
     try:
         for child in children:
             child.start()
@@ -224,18 +223,18 @@ async def running(*children: Process) -> AsyncIterator[None]:
 
 
 def report_ready(pipe: Connection) -> None:
-    """Tell the parent that this process is ready."""
-    with suppress(BrokenPipeError):  # the parent is gone already, as `parent_gone` will say
+    """Report to the parent that this process is ready."""
+    with suppress(BrokenPipeError):  # `parent_gone` handles the end of the parent
         pipe.send_bytes(b".")
 
 
 async def parent_gone(pipe: Connection) -> None:
-    """Wait until the parent closed its end of the pipe, or died."""
+    """Wait until the parent closes its end of the pipe or dies."""
     await _readable(pipe.fileno())
 
 
 def threads_per_process(processes: int) -> int:
-    """Say how many threads torch may use in each of the processes that share this machine."""
+    """Return the number of threads of torch in each of several processes that share the cores."""
     return max(1, len(os.sched_getaffinity(0)) // processes)
 
 
@@ -245,7 +244,7 @@ def _death(name: str, status: int) -> ProcessDiedError:
 
 
 def _status(end: int) -> int:
-    # Only a look: until `Command.stop`, nobody else gets the number, which its process group has too.
+    # WNOWAIT keeps the process id, which is also that of its process group, until `Command.stop` uses it.
     ended = os.waitid(os.P_PIDFD, end, os.WEXITED | os.WNOWAIT)
     if ended is None:
         raise AssertionError("a process that has ended has a status")
@@ -257,7 +256,6 @@ def _warn_of_kill(name: str) -> None:
         "the %s process did not stop within %g s and is killed",
         name,
         GRACE,
-        extra={"event": "process_killed", "child": name, "waited_s": GRACE},
     )
 
 

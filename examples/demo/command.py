@@ -1,15 +1,13 @@
-"""The options of `aiotensor demo`. Imports what the demo needs only once it runs."""
+"""The command line of the demo."""
 
 from pathlib import Path
 
 import click
 
-from aiotensor.cli.demo.clips import ClipsMissingError, sample_clips
-from aiotensor.cli.extras import missing_extra
+from demo.clips import ClipsMissingError, sample_clips
 
 __all__ = ["demo"]
 
-NEEDED = ["av", "fastapi", "httpx", "python_multipart", "rich", "uvicorn", "uvloop"]
 WORKERS = 2
 
 
@@ -22,21 +20,21 @@ WORKERS = 2
     type=click.IntRange(min=1),
     default=12,
     show_default=True,
-    help="Uploads in all. The clips take turns; each is uploaded at least once.",
+    help="Number of uploads. The clips take turns, and each is uploaded at least once.",
 )
 @click.option(
     "--concurrency",
     type=click.IntRange(min=1),
     default=8,
     show_default=True,
-    help="Uploads on their way at once.",
+    help="Number of concurrent uploads.",
 )
 @click.option(
     "--max-concurrent-videos",
     type=click.IntRange(min=1),
     default=3,
     show_default=True,
-    help="Videos that each worker decodes or has on their way to the engine at once. Others wait.",
+    help="Videos that each worker decodes or sends to the engine at once. Further videos wait.",
 )
 @click.option(
     "--workers",
@@ -48,8 +46,8 @@ WORKERS = 2
     type=click.Choice(["unix", "queue"]),
     default="unix",
     show_default=True,
-    help="How the workers reach the engine: by the path of a socket, or by a queue that is handed to one "
-    "child process.",
+    help="Connect the workers to the engine by the path of a socket, or by a queue that one child process "
+    "inherits.",
 )
 def demo(
     clips: tuple[Path, ...],
@@ -59,25 +57,22 @@ def demo(
     workers: int | None,
     link: str,
 ) -> None:
-    """Upload videos to a server that hands them to an engine process.
+    """Upload videos to a server that sends them to an engine process.
 
-    CLIPS are video files of your own. Without them the demo takes three short clips that come with
+    CLIPS are your own video files. By default the demo uploads three short clips that are installed with
     its dependencies.
 
     Starts an API server (FastAPI on uvicorn, with several workers) and an engine (a small torch model
-    that finds scene cuts), uploads the clips, and shows what was found and how long it took. The last
-    line of standard output is one JSON object. The exit status is 1 if a video was lost, or arrived
-    changed.
+    that finds scene cuts), uploads the clips, and prints the cuts and the measured times. The last line of
+    standard output is one JSON object. The exit status is 1 if a video was lost, or arrived changed.
     """
-    if sentence := missing_extra("aiotensor demo", NEEDED, extra="demo"):
-        raise click.ClickException(sentence)
     if link == "queue" and workers not in (None, 1):
         raise click.UsageError(
-            f"--link queue serves one worker, not {workers}: a queue can only be handed to a child of this "
-            "process, and uvicorn's workers are none. Leave --workers out, or use --link unix"
+            f"--link queue serves one worker, not {workers}: only a child of this process can inherit a "
+            "queue, and uvicorn's workers are its grandchildren. Leave --workers out, or use --link unix"
         )
     try:
-        from aiotensor.cli.demo.run import Options, run_demo
+        from demo.run import Options, run_demo  # not at the top: importing torch would delay --help
 
         options = Options(
             clips=clips or sample_clips(),
@@ -91,6 +86,6 @@ def demo(
         status = run_demo(options)
     except ClipsMissingError as error:
         raise click.ClickException(str(error)) from error
-    except KeyboardInterrupt:  # before the run could take charge of Ctrl-C
+    except KeyboardInterrupt:  # before the signal handlers of the run were set
         status = 130
     raise SystemExit(status)

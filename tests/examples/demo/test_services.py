@@ -1,4 +1,4 @@
-"""The engine and the API server as real processes, without the command around them."""
+"""The engine and the API server in separate processes, without the command line."""
 
 import asyncio
 import os
@@ -17,14 +17,14 @@ import torch
 
 from aiotensor import RemoteError, SenderStatistics, TensorQueue, TensorSender
 from aiotensor.channel import MessageClient
-from aiotensor.cli.demo.engine import run_engine
-from aiotensor.cli.demo.fingerprint import fingerprint
-from aiotensor.cli.demo.messages import AnalyseVideo, VideoAnalysis, VideoAnswer
-from aiotensor.cli.demo.processes import Child, Process, ProcessDiedError, running
-from aiotensor.cli.demo.server import run_server, server_command
-from aiotensor.cli.demo.settings import Settings
-from aiotensor.cli.demo.uploads import Outcome, Upload, http_client, upload_all
-from aiotensor.cli.demo.workers import Workers
+from demo.engine import run_engine
+from demo.fingerprint import fingerprint
+from demo.messages import AnalyseVideo, VideoAnalysis, VideoAnswer
+from demo.processes import Child, Process, ProcessDiedError, running
+from demo.server import run_server, server_command
+from demo.settings import Settings
+from demo.uploads import Outcome, Upload, http_client, upload_all
+from demo.workers import Workers
 
 RED, BLUE = (220, 20, 20), (20, 20, 220)
 FRAMES = torch.zeros(8, 48, 64, 3, dtype=torch.uint8)
@@ -45,7 +45,7 @@ def endpoint(request: pytest.FixtureRequest, folder: Path) -> TensorQueue | str:
 
 @asynccontextmanager
 async def engine_running(endpoint: TensorQueue | str, folder: Path) -> AsyncIterator[str]:
-    """Start an engine, and give the address at which it takes requests."""
+    """Start an engine, and return the address at which it receives requests."""
     address = f"ipc://{folder}/engine.sock"
     engine = Child("engine", run_engine, endpoint, address, folder, 1)
     async with running(engine):
@@ -159,7 +159,7 @@ async def test_uploads_that_are_no_video_are_refused_and_the_others_are_answered
 
     assert [good.status_code, empty.status_code, letter.status_code, half.status_code] == [200, 400, 422, 422]
     assert "empty" in empty.json()["detail"]
-    assert "no video" in letter.json()["detail"]
+    assert "not a video" in letter.json()["detail"]
     assert "no video stream" in half.json()["detail"]
     assert missing.status_code == 400
     assert "form field `file`" in missing.json()["detail"]
@@ -259,7 +259,7 @@ async def test_a_worker_that_is_killed_is_named(folder: Path) -> None:
 
 
 async def upload_to_every_worker(running_services: Services, clip: Path) -> list[Upload]:
-    """Upload a clip until every worker has served one; then each knows the engine."""
+    """Upload a clip until every worker has served one, and so is connected to the engine."""
     served: set[int] = set()
     uploads: list[Upload] = []
     while served != set(running_services.pids):  # the kernel chooses which worker a connection goes to

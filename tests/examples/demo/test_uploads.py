@@ -5,8 +5,8 @@ import httpx
 import msgspec
 import pytest
 
-from aiotensor.cli.demo.messages import Fingerprint, VideoAnswer
-from aiotensor.cli.demo.uploads import Outcome, Upload, upload_all
+from demo.messages import Fingerprint, VideoAnswer
+from demo.uploads import Outcome, Upload, upload_all
 
 SENT = (Fingerprint("float64", (2,), 1), Fingerprint("uint8", (2, 4, 4, 3), 2))
 

@@ -1,4 +1,4 @@
-"""Upload videos over HTTP, several at a time."""
+"""Upload videos over HTTP, several at once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,30 +10,30 @@ import anyio.to_thread
 import httpx
 import msgspec
 
-from aiotensor.cli.demo.messages import VideoAnswer
+from demo.messages import VideoAnswer
 
 __all__ = ["Outcome", "Upload", "http_client", "upload_all"]
 
 
 class Outcome(StrEnum):
-    """What became of one upload."""
+    """The outcome of an upload."""
 
     ANSWERED = "answered"
-    MISMATCHED = "mismatched"  # answered, but the engine saw other bytes than the server sent
-    REFUSED = "refused"  # a 4xx: the file is at fault
-    FAILED = "failed"  # a 5xx: the server or the engine is at fault
-    LOST = "lost"  # sent, and never answered
+    MISMATCHED = "mismatched"  # answered, but the tensors differ in the engine
+    REFUSED = "refused"  # status 4xx, because of the file
+    FAILED = "failed"  # status 5xx, because of the server or the engine
+    LOST = "lost"  # no answer
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """One upload that is over.
+    """A completed upload.
 
     Attributes:
-        clip: the file that was uploaded.
-        outcome: what became of it.
-        answer: the server's answer, where there is one.
-        reason: what went wrong, where something did.
+        clip: the uploaded file.
+        outcome: the outcome.
+        answer: the answer of the server; None without one.
+        reason: the reason for a failure; empty otherwise.
     """
 
     clip: Path
@@ -43,8 +43,8 @@ class Upload:
 
 
 def http_client(base_url: str) -> httpx.AsyncClient:
-    """Make a client that waits as long as the server does, and uses no proxy from the environment."""
-    # A connection stays with the worker that accepted it: as from so many users, each upload has its own.
+    """Return a client without timeouts, and without the proxies of the environment."""
+    # Each upload has its own connection, as if from another user: a connection stays with its worker.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     return httpx.AsyncClient(base_url=base_url, timeout=None, limits=limits, trust_env=False)  # noqa: S113
 
@@ -56,13 +56,13 @@ async def upload_all(
     concurrency: int,
     on_done: Callable[[Upload], None],
 ) -> list[Upload]:
-    """Upload these files.
+    """Upload files, and return the outcomes.
 
     Args:
         client: a client of the API server.
-        clips: the files, each as often as it is to be uploaded.
-        concurrency: how many are on their way at once.
-        on_done: called after each.
+        clips: the files; a file that is listed twice is uploaded twice.
+        concurrency: the maximum number of concurrent uploads.
+        on_done: called after each upload.
     """
     uploads: list[Upload] = []
     waiting = iter(clips)
@@ -91,7 +91,9 @@ async def _upload(client: httpx.AsyncClient, clip: Path) -> Upload:
         answer = msgspec.json.decode(response.content, type=VideoAnswer)
         if answer.sent == answer.received:
             return Upload(clip, Outcome.ANSWERED, answer)
-        return Upload(clip, Outcome.MISMATCHED, answer, "the engine saw other bytes than the server sent")
+        return Upload(
+            clip, Outcome.MISMATCHED, answer, "the tensors in the engine differ from those that were sent"
+        )
     outcome = Outcome.REFUSED if response.is_client_error else Outcome.FAILED
     return Upload(clip, outcome, reason=f"{_detail(response)} (status {response.status_code})")
 
@@ -99,5 +101,5 @@ async def _upload(client: httpx.AsyncClient, clip: Path) -> Upload:
 def _detail(response: httpx.Response) -> str:
     try:
         return str(msgspec.json.decode(response.content, type=dict[str, object])["detail"])
-    except (msgspec.MsgspecError, KeyError):  # not one of the server's own refusals
+    except (msgspec.MsgspecError, KeyError):  # the response is not an error of the demo's server
         return response.text or response.reason_phrase

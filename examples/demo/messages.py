@@ -1,4 +1,4 @@
-"""Every record that crosses a process border, so that both ends read the same definition."""
+"""The records that are sent between processes."""
 
 from typing import Annotated
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """What one tensor looked like on one side: equal on both sides, or the transport is broken.
+    """The type, shape and checksum of a tensor, which must be equal on both sides.
 
     Attributes:
         dtype: the name of the data type.
@@ -40,7 +40,7 @@ class Cut(msgspec.Struct, frozen=True):
     Attributes:
         frame: its index in the video, from 0.
         seconds: its timestamp.
-        distance: how far its colours are from the frame before, from 0 to 1.
+        distance: the distance of its colours from those of the previous frame, from 0 to 1.
     """
 
     frame: int
@@ -49,12 +49,12 @@ class Cut(msgspec.Struct, frozen=True):
 
 
 class AnalyseVideo(msgspec.Struct, frozen=True):
-    """Ask the engine for the scene cuts of one video.
+    """A request for the scene cuts of a video.
 
     Attributes:
         times: the timestamp of each frame, in seconds.
-        frames: (frames, height, width, 3), red before green before blue.
-        sent_at: when the worker began to send this, in seconds of this machine's monotonic clock.
+        frames: (frames, height, width, 3), in RGB order.
+        sent_at: the time at which the worker began to send this, in seconds of the monotonic clock.
     """
 
     times: Annotated[torch.Tensor, TensorMeta(dtype=torch.float64, shape=(None,))]
@@ -63,16 +63,16 @@ class AnalyseVideo(msgspec.Struct, frozen=True):
 
 
 class VideoAnalysis(msgspec.Struct, frozen=True):
-    """What the engine found.
+    """The answer of the engine.
 
     Attributes:
-        times: what the timestamps look like on the engine's side.
-        frames: the same for the frames.
+        times: the fingerprint of the received timestamps.
+        frames: the fingerprint of the received frames.
         cuts: the scene cuts, in order.
-        transport_seconds: from when the worker began to send, or from when the engine was free to take
-            another video if that was later, until the engine had both tensors. What was on its way while the
-            engine was busy is not in it, nor is the waiting for that.
-        model_seconds: how long the model ran.
+        transport_seconds: the time until the engine had both tensors. It starts when the worker began to send
+            them, or when the engine could take another video, whichever is later, so it does not include the
+            wait for a busy engine.
+        model_seconds: the time in the model.
     """
 
     times: Fingerprint
@@ -83,18 +83,18 @@ class VideoAnalysis(msgspec.Struct, frozen=True):
 
 
 class VideoAnswer(msgspec.Struct, frozen=True):
-    """The body of a successful `POST /videos`.
+    """The response to a successful `POST /videos`.
 
     Attributes:
         name: the name of the uploaded file.
-        worker: the process id of the worker that served it.
-        bytes: the bytes of both tensors.
-        decode_seconds: how long decoding took.
-        memory_seconds: how long it took to get shared memory for the frames.
-        transport_seconds: as the engine measured it, see `VideoAnalysis`.
-        model_seconds: how long the model ran.
-        sent: what the timestamps and the frames looked like before they were sent.
-        received: what they looked like in the engine.
+        worker: the process id of the worker that served the request.
+        bytes: the size of both tensors.
+        decode_seconds: the time for decoding.
+        memory_seconds: the time for allocating shared memory for the frames.
+        transport_seconds: the time that the engine measured, see `VideoAnalysis`.
+        model_seconds: the time in the model.
+        sent: the fingerprints of the timestamps and the frames before they were sent.
+        received: their fingerprints in the engine.
         cuts: the scene cuts, in order.
     """
 
@@ -111,7 +111,7 @@ class VideoAnswer(msgspec.Struct, frozen=True):
 
 
 class WorkerStarted(msgspec.Struct, frozen=True, tag="started"):
-    """A worker of the API server serves requests now.
+    """A worker of the API server serves requests from now on.
 
     Attributes:
         pid: its process id.
@@ -121,15 +121,14 @@ class WorkerStarted(msgspec.Struct, frozen=True, tag="started"):
 
 
 class WorkerReport(msgspec.Struct, frozen=True, tag="report"):
-    """What a worker of the API server has done. It sends nothing after this.
+    """The counts of a worker of the API server, and the last record that it sends.
 
     Attributes:
         pid: its process id.
-        videos: videos that the engine answered.
-        videos_in_place: those whose frames the decoder wrote straight into the shared memory that the engine
-            read.
-        bytes_in_place: bytes of these frames, none of which were copied.
-        sender: what its sender counted.
+        videos: the number of videos that the engine answered.
+        videos_in_place: the number of videos whose frames were decoded directly into shared memory.
+        bytes_in_place: the size of these frames, which were not copied.
+        sender: the statistics of its sender.
     """
 
     pid: int

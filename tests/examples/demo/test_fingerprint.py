@@ -3,14 +3,14 @@ import zlib
 import numpy as np
 import pytest
 
-from aiotensor.cli.demo import fingerprint as room
-from aiotensor.cli.demo.fingerprint import fingerprint
-from aiotensor.cli.demo.messages import Fingerprint
+from demo import fingerprint as module
+from demo.fingerprint import fingerprint
+from demo.messages import Fingerprint
 
 
 @pytest.mark.parametrize("stride", [1, 7, 1 << 24])
 def test_the_checksum_is_of_all_bytes_in_order(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "STRIDE", stride)
+    monkeypatch.setattr(module, "STRIDE", stride)
     array = np.arange(60, dtype=np.float64).reshape(3, 4, 5)
 
     assert fingerprint(array) == Fingerprint("float64", (3, 4, 5), zlib.crc32(array.tobytes()))

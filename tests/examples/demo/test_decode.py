@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aiotensor.cli.demo.clips import sample_clips
-from aiotensor.cli.demo.decode import (
+from demo.clips import sample_clips
+from demo.decode import (
     DecodedVideo,
     EmptyVideoError,
     UnreadableVideoError,
@@ -26,7 +26,7 @@ def bikes() -> bytes:
     return sample_clips()[1].read_bytes()
 
 
-# Matroska does not say how many frames there are, MPEG-4's own container does.
+# MP4 files contain the number of frames, and Matroska files do not.
 @pytest.mark.parametrize("container", ["mp4", "matroska"])
 def test_every_frame_comes_with_its_colours_and_its_time(
     make_video: Callable[..., bytes], container: str
@@ -68,7 +68,7 @@ def test_the_size_is_known_before_decoding_whatever_the_container_says(
     assert size.nbytes == 7 * (64 * 48 * 3 + 8)
 
 
-def room(frames: int) -> DecodedVideo:
+def memory_for(frames: int) -> DecodedVideo:
     return DecodedVideo(
         frames=np.full((frames, 48, 64, 3), 99, np.uint8), times=np.full(frames, 99, np.float64)
     )
@@ -78,7 +78,7 @@ def room(frames: int) -> DecodedVideo:
 def test_frames_are_decoded_into_the_memory_given_and_what_is_left_of_it_stays(
     make_video: Callable[..., bytes], frames: int
 ) -> None:
-    file, into = make_video([RED] * 5), room(frames)
+    file, into = make_video([RED] * 5), memory_for(frames)
 
     video = decode(io.BytesIO(file), max_bytes=PLENTY, into=into)
 
@@ -93,7 +93,7 @@ def test_frames_are_decoded_into_the_memory_given_and_what_is_left_of_it_stays(
 def test_more_frames_than_the_memory_holds_come_in_memory_of_their_own(
     make_video: Callable[..., bytes],
 ) -> None:
-    file, into = make_video([RED] * 3 + [BLUE] * 4), room(4)
+    file, into = make_video([RED] * 3 + [BLUE] * 4), memory_for(4)
 
     video = decode(io.BytesIO(file), max_bytes=PLENTY, into=into)
 
@@ -107,7 +107,7 @@ def test_the_byte_limit_holds_also_when_the_memory_given_is_shorter(make_video: 
     file = io.BytesIO(make_video([RED] * 7))
 
     with pytest.raises(VideoTooLargeError, match="with 7 frames"):
-        decode(file, max_bytes=6 * (64 * 48 * 3 + 8), into=room(4))
+        decode(file, max_bytes=6 * (64 * 48 * 3 + 8), into=memory_for(4))
 
 
 @pytest.mark.parametrize("function", [measure, lambda file: decode(file, max_bytes=PLENTY)])
@@ -124,7 +124,7 @@ def test_a_file_can_be_measured_and_decoded_again_and_again(
 def test_what_is_no_video_has_no_size() -> None:
     with pytest.raises(EmptyVideoError, match="empty"):
         measure(io.BytesIO(b""))
-    with pytest.raises(UnreadableVideoError, match="no video"):
+    with pytest.raises(UnreadableVideoError, match="not a video"):
         measure(io.BytesIO(b"just a letter to a friend\n" * 100))
 
 
@@ -134,7 +134,7 @@ def test_an_empty_file_is_called_empty() -> None:
 
 
 def test_a_file_that_is_no_video_is_unreadable() -> None:
-    with pytest.raises(UnreadableVideoError, match="no video"):
+    with pytest.raises(UnreadableVideoError, match="not a video"):
         decode(io.BytesIO(b"just a letter to a friend\n" * 100), max_bytes=PLENTY)
 
 

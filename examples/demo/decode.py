@@ -1,11 +1,11 @@
-"""Turn the bytes of a video file into two arrays. No asyncio: call it in a worker thread.
+"""Decode the bytes of a video file into two arrays. The functions block: call them in a thread.
 
-`measure` says how much room the frames need, so that the caller can give `decode` memory to put them
-into, for example memory that it shares with another process.
+`measure` returns the size of the decoded video, so that the caller can allocate the memory that `decode`
+writes to, for example memory that it shares with another process.
 """
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -15,6 +15,8 @@ import av.container
 import av.video.stream
 import numpy as np
 from numpy.typing import NDArray
+
+from demo.threads import Checkpoint, no_checkpoint
 
 __all__ = [
     "TIME_BYTES",
@@ -28,11 +30,11 @@ __all__ = [
     "measure",
 ]
 
-TIME_BYTES = 8  # of one timestamp
+TIME_BYTES = 8  # the size of a timestamp
 
 
 class VideoError(Exception):
-    """This file cannot be turned into a video; the text says why."""
+    """The file cannot be decoded; the text states the reason."""
 
 
 class EmptyVideoError(VideoError):
@@ -40,7 +42,7 @@ class EmptyVideoError(VideoError):
 
 
 class UnreadableVideoError(VideoError):
-    """The file is damaged, or no video."""
+    """The file is damaged, or is not a video."""
 
 
 class VideoTooLargeError(VideoError):
@@ -49,10 +51,10 @@ class VideoTooLargeError(VideoError):
 
 @dataclass(frozen=True, slots=True)
 class VideoSize:
-    """How large a video is, before it is decoded.
+    """The size of a video, before it is decoded.
 
     Attributes:
-        frames: how many frames there seem to be. Decoding may find more or fewer.
+        frames: the number of frames in the header. Decoding may find more or fewer.
         height: of each frame, in pixels.
         width: of each frame, in pixels.
     """
@@ -77,7 +79,7 @@ class DecodedVideo:
     """The frames and timestamps of one video.
 
     Attributes:
-        frames: uint8, (frames, height, width, 3), red before green before blue.
+        frames: uint8, (frames, height, width, 3), in RGB order.
         times: float64, (frames,), the presentation time of each frame in seconds.
     """
 
@@ -86,7 +88,7 @@ class DecodedVideo:
 
 
 def measure(file: BinaryIO) -> VideoSize:
-    """Find out how large a video is, by its header and its first frame.
+    """Return the size of a video, from its header and its first frame.
 
     Args:
         file: the file's bytes, readable and seekable; read from its start.
@@ -99,14 +101,14 @@ def measure(file: BinaryIO) -> VideoSize:
         first: av.VideoFrame | None = None
         packets = 0
         for packet in container.demux(stream):
-            packets += bool(packet.size)  # the last packet is empty: it asks for what was held back
+            packets += bool(packet.size)  # the last one is empty: it flushes the decoder
             if first is None:
                 first = next(iter(packet.decode()), None)
             elif stream.frames:
                 break
         if first is None:
             raise UnreadableVideoError("the video stream has no frames")
-        # Not every container says how many frames there are. Nearly always each has its own packet.
+        # Some containers lack the number of frames. Nearly always each frame has its own packet.
         return VideoSize(frames=stream.frames or packets, height=first.height, width=first.width)
 
 
@@ -115,16 +117,16 @@ def decode(
     *,
     max_bytes: int,
     into: DecodedVideo | None = None,
-    checkpoint: Callable[[], None] = lambda: None,
+    checkpoint: Checkpoint = no_checkpoint,
 ) -> DecodedVideo:
     """Decode the first video stream of a file.
 
     Args:
         file: the file's bytes, readable and seekable; read from its start.
-        max_bytes: the most bytes that frames and timestamps may take.
-        into: arrays to decode into. If they are long enough, the result is the beginning of them; else
-            it has memory of its own, as without them.
-        checkpoint: called before each frame, and may raise to give up.
+        max_bytes: the maximum size of the frames and timestamps together.
+        into: arrays to decode into. The result is a view of them if they are long enough, and new arrays
+            otherwise; new arrays by default.
+        checkpoint: called before each frame.
 
     Raises:
         EmptyVideoError: the file has no bytes.
@@ -143,7 +145,7 @@ def _opened(
         raise EmptyVideoError("the file is empty")
     file.seek(0)
     try:
-        # A playlist may name other files and addresses: an upload never makes us open one.
+        # A playlist may refer to other files and addresses, which an upload must not open.
         with av.open(file, mode="r", container_options={"protocol_whitelist": "none"}) as container:
             if not container.streams.video:
                 raise UnreadableVideoError("the file has no video stream")
@@ -151,7 +153,7 @@ def _opened(
             stream.thread_type = "AUTO"
             yield container, stream
     except av.FFmpegError as error:
-        raise UnreadableVideoError(f"the file is damaged, or no video ({error.strerror})") from error
+        raise UnreadableVideoError(f"the file is damaged, or is not a video ({error.strerror})") from error
 
 
 def _decode_stream(
@@ -159,26 +161,27 @@ def _decode_stream(
     stream: av.video.stream.VideoStream,
     max_bytes: int,
     into: DecodedVideo | None,
-    checkpoint: Callable[[], None],
+    checkpoint: Checkpoint,
 ) -> DecodedVideo:
     times: list[float] = []
     frames = np.empty((0, 0, 0, 3), np.uint8) if into is None else into.frames
-    room = 0
+    max_frames = 0
     for index, frame in enumerate(container.decode(stream)):
         checkpoint()
         if index == 0:
-            room = max_bytes // VideoSize(1, frame.height, frame.width).frame_bytes
+            max_frames = max_bytes // VideoSize(1, frame.height, frame.width).frame_bytes
             if into is None:
-                # What the header says is only a hint: it may be missing, or a lie.
-                frames = np.empty((min(max(stream.frames, 1), room), frame.height, frame.width, 3), np.uint8)
-        if index == room:
+                # Only an estimate, since the number in the header may be missing or wrong.
+                count = min(max(stream.frames, 1), max_frames)
+                frames = np.empty((count, frame.height, frame.width, 3), np.uint8)
+        if index == max_frames:
             raise VideoTooLargeError(
                 f"with {index + 1} frames of {frame.width} x {frame.height} "
-                f"the video takes more than the {max_bytes} bytes allowed"
+                f"the video exceeds the limit of {max_bytes} bytes"
             )
         if index == len(frames):
-            frames = np.concatenate([frames, np.empty_like(frames[: room - index])])
-        # A stream may change its size on the way: every frame takes the size of the first one.
+            frames = np.concatenate([frames, np.empty_like(frames[: max_frames - index])])
+        # The size may change within a stream: all frames are scaled to the size of the first one.
         same_size = frame.reformat(width=frames.shape[2], height=frames.shape[1], format="rgb24")
         frames[index] = same_size.to_ndarray()
         times.append(_seconds(frame.time, index, stream))

@@ -1,8 +1,8 @@
-"""How the demo hears of the server's workers, which are children of uvicorn and not its own.
+"""Connect the demo to the workers of the server, which are children of uvicorn.
 
-Each worker connects to a socket of the demo, says that it has started, and last what it has done. A
-connection that ends before that tells the demo of a worker that died; one that the demo ends tells the
-worker to stop.
+Each worker connects to a socket of the demo. It sends one record when it has started, and a report before it
+ends. If the connection ends before the report, the worker has died. If the demo closes the connection, the
+worker stops.
 """
 
 import asyncio
@@ -16,19 +16,19 @@ from typing import Self
 
 import msgspec
 
-from aiotensor.cli.demo.messages import WorkerMessage, WorkerReport, WorkerStarted
-from aiotensor.cli.demo.processes import ProcessDiedError
-from aiotensor.cli.demo.settings import Settings
+from demo.messages import WorkerMessage, WorkerReport, WorkerStarted
+from demo.processes import ProcessDiedError
+from demo.settings import Settings
 
 __all__ = ["WorkerLink", "Workers"]
 
 
 class Workers:
-    """The demo's side.
+    """The connections to the workers, in the process of the demo.
 
     Args:
-        path: of the socket.
-        count: how many workers there will be.
+        path: the path of the socket.
+        count: the number of workers.
     """
 
     def __init__(self, path: Path, count: int) -> None:
@@ -53,22 +53,22 @@ class Workers:
         self._server.close()
 
     async def started(self) -> list[int]:
-        """Wait until every worker serves requests, and return their process ids."""
+        """Wait until all workers serve requests, and return their process ids."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._pids) >= self._count)
         return list(self._pids)
 
     async def loss(self) -> ProcessDiedError:
-        """Wait until a worker ends without a report, and say which."""
+        """Wait until a worker ends without a report, and return an error that names it."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._losses)
         return self._losses[0]
 
     async def reports(self) -> list[WorkerReport]:
-        """Wait until every worker that started has ended, and return what each has done.
+        """Wait until all workers that started have ended, and return their reports.
 
         Raises:
-            ProcessDiedError: one has ended without a report.
+            ProcessDiedError: a worker ended without a report.
         """
         async with self._changed:
             await self._changed.wait_for(lambda: self._losses or len(self._reports) == len(self._pids))
@@ -79,7 +79,7 @@ class Workers:
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         which = "that had not started yet"
         reported = False
-        # A worker that was killed may leave half a line, or break the connection.
+        # A worker that is killed may send an incomplete line, or reset the connection.
         with suppress(ConnectionError):
             while (line := await reader.readline()).endswith(b"\n"):
                 message = self._messages.decode(line)
@@ -103,10 +103,10 @@ class Workers:
 
 
 class WorkerLink:
-    """A worker's side. Stops the server when the demo has gone.
+    """The connection of a worker to the demo. It stops the server when the demo closes it.
 
     Args:
-        settings: what the worker knows.
+        settings: the settings of the worker.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -129,11 +129,11 @@ class WorkerLink:
     ) -> None:
         self._watching.cancel()
         self._writer.close()
-        with suppress(OSError):  # the demo has gone: nobody reads it
+        with suppress(OSError):  # the demo has ended
             await self._writer.wait_closed()
 
     def send(self, message: WorkerMessage) -> None:
-        """Tell the demo something."""
+        """Send a record to the demo."""
         self._writer.write(msgspec.json.encode(message) + b"\n")
 
     async def _watch(self, reader: asyncio.StreamReader) -> None:
@@ -143,7 +143,8 @@ class WorkerLink:
 
     def _stop_server(self) -> None:
         supervisor = multiprocessing.parent_process() if self._settings.supervised else None
-        # First who would start another worker, unless it has died and its number is somebody else's.
+        # The supervisor first, since it would start another worker. If it has died, another process may have
+        # its process id.
         if supervisor is not None and supervisor.pid == os.getppid():
             os.kill(supervisor.pid, signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)

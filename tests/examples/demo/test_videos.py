@@ -20,11 +20,11 @@ from aiotensor import (
     TensorSender,
 )
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.cli.demo import videos as room
-from aiotensor.cli.demo.decode import VideoSize, VideoTooLargeError, decode, measure
-from aiotensor.cli.demo.fingerprint import fingerprint
-from aiotensor.cli.demo.messages import AnalyseVideo, VideoAnalysis, VideoAnswer
-from aiotensor.cli.demo.videos import Videos
+from demo import videos as module
+from demo.decode import VideoSize, VideoTooLargeError, decode, measure
+from demo.fingerprint import fingerprint
+from demo.messages import AnalyseVideo, VideoAnalysis, VideoAnswer
+from demo.videos import Videos
 
 RED, BLUE = (220, 20, 20), (20, 20, 220)
 
@@ -84,7 +84,7 @@ def assert_arrived(answer: VideoAnswer, file: bytes) -> None:
     assert answer.bytes == video.times.nbytes + video.frames.nbytes
 
 
-async def test_a_video_is_decoded_where_the_engine_reads_it_with_no_room_for_a_copy(
+async def test_a_video_is_decoded_where_the_engine_reads_it_without_memory_for_a_copy(
     tmp_path: Path, make_video: Callable[..., bytes]
 ) -> None:
     file = make_video([RED] * 10 + [BLUE] * 8)
@@ -98,7 +98,9 @@ async def test_a_video_is_decoded_where_the_engine_reads_it_with_no_room_for_a_c
     assert (answer.transport_seconds, answer.model_seconds) == (0.5, 0.25)
     frame_bytes = 18 * 48 * 64 * 3
     assert (report.videos, report.videos_in_place, report.bytes_in_place) == (1, 1, frame_bytes)
-    assert report.sender.bytes_sent == frame_bytes  # the few timestamps rode in the request
+    assert (
+        report.sender.bytes_sent == frame_bytes
+    )  # the timestamps are small, and were sent inside the request
     assert report.sender.peak_bytes_in_use == nbytes
 
 
@@ -128,7 +130,7 @@ async def test_a_header_that_names_another_number_of_frames_does_no_harm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file = make_video([RED] * 3 + [BLUE] * 4)
-    monkeypatch.setattr(room, "measure", lambda _: VideoSize(frames=announced, height=48, width=64))
+    monkeypatch.setattr(module, "measure", lambda _: VideoSize(frames=announced, height=48, width=64))
 
     async with ends(tmp_path, arena_bytes=1 << 20) as here:
         answer = await here.videos.answer("clip", io.BytesIO(file))
@@ -147,7 +149,7 @@ async def test_a_video_that_can_never_fit_is_refused_as_too_large_and_holds_noth
 
     for limit in (measure(io.BytesIO(file)).nbytes - 1, 1000):
         async with ends(tmp_path, arena_bytes=limit) as here:
-            with pytest.raises(VideoTooLargeError, match="takes more than"):
+            with pytest.raises(VideoTooLargeError, match="exceeds the limit"):
                 await here.videos.answer("clip", io.BytesIO(file))
             await asyncio.sleep(0)
             report = here.videos.report()
@@ -165,7 +167,7 @@ async def test_the_permit_is_taken_before_a_video_is_looked_at(
         looked_at.append(upload)
         return measure(upload)
 
-    monkeypatch.setattr(room, "measure", look)
+    monkeypatch.setattr(module, "measure", look)
     async with ends(tmp_path, max_concurrent_videos=1) as here:
         async with here.sender.message():
             answering = asyncio.create_task(here.videos.answer("clip", io.BytesIO(file)))
@@ -230,7 +232,7 @@ async def test_an_engine_that_stops_over_a_video_ends_the_wait_for_its_answer(
     async def keep(request: AnalyseVideo) -> VideoAnalysis:
         taken.set()
         await anyio.sleep_forever()
-        raise AssertionError("nobody wakes it")
+        raise AssertionError("it waits until it is cancelled")
 
     async with ends(tmp_path, engine=keep) as here:
         answering = asyncio.create_task(here.videos.answer("clip", io.BytesIO(make_video([RED] * 4))))
@@ -251,7 +253,7 @@ async def test_an_upload_that_is_given_up_ends_the_work_in_the_engine_and_holds_
             await anyio.sleep_forever()
         finally:
             ended.set()
-        raise AssertionError("nobody wakes it")
+        raise AssertionError("it waits until it is cancelled")
 
     async with ends(tmp_path, engine=keep) as here:
         answering = asyncio.create_task(here.videos.answer("clip", io.BytesIO(make_video([RED] * 4))))

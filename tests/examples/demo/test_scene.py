@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiotensor.cli.demo.clips import sample_clips
-from aiotensor.cli.demo.decode import decode
-from aiotensor.cli.demo.scene import SceneCuts
+from demo.clips import sample_clips
+from demo.decode import decode
+from demo.scene import SceneCuts
 
 RED, BLUE = (220, 20, 20), (20, 20, 220)
 

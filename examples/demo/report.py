@@ -1,4 +1,4 @@
-"""What the demo shows: a progress bar, a table, and one line of JSON for programs."""
+"""The output of the demo: a progress bar, a table, and one line of JSON for programs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +18,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from aiotensor.cli.demo.messages import VideoAnswer, WorkerReport
-from aiotensor.cli.demo.uploads import Outcome, Upload
+from demo.messages import VideoAnswer, WorkerReport
+from demo.uploads import Outcome, Upload
 
 __all__ = ["Summary", "WorkerSummary", "progress_bar", "results", "summarise", "verdict"]
 
@@ -27,17 +27,16 @@ CUTS_SHOWN = 12
 
 
 class WorkerSummary(msgspec.Struct, frozen=True):
-    """What one worker of the API server did, as it counted.
+    """The counts of one worker of the API server.
 
     Attributes:
         pid: its process id.
-        videos: videos that the engine answered.
-        videos_in_place: those whose frames the decoder wrote straight into the shared memory that the engine
-            read.
-        bytes_in_place: bytes of these frames, which nothing copied.
-        peak_in_flight: the most videos that it had in flight at once.
-        peak_shared_bytes: the most shared memory that it had in use at once.
-        shared_bytes_limit: how much it may have in use.
+        videos: the number of videos that the engine answered.
+        videos_in_place: the number of videos whose frames were decoded directly into shared memory.
+        bytes_in_place: the size of these frames, which were not copied.
+        peak_in_flight: the maximum number of videos that were in flight at once.
+        peak_shared_bytes: the maximum amount of shared memory that was in use at once.
+        shared_bytes_limit: the amount of shared memory that it may use.
     """
 
     pid: int
@@ -50,21 +49,21 @@ class WorkerSummary(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """The last line of standard output.
+    """The counts of a run, which are the last line of standard output.
 
     Attributes:
-        videos: uploads that were answered, and arrived as they were sent.
-        frames: decoded frames of those.
-        bytes: bytes of their tensors.
-        refused: uploads refused because of the file.
-        failed: uploads that the server or the engine could not answer.
-        lost: uploads that were sent and never answered.
-        mismatched: uploads that arrived at the engine with other bytes, shapes or dtypes.
-        peak_in_flight: the most videos that any one worker had in flight at once.
-        max_concurrent_videos: how many each may have.
-        seconds: from the first upload to the last answer.
-        link: how the workers reached the engine.
-        workers: what each of them did.
+        videos: the number of uploads that were answered, and whose tensors arrived unchanged.
+        frames: the number of their decoded frames.
+        bytes: the size of their tensors.
+        refused: the number of uploads that were refused because of the file.
+        failed: the number of uploads that the server or the engine could not answer.
+        lost: the number of uploads without an answer.
+        mismatched: the number of uploads whose tensors differed in the engine.
+        peak_in_flight: the maximum number of videos that a single worker had in flight at once.
+        max_concurrent_videos: the limit of `peak_in_flight`.
+        seconds: the time from the first upload to the last answer.
+        link: the link between the workers and the engine.
+        workers: the counts of each worker.
     """
 
     videos: int
@@ -84,7 +83,7 @@ class Summary(msgspec.Struct, frozen=True):
 def summarise(
     uploads: Sequence[Upload], reports: Sequence[WorkerReport], seconds: float, *, link: str
 ) -> Summary:
-    """Count what happened."""
+    """Count the outcomes of a run."""
     outcomes = [upload.outcome for upload in uploads]
     answers = [upload.answer for upload in uploads if upload.answer and upload.outcome is Outcome.ANSWERED]
     return Summary(
@@ -104,7 +103,7 @@ def summarise(
 
 
 def progress_bar(console: Console) -> Progress:
-    """Make the bar that is shown while uploads run; it leaves nothing behind."""
+    """Return a progress bar, which is erased at its end."""
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -118,7 +117,7 @@ def progress_bar(console: Console) -> Progress:
 
 
 def results(uploads: Sequence[Upload]) -> list[RenderableType]:
-    """Draw one row for each clip, then one line for its cuts, and one for each clip that went wrong."""
+    """Return a table with a row for each clip, and lines for its cuts and its errors."""
     by_clip: dict[Path, list[Upload]] = {}
     for upload in uploads:
         by_clip.setdefault(upload.clip, []).append(upload)
@@ -137,7 +136,7 @@ def results(uploads: Sequence[Upload]) -> list[RenderableType]:
 
 
 def verdict(summary: Summary, *, good: bool) -> list[Text]:
-    """Say how each worker did, and in one sentence how it went."""
+    """Return a line for each worker, and a summary of the run."""
     bad = [name for name in ("refused", "failed", "lost", "mismatched") if getattr(summary, name)]
     what = ", ".join(f"{getattr(summary, name)} {name}" for name in bad) or "none lost, none mismatched"
     count = len(summary.workers)
@@ -172,7 +171,7 @@ def _worker(report: WorkerReport) -> WorkerSummary:
 
 def _empty_table() -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    # Only names give way: the table fits into 80 columns, also because of the headings of two lines.
+    # Only the names are folded. With headings of two lines the table fits into 80 columns.
     table.add_column("clip", vertical="bottom", overflow="fold")
     headings = ("up-\nloads", "frames", "size", "MB", "decode\nms", "memory\nms", "trans-\nport ms")
     for heading in headings:

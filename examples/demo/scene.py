@@ -1,15 +1,14 @@
-"""The model: where does a new scene begin?
+"""The model: it finds the frames at which a new scene begins.
 
-Two frames of one scene have nearly the same colours, wherever things moved to. So each frame becomes a
-histogram of its colours, and a scene begins where the histogram jumps.
+Frames of the same scene have nearly the same colours, even if objects move. So the model computes a histogram
+of the colours of each frame, and a scene begins where the histogram changes abruptly.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from aiotensor.cli.demo.messages import Cut
+from demo.messages import Cut
+from demo.threads import Checkpoint, no_checkpoint
 
 __all__ = ["SceneCuts"]
 
@@ -18,10 +17,10 @@ class SceneCuts(nn.Module):
     """Find scene cuts by the distance of colour histograms.
 
     Args:
-        levels: into how many levels each of red, green and blue is divided; the histogram has their cube.
-        threshold: the distance, from 0 (same colours) to 1 (no colour in common), that makes a cut.
-        grid: at most this many rows and columns of each frame are looked at, evenly spread.
-        chunk: frames looked at together; bounds the memory that the model takes.
+        levels: the number of levels of red, green and blue; the histogram has ``levels ** 3`` bins.
+        threshold: the least distance of a cut, from 0 (same colours) to 1 (no colour in common).
+        grid: the maximum number of rows and columns of a frame that are sampled, evenly spaced.
+        chunk: the number of frames per step, which bounds the memory of the model.
     """
 
     weights: Tensor
@@ -36,12 +35,12 @@ class SceneCuts(nn.Module):
         weights = torch.tensor([levels * levels, levels, 1], dtype=torch.int64, device="cpu")
         self.register_buffer("weights", weights, persistent=False)
 
-    def forward(self, frames: Tensor, checkpoint: Callable[[], None] = lambda: None) -> Tensor:
-        """Return the distance of each frame from the one before it; the first one's is 0.
+    def forward(self, frames: Tensor, checkpoint: Checkpoint = no_checkpoint) -> Tensor:
+        """Return the distance of each frame from the previous one; 0 for the first frame.
 
         Args:
             frames: uint8, (frames, height, width, 3).
-            checkpoint: called between chunks, and may raise to give up.
+            checkpoint: called between chunks.
         """
         if frames.dtype != torch.uint8 or frames.dim() != 4 or frames.shape[-1] != 3:
             raise ValueError(
@@ -61,18 +60,18 @@ class SceneCuts(nn.Module):
         pixels = frames[:, ::rows, ::columns].flatten(1, 2)
         level = pixels.to(torch.int64) * self.levels // 256
         colour = (level * self.weights).sum(dim=2)
-        # One count for the whole chunk: each frame gets bins of its own.
+        # A single count for the whole chunk, in which each frame has separate bins.
         first_bin = torch.arange(len(frames), device=frames.device).unsqueeze(1) * self.bins
         counts = torch.bincount((colour + first_bin).flatten(), minlength=len(frames) * self.bins)
         return counts.view(len(frames), self.bins).to(torch.float32) / pixels.shape[1]
 
-    def find(self, frames: Tensor, times: Tensor, checkpoint: Callable[[], None] = lambda: None) -> list[Cut]:
-        """List the cuts of one video.
+    def find(self, frames: Tensor, times: Tensor, checkpoint: Checkpoint = no_checkpoint) -> list[Cut]:
+        """Return the cuts of a video.
 
         Args:
             frames: uint8, (frames, height, width, 3).
             times: float64, (frames,), in seconds.
-            checkpoint: called between chunks, and may raise to give up.
+            checkpoint: called between chunks.
         """
         if times.shape != frames.shape[:1]:
             raise ValueError(
@@ -81,7 +80,7 @@ class SceneCuts(nn.Module):
         with torch.inference_mode():
             distances = self(frames, checkpoint)
             before = torch.cat([distances.new_zeros(1), distances[:-1]])
-            # A jump over two frames is one cut: it begins where the distance first rises.
+            # A change over two frames is one cut, which begins at the first of them.
             begins = (distances > self.threshold) & (before <= self.threshold)
             return [
                 Cut(frame=index, seconds=float(times[index]), distance=round(float(distances[index]), 3))

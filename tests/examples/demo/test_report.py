@@ -5,9 +5,9 @@ import pytest
 from rich.console import Console
 
 from aiotensor import SenderStatistics, Waits
-from aiotensor.cli.demo.messages import Cut, Fingerprint, VideoAnswer, WorkerReport
-from aiotensor.cli.demo.report import results, summarise, verdict
-from aiotensor.cli.demo.uploads import Outcome, Upload
+from demo.messages import Cut, Fingerprint, VideoAnswer, WorkerReport
+from demo.report import results, summarise, verdict
+from demo.uploads import Outcome, Upload
 
 SENT = (Fingerprint("float64", (50,), 1), Fingerprint("uint8", (50, 48, 64, 3), 2))
 

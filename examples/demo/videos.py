@@ -1,46 +1,44 @@
-"""What the API server does with one uploaded video, apart from HTTP."""
+"""Decode an uploaded video, and send it to the engine."""
 
 import os
 import time
 from functools import partial
 from typing import BinaryIO, NamedTuple
 
-import anyio
-import anyio.from_thread
 import numpy as np
 import torch
 
 from aiotensor import SenderStatistics, TensorSender
 from aiotensor.channel import MessageClient
-from aiotensor.cli.demo.decode import (
+from demo.decode import (
     TIME_BYTES,
     DecodedVideo,
     VideoSize,
     decode,
     measure,
 )
-from aiotensor.cli.demo.fingerprint import fingerprint
-from aiotensor.cli.demo.messages import (
+from demo.fingerprint import fingerprint
+from demo.messages import (
     AnalyseVideo,
     Fingerprint,
     VideoAnalysis,
     VideoAnswer,
     WorkerReport,
 )
-from aiotensor.runtime.worker import in_thread
+from demo.threads import Checkpoint, in_thread
 
 __all__ = ["Videos"]
 
 
 class _Decoded(NamedTuple):
     video: DecodedVideo
-    in_place: bool  # it lies in shared memory already
+    in_place: bool  # whether the frames are in shared memory
     decode_seconds: float
     memory_seconds: float
 
 
 class _Facts(NamedTuple):
-    """What is known of a video when it is sent."""
+    """The measurements of a video before it is sent."""
 
     fingerprints: tuple[Fingerprint, Fingerprint]
     bytes: int
@@ -50,7 +48,7 @@ class _Facts(NamedTuple):
 
 
 class Videos:
-    """Decode uploads, hand them to the engine, and pass its answers on.
+    """Decode uploads, send them to the engine, and return its answers.
 
     Args:
         sender: an open sender to the engine.
@@ -60,16 +58,14 @@ class Videos:
     def __init__(self, sender: TensorSender, engine: MessageClient[VideoAnalysis]) -> None:
         self._sender = sender
         self._engine = engine
-        # Each request that has a permit uses one thread at most, so none of them waits for a thread.
-        self._threads = anyio.CapacityLimiter(sender.statistics().max_concurrent_videos)
         self._videos = self._videos_in_place = self._bytes_in_place = 0
 
     def statistics(self) -> SenderStatistics:
-        """Say what the sender holds now, and what it has done."""
+        """Return the statistics of the sender."""
         return self._sender.statistics()
 
     def report(self) -> WorkerReport:
-        """Say what this process has done; also after the sender was closed."""
+        """Return the counts of this process, even after the sender was closed."""
         return WorkerReport(
             pid=os.getpid(),
             videos=self._videos,
@@ -79,20 +75,21 @@ class Videos:
         )
 
     async def answer(self, name: str, file: BinaryIO) -> VideoAnswer:
-        """Find the scene cuts of one upload.
+        """Return the scene cuts of an upload.
 
-        Waits for a permit, then for the engine. Cancelling gives both back.
+        Waits for a permit, and then for the engine. Cancelling releases the permit and the memory, and the
+        engine stops its analysis.
 
         Args:
-            name: the file's name, for the answer.
-            file: its bytes.
+            name: the name of the file.
+            file: the file, which may be read in a thread until shortly after a cancellation.
 
         Raises:
-            VideoError: the file is no video, or is too large.
+            VideoError: the file is not a video, or is too large.
             AioTensorError: the engine did not answer.
         """
-        # The permit is taken before decoding, so that `max_concurrent_videos` bounds the decoded videos
-        # in memory, and not only those on their way. It is free again when the engine has the tensors.
+        # The permit is acquired before decoding, so that `max_concurrent_videos` also limits the videos that
+        # are decoded at once. It is released when the engine has received the tensors.
         async with self._sender.message() as message:
             facts, request = await self._prepare(file)
             analysis = await self._engine.request(request, inside=message)
@@ -116,7 +113,7 @@ class Videos:
         decoded = await self._decode(file)
         video = decoded.video
         facts = _Facts(
-            fingerprints=await in_thread(_fingerprints, video, limiter=self._threads),
+            fingerprints=await in_thread(partial(_fingerprints, video)),
             bytes=video.times.nbytes + video.frames.nbytes,
             bytes_in_place=video.frames.nbytes if decoded.in_place else 0,
             decode_seconds=decoded.decode_seconds,
@@ -126,37 +123,36 @@ class Videos:
         return facts, AnalyseVideo(times=times, frames=frames, sent_at=time.monotonic())
 
     async def _decode(self, file: BinaryIO) -> _Decoded:
-        """Decode into shared memory, so that nothing is left to copy.
+        """Decode into shared memory, so that sending copies nothing.
 
-        If there are more frames than the file said, they come in memory of their own, and sending them
-        makes a copy.
+        If there are more frames than the header states, they are decoded into other memory, and sending them
+        copies them.
         """
         max_bytes = self._sender.statistics().arena_bytes
         began = time.monotonic()
-        size = await in_thread(measure, file, limiter=self._threads)
+        size = await in_thread(lambda _: measure(file))
         measured = time.monotonic()
-        room = await self._room(size, max_bytes)
+        shared = await self._allocate(size, max_bytes)
         allocated = time.monotonic()
-        checkpoint = anyio.from_thread.check_cancelled
-        work = partial(decode, file, max_bytes=max_bytes, into=room, checkpoint=checkpoint)
-        video = await in_thread(work, limiter=self._threads)
+        video = await in_thread(
+            lambda checkpoint: decode(file, max_bytes=max_bytes, into=shared, checkpoint=checkpoint)
+        )
         return _Decoded(
             video=video,
-            in_place=np.may_share_memory(video.frames, room.frames),
+            in_place=np.may_share_memory(video.frames, shared.frames),
             decode_seconds=measured - began + time.monotonic() - allocated,
             memory_seconds=allocated - measured,
         )
 
-    async def _room(self, size: VideoSize, max_bytes: int) -> DecodedVideo:
-        """Get shared memory for a video, as far as it may take any."""
+    async def _allocate(self, size: VideoSize, max_bytes: int) -> DecodedVideo:
+        """Allocate shared memory for a video, within the limit."""
         count = min(size.frames, max_bytes // size.frame_bytes)
-        # Both in one piece: who has some memory and waits for more may wait for somebody who does the same.
+        # A single allocation: requests that hold memory and wait for more could wait for each other.
         memory = await self._sender.allocate((count * size.frame_bytes,), torch.uint8)
         times = memory[: count * TIME_BYTES].view(torch.float64)
         frames = memory[count * TIME_BYTES :].view(count, size.height, size.width, 3)
         return DecodedVideo(frames=frames.numpy(), times=times.numpy())
 
 
-def _fingerprints(video: DecodedVideo) -> tuple[Fingerprint, Fingerprint]:
-    checkpoint = anyio.from_thread.check_cancelled
+def _fingerprints(video: DecodedVideo, checkpoint: Checkpoint) -> tuple[Fingerprint, Fingerprint]:
     return fingerprint(video.times, checkpoint), fingerprint(video.frames, checkpoint)

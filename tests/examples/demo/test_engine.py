@@ -1,4 +1,4 @@
-"""The engine behind its channel, in one process, with a model that is told when to end."""
+"""The engine answers requests of a channel within one process, with a model that the tests control."""
 
 import asyncio
 import threading
@@ -9,45 +9,48 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
-import anyio.from_thread
 import pytest
 import torch
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.cli.demo import engine as room
-from aiotensor.cli.demo.engine import VIDEOS_AT_ONCE, Engine
-from aiotensor.cli.demo.fingerprint import fingerprint
-from aiotensor.cli.demo.messages import AnalyseVideo, Cut, VideoAnalysis
-from aiotensor.cli.demo.scene import SceneCuts
+from demo import engine as module
+from demo.engine import VIDEOS_AT_ONCE, Engine
+from demo.fingerprint import fingerprint
+from demo.messages import AnalyseVideo, Cut, VideoAnalysis
+from demo.scene import SceneCuts
 
 TIMES = torch.arange(8, dtype=torch.float64) / 25
 
 
 class Model:
-    """Work on each video until told to end; videos are known by the number that fills their frames."""
+    """Analyse each video until it is released. The value of all its pixels identifies a video."""
 
     def __init__(self) -> None:
         self.begun: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
         self.let_go: dict[int, threading.Event] = defaultdict(threading.Event)
         self.at_work = self.peak = 0
+        self._loop = asyncio.get_running_loop()
 
     def find(
         self, frames: torch.Tensor, times: torch.Tensor, checkpoint: Callable[[], None] = lambda: None
     ) -> list[Cut]:
         video = int(frames[0, 0, 0, 0])
-        anyio.from_thread.run_sync(self._begin, video)
+        self._loop.call_soon_threadsafe(self._begin, video)
         try:
             while not self.let_go[video].is_set():
                 checkpoint()
         finally:
-            self.at_work -= 1
+            self._loop.call_soon_threadsafe(self._end)
         return []
 
     def _begin(self, video: int) -> None:
         self.at_work += 1
         self.peak = max(self.peak, self.at_work)
         self.begun[video].set()
+
+    def _end(self) -> None:
+        self.at_work -= 1
 
 
 class Clock:
@@ -59,7 +62,7 @@ class Clock:
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Model:
+async def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     model = Model()
     monkeypatch.setattr(SceneCuts, "find", lambda _, *arguments: model.find(*arguments))
     return model
@@ -68,7 +71,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Model:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(room, "time", clock)
+    monkeypatch.setattr(module, "time", clock)
     return clock
 
 
@@ -126,7 +129,7 @@ async def test_tensors_are_taken_when_their_turn_comes_and_not_before(tmp_path: 
         waiting = [ends.ask(VIDEOS_AT_ONCE + number) for number in range(4)]
         while ends.server.statistics().waiting < len(waiting):
             await asyncio.sleep(0)
-        # What the engine hears after these: had it wanted to take them, it would have by then.
+        # The engine receives the cancellation last: by then it would have taken the others, if it did.
         waiting.pop().cancel()
         while ends.server.statistics().cancelled == 0:
             await asyncio.sleep(0)
@@ -168,7 +171,7 @@ async def test_the_transport_of_a_video_lasts_from_its_sending_until_the_engine_
         clock.now = 100.0
         first = await ends.ask(1, sent_at=97.0)
         clock.now = 160.0
-        second = await ends.ask(2, sent_at=98.0)  # that the first one ended meanwhile changes nothing
+        second = await ends.ask(2, sent_at=98.0)  # the end of the first one changes nothing
 
     assert first.transport_seconds == 3.0
     assert second.transport_seconds == 62.0

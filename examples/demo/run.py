@@ -1,4 +1,4 @@
-"""One whole run: start the processes, upload, report, and stop everything."""
+"""Run the demo: start the processes, upload the videos, report the results, and stop everything."""
 
 import asyncio
 import itertools
@@ -20,43 +20,43 @@ from rich.text import Text
 
 from aiotensor import TensorQueue
 from aiotensor.channel import MessageServer
-from aiotensor.cli.demo.decode import VideoError, measure
-from aiotensor.cli.demo.engine import run_engine
-from aiotensor.cli.demo.messages import AnalyseVideo, WorkerReport
-from aiotensor.cli.demo.processes import (
+from demo.decode import VideoError, measure
+from demo.engine import run_engine
+from demo.messages import AnalyseVideo, WorkerReport
+from demo.processes import (
     Child,
     Process,
     ProcessDiedError,
     running,
     threads_per_process,
 )
-from aiotensor.cli.demo.report import progress_bar, results, summarise, verdict
-from aiotensor.cli.demo.server import run_server, server_command
-from aiotensor.cli.demo.settings import Settings
-from aiotensor.cli.demo.uploads import Upload, http_client, upload_all
-from aiotensor.cli.demo.workers import Workers
+from demo.report import progress_bar, results, summarise, verdict
+from demo.server import run_server, server_command
+from demo.settings import Settings
+from demo.uploads import Upload, http_client, upload_all
+from demo.workers import Workers
 
 __all__ = ["Options", "run_demo"]
 
 SOCKETS = ("engine.sock", "tensors.sock", "workers.sock")
 
-# Of shared memory for each worker.
+# The shared memory of each worker.
 LEAST_ARENA_BYTES = 1 << 24
 MOST_ARENA_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to run.
+    """The options of a run.
 
     Attributes:
         clips: the files to upload.
-        own_clips: whether the user named them; then a file that is no video is no failure of the demo.
-        requests: uploads in all; each clip is uploaded at least once.
-        concurrency: uploads on their way at once.
-        max_concurrent_videos: videos that each worker may decode or have on their way to the engine at once.
-        workers: processes of the API server; 1 with a queue.
-        link: how they reach the engine, ``"unix"`` or ``"queue"``.
+        own_clips: whether the user named the clips; if so, the run succeeds even if some are not videos.
+        requests: the number of uploads; each clip is uploaded at least once.
+        concurrency: the number of concurrent uploads.
+        max_concurrent_videos: the number of videos that each worker may decode or send at once.
+        workers: the number of workers of the API server; 1 with a queue.
+        link: the link between the workers and the engine, ``"unix"`` or ``"queue"``.
     """
 
     clips: Sequence[Path]
@@ -78,7 +78,7 @@ class _Processes:
 
 def run_demo(options: Options) -> int:
     """Run the demo, and return the exit status of the command."""
-    arena_bytes = _arena_bytes(options.clips)  # while there is nothing yet that would be left behind
+    arena_bytes = _arena_bytes(options.clips)  # before anything is started that must be stopped
     return asyncio.run(_main(options, arena_bytes))
 
 
@@ -87,12 +87,12 @@ async def _main(options: Options, arena_bytes: int) -> int:
     with (
         tempfile.TemporaryDirectory(prefix="aiotensor-", ignore_cleanup_errors=True) as name,
         closing(TensorQueue()) as queue,
-        # Port 0: the kernel picks a free one, and it is ours before anybody hears of it.
+        # Port 0: the kernel chooses a free port.
         socket.create_server(("127.0.0.1", 0)) as listener,
     ):
         folder = Path(name)
         try:
-            for file in SOCKETS:  # a server that is not opened only looks whether it could be
+            for file in SOCKETS:  # an unopened server only checks its address
                 MessageServer(f"ipc://{folder / file}", AnalyseVideo)
         except ValueError:
             return _fail(errors, f"the path {folder} is too long for a socket: set TMPDIR to a shorter one")
@@ -137,10 +137,10 @@ def _processes(
 
 
 def _arena_bytes(clips: Iterable[Path]) -> int:
-    """Choose how much shared memory each worker gets: room for the largest clip twice."""
+    """Return the size of each worker's shared memory: twice the size of the largest clip, within limits."""
     largest = 0
     for clip in clips:
-        with suppress(VideoError, OSError), clip.open("rb") as file:  # the server says what is wrong with it
+        with suppress(VideoError, OSError), clip.open("rb") as file:  # the server reports the error
             largest = max(largest, measure(file).nbytes)
     return min(max(2 * largest, LEAST_ARENA_BYTES), MOST_ARENA_BYTES)
 
@@ -163,7 +163,7 @@ async def _run(
 
     async def loss() -> ProcessDiedError:
         error = await workers.loss()
-        # Uvicorn may be asking the dead worker whether it is well, and looks at no signal until it gives up.
+        # Uvicorn may be waiting for the health check of the dead worker, and handles no signals until then.
         server.kill()
         return error
 
@@ -197,7 +197,7 @@ def _show(options: Options, uploads: list[Upload], reports: list[WorkerReport], 
     wrong = summary.lost or summary.mismatched or summary.failed
     good = bool(summary.videos) and not wrong and (options.own_clips or not summary.refused)
     output = Console()
-    # Soft wrap: the terminal breaks long lines, and a file or a pipe gets them whole.
+    # Soft wrap: the terminal breaks long lines, and files and pipes receive whole lines.
     for part in [*results(uploads), *verdict(summary, good=good)]:
         output.print(part, highlight=False, soft_wrap=isinstance(part, Text))
     print(json.dumps(msgspec.to_builtins(summary)), flush=True)
