@@ -366,13 +366,11 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
 class ClientStatistics(msgspec.Struct, frozen=True):
     """The current messages of a messaging client, and its totals since it was opened.
 
-    The declaration of each field explains it.
+    The declaration of each field explains it. `in_flight` has a number for each server.
     """
 
     servers: Annotated[Number, gauge("Servers that are connected.")]
-    in_flight: Annotated[
-        tuple[Number, ...], gauge("Messages that are being sent, or wait for an answer, at each server.")
-    ]
+    in_flight: Annotated[tuple[Number, ...], gauge("Messages that are being sent, or wait for an answer.")]
     waiting: Annotated[Number, gauge("Messages that wait until one of several servers can accept them.")]
     messages_sent: Annotated[Number, counter("Messages handed to ZeroMQ.")]
     answers: Annotated[Number, counter("Requests that were answered.")]
@@ -391,7 +389,9 @@ class ServerStatistics(msgspec.Struct, frozen=True):
     clients: Annotated[Number, gauge("Clients that are connected.")]
     max_clients: Annotated[
         Number | None,
-        gauge("Limit of clients, with disconnected ones that left messages.", metric="clients_limit"),
+        gauge(
+            "Limit of clients, including disconnected clients with waiting messages.", metric="clients_limit"
+        ),
     ]
     waiting: Annotated[Number, gauge("Messages that have not been taken.", metric="waiting_messages")]
     max_waiting: Annotated[Number, msgspec.Meta(description="Limit of waiting messages for each client.")]

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from aiotensor import errors
 from aiotensor.statistics.fields import plain_counters
@@ -39,7 +39,7 @@ def snapshot(kind: type[S], counts: Mapping[str, int], **fields: object) -> S:
         counts: the counts from `new_counts`.
         fields: all other fields; a counter among them replaces the one in `counts`.
     """
-    make = cast("Callable[..., S]", kind)
+    make: Callable[..., S] = kind
     return make(**{**counts, **fields})
 
 
