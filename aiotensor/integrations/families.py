@@ -44,9 +44,9 @@ def _gauge(family: Family, present: dict[str, list[Statistics]]) -> Metric:
     metric = GaugeMetricFamily(family.name, family.text, labels=family.labels)
     combine = max if family.is_largest else sum
     for field in family.fields:
+        name, labels = field.name, list(field.labels.values())
         for endpoint, objects in present.items():
-            values = [_amount(getattr(one, field.name)) for one in objects]
-            metric.add_metric([endpoint, *field.labels.values()], combine(values))
+            metric.add_metric([endpoint, *labels], combine([_amount(getattr(one, name)) for one in objects]))
     return metric
 
 
@@ -60,14 +60,14 @@ def _amount(value: int | float | tuple[int, ...] | None) -> float:
 def _counter(family: Family, counted: dict[str, Counts]) -> Metric:
     metric = CounterMetricFamily(family.name, family.text, labels=family.labels)
     for field in family.fields:
-        for endpoint, counts in counted.items():
-            labels = [endpoint, *field.labels.values()]
-            if not field.is_by_type:
-                metric.add_metric(labels, counts[field.name, ""])
-                continue
+        labels = list(field.labels.values())
+        series = [((field.name, ""), labels)]
+        if field.is_by_type:
             # All types from the beginning: Prometheus sees no increase in the first sample of a series.
-            for name in ERROR_NAMES:
-                metric.add_metric([*labels, name], counts.get((field.name, name), 0))
+            series = [((field.name, error), [*labels, error]) for error in ERROR_NAMES]
+        for endpoint, counts in counted.items():
+            for key, others in series:
+                metric.add_metric([endpoint, *others], counts.get(key, 0))
     return metric
 
 
