@@ -26,7 +26,7 @@ from aiotensor.receiver import TensorReceiver
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.waiting import seconds_or_never
 from aiotensor.sender import OpenMessage, TensorSender
-from aiotensor.statistics.counters import ErrorCounter
+from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
 from aiotensor.transports.address import label_of
 from aiotensor.types import ClientStatistics
 
@@ -136,7 +136,7 @@ class MessageClient(LoopObject, Generic[R]):
         self._sender_to: dict[Connection, TensorSender | None] = {}
         self._servers: Servers | None = None  # None for a single server
         self._context: Context | None = None
-        self._sent = self._answers = self._failures = self._cancelled = 0
+        self._counts = new_counts(ClientStatistics)
 
     async def __aenter__(self) -> Self:
         self._affinity.enter()
@@ -222,10 +222,10 @@ class MessageClient(LoopObject, Generic[R]):
                 del asked
         except BaseException as error:
             self._errors.add(error)
-            self._failures += isinstance(error, Exception)
-            self._cancelled += isinstance(error, asyncio.CancelledError)
+            self._counts["failures"] += isinstance(error, Exception)
+            self._counts["cancelled"] += isinstance(error, asyncio.CancelledError)
             raise
-        self._answers += 1
+        self._counts["answers"] += 1
         return answer
 
     async def send(
@@ -246,14 +246,12 @@ class MessageClient(LoopObject, Generic[R]):
     def statistics(self) -> ClientStatistics:
         """Return the messages in flight and the counters; works after closing too."""
         self._affinity.check_place()
-        return ClientStatistics(
+        return snapshot(
+            ClientStatistics,
+            self._counts,
             servers=sum(connection.is_ready for connection in self._connections),
             in_flight=tuple(connection.in_flight for connection in self._connections),
             waiting=0 if self._servers is None else self._servers.waiting,
-            messages_sent=self._sent,
-            answers=self._answers,
-            failures=self._failures,
-            cancelled=self._cancelled,
             servers_lost=sum(connection.session for connection in self._connections),
             errors=self._errors.counts(),
         )
@@ -326,7 +324,7 @@ class MessageClient(LoopObject, Generic[R]):
                     if self._servers is not None:
                         self._servers.changed()
                 if sent is not None:
-                    self._sent += 1
+                    self._counts["messages_sent"] += 1
                     return connection, *sent
         finally:
             parcel.tensors.clear()

@@ -24,6 +24,7 @@ from aiotensor.receiver import TensorReceiver
 from aiotensor.runtime.affinity import FreedItems, LoopAffinity, LoopObject
 from aiotensor.runtime.waiting import Waiters
 from aiotensor.sender import TensorSender
+from aiotensor.statistics.counters import new_counts, snapshot
 from aiotensor.transports.address import label_of
 from aiotensor.types import ServerStatistics, TensorHandle
 
@@ -121,12 +122,13 @@ class MessageServer(LoopObject, Generic[M]):
         )
         self._arriving: dict[Asked, asyncio.Task[None]] = {}  # waiting for tensors
         self._waiters = Waiters()
-        self._clients = Clients(allowance, "" if receiver is None else receiver.id, self, self._waiters)
+        self._counts = new_counts(ServerStatistics)
+        receiver_id = "" if receiver is None else receiver.id
+        self._clients = Clients(allowance, receiver_id, self, self._waiters, self._counts)
         self._ready = Turns()  # messages whose tensors have arrived
         self._found: dict[Asked, list[torch.Tensor]] = {}  # tensors taken before decoding was cancelled
         self._in_hand: set[Asked] = set()
         self._waiting = self._waiting_bytes = 0
-        self._received = self._answers = self._failures = self._given_up = 0
 
     @property
     def address(self) -> str:
@@ -197,7 +199,9 @@ class MessageServer(LoopObject, Generic[M]):
     def statistics(self) -> ServerStatistics:
         """Return the current state and the counters; works after closing too."""
         self._affinity.check_place()
-        return ServerStatistics(
+        return snapshot(
+            ServerStatistics,
+            self._counts,
             clients=len(self._clients),
             max_clients=self._clients.limits.clients,
             waiting=self._waiting,
@@ -205,12 +209,6 @@ class MessageServer(LoopObject, Generic[M]):
             waiting_bytes=self._waiting_bytes,
             max_waiting_bytes=self._clients.limits.waiting_bytes,
             in_hand=len(self._in_hand),
-            messages_received=self._received,
-            answers=self._answers,
-            failures=self._failures,
-            cancelled=self._given_up,
-            clients_lost=self._clients.lost,
-            clients_refused=self._clients.refused_clients,
         )
 
     async def aclose(self) -> None:
@@ -235,7 +233,7 @@ class MessageServer(LoopObject, Generic[M]):
 
     def _asked(self, asked: Asked) -> None:
         """Queue a new message, after its tensors have arrived."""
-        self._received += 1
+        self._counts["messages_received"] += 1
         self._waiting += 1
         self._waiting_bytes += asked.nbytes
         if not asked.handles:
@@ -250,7 +248,7 @@ class MessageServer(LoopObject, Generic[M]):
 
     def _unwanted(self, asked: Asked, state: State) -> None:
         """Release a message that was given up, and cancel the block of its request."""
-        self._given_up += 1
+        self._counts["cancelled"] += 1
         if state is State.WAITING:
             self._stop_waiting(asked)
         else:
@@ -322,7 +320,7 @@ class MessageServer(LoopObject, Generic[M]):
         if asked.state is State.WAITING:
             cause = cause_of(error)
             asked.client.note_refusal(error, cause.text)
-            self._failures += 1
+            self._counts["failures"] += 1
             self._clients.fail(asked, cause)
             self._stop_waiting(asked)
 
@@ -358,7 +356,7 @@ class MessageServer(LoopObject, Generic[M]):
         was_wanted = asked.is_wanted and await self._send_answer(asked, box, sender)
         if not was_wanted:
             self._affinity.check()  # the server may have been closed
-        self._answers += was_wanted
+        self._counts["answers"] += was_wanted
         self._let_go(asked)
         return was_wanted
 
@@ -366,7 +364,7 @@ class MessageServer(LoopObject, Generic[M]):
         """Send a failure in place of an answer, and return whether the client still waited for it."""
         self._affinity.check()
         was_wanted = self._clients.fail(asked, cause)
-        self._failures += was_wanted
+        self._counts["failures"] += was_wanted
         self._let_go(asked)
         return was_wanted
 

@@ -38,7 +38,7 @@ class LoopAffinity:
         self._thread = 0
         self.is_closed = False
         self.has_guardian = False  # another object closes this one when both are garbage-collected
-        self._opened: registry.Opened | None = None
+        self._entry: registry.Entry | None = None
 
     @property
     def was_entered(self) -> bool:
@@ -85,24 +85,24 @@ class LoopAffinity:
             )
         return loop
 
-    def settle(self, owner: registry.Watched, endpoint: str) -> None:
-        """Let the object be found by who watches this process, now that it is open.
+    def settle(self, owner: registry.HasStatistics, endpoint: str) -> None:
+        """Add the object, which is open now, to the registry of this process.
 
         Args:
             owner: the object.
-            endpoint: what it is open at.
+            endpoint: the address or name of its endpoint.
         """
         if self._loop is not None and not self.is_closed:  # by another task, while it was opened
-            self._opened = registry.add(owner, endpoint, self._loop)
+            self._entry = registry.add(owner, endpoint, self._loop)
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """Let the object be found no more, once what closes it is over."""
+        """Remove the object from the registry at the end of the block that closes it."""
         try:
             yield
         finally:
-            if self._opened is not None:
-                registry.remove(self._opened)
+            if self._entry is not None:
+                registry.remove(self._entry)
 
     def check(self) -> None:
         """Refuse use from elsewhere, or of an object that is not open.

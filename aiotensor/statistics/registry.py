@@ -1,8 +1,9 @@
 """The registry of all open objects of this process, and the counts of closed ones; for any thread.
 
-Statistics can only be read in the thread and the event loop of their object. So a report from another thread
-leaves a question, wakes that loop, and waits for a limited time. A waiting thread answers the questions of
-other threads: otherwise two loops that ask each other would both wait for the whole time.
+Statistics can only be read in the thread and the event loop of their object. So a thread that collects the
+statistics of other threads queues a query for each of their loops, wakes the loops, and waits for a limited
+time. While it waits, it answers the queries of other threads: otherwise two loops that query each other would
+both wait for the whole time.
 """
 
 import asyncio
@@ -10,168 +11,57 @@ import itertools
 import os
 import threading
 import time
-import weakref
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import lru_cache
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from aiotensor.errors import UsageError
-from aiotensor.types import ClientStatistics, ReceiverStatistics, SenderStatistics, ServerStatistics, Waits
+from aiotensor.statistics.entries import Entry, HasStatistics
+from aiotensor.statistics.sums import Counts, add_counts
+from aiotensor.types import Statistics
 
-__all__ = [
-    "COUNTERS",
-    "Counts",
-    "Opened",
-    "Place",
-    "Report",
-    "Statistics",
-    "Watched",
-    "add",
-    "look",
-    "owners",
-    "remove",
-]
-
-Statistics: TypeAlias = SenderStatistics | ReceiverStatistics | ClientStatistics | ServerStatistics
-
-# Fields that only grow. The other fields describe the current state, and end with the object.
-COUNTERS: dict[type[Statistics], tuple[str, ...]] = {
-    SenderStatistics: (
-        "messages_sent",
-        "messages_discarded",
-        "tensors_sent",
-        "bytes_sent",
-        "receivers_lost",
-        "permit_waits",
-        "memory_waits",
-        "tensors_copied",
-        "bytes_copied",
-        "errors",
-    ),
-    ReceiverStatistics: (
-        "senders_lost",
-        "senders_refused",
-        "tensors_taken",
-        "bytes_taken",
-        "messages_discarded",
-        "tensors_copied",
-        "bytes_copied",
-        "errors",
-    ),
-    ClientStatistics: ("messages_sent", "answers", "failures", "cancelled", "servers_lost", "errors"),
-    ServerStatistics: (
-        "messages_received",
-        "answers",
-        "failures",
-        "cancelled",
-        "clients_lost",
-        "clients_refused",
-    ),
-}
-
-# A key is the name of a counter with "", the type of an error, the bound of a wait ("" for the last one), or
-# "total_s".
-Counts: TypeAlias = dict[tuple[str, str], float]
+__all__ = ["Entry", "Group", "HasStatistics", "Snapshot", "add", "collect", "owners", "remove"]
 
 # The kind and the endpoint of objects, whose counts are added up.
-Place: TypeAlias = tuple[type[Statistics], str]
+Group: TypeAlias = tuple[type[Statistics], str]
 
-# The number of remembered places without open objects: a program may open a new address each time.
-_MAX_CLOSED_PLACES = 256
+# The number of remembered groups without open objects: a program may open a new address each time.
+_MAX_CLOSED_GROUPS = 256
 
-# A waiting thread looks this often whether a loop has ended without an answer. Other threads never wake up.
-_SLICE_S = 0.05
+# How often a waiting thread checks whether a loop has ended without an answer. Other threads never wake up.
+_CHECK_INTERVAL_S = 0.05
 
-
-class Watched(Protocol):
-    """An object that can be open."""
-
-    def statistics(self) -> Statistics:
-        """Return current values and counts; also after closing."""
-
-
-# A later object has a larger number, and a later report.
+# A later object has a larger number, and a later snapshot.
 _numbers = itertools.count(1)
 
 
-class Opened:
-    """An entry for an open object, which does not keep the object alive.
-
-    Args:
-        owner: the object.
-        endpoint: the address or name that all objects at one endpoint have in common.
-        loop: the event loop of the object.
-    """
-
-    def __init__(self, owner: Watched, endpoint: str, loop: asyncio.AbstractEventLoop) -> None:
-        self.endpoint = endpoint
-        self.loop = loop
-        self.thread = threading.get_ident()
-        self.last: Statistics | None = None
-        self.is_closed = False
-        self.number = next(_numbers)
-        self.is_folded = False  # its counts are in `_Books.closed`, and must not change any more
-        self._is_freed = False
-        self._owner = weakref.ref(owner, self._free)
-
-    def _free(self, _: object) -> None:
-        # The garbage collector calls this in any thread and at any moment, so it must not take a lock.
-        self._is_freed = True
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the object ended without being closed: it was freed, or its loop is closed."""
-        # A reference to the object could become the last one, and free the object here, with the lock held.
-        return self._is_freed or self.loop.is_closed()
-
-    @property
-    def owner(self) -> Watched | None:
-        """The object; None after it was freed."""
-        return self._owner()
-
-    def look(self) -> None:
-        """Read the statistics of the object, in its thread.
-
-        Raises:
-            UsageError: another loop runs in this thread.
-        """
-        owner = self._owner()
-        if owner is None:
-            return
-        said = owner.statistics()
-        with _books.changed:
-            if not self.is_folded:
-                self.last = said
-
-
-class Report(NamedTuple):
+class Snapshot(NamedTuple):
     """The statistics of this process at one moment.
 
     Attributes:
         present: the endpoint and the statistics of each open object.
-        counts: the counts of each place since the process began, of open and of closed objects; the places
+        counts: the counts of each group since the process began, of open and of closed objects; the groups
             with closed objects come first, in the order of closing.
-        begun: a number for each place, which is larger after the counts of the place were forgotten.
-        unanswered: the number of running loops that did not answer; the report has the previous statistics of
-            their objects.
-        number: a later report has a larger number, and no smaller counts unless these were forgotten.
+        begun: a number for each group, which is larger after the counts of the group were forgotten.
+        unanswered: the number of running loops that did not answer; the snapshot has the previous statistics
+            of their objects.
+        number: a later snapshot has a larger number, and no smaller counts unless these were forgotten.
     """
 
     present: list[tuple[str, Statistics]]
-    counts: dict[Place, Counts]
-    begun: dict[Place, int]
+    counts: dict[Group, Counts]
+    begun: dict[Group, int]
     unanswered: int
     number: int
 
 
-class _Question:
+class _Query:
     """A request of one thread for the statistics of the objects in a loop of another thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
         self.loop = loop
         self.thread = thread
-        self.objects: list[Opened] = []
+        self.entries: list[Entry] = []
         self.is_answered = False
 
     @property
@@ -180,129 +70,143 @@ class _Question:
         return self.is_answered or not self.loop.is_running()
 
 
-class _Books:
-    """The open objects of this process, and the counts of closed ones."""
+class _Registry:
+    """The entries of open objects, and the counts of closed ones."""
 
     def __init__(self) -> None:
-        # Reentrant: a signal handler may make a report during a report. Not held while statistics are read.
+        # Reentrant: a signal handler may interrupt `collect` and call it. Not held while statistics are read.
         self.changed = threading.Condition(threading.RLock())
-        self.open: dict[Opened, None] = {}
-        # The counts, and the number of the first object in them; the place closed last is at the end.
-        self.closed: dict[Place, tuple[Counts, int]] = {}
-        self.questions: dict[int, list[_Question]] = {}  # for each thread
-        self._is_folding = False
+        self.entries: dict[Entry, None] = {}
+        # The counts, and the number of the first object in them; the group closed last is at the end.
+        self.closed: dict[Group, tuple[Counts, int]] = {}
+        self._queries: dict[int, list[_Query]] = {}  # for each thread
+        self._is_removing = False
 
     def sweep(self) -> None:
         """Remove objects that ended without being closed; the lock is held."""
-        for opened in list(self.open):
-            if opened.is_over:
-                self.fold(opened)
+        for entry in list(self.entries):
+            if entry.is_over:
+                self.remove(entry)
 
-    def fold(self, opened: Opened) -> None:
+    def remove(self, entry: Entry) -> None:
         """Remove an object and keep its counts; the lock is held."""
-        # A signal handler may make a report during this, and leaves the folding to the interrupted call.
-        if self._is_folding:
+        # A signal handler may interrupt this and call `collect`, which leaves the removal to this call.
+        if self._is_removing:
             return
-        self._is_folding = True
+        self._is_removing = True
         try:
-            if opened in self.open:
-                self._fold(opened)
+            if entry in self.entries:
+                self._remove(entry)
                 self._forget()
         finally:
-            self._is_folding = False
+            self._is_removing = False
 
-    def _fold(self, opened: Opened) -> None:
-        opened.is_folded = True
-        if opened.last is None:  # freed before its statistics were read
-            del self.open[opened]
+    def _remove(self, entry: Entry) -> None:
+        entry.is_removed = True
+        if entry.last is None:  # freed before its statistics were read
+            del self.entries[entry]
             return
-        place = (type(opened.last), opened.endpoint)
-        before, number = self.closed.get(place, ({}, opened.number))
+        group = (type(entry.last), entry.endpoint)
+        before, number = self.closed.get(group, ({}, entry.number))
         counts = dict(before)
-        _count(opened.last, counts)
-        kept = (counts, min(number, opened.number))
+        add_counts(counts, entry.last)
+        kept = (counts, min(number, entry.number))
         # From here on nothing is called: a signal handler in between could miss the object or find it twice.
-        if place in self.closed:
-            del self.closed[place]
-        self.closed[place] = kept
-        del self.open[opened]
+        if group in self.closed:
+            del self.closed[group]
+        self.closed[group] = kept
+        del self.entries[entry]
 
     def _forget(self) -> None:
-        """Forget the places that were closed first, but not places in use, whose counts would decrease."""
-        if len(self.closed) <= _MAX_CLOSED_PLACES:
+        """Forget the groups that were closed first, but not groups in use, whose counts would decrease."""
+        if len(self.closed) <= _MAX_CLOSED_GROUPS:
             return
-        in_use = {opened.endpoint for opened in list(self.open)}
-        unused = [place for place in self.closed if place[1] not in in_use]
-        for place in unused[:-_MAX_CLOSED_PLACES]:
-            del self.closed[place]
+        in_use = {entry.endpoint for entry in list(self.entries)}
+        unused = [group for group in self.closed if group[1] not in in_use]
+        for group in unused[:-_MAX_CLOSED_GROUPS]:
+            del self.closed[group]
 
-    def answer(self) -> None:
-        """Answer the questions of other threads to this thread."""
-        here = threading.get_ident()
-        while True:
-            with self.changed:
-                questions = self.questions.pop(here, [])
-            if not questions:
-                return
-            for question in questions:
-                for opened in question.objects:
-                    with suppress(UsageError):  # another loop runs here by now
-                        opened.look()
-                question.is_answered = True
-            with self.changed:
-                self.changed.notify_all()
+    def read(self, entry: Entry) -> None:
+        """Read the statistics of an object, in its thread.
 
-    def ask(self, present: Iterable[Opened], timeout_s: float) -> int:
+        Raises:
+            UsageError: another loop runs in this thread.
+        """
+        owner = entry.owner
+        if owner is None:
+            return
+        statistics = owner.statistics()
+        with self.changed:
+            if not entry.is_removed:
+                entry.last = statistics
+
+    def read_all(self, entries: Iterable[Entry], timeout_s: float) -> int:
         """Read the statistics of objects, and return the number of running loops that did not answer."""
         here, end = threading.get_ident(), time.monotonic() + timeout_s
-        asked: dict[tuple[asyncio.AbstractEventLoop, int], _Question] = {}
-        for opened in present:
-            if opened.thread == here:
+        by_loop: dict[tuple[asyncio.AbstractEventLoop, int], _Query] = {}
+        for entry in entries:
+            if entry.thread == here:
                 with suppress(UsageError):  # another loop runs here, so that one does not
-                    opened.look()
-            elif opened.loop.is_running():
-                key = (opened.loop, opened.thread)
-                asked.setdefault(key, _Question(*key)).objects.append(opened)
-        questions = list(asked.values())
+                    self.read(entry)
+            elif entry.loop.is_running():
+                key = (entry.loop, entry.thread)
+                by_loop.setdefault(key, _Query(*key)).entries.append(entry)
+        queries = list(by_loop.values())
         try:
-            self._put(questions)
-            while not all(question.is_settled for question in questions):
-                self.answer()
+            self._send(queries)
+            while not all(query.is_settled for query in queries):
+                self._answer()
                 with self.changed:
                     left = end - time.monotonic()
                     if left <= 0:
                         break
-                    if here not in self.questions and not all(question.is_settled for question in questions):
-                        # Not for longer: a loop that ends with a pending question notifies no thread.
-                        self.changed.wait(min(left, _SLICE_S))
+                    if here not in self._queries and not all(query.is_settled for query in queries):
+                        # Not for longer: a loop that ends with a pending query notifies no thread.
+                        self.changed.wait(min(left, _CHECK_INTERVAL_S))
         finally:
-            self._take_back(questions)
-        return sum(not question.is_settled for question in questions)
+            self._withdraw(queries)
+        return sum(not query.is_settled for query in queries)
 
-    def _put(self, questions: list[_Question]) -> None:
+    def _send(self, queries: list[_Query]) -> None:
         with self.changed:
-            for question in questions:
-                self.questions.setdefault(question.thread, []).append(question)
+            for query in queries:
+                self._queries.setdefault(query.thread, []).append(query)
             self.changed.notify_all()  # that thread may be waiting for an answer itself
-        for question in questions:
+        for query in queries:
             with suppress(RuntimeError):  # the loop was closed in the meantime
-                question.loop.call_soon_threadsafe(self.answer)
+                query.loop.call_soon_threadsafe(self._answer)
 
-    def _take_back(self, questions: list[_Question]) -> None:
-        """Withdraw questions that are not answered yet."""
+    def _answer(self) -> None:
+        """Answer the queries of other threads to this thread."""
+        here = threading.get_ident()
+        while True:
+            with self.changed:
+                queries = self._queries.pop(here, [])
+            if not queries:
+                return
+            for query in queries:
+                for entry in query.entries:
+                    with suppress(UsageError):  # another loop runs here by now
+                        self.read(entry)
+                query.is_answered = True
+            with self.changed:
+                self.changed.notify_all()
+
+    def _withdraw(self, queries: list[_Query]) -> None:
+        """Remove the queries that are not answered yet."""
         with self.changed:
-            for question in questions:
-                others = self.questions.get(question.thread, [])
-                if question in others:
-                    others.remove(question)
+            for query in queries:
+                others = self._queries.get(query.thread, [])
+                if query in others:
+                    others.remove(query)
                     if not others:
-                        del self.questions[question.thread]
+                        del self._queries[query.thread]
 
 
-_books = _Books()
+_registry = _Registry()
 
 
-def add(owner: Watched, endpoint: str, loop: asyncio.AbstractEventLoop) -> Opened:
+def add(owner: HasStatistics, endpoint: str, loop: asyncio.AbstractEventLoop) -> Entry:
     """Register an open object, in its thread.
 
     Args:
@@ -310,90 +214,71 @@ def add(owner: Watched, endpoint: str, loop: asyncio.AbstractEventLoop) -> Opene
         endpoint: the address or name that all objects at one endpoint have in common.
         loop: the event loop of the object.
     """
-    opened = Opened(owner, endpoint, loop)
-    with _books.changed:
-        _books.sweep()
-        _books.open[opened] = None
-    return opened
+    entry = Entry(owner, endpoint, loop, next(_numbers))
+    with _registry.changed:
+        _registry.sweep()
+        _registry.entries[entry] = None
+    return entry
 
 
-def remove(opened: Opened) -> None:
+def remove(entry: Entry) -> None:
     """Unregister an object and keep its counts, in its loop. Can be called again."""
     with suppress(UsageError):  # another loop runs here, since that one is closed
-        opened.look()
-    opened.is_closed = True
+        _registry.read(entry)
+    entry.is_closed = True
     try:
         # Calls that wait for the object end in the next iteration, and are counted too.
-        opened.loop.call_soon(_strike_out, opened)
+        entry.loop.call_soon(_remove_now, entry)
     except RuntimeError:  # the loop is closed, and has no next iteration
-        with _books.changed:
-            _books.fold(opened)
+        with _registry.changed:
+            _registry.remove(entry)
 
 
-def owners() -> list[Watched]:
+def _remove_now(entry: Entry) -> None:
+    _registry.read(entry)
+    with _registry.changed:
+        _registry.remove(entry)
+
+
+def owners() -> list[HasStatistics]:
     """Return every open object, from any thread."""
-    with _books.changed:
-        present = list(_books.open)
-    return [owner for opened in present if (owner := opened.owner) is not None]
+    with _registry.changed:
+        present = list(_registry.entries)
+    return [owner for entry in present if (owner := entry.owner) is not None]
 
 
-def look(timeout_s: float) -> Report:
-    """Return a report of this process, from any thread; wait for loops of other threads with open objects.
+def collect(timeout_s: float) -> Snapshot:
+    """Return the statistics of this process, from any thread; wait for loops of other threads with objects.
 
     Args:
         timeout_s: seconds to wait, for all loops together.
     """
-    books = _books
-    with books.changed:
-        books.sweep()
-        present = list(books.open)
-    unanswered = books.ask(present, timeout_s)
-    # Everything under one lock, so that the later one of two reports has all counts of the earlier one.
-    with books.changed:
-        books.sweep()
+    registry = _registry
+    with registry.changed:
+        registry.sweep()
+        present = list(registry.entries)
+    unanswered = registry.read_all(present, timeout_s)
+    # All under one lock, so that the later one of two snapshots has all counts of the earlier one.
+    with registry.changed:
+        registry.sweep()
         number = next(_numbers)
-        present = list(books.open)
-        closed = dict(books.closed)
-        said = [(opened, opened.last) for opened in present if opened.last is not None]
-    counts = {place: dict(counts) for place, (counts, _) in closed.items()}
-    begun = {place: first for place, (_, first) in closed.items()}
-    for opened, last in said:
-        place = (type(last), opened.endpoint)
-        _count(last, counts.setdefault(place, {}))
-        begun[place] = min(begun.get(place, opened.number), opened.number)
-    still_open = [(opened.endpoint, last) for opened, last in said if not opened.is_closed]
-    return Report(still_open, counts, begun, unanswered, number)
-
-
-def _strike_out(opened: Opened) -> None:
-    opened.look()
-    with _books.changed:
-        _books.fold(opened)
-
-
-def _count(statistics: Statistics, counts: Counts) -> None:
-    """Add the counts of an object."""
-    for name in COUNTERS[type(statistics)]:
-        value = getattr(statistics, name)
-        parts: Iterable[tuple[str, float]] = (("", value),)
-        if isinstance(value, Waits):
-            parts = zip(_parts_of_waits(value.bounds_s), (*value.counts, value.total_s), strict=True)
-        elif isinstance(value, dict):
-            parts = value.items()
-        for part, number in parts:
-            key = (name, part)
-            counts[key] = counts.get(key, 0) + number
-
-
-@lru_cache(maxsize=8)  # all tallies of a process have the same bounds
-def _parts_of_waits(bounds_s: tuple[float, ...]) -> tuple[str, ...]:
-    return (*map(str, bounds_s), "", "total_s")
+        present = list(registry.entries)
+        closed = dict(registry.closed)
+        known = [(entry, entry.last) for entry in present if entry.last is not None]
+    counts = {group: dict(counts) for group, (counts, _) in closed.items()}
+    begun = {group: first for group, (_, first) in closed.items()}
+    for entry, last in known:
+        group = (type(last), entry.endpoint)
+        add_counts(counts.setdefault(group, {}), last)
+        begun[group] = min(begun.get(group, entry.number), entry.number)
+    still_open = [(entry.endpoint, last) for entry, last in known if not entry.is_closed]
+    return Snapshot(still_open, counts, begun, unanswered, number)
 
 
 def _renew() -> None:
     """Forget the objects of the parent: a forked child cannot use them."""
-    global _books
-    _books = _Books()
+    global _registry
+    _registry = _Registry()
 
 
 os.register_at_fork(after_in_child=_renew)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from aiotensor import errors
 from aiotensor.protocol.credits import Ticket
 from aiotensor.sending.gates import Gate
-from aiotensor.statistics.counters import ERROR_NAMES, ErrorCounter, WaitCounter
-from aiotensor.types import Waits
+from aiotensor.statistics.counters import ERROR_NAMES, ErrorCounter, WaitCounter, new_counts, snapshot
+from aiotensor.types import ClientStatistics, ServerStatistics, Waits
 
 
 @given(st.lists(st.one_of(st.floats(0, 100), st.sampled_from(WaitCounter().waits().bounds_s)), max_size=50))
@@ -150,3 +150,25 @@ def test_what_was_counted_cannot_be_changed_by_who_looks_at_it() -> None:
     tally.counts()["other"] = 100
 
     assert tally.counts() == {"other": 1}
+
+
+def test_new_counts_are_zeros_for_the_declared_counters_that_are_plain_numbers() -> None:
+    assert new_counts(ClientStatistics) == dict.fromkeys(
+        ("messages_sent", "answers", "failures", "cancelled", "servers_lost"), 0
+    )
+    assert new_counts(ClientStatistics) is not new_counts(ClientStatistics)
+    with pytest.raises(KeyError):
+        new_counts(ServerStatistics)["message_received"] += 1  # not declared
+
+
+def test_a_snapshot_has_the_counts_of_its_moment_and_all_other_fields() -> None:
+    counts = new_counts(ClientStatistics)
+    counts["answers"] += 2
+    taken = snapshot(
+        ClientStatistics, counts, servers=1, in_flight=(3,), waiting=0, servers_lost=4, errors={}
+    )
+    counts["answers"] += 1
+
+    assert taken == ClientStatistics(1, (3,), 0, 0, 2, 0, 0, 4, {})
+    with pytest.raises(TypeError, match="servers"):
+        snapshot(ClientStatistics, counts, in_flight=(3,), waiting=0, errors={})
