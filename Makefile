@@ -4,11 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit coverage model chaos fuzz soak bench bench-quick bench-peers clean help
+.PHONY: demo test lint types unit docs-tables coverage model chaos fuzz soak bench bench-quick bench-peers clean help
 
 help:
 	@echo "make demo    upload real videos to a server, hand them to an engine process, show the answers"
 	@echo "make test    lint, types, and the whole test suite"
+	@echo "make docs-tables   write the tables of docs/metrics.md from the declared fields of statistics"
 	@echo "make coverage   the suite again, measured: which branches no test has taken"
 	@echo "make model   run random sequences of operations and compare them with a model, for SECONDS=600 from SEED="
 	@echo "make chaos   kill, stop and starve processes while tensors travel, for SECONDS=600 from SEED="
@@ -33,7 +34,7 @@ $(VENV)/.test: $(VENV)/.demo
 	@touch $@
 
 demo: $(VENV)/.demo
-	@$(BIN)/aiotensor demo $(ARGS)
+	@PYTHONPATH=examples $(BIN)/python -m demo $(ARGS)
 
 test: lint types unit
 
@@ -48,6 +49,9 @@ types: $(VENV)/.test
 # that hangs ends its worker and counts as failed; another worker runs what is left (see tests/workers.py).
 unit: $(VENV)/.test
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --max-worker-restart 8 $(ARGS)
+
+docs-tables: $(VENV)/.test
+	$(BIN)/python docs/metrics_tables.py
 
 # Not part of `test`: it takes three times as long.
 coverage: $(VENV)/.test

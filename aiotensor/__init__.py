@@ -17,9 +17,9 @@ from aiotensor.errors import (
     UsageError,
     WouldBlockError,
 )
-from aiotensor.links.tensor_queue import TensorQueue
 from aiotensor.receiver import TensorReceiver
 from aiotensor.sender import OpenMessage, TensorSender
+from aiotensor.transports.tensor_queue import TensorQueue
 from aiotensor.types import Delivery, Holder, ReceiverStatistics, SenderStatistics, TensorHandle, Usage, Waits
 
 __all__ = [

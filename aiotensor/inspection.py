@@ -7,10 +7,7 @@ import time
 
 import msgspec
 
-from aiotensor import links
 from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError
-from aiotensor.gates import Waiters
-from aiotensor.links.base import SenderLink
 from aiotensor.protocol.frames import (
     VERSION,
     Account,
@@ -23,6 +20,10 @@ from aiotensor.protocol.frames import (
     decode_to_observer,
     encode,
 )
+from aiotensor.runtime.waiting import Waiters
+from aiotensor.transports.base import SenderLink
+from aiotensor.transports.endpoints import connect
+from aiotensor.transports.tensor_queue import TensorQueue
 from aiotensor.types import Holder, ReceiverStatistics, SenderStatistics
 
 __all__ = ["Inspection", "SenderInspection", "inspect"]
@@ -94,14 +95,14 @@ async def inspect(address: str, *, patience_s: float) -> Inspection:
         UsageError: what is there is no receiver.
         OSError: the machine has no descriptors left.
     """
-    if isinstance(address, links.TensorQueue):
+    if isinstance(address, TensorQueue):
         raise TypeError(
             "a TensorQueue has no address where its receiver could be found: ask for `statistics()` in the "
             "processes that it was handed to"
         )
     if not patience_s > 0:
         raise ValueError(f"patience_s must be positive, got {patience_s}")
-    link = links.connect(address, "")
+    link = connect(address, "")
     observer = _Observer(link)
     try:
         await link.open(observer)

@@ -7,17 +7,19 @@ from typing import Self
 
 import torch
 
-from aiotensor import links, placements
 from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, RefusedError, WouldBlockError
-from aiotensor.gates import Waiters, at_most, seconds_or_never
-from aiotensor.home import Home, LoopObject, weakly
-from aiotensor.incoming import Incoming
 from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_RECORD_BYTES
 from aiotensor.protocol.limits import Limits
 from aiotensor.protocol.mailbox import Key
-from aiotensor.tally import ErrorTally
+from aiotensor.receiving.incoming import Incoming
+from aiotensor.runtime.affinity import LoopAffinity, LoopObject, weakly
+from aiotensor.runtime.waiting import Waiters, at_most, seconds_or_never
+from aiotensor.runtime.worker import in_thread
+from aiotensor.statistics.counters import ErrorCounter
+from aiotensor.tensors.autograd import as_leaf
+from aiotensor.tensors.raw import copy_of
+from aiotensor.transports.endpoints import Endpoint, listen, name_of
 from aiotensor.types import Delivery, ReceiverStatistics, TensorHandle, Usage
-from aiotensor.worker import in_thread
 
 __all__ = ["TensorReceiver"]
 
@@ -60,7 +62,7 @@ class TensorReceiver(LoopObject):
 
     def __init__(
         self,
-        endpoint: links.Endpoint,
+        endpoint: Endpoint,
         *,
         max_senders: int | None = 64,
         max_mapped_bytes: int | None = 64 << 30,
@@ -69,10 +71,10 @@ class TensorReceiver(LoopObject):
         max_wait_s: float | None = None,
     ) -> None:
         self._id = secrets.token_hex(16)
-        self._home = Home("TensorReceiver")
-        self._endpoint = links.name_of(endpoint)
-        self._errors = ErrorTally()
-        self._listener = links.listen(endpoint)
+        self._affinity = LoopAffinity("TensorReceiver")
+        self._endpoint = name_of(endpoint)
+        self._errors = ErrorCounter()
+        self._listener = listen(endpoint)
         limits = Limits(
             _limit("max_senders", max_senders),
             _limit("max_mapped_bytes", max_mapped_bytes),
@@ -96,14 +98,14 @@ class TensorReceiver(LoopObject):
         return self._id
 
     async def __aenter__(self) -> Self:
-        self._home.enter()
+        self._affinity.enter()
         self._incoming.open()
         try:
             await self._listener.open(self._incoming, self._incoming.limits.frame_bytes)
         except BaseException:
-            self._home.is_closed = True
+            self._affinity.is_closed = True
             raise
-        self._home.settle(self, self._endpoint)
+        self._affinity.settle(self, self._endpoint)
         return self
 
     async def receive(self, handle: TensorHandle, *, copy: bool = False) -> torch.Tensor:
@@ -129,7 +131,7 @@ class TensorReceiver(LoopObject):
             OSError: the copy needs memory and a thread, and the machine has none left; receive it again.
         """
         try:
-            self._home.check()
+            self._affinity.check()
             key = _key(handle)
             self._mailbox.claim(key)
             try:
@@ -164,7 +166,7 @@ class TensorReceiver(LoopObject):
         Errors are those of `receive`.
         """
         with self._errors:
-            self._home.check()
+            self._affinity.check()
             key = _key(handle)
             self._mailbox.claim(key)
             try:
@@ -183,7 +185,7 @@ class TensorReceiver(LoopObject):
             WouldBlockError: it has not arrived.
         """
         try:
-            self._home.check()
+            self._affinity.check()
             key = _key(handle)
             item = self._find(key)
             if item is None:
@@ -211,14 +213,14 @@ class TensorReceiver(LoopObject):
         Cancelling loses nothing. Ends when this receiver is closed. Does not suspend if a tensor is here, as
         `receive`.
         """
-        if self._home.is_closed:
+        if self._affinity.is_closed:
             raise StopAsyncIteration
         try:
-            self._home.check()
+            self._affinity.check()
             while (found := self._mailbox.hold_next()) is None:
                 self._arrivals.raise_if_failed()
                 await self._arrivals.iterators.wait()
-                if self._home.is_closed:
+                if self._affinity.is_closed:
                     raise StopAsyncIteration
         except AioTensorError as error:  # the end of an iteration is none
             self._errors.add(error)
@@ -234,7 +236,7 @@ class TensorReceiver(LoopObject):
         when it does. What was taken stays valid. Whoever waits for the message gets `DiscardedError`.
         """
         with self._errors:
-            self._home.check()
+            self._affinity.check()
             key = _key(handle)
         had_arrived, keys = self._mailbox.discard(key.sender, key.message)
         link = self._incoming.link_of(key.sender)
@@ -244,7 +246,7 @@ class TensorReceiver(LoopObject):
 
     def statistics(self) -> ReceiverStatistics:
         """Return what is held and what was done; also after closing."""
-        self._home.check_place()
+        self._affinity.check_place()
         unclaimed = self._mailbox.unclaimed
         incoming = self._incoming
         limits = incoming.limits
@@ -278,15 +280,15 @@ class TensorReceiver(LoopObject):
         the senders are to be told. Cancelling closes at once, and a sender may then take for lost what was
         taken. Closing again does nothing.
         """
-        self._home.check_place()
-        was_open = self._home.is_open
-        self._home.is_closed = True
+        self._affinity.check_place()
+        was_open = self._affinity.is_open
+        self._affinity.is_closed = True
         if not was_open:
             return
         self._arrivals.wake_all()
         # Senders that are told goodbye look for the next receiver, and must not find this one again.
         self._listener.stop()
-        with self._home.leaving():
+        with self._affinity.leaving():
             try:
                 await self._incoming.close()
             finally:
@@ -329,7 +331,7 @@ class TensorReceiver(LoopObject):
             finally:
                 if not waiters and self._arrivals.waiters.get(key) is waiters:
                     del self._arrivals.waiters[key]
-            if self._home.is_closed:
+            if self._affinity.is_closed:
                 raise ClosedError("this TensorReceiver was closed")
             item = self._find(key)
             if item is not None:
@@ -358,7 +360,7 @@ class TensorReceiver(LoopObject):
 
     def _details(self) -> list[str]:
         connected = f"{self._incoming.senders} senders connected"
-        return [f"at {self._endpoint}", *([connected] if self._home.is_open else [])]
+        return [f"at {self._endpoint}", *([connected] if self._affinity.is_open else [])]
 
 
 def _key(handle: TensorHandle) -> Key:
@@ -380,5 +382,5 @@ def _limit(name: str, value: int | None) -> int | None:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     is_parameter = isinstance(tensor, torch.nn.Parameter)
-    copy = placements.copy_of(tensor)
-    return placements.as_leaf(copy, requires_grad=tensor.requires_grad, is_parameter=is_parameter)
+    copy = copy_of(tensor)
+    return as_leaf(copy, requires_grad=tensor.requires_grad, is_parameter=is_parameter)

@@ -9,22 +9,25 @@ from typing import Self
 
 import torch
 
-from aiotensor import links, placements
-from aiotensor.cgroups import warn_if_too_large
 from aiotensor.errors import TooLargeError, WouldBlockError
-from aiotensor.gates import RoomListener, at_most, seconds_or_never
-from aiotensor.home import FreedItems, Home, LoopObject, weakly
-from aiotensor.ledger import MemoryUsage, Patience
-from aiotensor.message import Message, State
-from aiotensor.open_message import OpenMessage
-from aiotensor.outgoing import Outgoing
-from aiotensor.placements import Plan, Sendable, Source
-from aiotensor.tally import ErrorTally, WaitTally
+from aiotensor.runtime.affinity import FreedItems, LoopAffinity, LoopObject, weakly
+from aiotensor.runtime.cgroups import warn_if_too_large
+from aiotensor.runtime.waiting import at_most, seconds_or_never
+from aiotensor.sending.gates import CapacityListener
+from aiotensor.sending.holders import MemoryUsage, WaitLimits
+from aiotensor.sending.message import Message, State
+from aiotensor.sending.open_message import OpenMessage
+from aiotensor.sending.pipeline import Outgoing
+from aiotensor.statistics.counters import ErrorCounter, WaitCounter
+from aiotensor.tensors.placement import Plan, plan_placement
+from aiotensor.tensors.raw import is_addressable, new_tensor
+from aiotensor.tensors.source import Sendable, Source, as_source, check_dtype
+from aiotensor.transports.endpoints import Endpoint, connect, name_of
 from aiotensor.types import MAX_NUMBER, SenderStatistics, TensorHandle
 
 __all__ = ["OpenMessage", "TensorSender"]
 
-_UNUSED = MemoryUsage(0, 0, 0, 0, 0, 0.0, [], WaitTally().waits(), 0, 0)
+_UNUSED = MemoryUsage(0, 0, 0, 0, 0, 0.0, [], WaitCounter().waits(), 0, 0)
 
 
 class TensorSender(LoopObject):
@@ -60,7 +63,7 @@ class TensorSender(LoopObject):
 
     def __init__(
         self,
-        endpoint: links.Endpoint,
+        endpoint: Endpoint,
         max_concurrent_videos: int = 8,
         arena_bytes: int = 1 << 30,
         *,
@@ -69,16 +72,16 @@ class TensorSender(LoopObject):
         max_wait_s: float | None = None,
     ) -> None:
         self._id = secrets.token_hex(16)
-        self._home = Home("TensorSender")
-        self._endpoint = links.name_of(endpoint)
-        self._errors = ErrorTally()
-        patience = Patience(
+        self._affinity = LoopAffinity("TensorSender")
+        self._endpoint = name_of(endpoint)
+        self._errors = ErrorCounter()
+        patience = WaitLimits(
             seconds_or_never("long_wait_s", long_wait_s), seconds_or_never("max_wait_s", max_wait_s)
         )
         self._max_wait_s = patience.max_wait_s
         self._outgoing = Outgoing(
             self._id,
-            links.connect(endpoint, self._id),
+            connect(endpoint, self._id),
             _positive("max_concurrent_videos", max_concurrent_videos),
             _positive("arena_bytes", arena_bytes),
             seconds_or_never("keep_warm_s", keep_warm_s),
@@ -97,19 +100,19 @@ class TensorSender(LoopObject):
 
     def _look_again(self) -> None:
         """Search for a receiver if the last one refused this sender; otherwise only a send does so."""
-        if self._home.is_open:
+        if self._affinity.is_open:
             self._outgoing.conversation.link.look_again()
 
     async def __aenter__(self) -> Self:
-        loop = self._home.enter()
+        loop = self._affinity.enter()
         self._freed: FreedItems[int] = FreedItems(loop, self._blocks_freed)
         try:
             warn_if_too_large(self._id, self._outgoing.max_bytes)
             await self._outgoing.open(self._freed, weakly(self.statistics))
         except BaseException:
-            self._home.is_closed = True
+            self._affinity.is_closed = True
             raise
-        self._home.settle(self, self._endpoint)
+        self._affinity.settle(self, self._endpoint)
         return self
 
     async def ready(self) -> None:
@@ -146,7 +149,7 @@ class TensorSender(LoopObject):
         conversation = self._outgoing.conversation
         is_there = conversation.is_connected or conversation.link.is_kept_waiting
         reason = "the receiver has not answered" if is_there else "no receiver was here"
-        return self._outgoing.ledger.overdue(reason, 0, 0)
+        return self._outgoing.holders.overdue(reason, 0, 0)
 
     async def send(self, tensor: Sendable) -> TensorHandle:
         """Send a message of one tensor, and return the handle that names it for the receiver.
@@ -213,7 +216,7 @@ class TensorSender(LoopObject):
         the block, or cancelling it, discards the message.
         """
         with self._errors:
-            self._home.check()
+            self._affinity.check()
         return OpenMessage(self)
 
     async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -255,7 +258,7 @@ class TensorSender(LoopObject):
             ValueError: the handle belongs to another sender.
         """
         with self._errors:
-            self._home.check()
+            self._affinity.check()
             if handle.sender != self._id:
                 raise ValueError(f"this handle is of sender {handle.sender}, not of this one ({self._id})")
         self._outgoing.abandon_number(handle.message)
@@ -266,7 +269,7 @@ class TensorSender(LoopObject):
         The effect on each message is the same as with `discard`.
         """
         with self._errors:
-            self._home.check()
+            self._affinity.check()
         return self._outgoing.abandon_all(State.OPEN, State.WHOLE)
 
     async def drain(self) -> None:
@@ -285,9 +288,9 @@ class TensorSender(LoopObject):
 
     def statistics(self) -> SenderStatistics:
         """Return the current usage and the totals since opening; also available after closing."""
-        self._home.check_place()
+        self._affinity.check_place()
         out = self._outgoing
-        usage = out.ledger.usage() if self._home.was_entered else _UNUSED
+        usage = out.holders.usage() if self._affinity.was_entered else _UNUSED
         permits = out.permits.budget
         return SenderStatistics(
             max_concurrent_videos=permits.limit,
@@ -300,7 +303,7 @@ class TensorSender(LoopObject):
             bytes_in_use=usage.in_use,
             peak_bytes_in_use=usage.peak,
             warm_bytes=usage.warm,
-            largest_free_bytes=usage.largest_free if self._home.was_entered else out.max_bytes,
+            largest_free_bytes=usage.largest_free if self._affinity.was_entered else out.max_bytes,
             messages_sent=out.messages_sent,
             messages_discarded=out.messages_discarded,
             tensors_sent=out.tensors_sent,
@@ -321,12 +324,12 @@ class TensorSender(LoopObject):
         immediately; if the link has not accepted all messages by then, the receiver treats this sender as
         lost and drops all its unreceived messages. Closing again has no effect.
         """
-        self._home.check_place()
-        was_open = self._home.is_open
-        self._home.is_closed = True
+        self._affinity.check_place()
+        was_open = self._affinity.is_open
+        self._affinity.is_closed = True
         if was_open:
             self._freed.collect_all()
-            with self._home.leaving():
+            with self._affinity.leaving():
                 await self._outgoing.close()
 
     async def _allocate(
@@ -336,12 +339,12 @@ class TensorSender(LoopObject):
         sizes = tuple(map(operator.index, shape))
         if min(sizes, default=0) < 0:
             raise ValueError(f"the sizes of a shape are not negative, got {sizes}")
-        placements.check_dtype(dtype)
+        check_dtype(dtype)
         nbytes = math.prod(sizes) * dtype.itemsize
         self._check_fits(nbytes)
         if nbytes == 0:
             _check_addressable(sizes, dtype.itemsize)
-            return placements.new_tensor(sizes, dtype)
+            return new_tensor(sizes, dtype)
         return await self._outgoing.allocate(nbytes, dtype, sizes, message)
 
     @property
@@ -352,22 +355,22 @@ class TensorSender(LoopObject):
     def _has_failed(self) -> bool:
         """Return whether calls raise an error until `_look_again` finds a receiver, or for good."""
         out = self._outgoing
-        return not self._home.is_open or (out.failure or out.conversation.failure) is not None
+        return not self._affinity.is_open or (out.failure or out.conversation.failure) is not None
 
-    def _listen(self, listener: RoomListener) -> None:
+    def _listen(self, listener: CapacityListener) -> None:
         """Call a listener, held by a weak reference, whenever a new message may have become possible."""
         self._outgoing.listen(listener)
 
     def _details(self) -> list[str]:
         permits = self._outgoing.permits.budget
         in_flight = f"{permits.in_use} of {permits.limit} messages in flight"
-        return [f"at {self._endpoint}", *([in_flight] if self._home.is_open else [])]
+        return [f"at {self._endpoint}", *([in_flight] if self._affinity.is_open else [])]
 
     def _prepare(self, value: Sendable) -> tuple[Source, Plan]:
         """Reject a value that can never be sent, before any resources are taken for it."""
         self._check()
-        source = placements.as_source(value)
-        plan = placements.plan(source, self._outgoing.memory.allocations)
+        source = as_source(value)
+        plan = plan_placement(source, self._outgoing.memory.allocations)
         if plan.new_bytes:
             self._check_fits(plan.new_bytes)
         return source, plan
@@ -379,7 +382,7 @@ class TensorSender(LoopObject):
         self._errors.add(error)
 
     def _check(self) -> None:
-        self._home.check()
+        self._affinity.check()
         if self._outgoing.failure is not None:
             raise self._outgoing.why_not()
 
@@ -398,7 +401,7 @@ class TensorSender(LoopObject):
 
 
 def _check_addressable(sizes: tuple[int, ...], itemsize: int) -> None:
-    if not placements.is_addressable(sizes, itemsize):
+    if not is_addressable(sizes, itemsize):
         raise TooLargeError(
             f"an empty tensor of shape {sizes} has strides that cannot be computed: choose smaller sizes",
             limit=sys.maxsize,

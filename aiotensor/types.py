@@ -1,9 +1,9 @@
 """The small values that users hold: handles, deliveries and statistics. No behaviour."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -13,18 +13,23 @@ if TYPE_CHECKING:  # these records hold tensors and make none: the pure modules 
 
 __all__ = [
     "MAX_BOUNDS",
+    "MAX_ERROR_NAMES",
     "MAX_NUMBER",
     "ClientStatistics",
     "Delivery",
+    "Export",
     "Holder",
     "Number",
     "ReceiverStatistics",
     "Seconds",
     "SenderStatistics",
     "ServerStatistics",
+    "Statistics",
     "TensorHandle",
     "Usage",
     "Waits",
+    "counter",
+    "gauge",
 ]
 
 
@@ -139,6 +144,23 @@ class Usage(msgspec.Struct, frozen=True):
     requested: int = 0
 
 
+# The ranges of numbers and times that are accepted from another process.
+MAX_NUMBER = 2**63 - 1
+Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=2.0**63)]
+
+# Limits for values that come from another process: the bounds of a `Waits`, the types of errors, and holders.
+# A sender names far fewer holders to an inspector, but users may store the statistics of any sender.
+MAX_BOUNDS = 64
+MAX_ERROR_NAMES = 32
+_MAX_HOLDERS = 1024
+
+Errors: TypeAlias = Annotated[
+    dict[Annotated[str, msgspec.Meta(max_length=64)], Number],
+    msgspec.Meta(max_length=MAX_ERROR_NAMES),
+]
+
+
 class Holder(msgspec.Struct, frozen=True):
     """A message or tensor that holds a permit or memory of a sender.
 
@@ -150,19 +172,10 @@ class Holder(msgspec.Struct, frozen=True):
         seconds: the time that it has held them.
     """
 
-    message: int | None
-    state: str
-    bytes: int
-    seconds: float
-
-
-# The ranges of numbers and times that are accepted from another process.
-MAX_NUMBER = 2**63 - 1
-Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=2.0**63)]
-
-# The limit for a `Waits`, which also comes from another process.
-MAX_BOUNDS = 64
+    message: Number | None
+    state: Annotated[str, msgspec.Meta(max_length=64)]
+    bytes: Number
+    seconds: Seconds
 
 
 class Waits(msgspec.Struct, frozen=True):
@@ -191,162 +204,212 @@ class Waits(msgspec.Struct, frozen=True):
             raise ValueError(f"the bounds of waits grow, got {self.bounds_s}")
 
 
+class Export(NamedTuple):
+    """How a field of statistics is exported; made by `counter` and `gauge`.
+
+    Attributes:
+        kind: a ``"counter"`` only grows and outlasts its object; a ``"gauge"`` is a current value.
+        metric: the name of the metric after the name of the role, for example after ``aiotensor_sender_``;
+            "" for the name of the field.
+        labels: the labels that distinguish fields with the same metric, and their values.
+        is_largest: at each endpoint the largest value of all objects is exported, not the sum.
+    """
+
+    kind: Literal["counter", "gauge"]
+    metric: str
+    labels: tuple[tuple[str, str], ...] = ()
+    is_largest: bool = False
+
+
+def counter(text: str, *, metric: str = "", labels: Mapping[str, str] | None = None) -> msgspec.Meta:
+    """Declare a field that only grows: a number, the durations of waits, or errors by type.
+
+    The statistics frame, the Prometheus metrics, the counts of closed objects and the tables of
+    docs/metrics.md derive from the declaration.
+
+    Args:
+        text: the help text, one or more sentences.
+        metric: the name of the metric; see `Export`.
+        labels: the same.
+    """
+    export = Export("counter", metric, tuple((labels or {}).items()))
+    return msgspec.Meta(description=text, extra={"export": export})
+
+
+def gauge(text: str, *, metric: str = "", largest: bool = False) -> msgspec.Meta:
+    """Declare a field with a current value; arguments as for `counter`, and `largest` as in `Export`."""
+    return msgspec.Meta(description=text, extra={"export": Export("gauge", metric, is_largest=largest)})
+
+
 class SenderStatistics(msgspec.Struct, frozen=True):
     """The current usage of one sender, and its totals since it was opened.
 
-    Attributes:
-        max_concurrent_videos: the limit on messages in flight.
-        in_flight: messages that hold a permit: begun, and neither fully taken nor discarded.
-        peak_in_flight: the most messages that were in flight at once.
-        waiting: calls that wait now: for a permit, for bytes, or for other copies to end.
-        longest_wait_s: seconds that the longest of these waits has lasted.
-        holders: the holders of permits and memory, longest first.
-        arena_bytes: the limit on bytes of shared memory.
-        bytes_in_use: bytes of shared memory in use, taken by the receiver or not.
-        peak_bytes_in_use: the most bytes that were in use at once.
-        warm_bytes: bytes of shared memory that the system has provided, in use or kept for the next tensor.
-        largest_free_bytes: bytes of the largest tensor that would get shared memory now if no call waited.
-        messages_sent: messages announced in full to the receiver.
-        messages_discarded: messages discarded by either side.
-        tensors_sent: tensors announced to the receiver.
-        bytes_sent: bytes of those tensors.
-        receivers_lost: how often the receiver died, closed or refused this sender.
-        permit_waits: the waits for a permit that have ended.
-        memory_waits: the waits for bytes of shared memory that have ended.
-        tensors_copied: tensors that sending copied into shared memory.
-        bytes_copied: bytes of those tensors.
-        errors: how often a call raised an error, by the name of its type: the types of
-            `aiotensor`, ``"OSError"``, and ``"other"``. Cancellation is not counted.
+    The declaration of each field explains it. A field without `counter` or `gauge` is not exported.
     """
 
-    max_concurrent_videos: int
-    in_flight: int
-    peak_in_flight: int
-    waiting: int
-    longest_wait_s: float
-    holders: tuple[Holder, ...]
-    arena_bytes: int
-    bytes_in_use: int
-    peak_bytes_in_use: int
-    warm_bytes: int
-    largest_free_bytes: int
-    messages_sent: int
-    messages_discarded: int
-    tensors_sent: int
-    bytes_sent: int
-    receivers_lost: int
-    permit_waits: Waits
-    memory_waits: Waits
-    tensors_copied: int
-    bytes_copied: int
-    errors: dict[str, int]
+    max_concurrent_videos: Annotated[Number, gauge("Limit of messages in flight.", metric="permits_limit")]
+    in_flight: Annotated[
+        Number,
+        gauge("Messages with a permit: begun, and neither taken nor discarded.", metric="permits_in_use"),
+    ]
+    peak_in_flight: Annotated[
+        Number,
+        gauge(
+            "The most messages that one sender had in flight at once.", metric="permits_peak", largest=True
+        ),
+    ]
+    waiting: Annotated[
+        Number,
+        gauge(
+            "Calls that wait for a permit, for memory, or for other copies to end.", metric="waiting_calls"
+        ),
+    ]
+    longest_wait_s: Annotated[
+        Seconds,
+        gauge("Time that the longest current wait has lasted.", metric="longest_wait_seconds", largest=True),
+    ]
+    holders: Annotated[
+        tuple[Holder, ...],
+        msgspec.Meta(max_length=_MAX_HOLDERS, description="Holders of permits and memory, longest first."),
+    ]
+    arena_bytes: Annotated[Number, gauge("Limit of shared memory in use.", metric="memory_limit_bytes")]
+    bytes_in_use: Annotated[
+        Number, gauge("Shared memory in use, taken by the receiver or not.", metric="memory_in_use_bytes")
+    ]
+    peak_bytes_in_use: Annotated[
+        Number,
+        gauge(
+            "The most shared memory that one sender used at once.", metric="memory_peak_bytes", largest=True
+        ),
+    ]
+    warm_bytes: Annotated[
+        Number,
+        gauge("Allocated shared memory, in use or kept for the next tensor.", metric="memory_warm_bytes"),
+    ]
+    largest_free_bytes: Annotated[
+        Number,
+        gauge(
+            "The largest tensor that would get shared memory now if no other call waited.",
+            metric="memory_largest_free_bytes",
+            largest=True,
+        ),
+    ]
+    messages_sent: Annotated[Number, counter("Messages announced in full to the receiver.")]
+    messages_discarded: Annotated[Number, counter("Messages discarded by either side.")]
+    tensors_sent: Annotated[Number, counter("Tensors announced to the receiver.")]
+    bytes_sent: Annotated[Number, counter("Bytes of the announced tensors.", metric="sent_bytes")]
+    receivers_lost: Annotated[Number, counter("How often the receiver died, closed or refused the sender.")]
+    permit_waits: Annotated[
+        Waits,
+        counter("Durations of ended waits for a permit.", metric="wait_seconds", labels={"for": "permit"}),
+    ]
+    memory_waits: Annotated[
+        Waits,
+        counter("Durations of ended waits for memory.", metric="wait_seconds", labels={"for": "memory"}),
+    ]
+    tensors_copied: Annotated[Number, counter("Tensors that sending copied into shared memory.")]
+    bytes_copied: Annotated[Number, counter("Bytes of the copied tensors.", metric="copied_bytes")]
+    errors: Annotated[Errors, counter("Calls of senders that raised an error, by the type of the error.")]
 
 
 class ReceiverStatistics(msgspec.Struct, frozen=True):
     """The current usage of the receiver, and its totals since it was opened.
 
-    Attributes:
-        senders: senders that are connected now.
-        max_senders: the limit on them.
-        senders_lost: senders that died or broke the link.
-        senders_refused: senders that were refused, because of a limit or of their version, and unidentified
-            connections that newer ones replaced.
-        waiting: `receive` calls and iterations that wait now.
-        unclaimed_tensors: tensors that arrived and were not taken.
-        unclaimed_bytes: bytes of those tensors.
-        mapped_bytes: bytes of senders' arenas that are mapped by the receiver or may still be mapped.
-        max_mapped_bytes: the limit on them.
-        promised_messages: messages that connected senders may have unclaimed at the receiver at once, plus
-            messages left at the receiver by closed senders.
-        max_unclaimed_messages: the limit on them.
-        leases: blocks of shared memory pinned by tensors that were received and are still alive.
-        leased_bytes: bytes of the tensors that pin them.
-        peak_leased_bytes: the most bytes that were leased at once.
-        tensors_taken: tensors that were received.
-        bytes_taken: bytes of those tensors.
-        messages_discarded: messages discarded by either side.
-        tensors_copied: tensors that were received with ``copy=True``.
-        bytes_copied: bytes of those tensors.
-        errors: how often a call raised an error, by the name of its type, as `SenderStatistics` has it.
+    The declaration of each field explains it.
     """
 
-    senders: Number
-    max_senders: Number | None
-    senders_lost: Number
-    senders_refused: Number
-    waiting: Number
-    unclaimed_tensors: Number
-    unclaimed_bytes: Number
-    mapped_bytes: Number
-    max_mapped_bytes: Number | None
-    promised_messages: Number
-    max_unclaimed_messages: Number | None
-    leases: Number
-    leased_bytes: Number
-    peak_leased_bytes: Number
-    tensors_taken: Number
-    bytes_taken: Number
-    messages_discarded: Number
-    tensors_copied: Number
-    bytes_copied: Number
-    errors: dict[str, Number]
+    senders: Annotated[Number, gauge("Senders that are connected.")]
+    max_senders: Annotated[Number | None, gauge("Limit of connected senders.", metric="senders_limit")]
+    senders_lost: Annotated[Number, counter("Senders that died or broke the connection.")]
+    senders_refused: Annotated[
+        Number,
+        counter(
+            "Senders that were refused, because of a limit or of their version, and unidentified connections "
+            "that newer ones replaced."
+        ),
+    ]
+    waiting: Annotated[Number, gauge("Calls and iterations that wait for a tensor.", metric="waiting_calls")]
+    unclaimed_tensors: Annotated[Number, gauge("Tensors that have arrived and have not been taken.")]
+    unclaimed_bytes: Annotated[Number, gauge("Bytes of the tensors that have not been taken.")]
+    mapped_bytes: Annotated[Number, gauge("Shared memory of senders that is mapped, or may still be mapped.")]
+    max_mapped_bytes: Annotated[
+        Number | None, gauge("Limit of the mapped shared memory.", metric="mapped_limit_bytes")
+    ]
+    promised_messages: Annotated[
+        Number,
+        gauge(
+            "Messages that connected senders may have unclaimed at the receiver at once, and messages that "
+            "closed senders left there."
+        ),
+    ]
+    max_unclaimed_messages: Annotated[
+        Number | None, gauge("Limit of the promised messages.", metric="promised_messages_limit")
+    ]
+    leases: Annotated[
+        Number, gauge("Blocks of shared memory pinned by tensors that were taken and are alive.")
+    ]
+    leased_bytes: Annotated[Number, gauge("Bytes of the tensors that pin these blocks.")]
+    peak_leased_bytes: Annotated[
+        Number,
+        gauge(
+            "The most bytes that one receiver had leased at once.", metric="leased_peak_bytes", largest=True
+        ),
+    ]
+    tensors_taken: Annotated[Number, counter("Tensors that were received.")]
+    bytes_taken: Annotated[Number, counter("Bytes of the received tensors.", metric="taken_bytes")]
+    messages_discarded: Annotated[Number, counter("Messages discarded by either side.")]
+    tensors_copied: Annotated[Number, counter("Tensors that were received as copies.")]
+    bytes_copied: Annotated[Number, counter("Bytes of the received copies.", metric="copied_bytes")]
+    errors: Annotated[Errors, counter("Calls of receivers that raised an error, by the type of the error.")]
 
 
 class ClientStatistics(msgspec.Struct, frozen=True):
     """The current messages of a messaging client, and its totals since it was opened.
 
-    Attributes:
-        servers: servers that are connected now.
-        in_flight: messages that are being sent, or wait for an answer, at each server.
-        waiting: messages that wait until one of several servers can take them.
-        messages_sent: messages that were handed to ZeroMQ.
-        answers: requests that were answered.
-        failures: requests that ended with an error.
-        cancelled: requests that were cancelled at the client.
-        servers_lost: how often a server died, closed or refused this client.
-        errors: how often a call raised an error, by the name of its type, as `SenderStatistics` has it.
+    The declaration of each field explains it. `in_flight` has a number for each server.
     """
 
-    servers: int
-    in_flight: tuple[int, ...]
-    waiting: int
-    messages_sent: int
-    answers: int
-    failures: int
-    cancelled: int
-    servers_lost: int
-    errors: dict[str, int]
+    servers: Annotated[Number, gauge("Servers that are connected.")]
+    in_flight: Annotated[tuple[Number, ...], gauge("Messages that are being sent, or wait for an answer.")]
+    waiting: Annotated[Number, gauge("Messages that wait until one of several servers can accept them.")]
+    messages_sent: Annotated[Number, counter("Messages handed to ZeroMQ.")]
+    answers: Annotated[Number, counter("Requests that were answered.")]
+    failures: Annotated[Number, counter("Requests that ended with an error.")]
+    cancelled: Annotated[Number, counter("Requests that were cancelled at the client.")]
+    servers_lost: Annotated[Number, counter("How often a server died, closed or refused the client.")]
+    errors: Annotated[Errors, counter("Calls of clients that raised an error, by the type of the error.")]
 
 
 class ServerStatistics(msgspec.Struct, frozen=True):
     """The current messages of a messaging server, and its totals since it was opened.
 
-    Attributes:
-        clients: clients that are connected now.
-        max_clients: the limit on them.
-        waiting: messages that have arrived and were not taken.
-        max_waiting: the limit on them, for each client.
-        waiting_bytes: bytes of these messages, without the tensors that travel by a sender.
-        max_waiting_bytes: the limit on them, for each client.
-        in_hand: messages that were taken, and neither answered nor abandoned.
-        messages_received: messages that have arrived.
-        answers: messages that were answered.
-        failures: messages that were answered with an error.
-        cancelled: messages that their clients cancelled, or that were lost together with their clients.
-        clients_lost: clients that died, closed or broke the protocol.
-        clients_refused: clients that were refused, because of a limit or of their version.
+    The declaration of each field explains it. A field without `counter` or `gauge` is not exported.
     """
 
-    clients: int
-    max_clients: int | None
-    waiting: int
-    max_waiting: int
-    waiting_bytes: int
-    max_waiting_bytes: int
-    in_hand: int
-    messages_received: int
-    answers: int
-    failures: int
-    cancelled: int
-    clients_lost: int
-    clients_refused: int
+    clients: Annotated[Number, gauge("Clients that are connected.")]
+    max_clients: Annotated[
+        Number | None,
+        gauge(
+            "Limit of clients, including disconnected clients with waiting messages.", metric="clients_limit"
+        ),
+    ]
+    waiting: Annotated[Number, gauge("Messages that have not been taken.", metric="waiting_messages")]
+    max_waiting: Annotated[Number, msgspec.Meta(description="Limit of waiting messages for each client.")]
+    waiting_bytes: Annotated[
+        Number, gauge("Bytes of the waiting messages, without the tensors that a sender transfers.")
+    ]
+    max_waiting_bytes: Annotated[Number, msgspec.Meta(description="Limit of these bytes for each client.")]
+    in_hand: Annotated[Number, gauge("Messages that were taken, and neither answered nor cancelled.")]
+    messages_received: Annotated[Number, counter("Messages that have arrived.")]
+    answers: Annotated[Number, counter("Messages that were answered.")]
+    failures: Annotated[Number, counter("Messages that were answered with an error.")]
+    cancelled: Annotated[
+        Number, counter("Messages that their clients cancelled, or that were lost with their clients.")
+    ]
+    clients_lost: Annotated[Number, counter("Clients that died, closed or broke the protocol.")]
+    clients_refused: Annotated[
+        Number, counter("Clients that were refused, because of a limit or of their version.")
+    ]
+
+
+Statistics: TypeAlias = SenderStatistics | ReceiverStatistics | ClientStatistics | ServerStatistics

@@ -12,14 +12,14 @@ import sys
 
 import prometheus_client
 from aiohttp import web
-from messages import MESSAGES, TENSORS, Summary
-from uploads import Upload
-from videos import Admission, UnreadableVideoError, colours
 
 from aiotensor import TensorSender
 from aiotensor.channel import MessageClient
 from aiotensor.integrations.aiohttp import client_context, problem_middleware, sender_context
 from aiotensor.integrations.prometheus import AioTensorCollector
+from messages import MESSAGES, TENSORS, Summary
+from uploads import Upload
+from videos import Admission, UnreadableVideoError, colours
 
 # A longer wait is answered with 503.
 VIDEOS_AT_ONCE = 4

@@ -11,11 +11,10 @@ import io
 import sys
 from pathlib import Path
 
-from messages import MESSAGES, TENSORS, Summary
-from videos import UnreadableVideoError, colours
-
 from aiotensor import AioTensorError, TensorSender
 from aiotensor.channel import MessageClient
+from messages import MESSAGES, TENSORS, Summary
+from videos import UnreadableVideoError, colours
 
 FILES_AT_ONCE = 4
 

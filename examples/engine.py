@@ -3,9 +3,8 @@
 python examples/engine.py
 """
 
-from messages import MESSAGES, TENSORS, Batch, Summary
-
 from aiotensor import blocking
+from messages import MESSAGES, TENSORS, Batch, Summary
 
 
 def model(batch: Batch) -> Summary:

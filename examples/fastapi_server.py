@@ -12,14 +12,14 @@ from typing import Annotated, TypeAlias
 
 import prometheus_client
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
-from messages import MESSAGES, TENSORS, Summary
-from uploads import Upload
-from videos import Admission, UnreadableVideoError, colours
 
 from aiotensor import TensorSender
 from aiotensor.channel import MessageClient
 from aiotensor.integrations.fastapi import MessageLifespan
 from aiotensor.integrations.prometheus import AioTensorCollector
+from messages import MESSAGES, TENSORS, Summary
+from uploads import Upload
+from videos import Admission, UnreadableVideoError, colours
 
 # Limits of each worker. A longer wait is answered with 503.
 VIDEOS_AT_ONCE = 4

@@ -18,10 +18,10 @@ import anyio.to_thread
 import av
 import numpy as np
 import torch
-from messages import Batch, Summary
 
 from aiotensor import TensorSender, WouldBlockError
 from aiotensor.channel import MessageClient
+from messages import Batch, Summary
 
 MAX_BATCH_FRAMES = 32
 

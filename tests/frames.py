@@ -1,9 +1,9 @@
 """Frames as a sender makes them, for tests that speak for themselves."""
 
 from aiotensor.protocol.frames import Account, Put
-from aiotensor.tally import WaitTally
+from aiotensor.statistics.counters import WaitCounter
 
-NO_WAITS = WaitTally().waits()
+NO_WAITS = WaitCounter().waits()
 
 # Of a sender that holds nothing and has done nothing.
 ACCOUNT = Account(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NO_WAITS, NO_WAITS, 0, 0, {})

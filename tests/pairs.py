@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from typing import NamedTuple
 
 from aiotensor import TensorHandle, TensorReceiver, TensorSender
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from verification import places
 
 

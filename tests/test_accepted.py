@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from aiotensor import UnsupportedTensorError
-from aiotensor.placements.dtypes import DTYPES
 from aiotensor.protocol.frames import MAX_DIMENSIONS
+from aiotensor.tensors.dtypes import DTYPES
 from tests.pairs import Pair, pair
 from verification.waiting import settled
 

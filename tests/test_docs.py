@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 
-from aiotensor.cli.demo.clips import sample_clips
+from demo.clips import sample_clips
 
 ROOT = Path(__file__).parent.parent
 

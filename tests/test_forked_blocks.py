@@ -10,7 +10,7 @@ from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from tests.channel.parties import Answer, Place, Question, place
 from tests.forked_blocks import by_each_exception, check_told_of_fork, in_each_block_of
-from tests.test_home import forks, in_a_fork
+from tests.runtime.test_affinity import forks, in_a_fork
 
 pytestmark = forks
 

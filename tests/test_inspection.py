@@ -37,10 +37,10 @@ from aiotensor.protocol.frames import (
 )
 from aiotensor.types import MAX_NUMBER
 from tests.frames import ACCOUNT
-from tests.links.unix_ends import in_child, leave_stale
 from tests.looking import RogueReceiver, look_at, looking_at_rogue, observing
 from tests.pairs import endpoint
 from tests.steps import steps_of
+from tests.transports.unix_ends import in_child, leave_stale
 from verification.fuzz.listening import waiting_at
 from verification.fuzz.speaking import say
 from verification.patterns import BIG, pattern

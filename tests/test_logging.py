@@ -28,10 +28,10 @@ from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.integrations.limits import RequestLimits
 from aiotensor.integrations.problems import problem_of
 from aiotensor.integrations.watching import WatchRequests, watch
-from aiotensor.links import unix
-from aiotensor.logs import MAX_TEXT, logger_of, one_line
 from aiotensor.protocol import exchange
 from aiotensor.protocol.frames import VERSION, Bye, Hello, Welcome, encode
+from aiotensor.runtime.logs import MAX_TEXT, logger_of, one_line
+from aiotensor.transports import unix
 from tests.channel.parties import Question, channel, place
 from tests.channel.rogues import hear, raw
 from verification.patterns import BIG, pattern
@@ -150,7 +150,7 @@ def test_no_field_takes_the_place_of_one_that_every_record_has() -> None:
 def test_every_logger_is_made_in_one_place_which_sees_to_it_that_its_records_fit_a_line() -> None:
     modules = _modules()
     makers = {name for name, tree in modules.items() if "logging.getLogger" in map(_name_of, _calls(tree))}
-    assert makers == {"__init__.py", "logs.py"}  # the first has the handler that does nothing
+    assert makers == {"__init__.py", "runtime/logs.py"}  # the first has the handler that does nothing
 
 
 def test_nothing_but_the_commands_prints() -> None:
@@ -162,7 +162,7 @@ def test_nothing_but_the_commands_prints() -> None:
         if not name.startswith("cli/") and _name_of(call) in forbidden
     }
     # A ResourceWarning for unclosed objects, which Python shows only if its warning filters allow it.
-    assert printing == {"home.py": "warnings.warn"}
+    assert printing == {"runtime/affinity.py": "warnings.warn"}
 
 
 # Events at run time
@@ -666,7 +666,7 @@ def test_the_json_of_the_page_is_one_object_for_one_event() -> None:
 def test_the_json_of_the_page_keeps_a_traceback_in_its_line() -> None:
     (snippet,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     logs = """
-from aiotensor.logs import logger_of
+from aiotensor.runtime.logs import logger_of
 try:
     raise ValueError("two\\nlines")
 except ValueError as error:

@@ -14,7 +14,7 @@ from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.integrations.fastapi import MessageLifespan, TensorLifespan
 from aiotensor.integrations.prometheus import AioTensorCollector
 from tests.channel.parties import Answer, Place, Question, place
-from tests.test_home import forks, in_a_fork
+from tests.runtime.test_affinity import forks, in_a_fork
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 

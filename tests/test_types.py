@@ -1,6 +1,7 @@
 import copy
 import json
 import pickle
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -8,7 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiotensor.types import Delivery, Holder, ReceiverStatistics, SenderStatistics, TensorHandle, Usage, Waits
+from aiotensor.types import (
+    MAX_NUMBER,
+    Delivery,
+    Holder,
+    ReceiverStatistics,
+    SenderStatistics,
+    Statistics,
+    TensorHandle,
+    Usage,
+    Waits,
+)
 
 HANDLE = TensorHandle("0123456789abcdef" * 2, 3, 1, "uint8", (120, 720, 1280, 3), "cpu")
 
@@ -89,7 +100,34 @@ def test_statistics_name_who_holds_what() -> None:
     assert msgspec.structs.replace(HOLDER, message=None).message is None
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+@pytest.mark.parametrize(
+    "record", [HANDLE, Usage(1, 2, 3), HOLDER, WAITS], ids=lambda one: type(one).__name__
+)
 def test_every_field_of_a_record_is_explained(record: msgspec.Struct) -> None:
     for field in record.__struct_fields__:
         assert f"\n        {field}: " in str(type(record).__doc__)
+
+
+@pytest.mark.parametrize("kind", get_args(Statistics), ids=lambda kind: kind.__name__)
+def test_every_field_of_statistics_is_declared_with_its_help_text(kind: type[Statistics]) -> None:
+    declared = msgspec.json.schema(kind)["$defs"][kind.__name__]["properties"]
+
+    assert declared.keys() == set(kind.__struct_fields__)
+    for name, field in declared.items():
+        assert field["description"].endswith("."), name
+
+
+@pytest.mark.parametrize("value", [-1, 2 * MAX_NUMBER, {"other": -1}, {"E" * 65: 1}], ids=repr)
+@pytest.mark.parametrize("record", [SENT, RECEIVED], ids=lambda record: type(record).__name__)
+def test_statistics_of_another_process_are_within_bounds(record: msgspec.Struct, value: Any) -> None:
+    for name in record.__struct_fields__:
+        told = {**msgspec.to_builtins(record), name: value}
+
+        with pytest.raises(msgspec.ValidationError, match=rf"\$\.{name}\b"):
+            msgspec.convert(told, type(record))
+
+
+def test_statistics_of_another_process_name_a_limited_number_of_errors_and_holders() -> None:
+    for many in ({"errors": {f"E{n}": 1 for n in range(33)}}, {"holders": (HOLDER,) * 1025}):
+        with pytest.raises(msgspec.ValidationError, match="length <="):
+            msgspec.convert(msgspec.to_builtins(msgspec.structs.replace(SENT, **many)), SenderStatistics)

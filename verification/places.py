@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 from aiotensor import TensorQueue
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 
 __all__ = ["LINKS", "Link", "Place", "endpoint"]
 

@@ -184,7 +184,7 @@ class Request(Generic[M]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if self._server._inner._home.is_left_in_child(error):
+        if self._server._inner._affinity.is_left_in_child(error):
             return False
         try:
             self._server._now(self._inner._leave, error)

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from aiotensor.blocking.thread import Call, Loop, borrow, give_back
 from aiotensor.errors import ClosedError, UsageError
-from aiotensor.home import Home, close_now, warn_unclosed
+from aiotensor.runtime.affinity import LoopAffinity, close_now, warn_unclosed
 
 __all__ = ["AsyncObject", "BlockingObject"]
 
@@ -22,7 +22,7 @@ R = TypeVar("R")
 class AsyncObject(Protocol):
     """What is opened, closed, and says what it has done."""
 
-    _home: Home
+    _affinity: LoopAffinity
 
     async def __aenter__(self) -> Self: ...
 
@@ -46,7 +46,7 @@ class BlockingObject(Generic[A]):
     def __init__(self, inner: A) -> None:
         self._name = type(self).__name__
         self._inner = inner
-        inner._home.has_guardian = True  # what is opened here is closed by `__del__` here
+        inner._affinity.has_guardian = True  # what is opened here is closed by `__del__` here
         self._pid = os.getpid()
         self._user = object()  # of the loop
         self._loop: Loop | None = None
@@ -92,7 +92,7 @@ class BlockingObject(Generic[A]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._inner._home.is_left_in_child(error):  # else closing would replace the exception
+        if not self._inner._affinity.is_left_in_child(error):  # else closing would replace the exception
             self.close()
 
     def close(self, *, timeout: float | None = None) -> None:

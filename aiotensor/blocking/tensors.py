@@ -9,8 +9,8 @@ import torch
 import aiotensor
 from aiotensor.blocking.portal import BlockingObject
 from aiotensor.errors import ClosedError
-from aiotensor.links import Endpoint
-from aiotensor.placements import Sendable
+from aiotensor.tensors.source import Sendable
+from aiotensor.transports.endpoints import Endpoint
 from aiotensor.types import Delivery, ReceiverStatistics, SenderStatistics, TensorHandle
 
 __all__ = ["OpenMessage", "TensorReceiver", "TensorSender"]
@@ -206,7 +206,7 @@ class OpenMessage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._sender._inner._home.is_left_in_child(error):
+        if self._sender._inner._affinity.is_left_in_child(error):
             return
         try:
             self._sender._wait(self._inner.__aexit__, kind, error, trace)

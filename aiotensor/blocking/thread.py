@@ -18,8 +18,8 @@ from typing import Any, Generic, TypeVar
 import anyio
 import zmq.utils.garbage  # noqa: F401 - what it does at exit is to come after what is done here
 
-from aiotensor import opened
-from aiotensor.worker import no_thread, thread_limiter
+from aiotensor.runtime.worker import no_thread, thread_limiter
+from aiotensor.statistics import registry
 
 __all__ = ["Call", "Loop", "borrow", "give_back"]
 
@@ -221,7 +221,7 @@ class Loop:
             return
         # Kept for good, by the frame of the thread: parts that are freed while the interpreter is taken apart
         # would complain that they were not closed.
-        self._left_open = list(opened.owners())
+        self._left_open = list(registry.owners())
         stands, never = threading.Event(), threading.Lock()
         never.acquire()
 

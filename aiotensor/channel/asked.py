@@ -19,12 +19,12 @@ import torch
 from aiotensor.channel.outbox import Outbox
 from aiotensor.channel.parcels import QUICK_BODY_BYTES, QUICK_TENSORS
 from aiotensor.errors import AioTensorError, ProtocolError, WouldBlockError
-from aiotensor.logs import logger_of
-from aiotensor.placements import QUICK_BYTES
 from aiotensor.protocol.exchange import ClientHello, PartLimits
 from aiotensor.protocol.window import Tally
 from aiotensor.receiver import TensorReceiver
+from aiotensor.runtime.logs import logger_of
 from aiotensor.sender import TensorSender
+from aiotensor.tensors.copying import QUICK_BYTES
 from aiotensor.types import TensorHandle
 
 __all__ = ["Asked", "Client", "Limits", "State", "await_tensors", "take_tensors"]

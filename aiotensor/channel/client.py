@@ -22,12 +22,12 @@ from aiotensor.errors import (
     PeerLostError,
     ProtocolError,
 )
-from aiotensor.gates import seconds_or_never
-from aiotensor.home import Home, LoopObject
-from aiotensor.links.address import label_of
 from aiotensor.receiver import TensorReceiver
+from aiotensor.runtime.affinity import LoopAffinity, LoopObject
+from aiotensor.runtime.waiting import seconds_or_never
 from aiotensor.sender import OpenMessage, TensorSender
-from aiotensor.tally import ErrorTally
+from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
+from aiotensor.transports.address import label_of
 from aiotensor.types import ClientStatistics
 
 __all__ = ["MessageClient"]
@@ -102,8 +102,8 @@ class MessageClient(LoopObject, Generic[R]):
         max_wait_s: float | None = None,
         linger_s: float = 1.0,
     ) -> None:
-        self._home = Home("MessageClient")
-        self._errors = ErrorTally()
+        self._affinity = LoopAffinity("MessageClient")
+        self._errors = ErrorCounter()
         keys = options.client_keys(secret_key, server_key)
         texts = [address] if isinstance(address, str) else list(address)
         self._addresses = [
@@ -136,15 +136,15 @@ class MessageClient(LoopObject, Generic[R]):
         self._sender_to: dict[Connection, TensorSender | None] = {}
         self._servers: Servers | None = None  # None for a single server
         self._context: Context | None = None
-        self._sent = self._answers = self._failures = self._cancelled = 0
+        self._counts = new_counts(ClientStatistics)
 
     async def __aenter__(self) -> Self:
-        self._home.enter()
+        self._affinity.enter()
         self._loans, self._disposal = Loans(), Disposal()
         try:
             self._context = begin()
         except OSError:
-            self._home.is_closed = True
+            self._affinity.is_closed = True
             raise
         receiver = "" if self._receiver is None else self._receiver.id
         self._connections = [
@@ -164,7 +164,7 @@ class MessageClient(LoopObject, Generic[R]):
             self._servers = Servers(self._sender_to, self._max_wait_s)
         for connection in self._connections:
             connection.connect(self._servers)
-        self._home.settle(self, ",".join(label_of(address.text) for address in self._addresses))
+        self._affinity.settle(self, ",".join(label_of(address.text) for address in self._addresses))
         return self
 
     async def request(
@@ -222,10 +222,10 @@ class MessageClient(LoopObject, Generic[R]):
                 del asked
         except BaseException as error:
             self._errors.add(error)
-            self._failures += isinstance(error, Exception)
-            self._cancelled += isinstance(error, asyncio.CancelledError)
+            self._counts["failures"] += isinstance(error, Exception)
+            self._counts["cancelled"] += isinstance(error, asyncio.CancelledError)
             raise
-        self._answers += 1
+        self._counts["answers"] += 1
         return answer
 
     async def send(
@@ -245,15 +245,13 @@ class MessageClient(LoopObject, Generic[R]):
 
     def statistics(self) -> ClientStatistics:
         """Return the messages in flight and the counters; works after closing too."""
-        self._home.check_place()
-        return ClientStatistics(
+        self._affinity.check_place()
+        return snapshot(
+            ClientStatistics,
+            self._counts,
             servers=sum(connection.is_ready for connection in self._connections),
             in_flight=tuple(connection.in_flight for connection in self._connections),
             waiting=0 if self._servers is None else self._servers.waiting,
-            messages_sent=self._sent,
-            answers=self._answers,
-            failures=self._failures,
-            cancelled=self._cancelled,
             servers_lost=sum(connection.session for connection in self._connections),
             errors=self._errors.counts(),
         )
@@ -264,15 +262,15 @@ class MessageClient(LoopObject, Generic[R]):
         Waits until sent messages have left, at most `linger_s` seconds. Cancelling ends the wait. Closing
         again does nothing.
         """
-        self._home.check_place()
-        was_open, self._home.is_closed = self._home.is_open, True
+        self._affinity.check_place()
+        was_open, self._affinity.is_closed = self._affinity.is_open, True
         if not was_open or self._context is None:
             return
         for connection in self._connections:
             connection.close(ClosedError("this MessageClient was closed"), self._linger_s)
         if self._servers is not None:
             self._servers.close()
-        with self._home.leaving(), closing(self._disposal):
+        with self._affinity.leaving(), closing(self._disposal):
             await end(self._context)
 
     # One message
@@ -296,7 +294,7 @@ class MessageClient(LoopObject, Generic[R]):
         self, box: list[object], target: int | None, inside: OpenMessage | None, *, wants_answer: bool
     ) -> tuple[Connection, Asked, Handles]:
         """Send a message, and return the connection that sent it and counts it as in flight."""
-        self._home.check()
+        self._affinity.check()
         servers = self._servers if target is None and inside is None else None
         has_sender = self._senders[0] is not None
         parcel = await parcels.pack(box, has_sender=has_sender)
@@ -326,7 +324,7 @@ class MessageClient(LoopObject, Generic[R]):
                     if self._servers is not None:
                         self._servers.changed()
                 if sent is not None:
-                    self._sent += 1
+                    self._counts["messages_sent"] += 1
                     return connection, *sent
         finally:
             parcel.tensors.clear()
@@ -415,4 +413,4 @@ class MessageClient(LoopObject, Generic[R]):
     def _details(self) -> list[str]:
         addresses = ",".join(label_of(address.text) for address in self._addresses)
         in_flight = sum(connection.in_flight for connection in self._connections)
-        return [f"at {addresses}", *([f"{in_flight} messages in flight"] if self._home.is_open else [])]
+        return [f"at {addresses}", *([f"{in_flight} messages in flight"] if self._affinity.is_open else [])]

@@ -20,8 +20,6 @@ from aiotensor.channel.parcels import Handles, body_and_buffers
 from aiotensor.channel.refusals import Refusals
 from aiotensor.channel.sockets import MAX_PARTS, LoopSocket, PeerGoneError
 from aiotensor.errors import ProtocolError
-from aiotensor.gates import Waiters
-from aiotensor.logs import logger_of
 from aiotensor.protocol.exchange import (
     BODY_BYTES,
     VERSION,
@@ -41,6 +39,8 @@ from aiotensor.protocol.exchange import (
 )
 from aiotensor.protocol.versions import mismatch
 from aiotensor.protocol.window import Tally
+from aiotensor.runtime.logs import logger_of
+from aiotensor.runtime.waiting import Waiters
 
 __all__ = ["MAX_UNREAD", "Clients", "ClientsEvents"]
 
@@ -79,12 +79,15 @@ class Clients:
         events: the server, whose callbacks are called.
         waiters: the tasks that wait for a message. The socket refers to them and not to the server, so an
             unused server is garbage-collected, but not while a task waits for it.
+        counts: the counts of the server, where lost and refused clients are counted.
     """
 
-    def __init__(self, limits: Limits, receiver: str, events: ClientsEvents, waiters: Waiters) -> None:
+    def __init__(
+        self, limits: Limits, receiver: str, events: ClientsEvents, waiters: Waiters, counts: dict[str, int]
+    ) -> None:
         self.limits = limits
         self._receiver = receiver
-        self.lost = self.refused_clients = 0
+        self._counts = counts
         self._asked = 0  # unfinished messages of all clients
         self._events = weakref.ref(events)
         self._waiters = waiters
@@ -320,7 +323,7 @@ class Clients:
     def _refuse(self, identity: bytes, hello: ClientHello, reason: str) -> None:
         """Refuse a client after its hello."""
         self._refusals.client_refused(hello.pid, reason)
-        self.refused_clients += 1
+        self._counts["clients_refused"] += 1
         self._turn_away(identity, reason, is_refusal=True)
 
     def _turn_away(self, identity: bytes, reason: str, *, is_refusal: bool = False) -> None:
@@ -344,7 +347,7 @@ class Clients:
         """Remove a client, and give up its messages that want an answer."""
         if self._clients.pop(client.identity, None) is None:
             return  # removed already, when a send found that it is gone
-        self.lost += 1
+        self._counts["clients_lost"] += 1
         wanted = sum(asked.wants_answer for asked in client.asked.values())
         logger.log(
             logging.WARNING if wanted else logging.INFO,

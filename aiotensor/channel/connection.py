@@ -27,7 +27,6 @@ from aiotensor.channel.outbox import Parts
 from aiotensor.channel.parcels import Answered, Asked, Handles
 from aiotensor.channel.pipeline import Pipeline
 from aiotensor.channel.sockets import MAX_PARTS, LoopSocket
-from aiotensor.descriptors import copy_of
 from aiotensor.errors import (
     AccessDeniedError,
     AioTensorError,
@@ -37,9 +36,6 @@ from aiotensor.errors import (
     WouldBlockError,
     again,
 )
-from aiotensor.gates import Waiters, at_most
-from aiotensor.links.users import check_owner, check_user
-from aiotensor.logs import logger_of
 from aiotensor.protocol.exchange import (
     VERSION,
     Answer,
@@ -53,6 +49,10 @@ from aiotensor.protocol.exchange import (
     write,
 )
 from aiotensor.protocol.versions import mismatch
+from aiotensor.runtime.descriptors import copy_of
+from aiotensor.runtime.logs import logger_of
+from aiotensor.runtime.waiting import Waiters, at_most
+from aiotensor.transports.users import check_owner, check_user
 from aiotensor.types import Usage
 
 __all__ = ["Connection"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import zmq
 
-from aiotensor.worker import Worker
+from aiotensor.runtime.worker import Worker
 
 __all__ = ["Context", "begin", "check_descriptors", "end"]
 

@@ -18,7 +18,7 @@ import zmq
 from aiotensor.channel.endings import Ending
 from aiotensor.channel.options import Address, Target
 from aiotensor.channel.resolving import Lookup
-from aiotensor.logs import logger_of
+from aiotensor.runtime.logs import logger_of
 
 __all__ = ["DIALING_OPTIONS", "Dialer"]
 

@@ -4,7 +4,7 @@ import errno
 import os
 import socket
 
-from aiotensor.descriptors import Descriptor, copy_of
+from aiotensor.runtime.descriptors import Descriptor, copy_of
 
 __all__ = ["Ending"]
 

@@ -13,7 +13,7 @@ from aiotensor.channel.options import Address, Target
 from aiotensor.channel.resolving import look_up
 from aiotensor.channel.sockets import LoopSocket, SocketEvents
 from aiotensor.errors import UsageError
-from aiotensor.links.socket_file import SocketFile
+from aiotensor.transports.socket_file import SocketFile
 
 __all__ = ["Endpoint"]
 

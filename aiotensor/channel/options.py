@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import zmq
 from zmq.utils import z85
 
-from aiotensor.links.address import socket_path
 from aiotensor.protocol.exchange import MAX_HEADER_BYTES, PartLimits
+from aiotensor.transports.address import socket_path
 from aiotensor.types import MAX_NUMBER
 
 __all__ = [

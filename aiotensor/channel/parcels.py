@@ -12,18 +12,19 @@ import numpy.typing as npt
 import torch
 import zmq
 
-from aiotensor import placements
 from aiotensor.channel.sizes import QUICK_CODED_TENSORS, takes_long
 from aiotensor.codec import PACKED, SourceEncoder, TensorDecoder
 from aiotensor.errors import ClosedError, PeerLostError, ProtocolError, TooLargeError
-from aiotensor.home import FreedItems
-from aiotensor.placements import ArraySource, Source
 from aiotensor.protocol.exchange import PartLimits
 from aiotensor.protocol.frames import MAX_TENSORS
 from aiotensor.receiver import TensorReceiver
+from aiotensor.runtime.affinity import FreedItems
+from aiotensor.runtime.worker import Worker, in_thread
 from aiotensor.sender import OpenMessage, TensorSender
+from aiotensor.tensors.copying import QUICK_BYTES
+from aiotensor.tensors.inline import MAX_INLINE_BYTES
+from aiotensor.tensors.source import ArraySource, Source
 from aiotensor.types import TensorHandle
-from aiotensor.worker import Worker, in_thread
 
 __all__ = [
     "QUICK_BODY_BYTES",
@@ -44,14 +45,14 @@ __all__ = [
 
 # The most bytes of tensors in the body of a message. A sender sends the others. Without a sender, small ones
 # are packed into one buffer beside the body, so that tensors alone do not make the body too large.
-_MAX_INLINE_BYTES = 8 * placements.MAX_INLINE_BYTES
+_MAX_INLINE_BYTES = 8 * MAX_INLINE_BYTES
 
 # The most tensors that are sent or taken in one iteration of the event loop, each in 3 to 30 microseconds.
 QUICK_TENSORS = 64
 
 # Decoding a larger body may take a millisecond, and is done in a thread. Beside one tensor of the largest
 # size in a body there is space for two thousand values, or for many tiny tensors, so tensors are counted.
-QUICK_BODY_BYTES = placements.MAX_INLINE_BYTES + 2 * 1024
+QUICK_BODY_BYTES = MAX_INLINE_BYTES + 2 * 1024
 _MANY_TENSORS_BYTES = 2 * 1024
 _INSIDE = msgspec.msgpack.encode("in")  # the tag of a tensor in a body
 
@@ -103,7 +104,7 @@ class Parcel:
         if not self._has_sender:
             return None
         nbytes = source.nbytes
-        if nbytes <= placements.MAX_INLINE_BYTES and self._inline_bytes + nbytes <= _MAX_INLINE_BYTES:
+        if nbytes <= MAX_INLINE_BYTES and self._inline_bytes + nbytes <= _MAX_INLINE_BYTES:
             self._inline_bytes += nbytes
             return None
         self.tensors.append(source.array if isinstance(source, ArraySource) else source)
@@ -145,7 +146,7 @@ class Parcel:
         """Send every tensor, and append its handle."""
         tensors = nbytes = 0  # in this iteration of the loop, if no send has to wait
         for tensor in self.tensors:
-            if tensors == QUICK_TENSORS or nbytes > placements.QUICK_BYTES:
+            if tensors == QUICK_TENSORS or nbytes > QUICK_BYTES:
                 tensors = nbytes = 0
                 await asyncio.sleep(0)
             handles.append(await message.send(tensor))
@@ -196,7 +197,7 @@ async def unpack(decoder: TensorDecoder[Any], parts: Sequence[memoryview], found
 
 def _decodes_quickly(parts: Sequence[memoryview], tensors: int) -> bool:
     body = parts[0]
-    if len(body) > QUICK_BODY_BYTES or sum(map(len, parts)) > placements.QUICK_BYTES:
+    if len(body) > QUICK_BODY_BYTES or sum(map(len, parts)) > QUICK_BYTES:
         return False
     tensors += len(parts)
     if len(body) > _MANY_TENSORS_BYTES or len(parts) > 1:  # the placeholder of a packed tensor is short
@@ -263,7 +264,7 @@ def check_parts(parts: Sequence[bytes | memoryview], limits: PartLimits, peer: s
     if tensors > MAX_TENSORS:
         raise TooLargeError(
             f"a message without a sender has at most {MAX_TENSORS} tensors of more than "
-            f"{placements.MAX_INLINE_BYTES} bytes, this one has {tensors}: send several messages",
+            f"{MAX_INLINE_BYTES} bytes, this one has {tensors}: send several messages",
             limit=MAX_TENSORS,
             requested=tensors,
         )

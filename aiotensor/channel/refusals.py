@@ -3,7 +3,7 @@
 A line has the details of the latest connection, and the number of connections since the line before.
 """
 
-from aiotensor.logs import RepeatedEvent, logger_of
+from aiotensor.runtime.logs import RepeatedEvent, logger_of
 
 __all__ = ["Refusals"]
 

@@ -8,9 +8,9 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 from aiotensor.channel.asked import Asked
 from aiotensor.channel.cancelling import CancelOnce
 from aiotensor.errors import ClosedError, UsageError
-from aiotensor.home import Home
-from aiotensor.logs import logger_of
 from aiotensor.protocol.exchange import Cause
+from aiotensor.runtime.affinity import LoopAffinity
+from aiotensor.runtime.logs import logger_of
 
 __all__ = ["Answerer", "Request", "cause_of"]
 
@@ -26,13 +26,13 @@ class Answerer(NamedTuple):
         answer: sends the answer in a box, and returns whether a client waited for it.
         fail: sends an error instead, and returns whether a client waited.
         free: empties a box that holds the message.
-        home: the `Home` of the server.
+        home: the `LoopAffinity` of the server.
     """
 
     answer: Callable[[Asked, list[object]], Awaitable[bool]]
     fail: Callable[[Asked, Cause], bool]
     free: Callable[[Asked, list[Any]], None]
-    home: Home
+    home: LoopAffinity
 
 
 class Request(Generic[M]):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from aiotensor.channel.options import Target, target_of
-from aiotensor.worker import no_thread
+from aiotensor.runtime.worker import no_thread
 
 __all__ = ["Lookup", "look_up"]
 

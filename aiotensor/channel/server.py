@@ -19,12 +19,13 @@ from aiotensor.channel.serving import serve
 from aiotensor.channel.turns import Turns
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import ClosedError, ProtocolError, UsageError
-from aiotensor.gates import Waiters
-from aiotensor.home import FreedItems, Home, LoopObject
-from aiotensor.links.address import label_of
 from aiotensor.protocol.exchange import Cause
 from aiotensor.receiver import TensorReceiver
+from aiotensor.runtime.affinity import FreedItems, LoopAffinity, LoopObject
+from aiotensor.runtime.waiting import Waiters
 from aiotensor.sender import TensorSender
+from aiotensor.statistics.counters import new_counts, snapshot
+from aiotensor.transports.address import label_of
 from aiotensor.types import ServerStatistics, TensorHandle
 
 __all__ = ["MessageServer"]
@@ -101,7 +102,7 @@ class MessageServer(LoopObject, Generic[M]):
         client_keys: Collection[Key] = (),
         linger_s: float = 1.0,
     ) -> None:
-        self._home = Home("MessageServer")
+        self._affinity = LoopAffinity("MessageServer")
         keys, allowed = options.server_keys(secret_key, client_keys)
         parsed = options.parse(address, has_keys=bool(keys), how="secret_key and client_keys")
         parts = options.part_limits(max_part_bytes, max_body_bytes)
@@ -121,12 +122,13 @@ class MessageServer(LoopObject, Generic[M]):
         )
         self._arriving: dict[Asked, asyncio.Task[None]] = {}  # waiting for tensors
         self._waiters = Waiters()
-        self._clients = Clients(allowance, "" if receiver is None else receiver.id, self, self._waiters)
+        self._counts = new_counts(ServerStatistics)
+        receiver_id = "" if receiver is None else receiver.id
+        self._clients = Clients(allowance, receiver_id, self, self._waiters, self._counts)
         self._ready = Turns()  # messages whose tensors have arrived
         self._found: dict[Asked, list[torch.Tensor]] = {}  # tensors taken before decoding was cancelled
         self._in_hand: set[Asked] = set()
         self._waiting = self._waiting_bytes = 0
-        self._received = self._answers = self._failures = self._given_up = 0
 
     @property
     def address(self) -> str:
@@ -134,15 +136,15 @@ class MessageServer(LoopObject, Generic[M]):
         return self._endpoint.address
 
     async def __aenter__(self) -> Self:
-        loop = self._home.enter()
+        loop = self._affinity.enter()
         self._loans, self._disposal = Loans(), Disposal()
         self._dropped: FreedItems[Asked] = FreedItems(loop, self._requests_dropped)
         try:
             self._clients.socket = await self._endpoint.open(self._clients)
         except BaseException:
-            self._home.is_closed = True
+            self._affinity.is_closed = True
             raise
-        self._home.settle(self, label_of(self.address))
+        self._affinity.settle(self, label_of(self.address))
         return self
 
     def __aiter__(self) -> Self:
@@ -155,15 +157,15 @@ class MessageServer(LoopObject, Generic[M]):
         Cancelling loses nothing. Ends when this server is closed. Does not suspend if a small request is
         ready.
         """
-        if self._home.is_closed:
+        if self._affinity.is_closed:
             raise StopAsyncIteration
-        self._home.check()
+        self._affinity.check()
         while True:
             while self._ready:
                 request = await self._take(self._ready.take())
                 if request is not None:
                     return request
-            if self._home.is_closed:
+            if self._affinity.is_closed:
                 raise StopAsyncIteration
             await self._waiters.wait()
 
@@ -191,13 +193,15 @@ class MessageServer(LoopObject, Generic[M]):
         turns = None
         if max_concurrent is not None:
             turns = asyncio.Semaphore(options.positive("max_concurrent", max_concurrent))
-        self._home.check()
+        self._affinity.check()
         await serve(self, handler, turns)
 
     def statistics(self) -> ServerStatistics:
         """Return the current state and the counters; works after closing too."""
-        self._home.check_place()
-        return ServerStatistics(
+        self._affinity.check_place()
+        return snapshot(
+            ServerStatistics,
+            self._counts,
             clients=len(self._clients),
             max_clients=self._clients.limits.clients,
             waiting=self._waiting,
@@ -205,12 +209,6 @@ class MessageServer(LoopObject, Generic[M]):
             waiting_bytes=self._waiting_bytes,
             max_waiting_bytes=self._clients.limits.waiting_bytes,
             in_hand=len(self._in_hand),
-            messages_received=self._received,
-            answers=self._answers,
-            failures=self._failures,
-            cancelled=self._given_up,
-            clients_lost=self._clients.lost,
-            clients_refused=self._clients.refused_clients,
         )
 
     async def aclose(self) -> None:
@@ -219,8 +217,8 @@ class MessageServer(LoopObject, Generic[M]):
         Waits until answers are sent, at most `linger_s` seconds. Cancelling ends the wait. Closing again
         does nothing.
         """
-        self._home.check_place()
-        was_open, self._home.is_closed = self._home.is_open, True
+        self._affinity.check_place()
+        was_open, self._affinity.is_closed = self._affinity.is_open, True
         if not was_open:
             return
         self._clients.say_farewell()
@@ -228,14 +226,14 @@ class MessageServer(LoopObject, Generic[M]):
             self._drop(asked)
         self._in_hand.clear()
         self._waiters.wake()
-        with self._home.leaving(), closing(self._disposal):
+        with self._affinity.leaving(), closing(self._disposal):
             await self._endpoint.close(self._linger_s)
 
     # Events of clients
 
     def _asked(self, asked: Asked) -> None:
         """Queue a new message, after its tensors have arrived."""
-        self._received += 1
+        self._counts["messages_received"] += 1
         self._waiting += 1
         self._waiting_bytes += asked.nbytes
         if not asked.handles:
@@ -250,7 +248,7 @@ class MessageServer(LoopObject, Generic[M]):
 
     def _unwanted(self, asked: Asked, state: State) -> None:
         """Release a message that was given up, and cancel the block of its request."""
-        self._given_up += 1
+        self._counts["cancelled"] += 1
         if state is State.WAITING:
             self._stop_waiting(asked)
         else:
@@ -291,7 +289,7 @@ class MessageServer(LoopObject, Generic[M]):
                     await take_tensors(self._receiver, asked.handles, found)
                 message: M = await unpack(self._decoder, asked.parts, found)
             except asyncio.CancelledError:
-                if asked.state is State.WAITING and self._home.is_closed:
+                if asked.state is State.WAITING and self._affinity.is_closed:
                     self._drop(asked)
                 elif asked.state is State.WAITING:
                     self._found[asked] = found
@@ -301,7 +299,7 @@ class MessageServer(LoopObject, Generic[M]):
         except Exception as error:  # noqa: BLE001 - decoding runs code of the user's type
             self._refuse(asked, error)
             return None
-        if asked.state is State.WAITING and self._home.is_closed:
+        if asked.state is State.WAITING and self._affinity.is_closed:
             self._drop(asked)
         if asked.state is not State.WAITING:
             # It was given up during decoding.
@@ -311,7 +309,7 @@ class MessageServer(LoopObject, Generic[M]):
             return None
         asked.state = State.IN_HAND
         self._in_hand.add(asked)
-        request = Request(asked, message, Answerer(self._answer, self._fail, self._free, self._home))
+        request = Request(asked, message, Answerer(self._answer, self._fail, self._free, self._affinity))
         dropped = self._dropped
         asked.request = weakref.ref(request, lambda _: dropped(asked))  # does not keep this server alive
         self._count_out(asked)  # last: sending credit may reveal that the client is gone
@@ -322,7 +320,7 @@ class MessageServer(LoopObject, Generic[M]):
         if asked.state is State.WAITING:
             cause = cause_of(error)
             asked.client.note_refusal(error, cause.text)
-            self._failures += 1
+            self._counts["failures"] += 1
             self._clients.fail(asked, cause)
             self._stop_waiting(asked)
 
@@ -353,20 +351,20 @@ class MessageServer(LoopObject, Generic[M]):
 
     async def _answer(self, asked: Asked, box: list[object]) -> bool:
         """Send the answer in a box, and return whether a client waited for it."""
-        self._home.check()
+        self._affinity.check()
         sender = asked.client.sender_among(self._senders)
         was_wanted = asked.is_wanted and await self._send_answer(asked, box, sender)
         if not was_wanted:
-            self._home.check()  # the server may have been closed
-        self._answers += was_wanted
+            self._affinity.check()  # the server may have been closed
+        self._counts["answers"] += was_wanted
         self._let_go(asked)
         return was_wanted
 
     def _fail(self, asked: Asked, cause: Cause) -> bool:
         """Send a failure in place of an answer, and return whether the client still waited for it."""
-        self._home.check()
+        self._affinity.check()
         was_wanted = self._clients.fail(asked, cause)
-        self._failures += was_wanted
+        self._counts["failures"] += was_wanted
         self._let_go(asked)
         return was_wanted
 
@@ -405,7 +403,7 @@ class MessageServer(LoopObject, Generic[M]):
     def _requests_dropped(self, dropped: list[Asked]) -> None:
         """Fail the requests that were garbage-collected without an answer."""
         for asked in dropped:
-            if asked in self._in_hand and not self._home.is_closed:
+            if asked in self._in_hand and not self._affinity.is_closed:
                 if asked.is_wanted:
                     asked.client.note_dropped_request()
                 # A signal or a cancellation may come between taking a request and entering its block.
@@ -415,4 +413,4 @@ class MessageServer(LoopObject, Generic[M]):
 
     def _details(self) -> list[str]:
         held = f"{len(self._clients)} clients, {self._waiting} messages waiting"
-        return [f"at {label_of(self.address)}", *([held] if self._home.is_open else [])]
+        return [f"at {label_of(self.address)}", *([held] if self._affinity.is_open else [])]

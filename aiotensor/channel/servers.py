@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from aiotensor.channel.connection import Connection
 from aiotensor.errors import ClosedError, WouldBlockError
-from aiotensor.gates import at_most
+from aiotensor.runtime.waiting import at_most
 from aiotensor.sender import TensorSender
 from aiotensor.types import Usage
 
@@ -90,7 +90,7 @@ class Servers:
         if self._soon is None and self.waiting:
             self._soon = asyncio.get_running_loop().call_soon(self._serve)
 
-    room_changed = changed  # of a sender
+    capacity_changed = changed  # of a sender
 
     def reported(self, connection: Connection, others: int) -> None:
         """Record the load of a server: the messages of other clients there."""

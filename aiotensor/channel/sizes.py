@@ -14,8 +14,8 @@ import torch
 from msgspec.structs import astuple
 from torch.nn import Parameter
 
-from aiotensor import placements
-from aiotensor.placements import SupportsDLPack
+from aiotensor.tensors.copying import QUICK_BYTES
+from aiotensor.tensors.source import SupportsDLPack, is_flat
 
 __all__ = ["QUICK_CODED_TENSORS", "takes_long"]
 
@@ -49,7 +49,7 @@ def takes_long(message: object, *, has_sender: bool) -> bool:
         has_sender: whether a sender sends tensors of more than a few KiB, which are not encoded.
     """
     left = _QUICK_BYTES
-    to_gather = placements.QUICK_BYTES
+    to_gather = QUICK_BYTES
     pending: list[Any] = [message]
     for value in pending:  # the loop appends to it
         kind = _KINDS.get(type(value), _OTHER)
@@ -88,7 +88,7 @@ def takes_long(message: object, *, has_sender: bool) -> bool:
 
 def _is_flat(tensor: torch.Tensor) -> bool:
     try:
-        return placements.is_flat(tensor)
+        return is_flat(tensor)
     except RuntimeError:
         return True  # it has no strides, such as a sparse tensor: the encoder rejects it at once
 
@@ -126,7 +126,7 @@ def _look_into(value: Any) -> _Found | None:
         found = _fields(value, [attribute.name for attribute in value.__attrs_attrs__])
     elif isinstance(value, SupportsDLPack):
         # Its size and strides are known only from `__dlpack__`, which may take long itself.
-        found = _Found(_TENSOR_BYTES, to_gather=placements.QUICK_BYTES + 1)
+        found = _Found(_TENSOR_BYTES, to_gather=QUICK_BYTES + 1)
     return found
 
 

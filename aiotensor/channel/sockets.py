@@ -21,9 +21,9 @@ import zmq
 from zmq.utils.garbage import gc as collector
 
 from aiotensor.channel.context import Context, check_descriptors
-from aiotensor.descriptors import ForeignDescriptor, copy_of
 from aiotensor.protocol.frames import MAX_TENSORS
-from aiotensor.worker import no_thread
+from aiotensor.runtime.descriptors import ForeignDescriptor, copy_of
+from aiotensor.runtime.worker import no_thread
 
 __all__ = ["MAX_PARTS", "LoopSocket", "PeerGoneError", "SocketEvents"]
 

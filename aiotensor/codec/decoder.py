@@ -8,12 +8,16 @@ import msgspec
 import numpy as np
 import torch
 
-from aiotensor import placements
 from aiotensor.codec import wire
 from aiotensor.codec.expectations import arms, check_decodable, expectations
 from aiotensor.codec.meta import MismatchError
 from aiotensor.codec.wire import ARRAY, TENSOR, Elsewhere, Inside
 from aiotensor.errors import ProtocolError
+from aiotensor.tensors.autograd import as_leaf
+from aiotensor.tensors.buffers import open_buffer
+from aiotensor.tensors.dtypes import dtype_from_name
+from aiotensor.tensors.inline import open_inline
+from aiotensor.tensors.views import tensor_over
 
 __all__ = ["Find", "TensorDecoder"]
 
@@ -163,15 +167,13 @@ class TensorDecoder(Generic[T]):
         if isinstance(record, Elsewhere):
             return self._current.parts.find(record.handle)
         meaning = record.meaning
-        dtype = placements.dtype_from_name(meaning.dtype)
+        dtype = dtype_from_name(meaning.dtype)
         if isinstance(record, Inside):
-            tensor = placements.open_inline(record.payload, dtype, meaning.shape)
+            tensor = open_inline(record.payload, dtype, meaning.shape)
         else:
-            tensor = placements.open_buffer(self._current.parts.take(record.buffer), dtype, meaning.shape)
+            tensor = open_buffer(self._current.parts.take(record.buffer), dtype, meaning.shape)
         if meaning.requires_grad or meaning.is_parameter:
-            return placements.as_leaf(
-                tensor, requires_grad=meaning.requires_grad, is_parameter=meaning.is_parameter
-            )
+            return as_leaf(tensor, requires_grad=meaning.requires_grad, is_parameter=meaning.is_parameter)
         return tensor
 
 
@@ -200,7 +202,7 @@ def _convert(type_: Any, value: object) -> object:
         if isinstance(array, np.ndarray):
             _check_array(array, type_)
         return array
-    return placements.tensor_over(value) if isinstance(value, np.ndarray) else value
+    return tensor_over(value) if isinstance(value, np.ndarray) else value
 
 
 def _check_array(array: np.ndarray[Any, Any], type_: Any) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch.nn import Parameter
 
-from aiotensor import placements
 from aiotensor.codec.wire import (
     ARRAY,
     LENGTH_BYTES,
@@ -22,7 +21,11 @@ from aiotensor.codec.wire import (
     Meaning,
     write,
 )
-from aiotensor.placements import Sendable, Source, SupportsDLPack
+from aiotensor.tensors.buffers import buffer_of
+from aiotensor.tensors.dtypes import DTYPE_NAMES
+from aiotensor.tensors.gathering import as_tensor
+from aiotensor.tensors.inline import MAX_INLINE_BYTES, bytes_of
+from aiotensor.tensors.source import Sendable, Source, SupportsDLPack, as_source
 
 __all__ = ["Place", "SourceEncoder", "TensorEncoder"]
 
@@ -63,13 +66,13 @@ class SourceEncoder:
         self,
         place: Callable[[Source], object | None],
         *,
-        inline_bytes: int = placements.MAX_INLINE_BYTES,
+        inline_bytes: int = MAX_INLINE_BYTES,
         max_inline_bytes: int = sys.maxsize,
     ) -> None:
         self._place = place
         self._inline_bytes = inline_bytes
         self._max_inline_bytes = max_inline_bytes
-        self._open: Callable[[Sendable], Source] = placements.as_source
+        self._open: Callable[[Sendable], Source] = as_source
 
     def encode(self, message: object) -> Buffers:
         """Return the body of a message, and the buffers beside it.
@@ -113,20 +116,20 @@ class SourceEncoder:
         if handle is not None:
             return msgspec.msgpack.Ext(code, write(Elsewhere(handle)))
         meaning = Meaning(
-            placements.DTYPE_NAMES[source.dtype],
+            DTYPE_NAMES[source.dtype],
             tuple(source.shape),
             source.requires_grad,
             type(source) is Parameter,
         )
         if source.nbytes <= self._inline_bytes:
-            record = write(Inside(meaning, memoryview(placements.bytes_of(source))))
+            record = write(Inside(meaning, memoryview(bytes_of(source))))
             size = len(record)
             if parts.left < size <= MAX_PACKED_BYTES:
                 parts.pack += size.to_bytes(LENGTH_BYTES, "big") + record
                 return msgspec.msgpack.Ext(code, PACKED)
             parts.left -= size
             return msgspec.msgpack.Ext(code, record)
-        parts.buffers.append(placements.buffer_of(source).data.toreadonly())
+        parts.buffers.append(buffer_of(source).data.toreadonly())
         return msgspec.msgpack.Ext(code, write(Beside(meaning, len(parts.buffers) - 1)))
 
 
@@ -144,7 +147,7 @@ class TensorEncoder(SourceEncoder):
         inline_bytes: tensors of at most so many bytes ride in the body; larger ones become buffers.
     """
 
-    def __init__(self, place: Place = _not_mine, *, inline_bytes: int = placements.MAX_INLINE_BYTES) -> None:
+    def __init__(self, place: Place = _not_mine, *, inline_bytes: int = MAX_INLINE_BYTES) -> None:
         super().__init__(cast(Callable[[Source], object | None], place), inline_bytes=inline_bytes)
         if place is not _not_mine:
-            self._open = placements.as_tensor
+            self._open = as_tensor

@@ -42,7 +42,7 @@ from aiotensor.integrations.limits import (
 )
 from aiotensor.integrations.problems import MEDIA_TYPE, log_cut_off, problem_of
 from aiotensor.integrations.serving import serving
-from aiotensor.logs import logger_of
+from aiotensor.runtime.logs import logger_of
 from aiotensor.sender import TensorSender
 
 __all__ = ["client_context", "problem_middleware", "sender_context"]

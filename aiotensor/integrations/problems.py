@@ -25,7 +25,7 @@ from aiotensor.errors import (
     WouldBlockError,
 )
 from aiotensor.integrations.limits import OverdueError, SlowUploadError
-from aiotensor.logs import logger_of
+from aiotensor.runtime.logs import logger_of
 
 __all__ = ["ANSWERED_ERRORS", "MEDIA_TYPE", "Problem", "log_cut_off", "problem_of"]
 

@@ -19,12 +19,12 @@ from prometheus_client import values
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from aiotensor import opened
 from aiotensor.errors import UsageError
 from aiotensor.integrations.families import LARGEST, families
 from aiotensor.integrations.totals import MAX_ENDPOINTS, EndpointTotals, Totals, checked_max_endpoints
-from aiotensor.logs import logger_of
-from aiotensor.worker import in_thread
+from aiotensor.runtime.logs import logger_of
+from aiotensor.runtime.worker import in_thread
+from aiotensor.statistics import registry
 
 __all__ = ["AioTensorCollector", "MultiprocessPublisher"]
 
@@ -73,7 +73,7 @@ class AioTensorCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Return all metrics with their samples, from any thread; wait at most `timeout_s` seconds."""
-        return list(families(self._totals.take(opened.look(self._timeout_s), self._max_endpoints)))
+        return list(families(self._totals.take(registry.collect(self._timeout_s), self._max_endpoints)))
 
 
 def _timeout(seconds: float) -> float:
@@ -101,11 +101,11 @@ class _Published(NamedTuple):
     is_gauge: bool
 
 
-_Key: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
+_Series: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
 
 # All publishers of a process write to the same files, and continue each other's numbers. Series cannot be
 # removed from the files, so endpoints keep their names.
-_published: dict[_Key, _Published] = {}
+_published: dict[_Series, _Published] = {}
 _totals = EndpointTotals(keeps_names=True)
 _publishing = threading.Lock()
 
@@ -198,7 +198,7 @@ class MultiprocessPublisher:
 
     def _publish_now(self) -> None:
         with _publishing:
-            _write(families(_totals.take(opened.look(self._timeout_s), self._max_endpoints)))
+            _write(families(_totals.take(registry.collect(self._timeout_s), self._max_endpoints)))
 
 
 def _write(metrics: Iterable[Metric]) -> None:
@@ -206,9 +206,8 @@ def _write(metrics: Iterable[Metric]) -> None:
     gone = {key for key, published in _published.items() if published.is_gauge}
     for metric in metrics:
         mode = "livemax" if metric.name in LARGEST else "livesum"
-        below: dict[
-            tuple[str, ...], float
-        ] = {}  # the files have the number of each bucket, not the sum up to it
+        # The files have the number of each bucket, not the sum up to it.
+        below: dict[tuple[str, ...], float] = {}
         for sample in metric.samples:
             amount = sample.value
             if sample.name.endswith("_bucket"):

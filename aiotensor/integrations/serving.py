@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from aiotensor.errors import ClosedError, PeerLostError, RefusedError
-from aiotensor.logs import logger_of
+from aiotensor.runtime.logs import logger_of
 from aiotensor.sender import TensorSender
 
 __all__ = ["serving"]

@@ -7,7 +7,9 @@ import weakref
 from collections import deque
 from typing import NamedTuple
 
-from aiotensor.opened import Counts, Place, Report, Statistics
+from aiotensor.statistics.registry import Group, Snapshot
+from aiotensor.statistics.sums import Counts
+from aiotensor.types import Statistics
 
 __all__ = ["MAX_ENDPOINTS", "OTHER", "EndpointTotals", "Totals", "checked_max_endpoints"]
 
@@ -23,33 +25,33 @@ class Totals(NamedTuple):
     Attributes:
         present: the exported endpoint and the statistics of each open object.
         counts: the counts of each kind of object at each exported endpoint; they never decrease.
-        timeouts: the number of times that an event loop did not answer in time; None before any report.
+        timeouts: the number of times that an event loop did not answer in time; None before any snapshot.
     """
 
     present: list[tuple[str, Statistics]]
-    counts: dict[Place, Counts]
+    counts: dict[Group, Counts]
     timeouts: int | None
 
 
-class _State(NamedTuple):
-    """The result of all reports so far; replaced and never changed, since other threads may be reading it."""
+class _Result(NamedTuple):
+    """The result of all snapshots so far; replaced and never changed, since other threads may read it."""
 
-    last: Report
+    last: Snapshot
     named: set[str]
     others: set[str]  # endpoints with open objects that have no name
     totals: Totals
 
 
 class EndpointTotals:
-    """Add up reports under the names of a limited number of endpoints, and the rest as `OTHER`.
+    """Add up snapshots under the names of a limited number of endpoints, and the rest as `OTHER`.
 
     The first endpoints get the names. An endpoint keeps its name, or `OTHER`, while objects are open at it.
     If no name is left for a new endpoint with open objects, it replaces the endpoint that has been closed for
     the longest time.
 
     The counts of closed objects are forgotten at some time, and a sum of counts would then decrease. So the
-    increments from report to report are added up instead, each under the name that its endpoint has in the
-    later report.
+    increments from snapshot to snapshot are added up instead, each under the name that its endpoint has in
+    the later snapshot.
 
     Args:
         keeps_names: keep a name forever, because its series cannot be removed.
@@ -61,58 +63,59 @@ class EndpointTotals:
         _all.add(self)
 
     def renew(self) -> None:
-        """Forget all reports: a forked child has none of the objects of its parent."""
+        """Forget all snapshots: a forked child has none of the objects of its parent."""
         # Reentrant: a signal handler that scrapes may interrupt a scrape in its thread.
         self._lock = threading.RLock()
-        self._state = _State(Report([], {}, {}, 0, 0), set(), set(), Totals([], {}, 0))
+        self._result = _Result(Snapshot([], {}, {}, 0, 0), set(), set(), Totals([], {}, 0))
         self.timeouts = 0
 
-    def take(self, report: Report, max_endpoints: int) -> Totals:
-        """Add a report and return the totals, from any thread.
+    def take(self, snapshot: Snapshot, max_endpoints: int) -> Totals:
+        """Add a snapshot and return the totals, from any thread.
 
-        If another thread has taken a later report in the meantime, the totals are those of the later report.
+        If another thread has added a later snapshot in the meantime, the totals are those of that one.
 
         Args:
-            report: a report of this process.
+            snapshot: a snapshot of this process.
             max_endpoints: the number of endpoints with names, at least 1.
         """
         with self._lock:
-            self.timeouts += report.unanswered
-            if report.number > self._state.last.number:
-                self._state = self._next(report, max_endpoints)
-            return self._state.totals._replace(timeouts=self.timeouts)
+            self.timeouts += snapshot.unanswered
+            if snapshot.number > self._result.last.number:
+                self._result = self._next(snapshot, max_endpoints)
+            return self._result.totals._replace(timeouts=self.timeouts)
 
-    def _next(self, report: Report, max_endpoints: int) -> _State:
-        named, others = self._names(report, max_endpoints)
-        last, _, _, totals = self._state
+    def _next(self, snapshot: Snapshot, max_endpoints: int) -> _Result:
+        named, others = self._names(snapshot, max_endpoints)
+        last, _, _, totals = self._result
         counts = {
             (kind, name): dict(total)
             for (kind, name), total in totals.counts.items()
             if name in named or name == OTHER
         }
-        for place, told in report.counts.items():
-            kind, endpoint = place
-            before = last.counts.get(place, {})
-            if before and report.begun[place] > last.begun[place]:
+        for group, counted in snapshot.counts.items():
+            kind, endpoint = group
+            before = last.counts.get(group, {})
+            if before and snapshot.begun[group] > last.begun[group]:
                 before = {}  # these counts were forgotten
             exported = (kind, endpoint if endpoint in named else OTHER)
-            if told == before and exported in counts:
+            if counted == before and exported in counts:
                 continue
             total = counts.setdefault(exported, {})
-            for key, number in told.items():
+            for key, number in counted.items():
                 # Seconds that are added up in another order may be less by a rounding error.
                 total[key] = total.get(key, 0) + max(0, number - before.get(key, 0))
         present = [
-            (endpoint if endpoint in named else OTHER, statistics) for endpoint, statistics in report.present
+            (endpoint if endpoint in named else OTHER, statistics)
+            for endpoint, statistics in snapshot.present
         ]
-        return _State(report, named, others, Totals(present, counts, None))
+        return _Result(snapshot, named, others, Totals(present, counts, None))
 
-    def _names(self, report: Report, max_endpoints: int) -> tuple[set[str], set[str]]:
+    def _names(self, snapshot: Snapshot, max_endpoints: int) -> tuple[set[str], set[str]]:
         """Return the endpoints that have names, and those with open objects that have none."""
-        last, named_before, others_before, _ = self._state
+        last, named_before, others_before, _ = self._result
         known = {endpoint for _, endpoint in last.counts}
-        counted = dict.fromkeys(endpoint for _, endpoint in report.counts)
-        in_use = dict.fromkeys(endpoint for endpoint, _ in report.present)
+        counted = dict.fromkeys(endpoint for _, endpoint in snapshot.counts)
+        in_use = dict.fromkeys(endpoint for endpoint, _ in snapshot.present)
         if self._keeps_names:
             named = set(named_before)
             replaceable = deque[str]()
@@ -122,7 +125,7 @@ class EndpointTotals:
                 endpoint for endpoint in counted if endpoint in named and endpoint not in in_use
             )
         others = {endpoint for endpoint in others_before if endpoint in in_use}
-        # The remaining names go to endpoints that were closed before their first report, the latest first.
+        # The remaining names go to endpoints that were closed before their first snapshot, the latest first.
         closed = (endpoint for endpoint in reversed(counted) if endpoint not in known)
         for endpoint in (*in_use, *closed):
             if endpoint in named or endpoint in others:

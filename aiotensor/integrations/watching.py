@@ -24,7 +24,7 @@ from aiotensor.integrations.limits import (
     UploadBudget,
 )
 from aiotensor.integrations.problems import MEDIA_TYPE, log_cut_off, problem_of
-from aiotensor.logs import logger_of
+from aiotensor.runtime.logs import logger_of
 
 __all__ = ["WatchRequests", "watch"]
 

@@ -37,7 +37,7 @@ from typing import Annotated
 import msgspec
 
 from aiotensor.errors import ProtocolError
-from aiotensor.types import MAX_NUMBER, Number, ReceiverStatistics, Seconds, Waits
+from aiotensor.types import MAX_ERROR_NAMES, MAX_NUMBER, Number, ReceiverStatistics, Seconds, Waits
 
 __all__ = [
     "LEAST_FRAME_BYTES",
@@ -105,9 +105,6 @@ MAX_TENSORS = 1024
 
 # Of a sender's permits and memory, whom its account names; the others hold theirs for less long.
 MAX_HOLDERS = 8
-
-# Of the types of errors in an account.
-MAX_ERROR_NAMES = 32
 
 # Of senders in one report: so many fit a record, whatever they are called. Of more there are more reports.
 MAX_ROWS = 128

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from zmq.utils.garbage import GarbageCollectorThread
 
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from tests.blocking.nursery import Nursery
 from tests.blocking.others import APIS, Other, other
 from tests.blocking.waiting import until

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from tests.blocking import works
 from tests.blocking.waiting import until
 from tests.channel import peers as channel_peers

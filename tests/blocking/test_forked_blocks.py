@@ -12,7 +12,7 @@ from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, Ten
 from tests.blocking.nursery import Ended, Nursery
 from tests.channel.parties import Answer, Place, Question
 from tests.forked_blocks import by_each_exception, check_told_of_fork, in_each_block_of
-from tests.test_home import forks, in_a_fork
+from tests.runtime.test_affinity import forks, in_a_fork
 
 pytestmark = forks
 

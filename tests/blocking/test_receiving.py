@@ -14,7 +14,7 @@ from aiotensor import (
     WouldBlockError,
 )
 from aiotensor.blocking import TensorReceiver
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from tests.blocking.others import Other
 from tests.blocking.waiting import in_thread, until
 from tests.pairs import beyond

@@ -18,7 +18,7 @@ from aiotensor import (
     WouldBlockError,
 )
 from aiotensor.blocking import TensorSender
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from tests.blocking.others import Other
 from tests.blocking.waiting import in_thread, until
 from verification.patterns import BIG, pattern

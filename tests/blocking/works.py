@@ -9,7 +9,7 @@ import torch
 
 from aiotensor import TensorHandle
 from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from tests.blocking.waiting import in_thread
 from tests.channel import parties
 from tests.channel.parties import Answer, Place, Question

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import pytest
 
 from aiotensor import TensorQueue, TensorSender, WouldBlockError
-from aiotensor.descriptors import close_all
-from aiotensor.placements.copying import QUICK_BYTES
+from aiotensor.runtime.descriptors import close_all
+from aiotensor.tensors.copying import QUICK_BYTES
 from verification.patterns import pattern
 
 __all__ = ["SLOW", "HeldUp", "Unread", "clog", "in_line", "unread"]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from aiotensor.gates import Waiters
 from aiotensor.protocol.mailbox import Key
+from aiotensor.runtime.waiting import Waiters
 from tests.cancelling import Attempt, Way, cancel_everywhere
 from tests.pairs import Pair, pair
 from verification.patterns import BIG, pattern

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from aiotensor import ClosedError, PeerLostError, TensorReceiver, TensorSender
-from aiotensor.links.records import RecordSocket
-from aiotensor.placements import MappedSegment
+from aiotensor.tensors.mapped import MappedSegment
+from aiotensor.transports.records import RecordSocket
 from tests.cancelling import Attempt, cancel_everywhere
 from tests.pairs import Links, endpoint
 from verification.patterns import BIG, pattern

@@ -22,7 +22,7 @@ from aiotensor.protocol.exchange import (
     read_from_server,
     write,
 )
-from aiotensor.worker import in_thread
+from aiotensor.runtime.worker import in_thread
 from tests.channel import parties
 from tests.channel.parties import Question, channel, place, said, settled
 from tests.channel.rogues import hear, raw

@@ -23,7 +23,7 @@ from aiotensor import (
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.codec import TensorMeta
 from tests.channel.parties import Answer, Question, channel, place
-from tests.links.unix_ends import NOBODY, in_child, needs_root, squatting
+from tests.transports.unix_ends import NOBODY, in_child, needs_root, squatting
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from aiotensor import WouldBlockError
 from aiotensor.channel.outbox import Outbox, Parts, flush_all
-from aiotensor.gates import at_most
 from aiotensor.protocol.window import Window
+from aiotensor.runtime.waiting import at_most
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

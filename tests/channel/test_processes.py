@@ -14,7 +14,7 @@ from aiotensor import PeerLostError, RemoteError, WouldBlockError
 from aiotensor.channel import MessageClient, MessageServer
 from tests.channel import peers
 from tests.channel.parties import Answer, Place, Question, answer, place, said
-from tests.links.unix_ends import no_descriptors
+from tests.transports.unix_ends import no_descriptors
 from verification.patterns import BIG, pattern
 from verification.promptly import promptly
 from verification.waiting import until

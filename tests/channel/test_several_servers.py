@@ -14,7 +14,7 @@ import torch
 
 from aiotensor import ClosedError, PeerLostError, TensorQueue, TensorReceiver, TensorSender, WouldBlockError
 from aiotensor.channel import MessageClient, MessageServer, parcels
-from aiotensor.worker import in_thread
+from aiotensor.runtime.worker import in_thread
 from tests.channel.parties import Answer, Place, Question, answer, place
 from tests.channel.peers import listening, open_server, process
 from verification.patterns import BIG, pattern

@@ -1,4 +1,4 @@
-"""How to start the command in a process of its own."""
+"""Run the `aiotensor` command in a separate process."""
 
 import sys
 
@@ -8,6 +8,6 @@ __all__ = ["aiotensor"]
 
 
 def aiotensor(*arguments: str) -> list[str]:
-    """Make the command line; what it runs is measured if the tests are."""
+    """Return a command line, which measures coverage if the tests do."""
     measured = [] if coverage.Coverage.current() is None else ["-m", "coverage", "run"]
     return [sys.executable, "-W", "error", *measured, "-m", "aiotensor.cli", *arguments]

@@ -139,10 +139,11 @@ def test_it_needs_nothing_of_the_library(tmp_path: Path) -> None:
     rooms = {name for name in names.read_text().split() if name.startswith("aiotensor.")}
     assert "aiotensor.cli.doctor.examine" in rooms
     assert {name for name in rooms if not name.startswith("aiotensor.cli.doctor")} == {
-        "aiotensor.cgroups",
+        "aiotensor.runtime",
+        "aiotensor.runtime.cgroups",
         "aiotensor.cli",
         "aiotensor.cli.extras",
-        "aiotensor.logs",
+        "aiotensor.runtime.logs",
         "aiotensor.protocol",
         "aiotensor.protocol.blocks",
     }

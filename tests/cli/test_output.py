@@ -32,7 +32,6 @@ main()
 COMMANDS = [
     "--help",
     "--version",
-    "demo --help",
     "doctor",
     "doctor --json",
     "top ADDRESS",

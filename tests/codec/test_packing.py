@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from aiotensor.codec import PACKED, SourceEncoder, TensorDecoder
 from aiotensor.codec.wire import LENGTH_BYTES
 from aiotensor.errors import ProtocolError
-from aiotensor.placements import MAX_INLINE_BYTES
+from aiotensor.tensors.inline import MAX_INLINE_BYTES
 from tests.codec.messages import Kind, anything, body_of, extension, kinds, plain, sent
 from verification.patterns import pattern
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from aiotensor.codec import TensorDecoder, TensorEncoder
-from aiotensor.placements import MAX_INLINE_BYTES
-from aiotensor.placements.dtypes import DTYPES
+from aiotensor.tensors.dtypes import DTYPES
+from aiotensor.tensors.inline import MAX_INLINE_BYTES
 from tests.codec.messages import (
     LARGE,
     Array,
@@ -32,10 +32,10 @@ from tests.codec.messages import (
     tensors_in,
     through,
 )
-from tests.placements.segments import random_tensor
-from tests.placements.test_source import Box as Foreign
-from tests.placements.test_source import read_only
-from tests.test_values import VIEWS
+from tests.tensors.segments import random_tensor
+from tests.tensors.test_source import Box as Foreign
+from tests.tensors.test_source import read_only
+from tests.tensors.test_values import VIEWS
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

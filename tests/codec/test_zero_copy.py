@@ -11,10 +11,10 @@ import torch
 from torch.nn import Parameter
 
 from aiotensor.codec import TensorDecoder, TensorEncoder
-from aiotensor.placements.dtypes import DTYPES
+from aiotensor.tensors.dtypes import DTYPES
 from tests.codec.messages import LARGE, Array, address_of, anything, encoded, large, plain, raw, sent
-from tests.placements.test_source import Box as Foreign
-from tests.placements.test_source import read_only
+from tests.tensors.test_source import Box as Foreign
+from tests.tensors.test_source import read_only
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from aiotensor import TensorHandle, TensorReceiver, TensorSender, WouldBlockError
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from verification.patterns import pattern
 from verification.places import LINKS
 from verification.processes import peers

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aiotensor import DiscardedError, RefusedError, TensorHandle, TensorReceiver, WouldBlockError
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import PairMaker
 from verification.patterns import BIG, pattern
 from verification.processes import peers

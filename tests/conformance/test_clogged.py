@@ -14,7 +14,7 @@ from aiotensor import (
     TensorSender,
     WouldBlockError,
 )
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import Clogged, PairMaker, stopped
 from verification.patterns import BIG, pattern
 from verification.processes import peers, watch

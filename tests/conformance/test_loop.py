@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aiotensor import TensorHandle
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import PairMaker, pairs_over
 from tests.conformance.turns import Lengths, Turns, too_long
 from verification.places import LINKS

@@ -16,7 +16,7 @@ from aiotensor import (
     TensorSender,
     WouldBlockError,
 )
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import PairMaker
 from tests.pairs import beyond
 from verification.patterns import BIG, pattern

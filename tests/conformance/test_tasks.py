@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aiotensor import PeerLostError, TensorHandle, TensorQueue, TensorReceiver, TensorSender, UsageError
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import PairMaker
 from verification.patterns import BIG, pattern
 from verification.processes import peers

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.examples.films import film
-from tests.examples.programs import ROOT
+from videos import Decoder
 
 pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])
 
@@ -38,12 +38,7 @@ def no_collection() -> Iterator[None]:
     gc.enable()
 
 
-async def test_a_file_that_cannot_be_read_keeps_no_batch_in_memory(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, no_collection: None
-) -> None:
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    from videos import Decoder
-
+async def test_a_file_that_cannot_be_read_keeps_no_batch_in_memory(folder: Path, no_collection: None) -> None:
     path = folder / "long.mkv"
     film(path, 150)
     async with Decoder(BrokenDisk(path)) as decoder:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from aiotensor.cli.demo.clips import sample_clips
+from demo.clips import sample_clips
 from tests.examples.films import film, is_right
 from tests.examples.programs import PORTS, engine, in_use, running, serving, shown
 

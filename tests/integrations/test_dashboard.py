@@ -1,9 +1,10 @@
-"""The dashboard and the page on metrics name what is told, and nothing else."""
+"""The dashboard and the page on metrics name the exported metrics, and no others."""
 
+import difflib
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from prometheus_client import Metric
@@ -11,6 +12,8 @@ from prometheus_client import Metric
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.integrations.prometheus import AioTensorCollector
+from aiotensor.types import Statistics
+from docs.metrics_tables import PAGE, updated
 from tests.channel.parties import Answer, Question, place
 
 ROOT = Path(__file__).parents[2]
@@ -18,12 +21,12 @@ DASHBOARD: dict[str, Any] = json.loads((ROOT / "examples" / "grafana.json").read
 PANELS: list[dict[str, Any]] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
 
-# What Prometheus adds to every series by itself, and what it makes of histograms.
+# The labels that Prometheus adds to every series.
 ADDED = {"job", "instance"}
 
 
-async def told() -> dict[str, Metric]:
-    """Return the families that are told when there is one object of each kind, by their names as told."""
+async def exported() -> dict[str, Metric]:
+    """Return the families that one object of each kind exports, by their exported names."""
     with place() as here:
         async with (
             TensorReceiver(here.tensors),
@@ -68,8 +71,8 @@ def test_no_two_panels_of_the_dashboard_lie_over_each_other() -> None:
         taken |= cells
 
 
-async def test_every_name_that_the_dashboard_asks_for_is_told() -> None:
-    families = await told()
+async def test_every_name_that_the_dashboard_asks_for_is_exported() -> None:
+    families = await exported()
     samples = {sample.name for family in families.values() for sample in family.samples}
     variables = [one["definition"] for one in DASHBOARD["templating"]["list"] if one["type"] == "query"]
     for query in [*QUERIES, *variables]:
@@ -77,10 +80,10 @@ async def test_every_name_that_the_dashboard_asks_for_is_told() -> None:
     assert all(names_in(query) for query in QUERIES)
 
 
-async def test_every_label_that_the_dashboard_asks_for_is_one_of_what_it_asks_for() -> None:
+async def test_every_label_that_the_dashboard_asks_for_is_a_label_of_its_metric() -> None:
     labels = {
         sample.name: labels_of(family) | ADDED
-        for family in (await told()).values()
+        for family in (await exported()).values()
         for sample in family.samples
     }
     for panel in PANELS:
@@ -95,7 +98,7 @@ async def test_every_label_that_the_dashboard_asks_for_is_one_of_what_it_asks_fo
 
 
 async def test_counters_are_shown_as_rates_and_gauges_as_they_are() -> None:
-    families = await told()
+    families = await exported()
     for query in QUERIES:
         [name] = names_in(query)
         family = families.get(name) or families[name.removesuffix("_bucket")]
@@ -108,13 +111,24 @@ async def test_the_page_on_metrics_lists_each_with_its_type_and_labels() -> None
     rows = re.findall(r"^\| `(aiotensor_\w+)` \| (\w+) \| ([^|]*) \| [^|]+ \|$", text, re.MULTILINE)
     listed = {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
     assert len(listed) == len(rows)
-    told_now = {name: (family.type, labels_of(family) - {"le"}) for name, family in (await told()).items()}
-    assert listed == told_now
+    exported_now = {
+        name: (family.type, labels_of(family) - {"le"}) for name, family in (await exported()).items()
+    }
+    assert listed == exported_now
+
+
+def test_the_tables_of_the_page_on_metrics_are_those_of_the_declared_fields() -> None:
+    page = PAGE.read_text()
+    change = difflib.unified_diff(
+        page.splitlines(), updated(page).splitlines(), "docs/metrics.md", "make docs-tables", n=0, lineterm=""
+    )
+    assert "\n".join(change) == ""
+    assert page.count("<!-- table of") == len(get_args(Statistics))
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/metrics.md"])
-async def test_names_in_the_documents_are_names_that_are_told(name: str) -> None:
-    families = await told()
+async def test_names_of_metrics_in_the_documents_are_exported(name: str) -> None:
+    families = await exported()
     samples = {sample.name for family in families.values() for sample in family.samples}
     for found in names_in((ROOT / name).read_text()):
         assert found in samples or found in families, found

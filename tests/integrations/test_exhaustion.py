@@ -21,7 +21,7 @@ from aiotensor.integrations.fastapi import TensorLifespan
 from aiotensor.integrations.problems import problem_of
 from tests.integrations.test_aiohttp import SENDER, serving
 from tests.integrations.test_fastapi import http, visit_socket
-from tests.links.unix_ends import no_descriptors
+from tests.transports.unix_ends import no_descriptors
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 

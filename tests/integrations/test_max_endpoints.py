@@ -13,13 +13,14 @@ import msgspec
 import pytest
 import torch
 
-from aiotensor import SenderStatistics, TensorSender, TooLargeError, opened
+from aiotensor import SenderStatistics, TensorSender, TooLargeError
 from aiotensor.integrations.prometheus import AioTensorCollector
 from aiotensor.integrations.totals import EndpointTotals
-from aiotensor.opened import Watched
+from aiotensor.statistics import registry as objects
+from aiotensor.statistics.registry import HasStatistics
 from aiotensor.types import Waits
 from tests.integrations.scraping import Numbers, at, new_registry, scrape
-from tests.test_home import forks, in_a_fork
+from tests.runtime.test_affinity import forks, in_a_fork
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -280,19 +281,19 @@ async def test_no_thread_sees_a_counter_decrease_while_several_scrape() -> None:
                     assert later[name] >= value
 
 
-async def test_a_report_that_comes_after_a_later_one_changes_nothing() -> None:
+async def test_a_snapshot_that_is_added_after_a_later_one_changes_nothing() -> None:
     totals = EndpointTotals()
     async with senders() as those:
         await those.open("a", "b", errors=1)
-        first = totals.take(opened.look(0.0), 1)
+        first = totals.take(objects.collect(0.0), 1)
         as_it_was = copy.deepcopy(first)
-        earlier = opened.look(0.0)
+        earlier = objects.collect(0.0)
         await those.open("c", errors=1)
         await those.close("b")
-        latest = totals.take(opened.look(0.0), 1)
+        latest = totals.take(objects.collect(0.0), 1)
         assert first == as_it_was  # another thread may be exporting it
         assert totals.take(earlier, 1) == latest
-        assert totals.take(opened.look(0.0), 1).counts == latest.counts
+        assert totals.take(objects.collect(0.0), 1).counts == latest.counts
 
 
 @forks
@@ -326,14 +327,14 @@ async def test_a_sum_of_seconds_does_not_decrease_when_it_is_added_up_in_another
             real = sender.statistics()
         assert isinstance(real, SenderStatistics)
         loop = asyncio.get_running_loop()
-        waited: list[Watched] = [
+        waited: list[HasStatistics] = [
             Waited(msgspec.structs.replace(real, permit_waits=Waits((1.0,), (1, 0), seconds)))
             for seconds in (0.3, 0.5, 0.4)
         ]
-        entries = [opened.add(one, those.at("sum"), loop) for one in waited]
+        entries = [objects.add(one, those.at("sum"), loop) for one in waited]
         sums = [at(scrape(registry), those.at("sum"))["aiotensor_sender_wait_seconds_sum{for=permit}"]]
         for entry in reversed(entries):  # 0.3 + 0.5 + 0.4 > 0.4 + 0.3 + 0.5
-            opened.remove(entry)
+            objects.remove(entry)
             await asyncio.sleep(0)
             sums.append(
                 at(scrape(registry), those.at("sum"))["aiotensor_sender_wait_seconds_sum{for=permit}"]

@@ -13,11 +13,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
-from aiotensor import TensorReceiver, UsageError, opened
-from aiotensor.integrations import prometheus
+from aiotensor import TensorReceiver, UsageError
 from aiotensor.integrations.prometheus import MultiprocessPublisher
-from aiotensor.types import ClientStatistics
+from aiotensor.statistics import registry
 from tests.integrations.scraping import at, scrape
+from tests.statistics.objects import Counted
 from verification.loops import let_threads_run
 from verification.patterns import pattern
 from verification.places import LINKS
@@ -83,9 +83,16 @@ async def two_workers(folder: Path, **options: Any) -> AsyncIterator[Workers]:
 
 async def _begin(state: State, options: dict[str, Any]) -> None:
     publisher = MultiprocessPublisher(**options)
+    state.others["limits"] = {name: limit for name, limit in options.items() if name != "interval_s"}
     await publisher.__aenter__()
     state.others["publisher"] = publisher
     await peers.open_sender(state, 3)
+
+
+async def _publish(state: State) -> None:
+    """Publish once more: all publishers of a process write to the same files."""
+    async with MultiprocessPublisher(interval_s=SELDOM_S, **state.others["limits"]):
+        pass
 
 
 async def _end(state: State) -> None:
@@ -169,10 +176,9 @@ async def test_a_worker_publishes_when_it_begins_and_for_the_last_time_when_it_e
 
 
 async def _gauges_of_what_is_closed(state: State) -> None:
-    publisher = state.others["publisher"]
-    await publisher._publish()
+    await _publish(state)
     await state.sender.aclose()
-    await publisher._publish()
+    await _publish(state)
 
 
 async def test_gauges_of_what_a_worker_has_closed_are_nothing(folder: Path) -> None:
@@ -184,31 +190,13 @@ async def test_gauges_of_what_a_worker_has_closed_are_nothing(folder: Path) -> N
         assert numbers["aiotensor_sender_tensors_sent_total"] == 0
 
 
-class _Told:
-    """An open object with a given number of answers."""
-
-    def __init__(self, answers: int) -> None:
-        self.answers = answers
-
-    def statistics(self) -> ClientStatistics:
-        return ClientStatistics(1, (1,), 0, 0, self.answers, 0, 0, 0, {})
-
-
 async def _serve_clients(state: State, answers: int, names: list[str]) -> None:
     """Open and close clients, one after the other, without publishing."""
     loop = asyncio.get_running_loop()
     for name in names:
-        told = _Told(answers)
-        opened.remove(opened.add(told, name, loop))
+        counted = Counted(answers)
+        registry.remove(registry.add(counted, name, loop))
         await asyncio.sleep(0)
-
-
-async def _publish(state: State) -> None:
-    await state.others["publisher"]._publish()
-
-
-async def _series(state: State) -> int:
-    return len(prometheus._published)
 
 
 async def test_endpoints_beyond_a_limit_are_published_together_and_names_are_kept(folder: Path) -> None:
@@ -218,7 +206,7 @@ async def test_endpoints_beyond_a_limit_are_published_together_and_names_are_kep
         for turn in range(5):
             await worker.call(_serve_clients, 2, [f"ipc:///{turn}/{number}" for number in range(200)])
             await worker.call(_publish)
-            series.append(await worker.call(_series))
+            series.append(len(scrape(both.registry())))
         assert series[2] == series[3] == series[4]
         numbers = scrape(both.registry())
         told = {
@@ -246,23 +234,21 @@ async def test_what_was_forgotten_and_has_begun_anew_is_added_in_full(folder: Pa
 
 async def _publish_twice_over_after_a_timeout(state: State) -> None:
     """Have one loop not answer once, and then publish by two publishers in turn."""
-    blocked, go_on, told = threading.Event(), threading.Event(), _Told(0)
+    blocked, go_on, counted = threading.Event(), threading.Event(), Counted(0)
 
     async def live() -> None:
-        entry = opened.add(told, "ipc:///blocked", asyncio.get_running_loop())
+        entry = registry.add(counted, "ipc:///blocked", asyncio.get_running_loop())
         blocked.set()
         go_on.wait()
-        opened.remove(entry)
+        registry.remove(entry)
 
     thread = threading.Thread(target=asyncio.run, args=(live(),))
     thread.start()
     blocked.wait()
-    await _publish(state)
-    go_on.set()
-    thread.join()
-    async with MultiprocessPublisher(interval_s=SELDOM_S) as another:
+    async with MultiprocessPublisher(interval_s=SELDOM_S):
+        go_on.set()
+        thread.join()
         for _ in range(3):
-            await another._publish()
             await _publish(state)
 
 

@@ -1,4 +1,4 @@
-"""What Prometheus reads is what was sent, received, asked and answered; from wherever it is read."""
+"""Metrics agree with the tensors and messages that were transferred, from any thread that reads them."""
 
 import asyncio
 import itertools
@@ -21,12 +21,11 @@ from aiotensor import (
     TooLargeError,
     WouldBlockError,
     blocking,
-    opened,
 )
-from aiotensor.integrations.families import TABLE
 from aiotensor.integrations.prometheus import AioTensorCollector
 from tests.channel import parties
 from tests.integrations.scraping import Numbers, at, new_registry, parse, scrape, scrape_all
+from tests.statistics.objects import close, open_counted
 from verification.patterns import BIG, pattern
 from verification.places import LINKS
 from verification.processes import peers, watch
@@ -40,7 +39,7 @@ PATIENCE_S = 20.0  # more than a loop needs to answer that is not blocked
 
 @contextmanager
 def address() -> Iterator[str]:
-    """Make an address of its own for one test: what is counted there stays."""
+    """Make a new address for one test, since counts at an address persist."""
     with LINKS["unix"].place() as place:
         assert isinstance(place.endpoint, str)
         yield place.endpoint
@@ -85,7 +84,7 @@ async def _scrape_there(state: State) -> Numbers:
     return one
 
 
-async def test_what_is_read_in_each_process_under_load_parses_and_agrees_with_what_was_sent() -> None:
+async def test_metrics_of_each_process_under_load_parse_and_agree_with_the_sent_tensors() -> None:
     rounds = 20
     tensors, nbytes = 3 * rounds, (3 + BIG + 1000) * 8 * rounds
     with address() as place:
@@ -108,7 +107,7 @@ async def test_what_is_read_in_each_process_under_load_parses_and_agrees_with_wh
     assert sent["aiotensor_sender_copied_bytes_total"] == rounds * BIG * 8
     assert sent["aiotensor_sender_permits_in_use"] == 0
     assert sent["aiotensor_sender_permits_limit"] == sent["aiotensor_sender_permits_peak"] == 2
-    # All but the first two found no permit, and the last of the errors were told at once.
+    # All but the first two waited for a permit; the `send_nowait` calls failed without waiting.
     assert sent["aiotensor_sender_wait_seconds_count{for=permit}"] == tensors - 2
     assert sent["aiotensor_sender_wait_seconds_bucket{for=permit,le=+Inf}"] == tensors - 2
     assert sent["aiotensor_sender_wait_seconds_sum{for=permit}"] > 0
@@ -123,7 +122,7 @@ async def test_what_is_read_in_each_process_under_load_parses_and_agrees_with_wh
     assert received["aiotensor_receiver_errors_total{type=AlreadyTakenError}"] == tensors / 4
 
 
-async def test_a_receiver_that_dies_shows_at_its_senders() -> None:
+async def test_senders_count_a_receiver_that_dies() -> None:
     with address() as place:
         async with TensorSender(place) as sender, peers.peers(place, 1) as [engine]:
             await engine.call(peers.open_receiver)
@@ -138,10 +137,10 @@ async def test_a_receiver_that_dies_shows_at_its_senders() -> None:
     assert numbers["aiotensor_sender_errors_total{type=PeerLostError}"] == 1
 
 
-# From wherever it is read
+# Threads
 
 
-async def test_a_scrape_by_http_from_another_thread_says_what_one_on_the_loop_says() -> None:
+async def test_a_scrape_in_another_thread_equals_a_scrape_on_the_loop() -> None:
     registry = new_registry(timeout_s=PATIENCE_S)
     server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
     try:
@@ -167,7 +166,7 @@ def _get(port: int) -> str:
         return text
 
 
-def test_what_threads_have_opened_is_told_like_the_rest() -> None:
+def test_objects_of_the_blocking_api_are_exported() -> None:
     registry = new_registry(timeout_s=PATIENCE_S)
     with address() as place:
         with blocking.TensorReceiver(place) as receiver, blocking.TensorSender(place) as sender:
@@ -182,7 +181,7 @@ def test_what_threads_have_opened_is_told_like_the_rest() -> None:
     assert scrape(registry)["aiotensor_scrape_timeouts_total", ()] == 0
 
 
-def test_a_blocked_loop_holds_no_scrape_up_for_longer_than_it_may_and_its_counters_stay() -> None:
+def test_a_blocked_loop_delays_a_scrape_by_at_most_the_timeout_and_keeps_its_counters() -> None:
     blocked, go_on, done = threading.Event(), threading.Event(), threading.Event()
 
     async def live(place: str) -> None:
@@ -211,10 +210,10 @@ def test_a_blocked_loop_holds_no_scrape_up_for_longer_than_it_may_and_its_counte
         thread.join()
 
 
-# What stays and what goes
+# Counters and gauges
 
 
-async def test_counters_stay_and_gauges_go_when_what_they_are_of_is_closed() -> None:
+async def test_counters_of_closed_objects_persist_and_their_gauges_disappear() -> None:
     registry = new_registry()
     seen: list[dict[str, float]] = []
     with address() as place:
@@ -223,7 +222,7 @@ async def test_counters_stay_and_gauges_go_when_what_they_are_of_is_closed() -> 
                 await receiver.receive(await sender.send(pattern(0, BIG)))
                 seen.append(at(scrape(registry), place))
             seen.append(at(scrape(registry), place))
-        late = at(scrape(new_registry()), place)  # of one that was registered when all was over
+        late = at(scrape(new_registry()), place)  # registered after all objects were closed
     assert [one["aiotensor_sender_tensors_sent_total"] for one in seen] == [1, 1, 2, 2, 3, 3]
     assert [one.get("aiotensor_sender_permits_limit") for one in seen] == [8, None] * 3
     for before, after in itertools.pairwise(seen):
@@ -233,7 +232,7 @@ async def test_counters_stay_and_gauges_go_when_what_they_are_of_is_closed() -> 
     assert late == seen[-1]
 
 
-async def test_what_is_open_at_one_endpoint_is_added_up_and_of_peaks_the_largest_is_told() -> None:
+async def test_gauges_of_one_endpoint_are_added_up_except_for_peaks() -> None:
     with address() as place:
         async with (
             TensorReceiver(place, max_senders=None) as receiver,
@@ -261,7 +260,7 @@ async def test_what_is_open_at_one_endpoint_is_added_up_and_of_peaks_the_largest
             await receiver.receive(await waiting)
 
 
-async def test_clients_and_servers_tell_what_was_asked_answered_and_failed() -> None:
+async def test_clients_and_servers_count_messages_answers_and_failures() -> None:
     async with parties.channel() as channel:
         serving = asyncio.create_task(channel.server.serve(parties.answer))
         for seed in range(3):
@@ -282,31 +281,31 @@ async def test_clients_and_servers_tell_what_was_asked_answered_and_failed() -> 
     assert asked["aiotensor_server_messages_received_total"] == 4
 
 
-async def test_an_address_that_is_no_utf_8_is_told_with_its_bytes_escaped() -> None:
+async def test_an_address_that_is_not_utf_8_is_exported_with_escaped_bytes() -> None:
     with address() as place:
         async with TensorSender(f"{place}\udcff"):
             numbers = at(scrape(new_registry()), f"{place}\\udcff")
     assert numbers["aiotensor_sender_permits_limit"] == 8
 
 
-# What it costs and how it is named
+# Collectors
 
 
-async def test_registering_asks_nobody() -> None:
-    with address() as place:
-        async with TensorReceiver(place), TensorSender(place):
-            registry = new_registry()
-            here = [one for one in opened._books.open if one.endpoint == place]
-            assert [one.last for one in here] == [None, None]
-            scrape(registry)
-            assert None not in [one.last for one in here]
+async def test_registering_a_collector_reads_no_statistics() -> None:
+    counted, affinity = open_counted(1, "registered")
+    registry = new_registry()
+    assert not counted.readers
+    scrape(registry)
+    assert len(counted.readers) == 1
+    close(affinity)
+    await asyncio.sleep(0)
 
 
 async def _register(state: State) -> None:
     state.others["registry"] = new_registry()
 
 
-async def test_a_process_that_was_scraped_is_idle_until_the_next_time() -> None:
+async def test_a_process_is_idle_between_scrapes() -> None:
     with address() as place:
         async with peers.peers(place, 2) as [engine, api]:
             await engine.call(peers.open_receiver)
@@ -320,13 +319,13 @@ async def test_a_process_that_was_scraped_is_idle_until_the_next_time() -> None:
             assert await watch.become_idle([engine.pid, api.pid])
 
 
-def test_a_scrape_names_no_object_but_by_its_endpoint() -> None:
+def test_objects_are_named_by_their_endpoints_only() -> None:
     labels = {label for _, series in scrape(new_registry()) for label, _ in series}
 
     assert labels <= {"endpoint", "type", "for", "le"}
 
 
-def test_registering_twice_is_refused_as_for_other_collectors() -> None:
+def test_registering_two_collectors_is_refused() -> None:
     registry = new_registry()
 
     with pytest.raises(ValueError, match="Duplicated timeseries"):
@@ -334,17 +333,6 @@ def test_registering_twice_is_refused_as_for_other_collectors() -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [-1, inf, float("nan")])
-def test_a_limit_of_time_that_is_none_is_refused(timeout_s: float) -> None:
+def test_an_invalid_timeout_is_refused(timeout_s: float) -> None:
     with pytest.raises(ValueError, match=f"timeout_s is seconds, at least 0, got {timeout_s}"):
         new_registry(timeout_s=timeout_s)
-
-
-def test_every_number_comes_from_a_field_of_its_own() -> None:
-    names: list[str] = []
-    for kind, gauges, counters in TABLE:
-        fields = [gauge.field for gauge in gauges] + [counter.field for counter in counters]
-        assert len(fields) == len(set(fields))
-        assert set(fields) <= set(kind.__struct_fields__)
-        assert {counter.field for counter in counters} <= set(opened.COUNTERS[kind])
-        names += [gauge.name for gauge in gauges] + [counter.name for counter in counters]
-    assert len(names) == len(set(names))

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from aiotensor import PeerLostError, ProtocolError, TensorHandle, TensorReceiver, TensorSender
-from aiotensor.placements.arena import _WHERE
 from aiotensor.protocol.frames import (
     MAX_RECORD_BYTES,
     VERSION,
@@ -26,6 +25,7 @@ from aiotensor.protocol.frames import (
     ToReceiver,
     encode,
 )
+from aiotensor.tensors.arena import _WHERE
 from tests.frames import put
 from verification.patterns import BIG, pattern
 from verification.waiting import until

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aiotensor import TensorHandle, TensorReceiver, TensorSender
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from verification.patterns import pattern
 from verification.places import LINKS
 from verification.processes import peers, watch

@@ -16,7 +16,7 @@ import pytest
 
 from aiotensor import TensorReceiver
 from aiotensor.channel import MessageServer
-from aiotensor.links import socket_file
+from aiotensor.transports import socket_file
 from tests.channel.parties import Place, Places, place
 from verification.waiting import until
 
@@ -101,7 +101,7 @@ async def test_a_folder_that_stays_locked_is_named_in_the_log_once(
     await opening
     await receiver.aclose()
     [record] = caplog.records
-    assert (record.levelno, record.name) == (logging.WARNING, "aiotensor.links")
+    assert (record.levelno, record.name) == (logging.WARNING, "aiotensor.transports")
     assert vars(record)["event"] == "folder_locked"
     assert vars(record)["folder"] == folder_of(here)
     assert vars(record)["address"] == here.tensors.removeprefix("unix://")

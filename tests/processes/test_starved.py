@@ -12,8 +12,8 @@ import torch
 
 from aiotensor import PeerLostError, RefusedError, TensorHandle, TensorQueue, TensorReceiver, TensorSender
 from aiotensor.codec import TensorDecoder, TensorEncoder
-from tests.links.unix_ends import no_descriptors
 from tests.pairs import endpoint
+from tests.transports.unix_ends import no_descriptors
 from verification.patterns import BIG, pattern
 from verification.processes import peers, watch
 

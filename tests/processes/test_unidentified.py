@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from aiotensor import TensorReceiver, TensorSender
-from aiotensor.conversation import Conversation
-from aiotensor.incoming import MAX_UNIDENTIFIED
 from aiotensor.protocol.frames import MAX_RECORD_BYTES, VERSION, Bye, Hello, decode_to_sender, encode
+from aiotensor.receiving.incoming import MAX_UNIDENTIFIED
+from aiotensor.sending.conversation import Conversation
 from tests.repeated import check_rate
 from verification.patterns import BIG, pattern
 from verification.processes import peers

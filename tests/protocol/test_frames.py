@@ -41,7 +41,7 @@ from aiotensor.protocol.frames import (
     decode_to_sender,
     encode,
 )
-from aiotensor.tally import ERROR_NAMES
+from aiotensor.statistics.counters import ERROR_NAMES
 from aiotensor.types import MAX_BOUNDS, ReceiverStatistics, Waits
 from tests.frames import ACCOUNT
 

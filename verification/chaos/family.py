@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from aiotensor import AioTensorError, TensorQueue
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from verification.chaos import here, journal, sending, taking
 from verification.chaos.plan import ELDERS, FAMILIES, SLOTS, Round, SenderPlan, TakerPlan
 from verification.loops import Kind

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from verification.fuzz.choosers import FromBytes
 from verification.fuzz.engine import Figures
 from verification.fuzz.grammar import TO_CLIENT, TO_RECEIVER, TO_SENDER, TO_SERVER, conversation

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from aiotensor import Delivery, TensorReceiver
-from aiotensor.worker import Worker, in_thread
+from aiotensor.runtime.worker import Worker, in_thread
 from verification.fuzz.things import GUARD, LOOSE_NAME, MEMORY_NAME
 from verification.patterns import pattern
 from verification.processes import watch

@@ -3,8 +3,8 @@
 import math
 import struct
 
-from aiotensor.placements.dtypes import DTYPES
 from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_HOLDERS, MAX_RECORD_BYTES, VERSION
+from aiotensor.tensors.dtypes import DTYPES
 from verification.fuzz.choosers import WILDNESS, Chooser, happens, one_of
 from verification.fuzz.headers import TO_CLIENT, TO_SERVER, to_client, to_server
 from verification.fuzz.steps import RIGHT, STAND_IN, Conversation, Step

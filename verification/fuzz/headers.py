@@ -5,8 +5,8 @@ import math
 import msgspec
 
 from aiotensor.codec.wire import ARRAY, LENGTH_BYTES, PACKED, TENSOR
-from aiotensor.placements.dtypes import DTYPES
 from aiotensor.protocol.exchange import VERSION
+from aiotensor.tensors.dtypes import DTYPES
 from verification.fuzz.choosers import WILDNESS, Chooser, happens, one_of
 from verification.fuzz.steps import STAND_IN, Step
 from verification.fuzz.wire import Frame, Scalar, boundary, broken_bytes, broken_frame

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from aiotensor import TensorReceiver, TensorSender
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from verification.fuzz import api
 from verification.fuzz.engine import Engine, Figures, Troubles, figures
 from verification.fuzz.listening import answer, waiting_at

@@ -6,8 +6,8 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from aiotensor.links import Endpoint
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
+from aiotensor.transports.endpoints import Endpoint
 from verification.fuzz.speaking import say
 from verification.fuzz.steps import Conversation
 from verification.fuzz.things import Things

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from verification import loops
 from verification.fuzz.engine import Figures, Troubles, figures, threads_started
 from verification.fuzz.notes import Note, ask_rightly, messages_at, respond, work

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from aiotensor import TensorReceiver, TensorSender
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from verification import loops
 from verification.fuzz.engine import Engine, Figures, figures, threads_started
 from verification.fuzz.speaking import converse, heard, road_to

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from aiotensor import TensorReceiver, TensorSender
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from verification import loops
 from verification.fuzz import api
 from verification.fuzz.engine import Figures, Troubles, figures

@@ -8,7 +8,7 @@ import zmq
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from verification import loops
 from verification.descriptors import accepted_at
 from verification.fuzz.engine import Figures, Troubles, figures, threads_started

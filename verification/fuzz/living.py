@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Generic, Protocol, TypeVar
 
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from verification.fuzz.engine import Figures
 from verification.fuzz.exploring import explore, said_at_random, telling
 from verification.fuzz.steps import Conversation, cases

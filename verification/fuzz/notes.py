@@ -12,7 +12,7 @@ import torch
 
 from aiotensor import PeerLostError, ProtocolError, RefusedError, RemoteError, TooLargeError
 from aiotensor.channel import MessageClient, Request
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from verification.patterns import BIG, pattern
 
 __all__ = ["Note", "ask_rightly", "messages_at", "respond", "work"]

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 import zmq
 
 from aiotensor import AioTensorError, TensorHandle, TensorSender
-from aiotensor.links import Endpoint
 from aiotensor.protocol.exchange import VERSION, ClientHello, write
+from aiotensor.transports.endpoints import Endpoint
 from verification.fuzz.headers import SENT_BEFORE
 from verification.fuzz.notes import messages_at
 from verification.fuzz.steps import STAND_IN, Conversation, Step

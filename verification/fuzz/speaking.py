@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from aiotensor import TensorQueue
-from aiotensor.links import Endpoint
-from aiotensor.links.records import record_pair
 from aiotensor.protocol.frames import VERSION, Hello, encode
+from aiotensor.transports.endpoints import Endpoint
+from aiotensor.transports.records import record_pair
 from verification.fuzz.steps import RIGHT, STAND_IN, Conversation, Step
 from verification.fuzz.things import Things
 

@@ -6,8 +6,8 @@ from contextlib import suppress
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from aiotensor.links.queue import QueueSenderLink
-from aiotensor.links.unix import UnixListener, UnixSenderLink
+from aiotensor.transports.queue import QueueSenderLink
+from aiotensor.transports.unix import UnixListener, UnixSenderLink
 from verification.model.receivers import ReceiverRules
 from verification.model.records import Call, Outcome, Receiver, Sender
 from verification.model.senders import SenderRules

@@ -7,7 +7,7 @@ import msgspec
 import torch
 
 from aiotensor import SenderStatistics, WouldBlockError
-from aiotensor.message import State
+from aiotensor.sending.message import State
 from verification.descriptors import our_descriptors
 from verification.model.ends import EndRules
 from verification.model.records import Message, Receiver, Sender, Tensor

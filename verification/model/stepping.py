@@ -12,10 +12,10 @@ from unittest.mock import patch
 import uvloop
 from anyio._backends._asyncio import WorkerThread
 
-from aiotensor import memory
-from aiotensor.placements import segments
 from aiotensor.protocol import pages
-from aiotensor.worker import Worker
+from aiotensor.runtime.worker import Worker
+from aiotensor.sending import memory
+from aiotensor.tensors import segments
 
 T = TypeVar("T")
 _Post = tuple[Callable[..., object], tuple[Any, ...], Context | None]

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from aiotensor import TensorHandle, TensorReceiver, TensorSender
-from aiotensor.links import Endpoint
+from aiotensor.transports.endpoints import Endpoint
 from verification import loops
 from verification.patterns import pattern
 from verification.processes import watch

@@ -13,7 +13,7 @@ __all__ = ["doctor"]
 def _path(_: click.Context, option: click.Parameter, address: str | None) -> Path | None:
     if address is None:
         return None
-    from aiotensor.links.address import socket_path
+    from aiotensor.transports.address import socket_path
 
     try:
         return Path(socket_path(address, "unix"))

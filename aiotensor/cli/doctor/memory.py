@@ -9,9 +9,9 @@ import re
 from pathlib import Path
 from resource import RLIM_INFINITY
 
-from aiotensor.cgroups import memory_limits
 from aiotensor.cli.doctor.finding import Finding, Status, in_words
 from aiotensor.protocol.blocks import ADDRESSES_PER_BYTE
+from aiotensor.runtime.cgroups import memory_limits
 
 __all__ = [
     "available_memory",

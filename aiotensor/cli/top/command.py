@@ -75,7 +75,7 @@ def _run(address: str, as_json: bool, is_live: bool, interval_s: float, patience
     from aiotensor.cli.top.words import printable
     from aiotensor.errors import AioTensorError
     from aiotensor.inspection import inspect
-    from aiotensor.links.address import socket_path
+    from aiotensor.transports.address import socket_path
 
     try:
         socket_path(address, "unix")

@@ -1,0 +1,152 @@
+"""The rules that all connections share: hello, version and closing.
+
+The object of each role derives from `Connection`. It performs no I/O: received bytes produce validated
+frames, which serve as events, and commands produce frames to send. Its owner passes both from and to a
+socket, and closes that when the state is CLOSED.
+
+    OPENING --hello of the peer, of this version--> OPEN
+       |                                             |
+       '--Close, either way; violation; refusal------+--> CLOSED
+
+The connecting side sends its hello first, and its kind determines the roles of both sides. The accepting
+side answers with its own hello; if it refuses the peer, a `Close` with the reason follows. Each side sends
+one hello, and nothing after a `Close`. A peer of another version is refused.
+"""
+
+import enum
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from aiotensor.errors import PeerLostError, ProtocolError, RefusedError
+
+__all__ = ["Close", "Connection", "ConnectionState", "Loss", "mismatch"]
+
+
+class ConnectionState(enum.Enum):
+    """The state of a connection object."""
+
+    OPENING = "waiting for the hello of the peer"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
+    """Close the connection; no frame follows. A reason means that this side rejects the other one.
+
+    `is_refusal`: a new attempt fails too, until a limit or the version of one side is changed.
+    `retry`: the peer may connect again automatically, since another connection only replaced this one.
+    `uses_memory`: tensors allocated by this sender still exist. Otherwise the receiver returns the memory
+    that no tensor uses to the system.
+    """
+
+    reason: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+    is_refusal: bool = False
+    retry: bool = False
+    uses_memory: bool = True
+
+
+class Loss(NamedTuple):
+    """The end of a connection.
+
+    Attributes:
+        error: the error to raise in calls that wait for the peer.
+        is_retried: whether to connect again automatically.
+    """
+
+    error: PeerLostError | RefusedError
+    is_retried: bool
+
+
+def mismatch(theirs: int, ours: int) -> str | None:
+    """Return the reason to refuse a peer of another version; None for the same version."""
+    if theirs == ours:
+        return None
+    return (
+        f"it speaks version {theirs} of the protocol, this side speaks {ours}: install the same aiotensor on "
+        "both sides"
+    )
+
+
+class Connection:
+    """One end of a connection.
+
+    Args:
+        role: the role of this end, for the texts of errors, such as ``"sender"``.
+        peer: the other end, for the texts of errors, such as ``"the receiver"``.
+    """
+
+    def __init__(self, role: str, peer: str) -> None:
+        self.state = ConnectionState.OPENING
+        self.peer_pid: int | None = None  # as the peer states it
+        self._role = role
+        self._peer = peer
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no more frames are sent or received."""
+        return self.state is ConnectionState.CLOSED
+
+    def accept_hello(self, version: int, pid: int, ours: int) -> None:
+        """Record the hello of the peer.
+
+        Args:
+            version: the version in the hello.
+            pid: the process id in the hello.
+            ours: the version of this side.
+
+        Raises:
+            ProtocolError: it is the second hello.
+            RefusedError: the peer has another version.
+        """
+        if self.peer_pid is not None:
+            raise ProtocolError("it sent a second hello")
+        self.peer_pid = pid
+        reason = mismatch(version, ours)
+        if reason is not None:
+            self.state = ConnectionState.CLOSED
+            raise self.refused(reason).error
+
+    def check_open(self) -> None:
+        """Check that the peer has sent its hello, and this side has accepted it.
+
+        Raises:
+            ProtocolError: the peer sent another frame first.
+        """
+        if self.state is not ConnectionState.OPEN:
+            raise ProtocolError("it sent a frame before its hello")
+
+    def closed(self, close: Close) -> Loss:
+        """End the connection because of a `Close` of the peer."""
+        self.state = ConnectionState.CLOSED
+        if not close.reason:
+            return self.lost("it closed", is_retried=True)
+        if close.is_refusal:
+            return self.refused(close.reason)
+        return self.lost(f"it closed the connection: {close.reason}", is_retried=close.retry)
+
+    def violated(self, error: ProtocolError) -> Loss:
+        """End the connection because the peer violated the protocol."""
+        self.state = ConnectionState.CLOSED
+        loss = self.lost(f"it broke the protocol: {error}", is_retried=False)
+        # A new exception without a traceback: the traceback of the original one keeps the record alive.
+        loss.error.__cause__ = ProtocolError(*error.args)
+        return loss
+
+    def lost(self, reason: str, *, is_retried: bool) -> Loss:
+        """Return the loss of the peer.
+
+        Args:
+            reason: the reason, as a clause after "the receiver is gone".
+            is_retried: whether to connect again automatically.
+        """
+        return Loss(PeerLostError(f"{self._name} is gone: {reason}", pid=self.peer_pid), is_retried)
+
+    def refused(self, reason: str) -> Loss:
+        """Return the refusal of this end by the peer, because of a limit or its version."""
+        error = RefusedError(f"{self._name} refused this {self._role}: {reason}", pid=self.peer_pid)
+        return Loss(error, is_retried=False)
+
+    @property
+    def _name(self) -> str:
+        return self._peer if self.peer_pid is None else f"{self._peer} (pid {self.peer_pid})"

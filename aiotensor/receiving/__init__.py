@@ -1,0 +1,1 @@
+"""The implementation behind `TensorReceiver`."""

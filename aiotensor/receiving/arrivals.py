@@ -1,0 +1,77 @@
+"""The tasks that wait for tensors of one receiver, woken when one may have arrived."""
+
+from collections.abc import Sequence
+
+from aiotensor.errors import PeerLostError
+from aiotensor.protocol.mailbox import Key, Mailbox
+from aiotensor.runtime.logs import logger_of
+from aiotensor.runtime.waiting import Waiters
+from aiotensor.types import Delivery
+
+__all__ = ["Arrivals"]
+
+logger = logger_of("receiver")
+
+
+class Arrivals:
+    """Wake tasks that wait for tensors; belongs to the event loop's thread.
+
+    The connections of a receiver refer to this object and not to the receiver: so a receiver that is not used
+    any more is garbage-collected, and one that a task awaits is not.
+
+    Args:
+        mailbox: where tensors arrive.
+
+    Attributes:
+        waiters: the calls that wait for the tensor of a key; without empty ones.
+        iterators: the iterations that wait for any tensor.
+    """
+
+    def __init__(self, mailbox: Mailbox[Delivery]) -> None:
+        self.waiters: dict[Key, Waiters] = {}
+        self.iterators = Waiters()
+        self._mailbox = mailbox
+        self._failure: BaseException | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Count the calls that wait."""
+        return sum(map(len, self.waiters.values())) + len(self.iterators)
+
+    def wake(self, keys: Sequence[Key]) -> None:
+        """Wake the tasks that wait for some keys, and those that iterate if a tensor is for them."""
+        if self.waiters:
+            for key in keys:
+                if key in self.waiters:
+                    self.waiters[key].wake()
+        self.wake_iterators()
+
+    def wake_iterators(self) -> None:
+        """Wake the tasks that iterate, if a tensor is for them."""
+        if self.iterators and self._mailbox.next_unclaimed() is not None:
+            self.iterators.wake()
+
+    def wake_all(self) -> None:
+        """Wake every task that waits."""
+        for waiters in self.waiters.values():
+            waiters.wake()
+        self.iterators.wake()
+
+    def fail(self, error: BaseException) -> None:
+        """Note that nothing more will arrive, because of a bug or a broken machine."""
+        logger.critical(
+            "reading from the senders failed, nothing more will arrive",
+            exc_info=error,
+            extra={"event": "reading_failed", "error": type(error).__name__, "reason": str(error)},
+        )
+        self._failure = error
+        self.wake_all()
+
+    def raise_if_failed(self) -> None:
+        """Raise if nothing more will arrive.
+
+        Raises:
+            PeerLostError: it will not.
+        """
+        if self._failure is not None:
+            raise PeerLostError(f"nothing more will arrive: {self._failure}") from self._failure

@@ -1,0 +1,86 @@
+"""Log lines about connections that a receiver closes: at most one per second and event.
+
+Refused, broken and unidentified peers can connect again at any rate. A line has the details of the latest
+connection, and the number of connections since the line before.
+"""
+
+from aiotensor.runtime.logs import RepeatedEvent, logger_of, others
+
+__all__ = ["Refusals"]
+
+logger = logger_of("receiver")
+
+
+class Refusals:
+    """Log the refusals of one receiver; belongs to the running loop."""
+
+    def __init__(self) -> None:
+        # Functions of the module: a timer that is under way keeps no receiver alive.
+        self._refused = RepeatedEvent(_log_refused)
+        self._broken = RepeatedEvent(_log_broken)
+        self._cut_off = RepeatedEvent(_log_cut_off)
+
+    def sender_refused(self, sender: str | None, pid: int | None, reason: str) -> None:
+        """Log that a sender was refused, because of a limit or of its version."""
+        self._refused.add(sender, pid, reason)
+
+    def protocol_broken(self, sender: str | None, pid: int | None, reason: str) -> None:
+        """Log that a connection was closed because its peer broke the protocol."""
+        self._broken.add(sender, pid, reason)
+
+    def replaced(self, pid: int | None, connections: int) -> None:
+        """Log that an unidentified connection was closed in favor of a new one."""
+        self._cut_off.add(pid, connections)
+
+    def close(self) -> None:
+        """Log the events that were only counted so far."""
+        for event in (self._refused, self._broken, self._cut_off):
+            event.close()
+
+
+def _log_refused(count: int, sender: str | None, pid: int | None, reason: str) -> None:
+    logger.warning(
+        "sender %s (pid %s) is refused: %s%s",
+        sender,
+        pid,
+        reason,
+        others(count),
+        extra={
+            "event": "sender_refused",
+            "sender_id": sender,
+            "peer_pid": pid,
+            "reason": reason,
+            "count": count,
+        },
+    )
+
+
+def _log_broken(count: int, sender: str | None, pid: int | None, reason: str) -> None:
+    logger.error(
+        "sender %s broke the protocol, its link is closed: %s%s",
+        sender,
+        reason,
+        others(count),
+        extra={
+            "event": "protocol_broken",
+            "sender_id": sender,
+            "peer_pid": pid,
+            "reason": reason,
+            "count": count,
+        },
+    )
+
+
+def _log_cut_off(count: int, pid: int | None, connections: int) -> None:
+    logger.warning(
+        "an unidentified connection (pid %s) is closed, since %s newer ones were opened%s",
+        pid,
+        connections,
+        others(count),
+        extra={
+            "event": "connection_cut_off",
+            "peer_pid": pid,
+            "connections": connections,
+            "count": count,
+        },
+    )

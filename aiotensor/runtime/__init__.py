@@ -1,0 +1,1 @@
+"""The environment of every object: event loop, threads, file descriptors, processes and logs."""

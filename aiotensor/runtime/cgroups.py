@@ -1,0 +1,167 @@
+"""The memory limits of this process's control groups, and whether an arena fits into them.
+
+Beyond such a limit no call fails: the kernel kills a process of the group (the "OOM killer").
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from aiotensor.runtime.logs import logger_of
+
+__all__ = ["MemoryLimit", "memory_limits", "warn_if_too_large"]
+
+logger = logger_of("sender")
+
+ROOT = Path("/")  # where `proc` and `sys` are
+
+_UNLIMITED = 1 << 60  # cgroup v1 has no word for it, but a number of about this size or more
+
+
+class MemoryLimit(NamedTuple):
+    """The limit of one control group.
+
+    Attributes:
+        nbytes: the most memory that its processes may use together.
+        used: what they use now and the kernel cannot take back: without files that it has cached.
+        file: what sets the limit; bytes of its path that are no text are escaped.
+    """
+
+    nbytes: int
+    used: int
+    file: str
+
+    @property
+    def available(self) -> int:
+        """Return how many bytes may still be used; negative if the limit was lowered below the usage."""
+        return self.nbytes - self.used
+
+
+class _Version(NamedTuple):
+    """The names of one version of the kernel's interface."""
+
+    controller: str
+    limit: str
+    usage: str
+    cached: tuple[str, ...]  # fields of memory.stat; shared memory is in none of them
+
+
+_V1 = _Version(
+    "memory",
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_active_file", "total_inactive_file"),
+)
+_V2 = _Version("", "memory.max", "memory.current", ("active_file", "inactive_file"))
+
+
+def memory_limits(root: Path) -> Iterator[MemoryLimit]:
+    """Find each memory limit that holds for this process: of its control group and of those above it.
+
+    In a container only some of them can be seen; mountinfo says where that part begins.
+
+    Args:
+        root: the folder that has `proc` and `sys`.
+    """
+    groups = _groups_of_this_process(root)
+    for line in _read(root / "proc/self/mountinfo").split("\n"):
+        ours, _, theirs = line.partition(" - ")
+        fields, kind = ours.split(" "), theirs.split(" ")
+        if len(fields) < 5 or len(kind) < 3:
+            continue
+        if kind[0] == "cgroup2":
+            version = _V2
+        elif kind[0] == "cgroup" and "memory" in kind[2].split(","):
+            version = _V1
+        else:
+            continue
+        mounted = PurePosixPath(_unescaped(fields[4]))
+        inside = _inside(groups.get(version.controller, "/"), _unescaped(fields[3]))
+        for folder in (mounted / inside, *(mounted / parent for parent in inside.parents)):
+            limit = _limit_of(root, folder, version)
+            if limit is not None:
+                yield limit
+
+
+def warn_if_too_large(sender: str, arena_bytes: int, root: Path | None = None) -> None:
+    """Log a warning if an arena does not fit into what is left of the memory limits.
+
+    Args:
+        sender: the id of the sender.
+        arena_bytes: the most shared memory that it may use.
+        root: the folder that has `proc` and `sys`; None for that of this process.
+    """
+    limit = min(memory_limits(root or ROOT), key=lambda one: one.available, default=None)
+    if limit is None or arena_bytes <= limit.available:
+        return
+    logger.warning(
+        "arena_bytes=%s does not fit into the memory limit of this process's control group: %s of %s bytes "
+        "are in use (%s); when the arena fills up, the kernel kills a process instead of `send` raising an "
+        "OSError: raise the limit, or lower arena_bytes",
+        arena_bytes,
+        limit.used,
+        limit.nbytes,
+        limit.file,
+        extra={
+            "event": "arena_too_large",
+            "sender_id": sender,
+            "arena_bytes": arena_bytes,
+            "limit_bytes": limit.nbytes,
+            "used_bytes": limit.used,
+            "file": limit.file,
+        },
+    )
+
+
+def _limit_of(root: Path, folder: PurePosixPath, version: _Version) -> MemoryLimit | None:
+    file = folder / version.limit
+    limit = _read(_below(root, file)).strip()
+    if not limit.isdecimal() or int(limit) >= _UNLIMITED:  # "max", or there is none
+        return None
+    usage = _read(_below(root, folder / version.usage)).strip()
+    cached = 0
+    for line in _read(_below(root, folder / "memory.stat")).split("\n"):
+        name, _, value = line.partition(" ")
+        if name in version.cached and value.isdecimal():
+            cached += int(value)
+    used = int(usage) if usage.isdecimal() else 0
+    shown = os.fsencode(file).decode(errors="backslashreplace")
+    return MemoryLimit(int(limit), max(used - cached, 0), shown)
+
+
+def _below(root: Path, path: PurePosixPath) -> Path:
+    return root / str(path).lstrip("/")
+
+
+def _read(file: Path) -> str:
+    """Return what is in a file, with the bytes of paths that are no text; nothing if it cannot be read."""
+    try:
+        return os.fsdecode(file.read_bytes())
+    except (OSError, ValueError):  # or there can be no such path
+        return ""
+
+
+def _groups_of_this_process(root: Path) -> dict[str, str]:
+    """Return the path of each control group by its controller; that of v2 has an empty name."""
+    groups = {}
+    for line in _read(root / "proc/self/cgroup").split("\n"):
+        _, _, rest = line.partition(":")
+        controllers, colon, path = rest.partition(":")
+        if colon:
+            groups.update(dict.fromkeys(controllers.split(","), path))
+    return groups
+
+
+def _inside(group: str, mount_root: str) -> PurePosixPath:
+    """Return where a group is below a mount; the mount itself if it cannot be seen from there."""
+    path = PurePosixPath(group)
+    if ".." in path.parts or not path.is_relative_to(mount_root):
+        return PurePosixPath()
+    return path.relative_to(mount_root)
+
+
+def _unescaped(field: str) -> str:
+    """Undo what mountinfo does to blanks in a path."""
+    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)

@@ -1,0 +1,55 @@
+"""Waiting for a possible change, and limits on the duration of waits."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from aiotensor.errors import AioTensorError
+
+__all__ = ["Waiters", "at_most", "seconds_or_never"]
+
+
+class Waiters(list["asyncio.Future[None]"]):
+    """Futures of the tasks that wait for a possible change; each task checks the state when it resumes.
+
+    The change itself is not assigned to a task: it remains available until a task takes it without an
+    await, so no change is lost if a waiting task is cancelled.
+    """
+
+    async def wait(self) -> None:
+        """Wait until the next `wake`."""
+        future = asyncio.get_running_loop().create_future()
+        self.append(future)
+        try:
+            await future
+        finally:
+            self.remove(future)
+
+    def wake(self) -> None:
+        """Wake all waiting tasks, in the order of their calls."""
+        for future in self:
+            if not future.done():
+                future.set_result(None)
+
+
+def seconds_or_never(name: str, value: float | None) -> float | None:
+    """Validate and return a number of seconds; None means never."""
+    if value is not None and not value > 0:
+        raise ValueError(f"{name} must be positive, or None, got {value}")
+    return value
+
+
+@asynccontextmanager
+async def at_most(seconds: float | None, make_error: Callable[[], AioTensorError]) -> AsyncIterator[None]:
+    """Limit the duration of a block in seconds, and raise the given error at expiry; None for no limit."""
+    if seconds is None:
+        yield
+        return
+    timeout = asyncio.timeout(seconds)
+    try:
+        async with timeout:
+            yield
+    except TimeoutError:
+        if timeout.expired():
+            raise make_error() from None
+        raise

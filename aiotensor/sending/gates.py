@@ -1,0 +1,192 @@
+"""Waiting for a budget: the asyncio futures around the I/O-free `Budget`."""
+
+import asyncio
+from collections.abc import Callable, Hashable, Iterable
+from typing import Generic, Protocol, TypeVar
+
+from aiotensor.errors import AioTensorError
+from aiotensor.protocol.credits import Budget, Space, Ticket
+from aiotensor.statistics.counters import WaitCounter
+
+__all__ = ["CapacityListener", "Gate", "StuckError"]
+
+P = TypeVar("P")
+
+
+class StuckError(AioTensorError):
+    """The wait would never end; the sender converts this error into a public one."""
+
+
+class CapacityListener(Protocol):
+    """An object that waits for any of several senders."""
+
+    def capacity_changed(self) -> None:
+        """Handle a permit or memory that was released, or a receiver that was found."""
+
+
+class Gate(Generic[P]):
+    """Let callers wait for a budget in order, and release the amounts of cancelled callers.
+
+    Args:
+        limit: the maximum amount in use at once.
+        space: the place of the amounts, if they have one.
+        stuck_elsewhere: returns the amount in use outside the queue that cannot be released until a queued
+            wait is granted or ends; None if deadlock is impossible.
+        long_wait_s: the time in seconds after which a wait is reported; None for never.
+        on_long_wait: called with the amount, once for each wait that reaches this time.
+        max_wait_s: the time in seconds after which a wait ends with an error; None for never.
+        overdue: returns that error for an amount.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        *,
+        space: Space[P] | None = None,
+        stuck_elsewhere: Callable[[], int] | None = int,
+        long_wait_s: float | None = None,
+        on_long_wait: Callable[[int], None] = lambda amount: None,
+        max_wait_s: float | None = None,
+        overdue: Callable[[int], AioTensorError] = lambda amount: AioTensorError("waited for too long"),
+    ) -> None:
+        self.budget: Budget[P] = Budget(limit, space)
+        self.waited = WaitCounter()
+        self._stuck_elsewhere = stuck_elsewhere
+        self._long_wait_s = long_wait_s
+        self._on_long_wait = on_long_wait
+        self._max_wait_s = max_wait_s
+        self._overdue = overdue
+        self._waits: dict[Ticket[P], asyncio.Future[None]] = {}  # longest wait first
+        self._reported: set[Ticket[P]] = set()
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at = 0.0
+        self._failure: Callable[[], AioTensorError] | None = None
+        self.on_release: Callable[[], None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def longest_wait_s(self, now: float) -> float:
+        """Return the duration of the longest current wait in seconds, by the loop's clock."""
+        return now - next((ticket.since for ticket in self._waits), now)
+
+    async def acquire(self, amount: int, holder: Hashable = None) -> Ticket[P]:
+        """Wait until the amount is granted, and return the ticket to release later.
+
+        Cancellation removes the call from the queue, or releases an amount granted at the same moment.
+
+        Raises:
+            StuckError: all amounts in use belong to waiting holders, including this one.
+            AioTensorError: the error from the callback of `fail` or `fail_waiting`, or from `overdue`.
+        """
+        if self._failure is not None:
+            raise self._failure()
+        loop = self._running_loop()
+        ticket = self.budget.request(amount, holder)
+        ticket.since = loop.time()
+        if ticket.granted:
+            return ticket
+        future = self._waits[ticket] = loop.create_future()
+        self._watch([ticket])
+        if self._stuck_elsewhere is not None:
+            self.refuse_if_stuck()
+        try:
+            await future
+            if self._failure is not None:  # since the grant, in the same iteration of the loop
+                raise self._failure()
+        except BaseException:
+            # Cancelled, refused or failed, possibly in the same iteration as the grant.
+            self.release(ticket)
+            raise
+        finally:
+            self.waited.add(loop.time() - ticket.since)
+            del self._waits[ticket]
+            self._reported.discard(ticket)
+            # It refers to the error, whose traceback keeps this frame and the callers' frames with tensors.
+            del future
+        ticket.since = loop.time()
+        return ticket
+
+    def try_acquire(self, amount: int, holder: Hashable = None) -> Ticket[P] | None:
+        """Take the amount if it is free and the queue is empty."""
+        ticket = self.budget.try_request(amount, holder)
+        if ticket is not None:
+            ticket.since = self._running_loop().time()
+        return ticket
+
+    def release(self, ticket: Ticket[P]) -> None:
+        """Release a granted amount, or leave the queue, and wake the calls that are granted as a result."""
+        granted = self.budget.release(ticket)
+        if self._waits:
+            self._wake(granted)
+        if self.on_release is not None:
+            self.on_release()
+
+    def fail(self, make_error: Callable[[], AioTensorError]) -> None:
+        """End every current and future wait, each with a new error."""
+        self._failure = make_error
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        self.fail_waiting(make_error)
+
+    def fail_waiting(self, make_error: Callable[[], AioTensorError]) -> None:
+        """End every current wait, each with a new error."""
+        for future in self._waits.values():
+            if not future.done():
+                future.set_exception(make_error())
+
+    def refuse_if_stuck(self) -> None:
+        """End the latest wait if otherwise no wait could ever end."""
+        if self._stuck_elsewhere is None:
+            return
+        ticket = self.budget.stuck(self._stuck_elsewhere())
+        future = self._waits.get(ticket) if ticket is not None else None
+        if future is not None and not future.done():
+            future.set_exception(StuckError("everything in use is held by those who wait"))
+
+    def _wake(self, granted: list[Ticket[P]]) -> None:
+        for ticket in granted:
+            future = self._waits.get(ticket)
+            if future is not None and not future.done():
+                future.set_result(None)
+        if self._stuck_elsewhere is not None:
+            self.refuse_if_stuck()
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        # Cached, because each lookup of the running loop asks the kernel for the process id.
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        return self._loop
+
+    def _watch(self, tickets: Iterable[Ticket[P]]) -> None:
+        """Set the timer for the time at which the first of these waits must be reported or ended."""
+        times = [
+            ticket.since + limit_s
+            for ticket in tickets
+            for limit_s in (None if ticket in self._reported else self._long_wait_s, self._max_wait_s)
+            if limit_s is not None
+        ]
+        if not times or self._failure is not None:
+            return
+        if self._alarm is not None:
+            if self._alarm_at <= min(times):
+                return  # one timer for all, since most waits are short
+            self._alarm.cancel()
+        self._alarm_at = min(times)
+        self._alarm = self._running_loop().call_at(self._alarm_at, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        now = self._running_loop().time()
+        for ticket, future in list(self._waits.items()):
+            if future.done():
+                continue
+            if _is_over(self._long_wait_s, ticket, now) and ticket not in self._reported:
+                self._reported.add(ticket)
+                self._on_long_wait(ticket.amount)
+            if _is_over(self._max_wait_s, ticket, now):
+                future.set_exception(self._overdue(ticket.amount))
+        self._watch(ticket for ticket, future in self._waits.items() if not future.done())
+
+
+def _is_over(limit_s: float | None, ticket: Ticket[P], now: float) -> bool:
+    return limit_s is not None and now >= ticket.since + limit_s

@@ -1,0 +1,184 @@
+"""A message of several tensors, as callers of a sender see it."""
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from aiotensor.errors import DiscardedError, TooLargeError, UsageError
+from aiotensor.protocol.frames import MAX_TENSORS
+from aiotensor.sending.message import Message, State, enter_block
+from aiotensor.tensors.source import Sendable
+from aiotensor.types import TensorHandle
+
+if TYPE_CHECKING:  # which makes these
+    from aiotensor.sender import TensorSender
+
+__all__ = ["OpenMessage"]
+
+_NOT_BEGUN = "this message is not begun yet: use `async with sender.message() as message`"
+
+
+class OpenMessage:
+    """A message that is being sent, made by `TensorSender.message`."""
+
+    def __init__(self, sender: "TensorSender") -> None:
+        self._message: Message | None = None
+        self._sender = sender
+        self._is_beginning = False
+        self._sending = 0  # sends that have not returned
+        self._is_finished = False
+
+    def __repr__(self) -> str:
+        message = self._message
+        state = "new" if message is None else f"{message.state.value}, {message.count} tensors"
+        return f"<OpenMessage {state}, of {self._sender!r}>"
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_finalizing() or (message := self._message) is None or message.state is not State.OPEN:
+            return
+        self._sender._affinity.freed(self, partial(self._sender._outgoing.abandon, message))
+
+    @property
+    def sender(self) -> "TensorSender":
+        """The sender whose message it is."""
+        return self._sender
+
+    async def __aenter__(self) -> Self:
+        with self._sender._errors:
+            if self._is_beginning or self._message is not None:
+                raise UsageError("this message was begun before: begin another with sender.message()")
+            self._sender._check()
+            self._is_beginning = True
+            try:
+                self._message = await self._sender._outgoing.begin()
+            finally:
+                self._is_beginning = False
+            enter_block(self._message, asyncio.current_task())
+        return self
+
+    def _enter_in_thread(self) -> None:
+        """Note that this thread is in the block, and not the task that entered it."""
+        if self._message is not None:
+            enter_block(self._message, None)
+
+    async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialized tensor in shared memory for this message; sending it copies nothing.
+
+        As `TensorSender.allocate`, but the memory is accounted to this message: if all of `arena_bytes` is
+        held by messages that wait for more of it, one of them is refused instead of all waiting forever.
+
+        Args:
+            shape: the sizes of its dimensions, in elements.
+            dtype: the type of its elements.
+
+        Waits for bytes of shared memory, in the order of the calls. Cancelling returns them.
+
+        Raises:
+            TypeError: the dtype is no torch dtype.
+            UnsupportedTensorError: a tensor of this dtype cannot be sent.
+            ValueError: a size is negative.
+            TooLargeError: it would be larger than `arena_bytes`; or it is empty, and its other sizes are more
+                than can be addressed.
+            WouldBlockError: all of `arena_bytes` is held by messages that wait for more of it, so that
+                waiting would never end; or it waited for longer than `max_wait_s`.
+            PeerLostError: the receiver died or closed.
+            DiscardedError: the message was discarded, by either side, or its block has ended.
+            UsageError: the message was not begun yet.
+            ClosedError: the sender was closed, perhaps while waiting.
+            OSError: the machine has no shared memory or no descriptors left.
+        """
+        with self._sender._errors:
+            message = self._open_message()
+            return await self._sender._allocate(shape, dtype, message)
+
+    async def send(self, tensor: Sendable) -> TensorHandle:
+        """Send one tensor of the message, and return its handle.
+
+        The receiver can take it when the message is whole, after the block. An error in `send` takes
+        nothing for this tensor and leaves the message as it was: it may be caught, and the block go on.
+        Cancelling does the same, unless the tensor was announced already: then the message is discarded,
+        and its block ends with `DiscardedError`.
+        Arguments, waiting, cancelling and errors are otherwise those of `TensorSender.send`.
+
+        Raises:
+            WouldBlockError: all of `arena_bytes` is held by messages that wait for more of it, so that
+                waiting would never end; or it waited for longer than `max_wait_s`.
+            TooLargeError: the message has as many tensors as a message may have.
+            DiscardedError: the message was discarded, by either side, or its block has ended.
+        """
+        try:
+            if self._message is None:
+                raise UsageError(_NOT_BEGUN)
+            source, plan = self._sender._prepare(tensor)
+            message = self._open_message()
+            if message.count + self._sending >= MAX_TENSORS:
+                raise TooLargeError(
+                    f"a message has at most {MAX_TENSORS} tensors: stack small ones, or begin another one",
+                    limit=MAX_TENSORS,
+                    requested=message.count + self._sending + 1,
+                )
+            self._sending += 1
+            try:
+                return await self._sender._outgoing.put(message, source, plan, last=False)
+            finally:
+                self._sending -= 1
+        except Exception as error:
+            self._sender._errors.add(error)
+            raise
+
+    def _open_message(self) -> Message:
+        """Return the message, to which something can be added."""
+        message = self._message
+        if message is None:
+            raise UsageError(_NOT_BEGUN)
+        if message.loss is not None:
+            raise self._sender._outgoing.why_not(message)
+        if message.state is not State.OPEN:
+            raise DiscardedError("this message has ended: begin a new one")
+        return message
+
+    def finish(self) -> None:
+        """Make the message whole now, and not only at the end of the block.
+
+        Nothing more can be sent in it. If the block then ends with an exception, the message is discarded
+        all the same, unless the receiver has taken it by then. Finishing again does nothing.
+
+        Raises:
+            DiscardedError: the message was discarded, by either side.
+            PeerLostError: the receiver died or closed.
+            ClosedError: the sender was closed.
+            UsageError: a send of this message was not awaited; the message is discarded. Or it is not
+                begun yet.
+        """
+        message, outgoing = self._message, self._sender._outgoing
+        with self._sender._errors:
+            if message is None:
+                raise UsageError(_NOT_BEGUN)
+            if self._is_finished:
+                return
+            if message.has_ended:
+                raise outgoing.why_not(message)  # it was not whole, so nobody can have taken it
+            if self._sending:
+                outgoing.abandon(message)
+                raise UsageError(
+                    "a send of this message was not awaited: await every message.send in its block"
+                )
+            self._is_finished = True
+            outgoing.complete(message)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        home = self._sender._affinity
+        if self._message is None or home.is_left_in_child(error):
+            return
+        if kind is not None:
+            self._sender._outgoing.abandon(self._message)
+        else:
+            home.check_place()
+            self.finish()

@@ -1,0 +1,1 @@
+"""Counters, and the registry of the open objects of a process."""

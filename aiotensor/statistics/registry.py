@@ -1,0 +1,284 @@
+"""The registry of all open objects of this process, and the counts of closed ones; for any thread.
+
+Statistics can only be read in the thread and the event loop of their object. So a thread that collects the
+statistics of other threads queues a query for each of their loops, wakes the loops, and waits for a limited
+time. While it waits, it answers the queries of other threads: otherwise two loops that query each other would
+both wait for the whole time.
+"""
+
+import asyncio
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import NamedTuple, TypeAlias
+
+from aiotensor.errors import UsageError
+from aiotensor.statistics.entries import Entry, HasStatistics
+from aiotensor.statistics.sums import Counts, add_counts
+from aiotensor.types import Statistics
+
+__all__ = ["Entry", "Group", "HasStatistics", "Snapshot", "add", "collect", "owners", "remove"]
+
+# The kind and the endpoint of objects, whose counts are added up.
+Group: TypeAlias = tuple[type[Statistics], str]
+
+# The number of remembered groups without open objects: a program may open a new address each time.
+_MAX_CLOSED_GROUPS = 256
+
+# How often a waiting thread checks whether a loop has ended without an answer. Other threads never wake up.
+_CHECK_INTERVAL_S = 0.05
+
+# A later object has a larger number, and a later snapshot.
+_numbers = itertools.count(1)
+
+
+class Snapshot(NamedTuple):
+    """The statistics of this process at one moment.
+
+    Attributes:
+        present: the endpoint and the statistics of each open object.
+        counts: the counts of each group since the process began, of open and of closed objects; the groups
+            with closed objects come first, in the order of closing.
+        begun: a number for each group, which is larger after the counts of the group were forgotten.
+        unanswered: the number of running loops that did not answer; the snapshot has the previous statistics
+            of their objects.
+        number: a later snapshot has a larger number, and no smaller counts unless these were forgotten.
+    """
+
+    present: list[tuple[str, Statistics]]
+    counts: dict[Group, Counts]
+    begun: dict[Group, int]
+    unanswered: int
+    number: int
+
+
+class _Query:
+    """A request of one thread for the statistics of the objects in a loop of another thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
+        self.loop = loop
+        self.thread = thread
+        self.entries: list[Entry] = []
+        self.is_answered = False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is nothing to wait for: the loop has answered, or has ended and cannot answer."""
+        return self.is_answered or not self.loop.is_running()
+
+
+class _Registry:
+    """The entries of open objects, and the counts of closed ones."""
+
+    def __init__(self) -> None:
+        # Reentrant: a signal handler may interrupt `collect` and call it. Not held while statistics are read.
+        self.changed = threading.Condition(threading.RLock())
+        self.entries: dict[Entry, None] = {}
+        # The counts, and the number of the first object in them; the group closed last is at the end.
+        self.closed: dict[Group, tuple[Counts, int]] = {}
+        self._queries: dict[int, list[_Query]] = {}  # for each thread
+        self._is_removing = False
+
+    def sweep(self) -> None:
+        """Remove objects that ended without being closed; the lock is held."""
+        for entry in list(self.entries):
+            if entry.is_over:
+                self.remove(entry)
+
+    def remove(self, entry: Entry) -> None:
+        """Remove an object and keep its counts; the lock is held."""
+        # A signal handler may interrupt this and call `collect`, which leaves the removal to this call.
+        if self._is_removing:
+            return
+        self._is_removing = True
+        try:
+            if entry in self.entries:
+                self._remove(entry)
+                self._forget()
+        finally:
+            self._is_removing = False
+
+    def _remove(self, entry: Entry) -> None:
+        entry.is_removed = True
+        if entry.last is None:  # freed before its statistics were read
+            del self.entries[entry]
+            return
+        group = (type(entry.last), entry.endpoint)
+        before, number = self.closed.get(group, ({}, entry.number))
+        counts = dict(before)
+        add_counts(counts, entry.last)
+        kept = (counts, min(number, entry.number))
+        # From here on nothing is called: a signal handler in between could miss the object or find it twice.
+        if group in self.closed:
+            del self.closed[group]
+        self.closed[group] = kept
+        del self.entries[entry]
+
+    def _forget(self) -> None:
+        """Forget the groups that were closed first, but not groups in use, whose counts would decrease."""
+        if len(self.closed) <= _MAX_CLOSED_GROUPS:
+            return
+        in_use = {entry.endpoint for entry in list(self.entries)}
+        unused = [group for group in self.closed if group[1] not in in_use]
+        for group in unused[:-_MAX_CLOSED_GROUPS]:
+            del self.closed[group]
+
+    def read(self, entry: Entry) -> None:
+        """Read the statistics of an object, in its thread.
+
+        Raises:
+            UsageError: another loop runs in this thread.
+        """
+        owner = entry.owner
+        if owner is None:
+            return
+        statistics = owner.statistics()
+        with self.changed:
+            if not entry.is_removed:
+                entry.last = statistics
+
+    def read_all(self, entries: Iterable[Entry], timeout_s: float) -> int:
+        """Read the statistics of objects, and return the number of running loops that did not answer."""
+        here, end = threading.get_ident(), time.monotonic() + timeout_s
+        by_loop: dict[tuple[asyncio.AbstractEventLoop, int], _Query] = {}
+        for entry in entries:
+            if entry.thread == here:
+                with suppress(UsageError):  # another loop runs here, so that one does not
+                    self.read(entry)
+            elif entry.loop.is_running():
+                key = (entry.loop, entry.thread)
+                by_loop.setdefault(key, _Query(*key)).entries.append(entry)
+        queries = list(by_loop.values())
+        try:
+            self._send(queries)
+            while not all(query.is_settled for query in queries):
+                self._answer()
+                with self.changed:
+                    left = end - time.monotonic()
+                    if left <= 0:
+                        break
+                    if here not in self._queries and not all(query.is_settled for query in queries):
+                        # Not for longer: a loop that ends with a pending query notifies no thread.
+                        self.changed.wait(min(left, _CHECK_INTERVAL_S))
+        finally:
+            self._withdraw(queries)
+        return sum(not query.is_settled for query in queries)
+
+    def _send(self, queries: list[_Query]) -> None:
+        with self.changed:
+            for query in queries:
+                self._queries.setdefault(query.thread, []).append(query)
+            self.changed.notify_all()  # that thread may be waiting for an answer itself
+        for query in queries:
+            with suppress(RuntimeError):  # the loop was closed in the meantime
+                query.loop.call_soon_threadsafe(self._answer)
+
+    def _answer(self) -> None:
+        """Answer the queries of other threads to this thread."""
+        here = threading.get_ident()
+        while True:
+            with self.changed:
+                queries = self._queries.pop(here, [])
+            if not queries:
+                return
+            for query in queries:
+                for entry in query.entries:
+                    with suppress(UsageError):  # another loop runs here by now
+                        self.read(entry)
+                query.is_answered = True
+            with self.changed:
+                self.changed.notify_all()
+
+    def _withdraw(self, queries: list[_Query]) -> None:
+        """Remove the queries that are not answered yet."""
+        with self.changed:
+            for query in queries:
+                others = self._queries.get(query.thread, [])
+                if query in others:
+                    others.remove(query)
+                    if not others:
+                        del self._queries[query.thread]
+
+
+_registry = _Registry()
+
+
+def add(owner: HasStatistics, endpoint: str, loop: asyncio.AbstractEventLoop) -> Entry:
+    """Register an open object, in its thread.
+
+    Args:
+        owner: the object.
+        endpoint: the address or name that all objects at one endpoint have in common.
+        loop: the event loop of the object.
+    """
+    entry = Entry(owner, endpoint, loop, next(_numbers))
+    with _registry.changed:
+        _registry.sweep()
+        _registry.entries[entry] = None
+    return entry
+
+
+def remove(entry: Entry) -> None:
+    """Unregister an object and keep its counts, in its loop. Can be called again."""
+    with suppress(UsageError):  # another loop runs here, since that one is closed
+        _registry.read(entry)
+    entry.is_closed = True
+    try:
+        # Calls that wait for the object end in the next iteration, and are counted too.
+        entry.loop.call_soon(_remove_now, entry)
+    except RuntimeError:  # the loop is closed, and has no next iteration
+        with _registry.changed:
+            _registry.remove(entry)
+
+
+def _remove_now(entry: Entry) -> None:
+    _registry.read(entry)
+    with _registry.changed:
+        _registry.remove(entry)
+
+
+def owners() -> list[HasStatistics]:
+    """Return every open object, from any thread."""
+    with _registry.changed:
+        present = list(_registry.entries)
+    return [owner for entry in present if (owner := entry.owner) is not None]
+
+
+def collect(timeout_s: float) -> Snapshot:
+    """Return the statistics of this process, from any thread; wait for loops of other threads with objects.
+
+    Args:
+        timeout_s: seconds to wait, for all loops together.
+    """
+    registry = _registry
+    with registry.changed:
+        registry.sweep()
+        present = list(registry.entries)
+    unanswered = registry.read_all(present, timeout_s)
+    # All under one lock, so that the later one of two snapshots has all counts of the earlier one.
+    with registry.changed:
+        registry.sweep()
+        number = next(_numbers)
+        present = list(registry.entries)
+        closed = dict(registry.closed)
+        known = [(entry, entry.last) for entry in present if entry.last is not None]
+    counts = {group: dict(counts) for group, (counts, _) in closed.items()}
+    begun = {group: first for group, (_, first) in closed.items()}
+    for entry, last in known:
+        group = (type(last), entry.endpoint)
+        add_counts(counts.setdefault(group, {}), last)
+        begun[group] = min(begun.get(group, entry.number), entry.number)
+    still_open = [(entry.endpoint, last) for entry, last in known if not entry.is_closed]
+    return Snapshot(still_open, counts, begun, unanswered, number)
+
+
+def _renew() -> None:
+    """Forget the objects of the parent: a forked child cannot use them."""
+    global _registry
+    _registry = _Registry()
+
+
+os.register_at_fork(after_in_child=_renew)

@@ -1,0 +1,1 @@
+"""The bytes of tensors: where they are placed, how they are copied, and how they are viewed."""

@@ -1,0 +1,124 @@
+"""Where the bytes of one tensor are placed: inline in the frame, or in the arena.
+
+The sender calls `plan_placement` to learn which memory the tensor needs. The receiver calls `open_tensor`. A
+new placement is one module, and one branch in each of the two functions.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from aiotensor.errors import ProtocolError
+from aiotensor.tensors.allocations import Allocation, Allocations
+from aiotensor.tensors.arena import Place, read_where
+from aiotensor.tensors.dtypes import dtype_from_name
+from aiotensor.tensors.inline import MAX_INLINE_BYTES, bytes_of, open_inline
+from aiotensor.tensors.mapped import MappedSegment
+from aiotensor.tensors.source import Source
+from aiotensor.tensors.views import Owner
+
+__all__ = [
+    "ARENA",
+    "ArrivedTensor",
+    "Placed",
+    "Plan",
+    "open_tensor",
+    "place_allocated",
+    "place_copy",
+    "place_inline",
+    "plan_placement",
+]
+
+ARENA = "arena"
+INLINE = "inline"
+
+
+class Plan(NamedTuple):
+    """How one tensor will travel.
+
+    Attributes:
+        new_bytes: bytes of shared memory that must be granted, to copy it into; 0 if none.
+        allocation: the block that it lies in, or None; it is copied unless the block can carry it.
+    """
+
+    new_bytes: int
+    allocation: Allocation | None
+
+
+class Placed(msgspec.Struct, frozen=True, gc=False):
+    """Where a tensor's bytes are, for the frame."""
+
+    placement: str
+    payload: bytes
+
+
+_INLINE = Plan(0, None)
+
+
+def plan_placement(source: Source, allocations: Allocations) -> Plan:
+    """Choose how a tensor travels: in the frame if small, where it lies if allocated, else by a copy."""
+    nbytes = source.nbytes
+    if nbytes == 0:
+        return _INLINE
+    allocation = allocations.find(source)
+    if allocation is not None and allocation.can_carry(source):
+        return Plan(0, allocation)
+    return _INLINE if nbytes <= MAX_INLINE_BYTES else Plan(nbytes, allocation)
+
+
+def place_inline(source: Source) -> Placed:
+    """Put the bytes of a small tensor into the frame."""
+    return Placed(INLINE, bytes_of(source))
+
+
+def place_allocated(source: Source, allocation: Allocation) -> Placed:
+    """Name a tensor where it lies."""
+    return Placed(ARENA, allocation.block.place.describe(source.data_ptr() - allocation.start))
+
+
+def place_copy(place: Place) -> Placed:
+    """Name a tensor where it was copied to."""
+    return Placed(ARENA, place.describe(0))
+
+
+class ArrivedTensor(msgspec.Struct, frozen=True):
+    """A tensor that arrived; if it lies in a segment, where, and the object whose end frees its block."""
+
+    tensor: torch.Tensor
+    segment: int | None = None
+    owner: Owner | None = None
+    offset: int = 0
+
+
+def open_tensor(
+    placement: str,
+    payload: bytes,
+    dtype_name: str,
+    shape: tuple[int, ...],
+    segments: Mapping[int, MappedSegment],
+) -> ArrivedTensor:
+    """Open a tensor that a peer placed.
+
+    Args:
+        placement: the placement of its bytes, from the frame.
+        payload: the bytes themselves, or their position, from the frame.
+        dtype_name: from the frame.
+        shape: from the frame, in elements.
+        segments: the segments that the peer attached, by their numbers.
+
+    Raises:
+        ProtocolError: the frame describes an impossible tensor, or an unknown dtype, placement or segment.
+    """
+    dtype = dtype_from_name(dtype_name)
+    if placement == INLINE:
+        return ArrivedTensor(open_inline(payload, dtype, shape))
+    if placement != ARENA:
+        raise ProtocolError(f"the peer placed a tensor by {placement[:64]!r}, which is unknown here")
+    number, offset = read_where(payload)
+    segment = segments.get(number)
+    if segment is None:
+        raise ProtocolError(f"the peer placed a tensor in segment {number}, which it never attached")
+    view = segment.tensor(offset, dtype, shape)
+    return ArrivedTensor(view.tensor, number, view.owner, offset)

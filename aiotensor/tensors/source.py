@@ -1,0 +1,202 @@
+"""What callers hand in: made a source, and refused if it could not arrive as it is."""
+
+from typing import Final, Protocol, TypeAlias, TypeGuard, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import Parameter
+
+from aiotensor.errors import UnsupportedTensorError
+from aiotensor.protocol.frames import MAX_DIMENSIONS
+from aiotensor.tensors.dtypes import DTYPE_NAMES
+from aiotensor.tensors.raw import is_addressable
+
+__all__ = ["ArraySource", "Sendable", "Source", "SupportsDLPack", "as_source", "check_dtype", "is_flat"]
+
+
+@runtime_checkable
+class SupportsDLPack(Protocol):
+    """Anything that shares its memory by the DLPack protocol."""
+
+    def __dlpack__(self, *, stream: object = ...) -> object: ...
+
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+
+Sendable: TypeAlias = torch.Tensor | npt.NDArray[np.generic] | SupportsDLPack
+
+
+class ArraySource:
+    """An array that torch cannot view, because of negative strides or strides of fractions of elements.
+
+    It takes the place of a tensor until its values are copied, so that nothing is copied before there is
+    memory for it. It has what sending needs to know of a tensor.
+    """
+
+    __slots__ = ("array", "dtype", "nbytes", "shape")
+
+    is_cpu: Final = True
+    device: Final = torch.device("cpu")
+    requires_grad: Final = False
+
+    def __init__(self, array: npt.NDArray[np.generic], dtype: torch.dtype) -> None:
+        self.array = array
+        self.dtype = dtype
+        self.shape = array.shape
+        self.nbytes = array.nbytes
+
+    def data_ptr(self) -> int:
+        """Return the address of the first element."""
+        address: int = self.array.__array_interface__["data"][0]
+        return address
+
+    def is_contiguous(self) -> bool:
+        """Return False: the values are not in row-major order, or not where torch could read them."""
+        return False
+
+    def is_conj(self) -> bool:
+        """Return False: numpy has no conjugate views."""
+        return False
+
+    def is_neg(self) -> bool:
+        """Return False: numpy has no negative views."""
+        return False
+
+
+# What is sent: memory that is read when there is a place to copy it to.
+Source: TypeAlias = torch.Tensor | ArraySource
+
+
+def is_flat(source: Source) -> TypeGuard[torch.Tensor]:
+    """Return whether the bytes of a source's values lie in memory as they are, in row-major order."""
+    return source.is_contiguous() and not source.is_conj() and not source.is_neg()
+
+
+def as_source(value: Sendable) -> Source:
+    """Return a view of the memory of `value`, without a copy, or refuse it.
+
+    Raises:
+        TypeError: it is no tensor, no array, and has no ``__dlpack__``.
+        UnsupportedTensorError: it would not arrive as it is; the text says why and what to do.
+    """
+    if isinstance(value, torch.Tensor):
+        tensor = value
+    elif isinstance(value, np.ndarray):
+        source = _from_numpy(value)
+        if isinstance(source, ArraySource):
+            return source
+        tensor = source
+    elif isinstance(value, SupportsDLPack):
+        tensor = _from_dlpack(value)
+    else:
+        raise TypeError(
+            f"cannot send {type(value).__name__!r}: pass a torch tensor, a numpy array, or an object with "
+            "__dlpack__; a message of several tensors is sent with `async with sender.message()`"
+        )
+    reason = _refusal(tensor)
+    if reason is not None:
+        raise UnsupportedTensorError(reason)
+    return tensor
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Refuse what is no dtype, and a dtype that cannot travel.
+
+    Raises:
+        TypeError: it is no torch dtype.
+        UnsupportedTensorError: no tensor of this dtype can travel.
+    """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is a torch dtype, for example torch.uint8, got {dtype!r}")
+    if dtype not in DTYPE_NAMES:
+        raise UnsupportedTensorError(f"a tensor of {dtype} cannot travel: allocate torch.uint8 and view it")
+
+
+def _refusal(tensor: torch.Tensor) -> str | None:
+    """Say why this tensor cannot arrive as it is, or return None if it can."""
+    if type(tensor) is not torch.Tensor and type(tensor) is not Parameter:
+        return (
+            f"a tensor of the subclass {type(tensor).__name__!r} could not be rebuilt on the other side: "
+            "send tensor.as_subclass(torch.Tensor) and wrap it again there"
+        )
+    if tensor.is_nested:
+        return "a nested tensor cannot travel as one block: send its parts as one message, tensor.unbind()"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout} cannot travel: send tensor.to_dense(), or its parts"
+    if tensor.is_quantized:
+        return "a quantized tensor would lose its scale: send tensor.int_repr() and its scale and zero point"
+    if tensor.is_meta:
+        return "a tensor on the meta device has no values: send one on the cpu"
+    if not tensor.is_cpu:
+        return f"a tensor on device {tensor.device} cannot travel on this link: send tensor.cpu()"
+    if tensor.dtype not in DTYPE_NAMES:
+        return f"a tensor of {tensor.dtype} cannot travel: send tensor.view(torch.uint8)"
+    if tensor.dim() > MAX_DIMENSIONS:
+        return f"a tensor of {tensor.dim()} dimensions cannot travel: reshape it to at most {MAX_DIMENSIONS}"
+    if not is_addressable(tensor.shape, tensor.element_size()):
+        return f"a tensor of shape {tuple(tensor.shape)} cannot travel: send one of smaller sizes"
+    try:
+        has_memory = tensor.data_ptr() != 0
+    except RuntimeError:  # as inside a function that `torch.func` transforms
+        has_memory = False
+    if not has_memory and tensor.numel():
+        return (
+            "a tensor without memory, as a zero tensor, one whose storage was freed, or one inside a "
+            "transformation of torch.func, has no values to send"
+        )
+    if tensor.requires_grad and not tensor.is_leaf:
+        return "a tensor with a gradient history would lose it on the way: send tensor.detach()"
+    if hasattr(tensor, "names") and any(tensor.names):  # gone from recent releases
+        return "a tensor with named dimensions would lose the names: send tensor.rename(None)"
+    return None
+
+
+class _WritableAlias:
+    """Show a read-only array's memory as writable, so that torch takes it without a warning.
+
+    Nothing writes to it: the sender only ever reads what it was given. Copying a read-only array first
+    would cost a second pass over a whole video.
+    """
+
+    def __init__(self, array: npt.NDArray[np.generic]) -> None:
+        self._array = array  # keeps the memory alive for as long as the alias is
+        interface = dict(array.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        self.__array_interface__ = interface
+
+
+def _from_numpy(array: npt.NDArray[np.generic]) -> Source:
+    if isinstance(array, np.ma.MaskedArray):
+        raise UnsupportedTensorError(
+            "a masked array would lose its mask: send array.data and array.mask as one message"
+        )
+    if not array.dtype.isnative:
+        raise UnsupportedTensorError(
+            f"an array of dtype {array.dtype} is in the byte order of another machine: "
+            "send array.astype(array.dtype.newbyteorder('='))"
+        )
+    if any(stride < 0 or stride % max(array.itemsize, 1) for stride in array.strides):
+        if array.nbytes:
+            return ArraySource(array, _view(np.empty(0, array.dtype)).dtype)
+        array = array.copy()  # of nothing
+    return _view(array if array.flags.writeable else np.asarray(_WritableAlias(array)))
+
+
+def _view(array: npt.NDArray[np.generic]) -> torch.Tensor:
+    try:
+        return torch.from_numpy(array)
+    except TypeError as error:
+        raise UnsupportedTensorError(
+            f"torch has no dtype for an array of dtype {array.dtype}: send it as an array of numbers"
+        ) from error
+
+
+def _from_dlpack(value: SupportsDLPack) -> torch.Tensor:
+    try:
+        tensor: torch.Tensor = torch.from_dlpack(value)  # type: ignore[attr-defined]
+    except (RuntimeError, BufferError, TypeError, ValueError) as error:
+        raise UnsupportedTensorError(
+            f"torch cannot take this {type(value).__name__!r} by DLPack ({error}): send a CPU copy of it"
+        ) from error
+    return tensor

@@ -1,0 +1,1 @@
+"""The transfer of records and descriptors between a sender and a receiver."""

@@ -1,0 +1,186 @@
+"""The file of a listening socket: taking its path over from a dead receiver, and removing it at the end."""
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import stat
+
+from aiotensor.errors import UsageError
+from aiotensor.runtime.descriptors import Descriptor, close_after_fork
+from aiotensor.runtime.logs import logger_of
+
+__all__ = ["SocketFile"]
+
+logger = logger_of("transports")
+
+_BACKLOG = 128
+
+# While another process holds the folder's lock. It usually does so for a few system calls.
+_FIRST_RETRY_S = 0.005
+_LAST_RETRY_S = 0.25
+_LONG_WAIT_S = 1.0
+
+# Why the kernel refuses a socket or its folder, apart from a path that is in use.
+_REASONS = {
+    errno.ENOENT: "the folder of the socket does not exist",
+    errno.ENOTDIR: "the folder of the socket is not a directory",
+    errno.EACCES: "this user may not create a socket in the folder",
+    errno.EPERM: "this user may not create a socket in the folder",
+    errno.EROFS: "the folder of the socket is on a read-only file system",
+}
+
+
+class SocketFile:
+    """A socket and the path where it listens; belongs to the event loop's thread.
+
+    Args:
+        path: where it is to listen.
+        sock: what is to listen; belongs to this object.
+    """
+
+    def __init__(self, path: str, sock: socket.socket) -> None:
+        close_after_fork(sock)
+        self._path = path
+        self._folder = os.path.dirname(path)
+        self._sock = sock
+        self._identity: tuple[int, int] | None = None  # of the file
+
+    async def take(self) -> None:
+        """Bind the socket to its path, with a file that only this user may use, and listen.
+
+        Waits while another process holds the lock of the folder, as a receiver that opens there does for a
+        moment. Never blocks the event loop, and uses no thread. Cancelling leaves nothing at the path.
+
+        Raises:
+            UsageError: a receiver listens at the path, or the file there is not a socket of this user.
+            FileNotFoundError: the folder does not exist; `filename` names it.
+            NotADirectoryError: the folder is a file.
+            PermissionError: this user may not read the folder, or not create a socket in it.
+            OSError: the file system is read-only or has no sockets, or no descriptor is left.
+        """
+        try:
+            folder = Descriptor(os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        except OSError as error:
+            raise self._refused(error) from error
+        try:
+            await self._lock(folder.number)
+            try:
+                self._listen()
+            finally:
+                # A child that another thread starts just now has the descriptor until it runs its program,
+                # and closing this one would leave the folder locked until then.
+                fcntl.flock(folder.number, fcntl.LOCK_UN)
+        finally:
+            folder.close()
+
+    def leave(self) -> None:
+        """Remove the file, if it is still this socket's, and close the socket."""
+        if self._identity is not None:
+            with contextlib.suppress(OSError):
+                if _identity_of(self._path) == self._identity:
+                    os.unlink(self._path)
+            self._identity = None
+        self._sock.close()
+
+    async def _lock(self, folder: int) -> None:
+        """Wait for the lock of the folder: two receivers that find one stale socket must not both replace it.
+
+        The lock is taken on the folder and not on a file of its own, which would be left behind.
+        """
+        # A thread that waits in the kernel cannot be cancelled and would keep the interpreter from exiting.
+        loop = asyncio.get_running_loop()
+        began, delay, was_logged = loop.time(), _FIRST_RETRY_S, False
+        while True:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waited_s = loop.time() - began
+                if waited_s >= _LONG_WAIT_S and not was_logged:
+                    was_logged = True
+                    logger.warning(
+                        "waiting for the lock of the folder %s, which another process holds: %s cannot be "
+                        "opened before it is released",
+                        self._folder,
+                        self._path,
+                        extra={
+                            "event": "folder_locked",
+                            "address": self._path,
+                            "folder": self._folder,
+                            "waited_s": waited_s,
+                        },
+                    )
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, _LAST_RETRY_S)
+            except OSError as error:  # not every file system has locks
+                raise self._refused(error) from error
+            else:
+                return
+
+    def _listen(self) -> None:
+        # The file gets the mode that the socket has now, so there is no moment when others may connect.
+        os.fchmod(self._sock.fileno(), 0o600)
+        self._remove_stale()
+        try:
+            self._sock.bind(self._path)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise UsageError(
+                    f"there is a file at {self._path} already that is no socket of this user: "
+                    "choose another path"
+                ) from error
+            raise self._refused(error) from error
+        self._identity = _identity_of(self._path)
+        # While the folder is locked: a socket that does not listen looks stale.
+        self._sock.listen(_BACKLOG)
+
+    def _remove_stale(self) -> None:
+        """Remove the socket of a receiver that is dead.
+
+        Raises:
+            UsageError: it is alive.
+        """
+        # A datagram socket never connects to one with connections: if that lives, the kernel says that it is
+        # of another kind, and the receiver does not notice.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
+            try:
+                probe.connect(self._path)
+            except FileNotFoundError:
+                return
+            except ConnectionRefusedError:
+                if self._may_remove():
+                    try:
+                        os.unlink(self._path)
+                    except OSError as error:
+                        raise self._refused(error) from error
+                return  # if not, binding says what is wrong
+            except PermissionError:
+                return  # a file of another user: binding says so, or that the folder is closed to this one
+            except OSError as error:
+                if error.errno != errno.EPROTOTYPE:
+                    raise OSError(error.errno, error.strerror, self._path) from error
+        raise UsageError(
+            f"a receiver listens at {self._path} already: close that one, or choose another path"
+        )
+
+    def _may_remove(self) -> bool:
+        """Return whether the path is a socket of this user, and not a file of somebody else."""
+        try:
+            status = os.lstat(self._path)
+        except FileNotFoundError:
+            return False
+        return stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid()
+
+    def _refused(self, error: OSError) -> OSError:
+        """Return an error that names the folder; `OSError` chooses the subclass by the number."""
+        reason = _REASONS.get(error.errno or 0)
+        if reason is None:
+            return OSError(error.errno, f"cannot listen at {self._path}: {error.strerror}", self._folder)
+        return OSError(error.errno, f"{reason}, so nothing can listen at {self._path}", self._folder)
+
+
+def _identity_of(path: str) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino

@@ -1,0 +1,243 @@
+"""A peer that is not admitted gets `RefusedError`, on both sides; nothing is retried in the background."""
+
+import asyncio
+import copy
+import os
+import pickle
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from aiotensor import (
+    AioTensorError,
+    PeerLostError,
+    RefusedError,
+    TensorHandle,
+    TensorQueue,
+    TensorReceiver,
+    TensorSender,
+    WouldBlockError,
+)
+from aiotensor.protocol.frames import (
+    MAX_RECORD_BYTES,
+    VERSION,
+    Attach,
+    Bye,
+    Hello,
+    Put,
+    ToReceiver,
+    Welcome,
+    decode_to_receiver,
+)
+from aiotensor.transports.endpoints import Endpoint
+from tests.frames import put
+from tests.looking import RogueReceiver
+from tests.pairs import endpoint
+from tests.receiving.test_protocol_errors import Rogue
+from verification.fuzz.listening import waiting_at
+from verification.patterns import pattern
+from verification.waiting import until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+LIMITS = {"max_senders": 1, "max_mapped_bytes": 1 << 30, "max_unclaimed_messages": 8}
+
+
+def test_a_refusal_is_no_loss_and_survives_pickle() -> None:
+    error = RefusedError("max_senders=1", pid=7)
+    assert isinstance(error, AioTensorError)
+    assert not isinstance(error, PeerLostError)
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert (str(again), again.pid) == ("max_senders=1", 7)
+
+
+@pytest.mark.usefixtures("link")
+@pytest.mark.parametrize("limit", LIMITS)
+async def test_a_limit_of_the_receiver_refuses_a_sender_and_the_next_call_asks_again(limit: str) -> None:
+    with endpoint() as place:
+        async with TensorReceiver(place, **{limit: LIMITS[limit]}) as receiver:
+            first = TensorSender(place)
+            async with first, TensorSender(place) as second:
+                await first.ready()
+                with pytest.raises(
+                    RefusedError, match=f"refused this sender: .*{limit}=.*: raise {limit}"
+                ) as no:
+                    await _send_on(second)
+                assert no.value.pid == os.getpid()
+                if isinstance(place, TensorQueue):
+                    return  # which never comes back
+                refused = receiver.statistics().senders_refused
+                await first.aclose()
+                await until(lambda: receiver.statistics().senders == 0)
+                # There is a place now, and nothing asks for it until somebody calls.
+                async with TensorSender(place) as third:
+                    await third.ready()
+                assert receiver.statistics().senders_refused == refused
+                await until(lambda: receiver.statistics().senders == 0)
+                handle = await second.send(pattern(1, 3))
+                assert (await receiver.receive(handle)).tolist() == pattern(1, 3).tolist()
+
+
+async def _send_on(sender: TensorSender) -> None:
+    """Send until it fails: the answer to the first one may still be on its way."""
+    while True:
+        await sender.send(pattern(0, 3))
+        await asyncio.sleep(0)
+
+
+@pytest.mark.usefixtures("link")
+async def test_waits_for_the_tensors_of_a_sender_of_another_version_end_with_the_refusal() -> None:
+    with endpoint() as place:
+        async with TensorReceiver(place) as receiver, TensorSender(place) as honest:
+            await honest.ready()
+            rogue = Rogue(place)
+            handle = TensorHandle(rogue.id, 0, 0, "uint8", (3,), "cpu")
+            waiting = asyncio.create_task(receiver.receive(handle))
+            await rogue.open(version=VERSION + 1)
+            await rogue.lost.wait()
+            welcome, bye = rogue.heard
+            assert isinstance(welcome, Welcome)
+            assert (welcome.version, welcome.is_admitted) == (VERSION, False)
+            assert isinstance(bye, Bye)
+            assert bye.is_refusal
+            assert "install the same aiotensor" in bye.reason
+            for receiving in (waiting, receiver.arrived(handle)):
+                with pytest.raises(RefusedError, match=f"version {VERSION + 1} of the protocol") as no:
+                    await receiving
+                assert no.value.pid == os.getpid()
+            assert receiver.statistics().senders_refused == 1
+            assert receiver.statistics().senders_lost == 0
+            await receiver.receive(await honest.send(pattern(0, 3)))
+
+
+async def test_send_nowait_raises_a_refusal_only_while_that_receiver_may_be_there(address: str) -> None:
+    async with TensorSender(address) as first, TensorSender(address) as second:
+        async with TensorReceiver(address, max_senders=1):
+            await first.ready()
+            with pytest.raises(RefusedError):
+                await second.ready()
+            with pytest.raises(RefusedError, match="max_senders=1"):
+                second.send_nowait(pattern(0, 3))  # it asks again, and the answer has not come
+            with pytest.raises(RefusedError, match="max_senders=1"):
+                second.send_nowait(pattern(0, 3))
+        await until(lambda: second.statistics().receivers_lost == 2)
+        with pytest.raises(WouldBlockError, match="no receiver is here"):
+            second.send_nowait(pattern(0, 3))
+        async with TensorReceiver(address) as receiver:
+            await second.ready()
+            handle = second.send_nowait(pattern(0, 3))
+            assert (await receiver.receive(handle)).tolist() == pattern(0, 3).tolist()
+
+
+@pytest.mark.parametrize("asks", ["send", "send_nowait"])
+async def test_after_a_refusal_nothing_is_announced_before_the_next_receiver_has_admitted_the_sender(
+    address: str, asks: str
+) -> None:
+    async with TensorSender(address) as sender:
+        await _refuse(sender, address)
+        waiting = asyncio.create_task(_send_on(sender))
+        if asks == "send":
+            await until(lambda: sender.statistics().in_flight == 1)
+        else:
+            waiting.cancel()
+            with pytest.raises(WouldBlockError, match="no receiver is here"):
+                sender.send_nowait(pattern(0, 3))
+        with waiting_at(address) as listener:
+            async with _accepted(listener) as (sock, receiver):
+                [hello] = await _read(sock)
+                assert isinstance(hello, Hello)
+                with pytest.raises(WouldBlockError, match="the receiver has not answered"):
+                    sender.send_nowait(pattern(0, 3))
+                waiting.cancel()
+                await receiver.say(Welcome(VERSION, 7, is_admitted=True))
+                await sender.ready()
+                handle = sender.send_nowait(pattern(0, 3))
+                [first, *_] = await _read(sock)
+                assert isinstance(first, Put)
+                assert first.message == handle.message == 0
+
+
+async def _refuse(sender: TensorSender, address: str) -> None:
+    """Refuse a sender, and be gone."""
+    with waiting_at(address) as listener:
+        ready = asyncio.create_task(sender.ready())
+        async with _accepted(listener) as (_, receiver):
+            await receiver.say(Welcome(VERSION, 7), Bye("max_senders=1", is_refusal=True))
+            with pytest.raises(RefusedError):
+                await ready
+
+
+@asynccontextmanager
+async def _accepted(listener: socket.socket) -> AsyncIterator[tuple[socket.socket, RogueReceiver]]:
+    sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+    with sock:
+        sock.setblocking(False)
+        yield sock, RogueReceiver(sock)
+
+
+async def _read(sock: socket.socket) -> list[ToReceiver]:
+    record = await asyncio.get_running_loop().sock_recv(sock, MAX_RECORD_BYTES)
+    return list(decode_to_receiver(record))
+
+
+async def test_a_receiver_of_another_version_refuses_every_wait_of_the_sender(address: str) -> None:
+    with waiting_at(address) as listener:
+        async with TensorSender(address, 1) as sender:
+            sent = await sender.send(pattern(0, 3))
+            waiting = asyncio.create_task(sender.send(pattern(0, 3)))
+            draining = asyncio.create_task(sender.drain())
+            for waits in ([waiting, draining], []):
+                asking = [*waits, asyncio.create_task(sender.ready())]  # which connects again
+                sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+                with sock:
+                    sock.setblocking(False)
+                    await RogueReceiver(sock).say(Welcome(VERSION + 1, 7, is_admitted=True))
+                    for call in asking:
+                        with pytest.raises(
+                            RefusedError, match=f"version {VERSION + 1}.*install the same"
+                        ) as no:
+                            await call
+                        assert no.value.pid == 7
+            assert sender.statistics().errors == {"RefusedError": 4}
+            del sent
+
+
+@pytest.mark.usefixtures("link")
+async def test_what_a_sender_sent_before_it_was_refused_stays_lost_with_its_connection() -> None:
+    with endpoint() as place:
+        if isinstance(place, TensorQueue):
+            return  # to which no sender comes back
+        await _come_back_in_vain(place)
+
+
+async def _come_back_in_vain(place: Endpoint) -> None:
+    async with TensorReceiver(place, max_senders=1) as receiver:
+        before, after = Rogue(place), Rogue(place)
+        after.id = before.id
+        await before.open()
+        before.say(put(last=True))
+        await until(lambda: receiver.statistics().unclaimed_tensors == 1)
+        before.link.close()
+        await until(lambda: receiver.statistics().senders == 0)
+        async with TensorSender(place) as other:
+            await other.ready()
+            await after.open(first_message=1)
+            await after.lost.wait()
+        with pytest.raises(PeerLostError):
+            await receiver.receive(TensorHandle(before.id, 0, 0, "uint8", (3,), "cpu"))
+        with pytest.raises(RefusedError, match="max_senders=1"):
+            await receiver.receive(TensorHandle(before.id, 1, 0, "uint8", (3,), "cpu"))
+
+
+async def test_a_receiver_that_has_no_descriptors_left_is_no_refusal() -> None:
+    with endpoint("unix") as place:
+        async with TensorReceiver(place):
+            rogue = Rogue(place)
+            await rogue.open()
+            rogue.say(Attach(0, "arena", 4096))
+            await rogue.lost.wait()
+            [bye] = [frame for frame in rogue.heard if isinstance(frame, Bye)]
+            assert "ulimit -n" in bye.reason
+            assert not bye.is_refusal

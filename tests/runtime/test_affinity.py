@@ -1,0 +1,366 @@
+import asyncio
+import gc
+import os
+import selectors
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+import pytest
+
+from aiotensor import TensorReceiver, TensorSender
+from aiotensor.channel import MessageClient, MessageServer
+from aiotensor.errors import ClosedError, UsageError
+from aiotensor.runtime.affinity import FreedItems, LoopAffinity
+
+
+def in_a_thread(work: Callable[[], object]) -> BaseException | None:
+    """Run something in another thread, and return what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - handed to the test
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
+
+
+def in_a_fork(work: Callable[[], object]) -> str:
+    """Run something in a forked child, and return the type and text of what it raised."""
+    reading_end, writing_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        report = "nothing was raised"
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - handed to the test
+            report = f"{type(error).__name__}: {error}"
+        finally:
+            os.write(writing_end, report.encode())
+            os._exit(0)
+    os.close(writing_end)
+    with open(reading_end) as pipe:
+        report = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    return report
+
+
+forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+class Opened(Protocol):
+    """What is opened with ``async with``."""
+
+    def __aenter__(self) -> Coroutine[Any, Any, object]: ...
+
+
+def _sender() -> Opened:
+    return TensorSender("unix:///tmp/nobody")
+
+
+def _receiver() -> Opened:
+    return TensorReceiver("unix:///tmp/nobody")
+
+
+def _client() -> Opened:
+    return MessageClient("ipc:///tmp/nobody", reply_type=dict)
+
+
+def _server() -> Opened:
+    return MessageServer("ipc:///tmp/nobody", dict)
+
+
+async def opened() -> LoopAffinity:
+    home = LoopAffinity("TensorSender")
+    home.enter()
+    return home
+
+
+async def test_an_object_that_was_opened_here_can_be_used_here() -> None:
+    home = LoopAffinity("TensorSender")
+
+    assert home.enter() is asyncio.get_running_loop()
+    assert home.is_open
+    home.check()
+    home.check_place()
+
+
+def test_an_object_that_was_not_opened_says_how_to_open_it() -> None:
+    home = LoopAffinity("TensorSender")
+
+    assert not home.is_open
+    with pytest.raises(UsageError, match=r"this TensorSender is not open yet: enter it with `async with`"):
+        home.check()
+    home.check_place()
+
+
+async def test_an_object_cannot_be_opened_twice() -> None:
+    home = await opened()
+
+    with pytest.raises(UsageError, match="is open already: enter it once and share it between tasks"):
+        home.enter()
+    assert home.is_open
+
+
+async def test_a_closed_object_is_neither_used_nor_opened_again_but_may_be_looked_at() -> None:
+    home = await opened()
+    home.is_closed = True
+
+    assert not home.is_open
+    for use in (home.check, home.enter):
+        with pytest.raises(ClosedError, match="this TensorSender was closed: make a new one"):
+            use()
+    home.check_place()
+
+
+def test_an_object_that_was_closed_before_it_was_opened_stays_closed() -> None:
+    home = LoopAffinity("TensorSender")
+    home.is_closed = True
+
+    with pytest.raises(ClosedError):
+        home.check()
+
+
+def test_an_object_cannot_be_opened_without_a_running_loop() -> None:
+    home = LoopAffinity("TensorSender")
+
+    with pytest.raises(UsageError, match="no asyncio event loop is running in this thread"):
+        home.enter()
+    assert not home.is_open
+
+
+@pytest.mark.parametrize("open_", [_sender, _receiver, _client, _server])
+def test_under_another_async_library_an_object_says_that_it_requires_asyncio(
+    open_: Callable[[], Opened],
+) -> None:
+    # As trio does, this drives the coroutine by hand in a thread where no loop of asyncio runs.
+    opening = open_().__aenter__()
+    with pytest.raises(
+        UsageError, match=r"no asyncio event loop.*requires asyncio \(or uvloop\).*trio.*anyio"
+    ):
+        opening.send(None)
+
+
+async def test_another_thread_is_told_how_to_hand_the_work_over() -> None:
+    home = await opened()
+
+    for use in (home.check, home.check_place):
+        error = in_a_thread(use)
+        assert isinstance(error, UsageError)
+        assert "lives in another thread" in str(error)
+        assert "run_coroutine_threadsafe" in str(error)
+
+
+async def test_a_loop_in_another_thread_is_another_place() -> None:
+    home = await opened()
+
+    async def use() -> None:
+        home.check()
+
+    error = in_a_thread(lambda: asyncio.run(use()))
+    assert isinstance(error, UsageError)
+    assert "another thread" in str(error)
+
+
+def test_another_loop_in_the_same_thread_is_another_place() -> None:
+    home = asyncio.run(opened())
+
+    async def use(what: Callable[[], object]) -> None:
+        what()
+
+    for what in (home.check, home.check_place):
+        with pytest.raises(UsageError, match="lives in another event loop: open one in each loop"):
+            asyncio.run(use(what))
+
+
+def test_callbacks_of_the_same_thread_may_use_an_object_after_its_loop_has_stopped() -> None:
+    home = asyncio.run(opened())
+
+    home.check()
+
+
+@forks
+def test_an_object_that_was_not_opened_cannot_be_used_after_a_fork() -> None:
+    home = LoopAffinity("TensorSender")
+
+    for use in (home.check, home.check_place, home.enter):
+        report = in_a_fork(use)
+        assert report.startswith("UsageError: this TensorSender came here by a fork")
+        assert "get_context('spawn')" in report
+
+
+@forks
+def test_an_open_object_cannot_be_used_after_a_fork() -> None:
+    home = asyncio.run(opened())
+
+    assert in_a_fork(home.check).startswith("UsageError: this TensorSender came here by a fork")
+
+
+@forks
+def test_a_closed_object_is_no_better_after_a_fork() -> None:
+    home = LoopAffinity("TensorSender")
+    home.is_closed = True
+
+    assert in_a_fork(home.check).startswith("UsageError: this TensorSender came here by a fork")
+
+
+# Word of what was freed
+
+
+class Collected:
+    """Note what was freed, with the thread that it was handled in."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+        self.threads: set[int] = set()
+        self.loop = asyncio.get_running_loop()
+        self.items: FreedItems[int] = FreedItems(self.loop, self.handle)
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+
+    def handle(self, items: list[int]) -> None:
+        self.calls.append(items)
+        self.threads.add(threading.get_ident())
+        for count, future in self._waiting.items():
+            if len(self.all) >= count and not future.done():
+                future.set_result(None)
+
+    @property
+    def all(self) -> list[int]:
+        return [item for call in self.calls for item in call]
+
+    async def until(self, count: int) -> None:
+        if len(self.all) < count:
+            await self._waiting.setdefault(count, self.loop.create_future())
+
+
+class Thing:
+    """Something in a circle, which only the garbage collector frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+class Drowsy(selectors.DefaultSelector):
+    """A selector that does something when the loop has decided to sleep until it is woken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_sleep: list[Callable[[], object]] = []
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None and self.before_sleep:
+            self.before_sleep.pop()()
+        return super().select(timeout)
+
+
+def test_what_the_garbage_collector_frees_when_the_loop_is_about_to_sleep_wakes_it() -> None:
+    selector = Drowsy()
+
+    async def main() -> list[int]:
+        collected = Collected()
+        selector.before_sleep.append(lambda: collected.items(7))
+        await collected.until(1)
+        return collected.all
+
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+        assert runner.run(main()) == [7]
+
+
+async def test_what_is_freed_in_one_turn_is_handled_at_once_and_later() -> None:
+    collected = Collected()
+    for number in range(3):
+        collected.items(number)
+    assert collected.calls == []
+
+    await collected.until(3)
+    assert collected.calls == [[0, 1, 2]]
+
+
+async def test_what_is_freed_later_is_handled_too() -> None:
+    collected = Collected()
+    collected.items(0)
+    await collected.until(1)
+    collected.items(1)
+    await collected.until(2)
+
+    assert collected.calls == [[0], [1]]
+
+
+class Chain(Collected):
+    """Frees the next thing while it handles the last."""
+
+    def handle(self, items: list[int]) -> None:
+        super().handle(items)
+        if items[-1] < 2:
+            self.items(items[-1] + 1)
+
+
+async def test_what_is_freed_while_the_rest_is_handled_is_not_lost() -> None:
+    chain = Chain()
+    chain.items(0)
+    await chain.until(3)
+
+    assert chain.calls == [[0], [1], [2]]
+
+
+async def test_what_is_yet_to_be_freed_does_not_keep_alive_who_is_to_be_told() -> None:
+    collected = Collected()
+    items, calls, handler = collected.items, collected.calls, weakref.ref(collected)
+    items(0)
+    del collected
+    assert handler() is None
+
+    items(1)
+    await asyncio.sleep(0)
+    assert calls == []
+
+
+async def test_what_other_threads_free_is_handled_in_the_loop_once_and_in_their_order() -> None:
+    collected = Collected()
+    each = 500
+
+    def free(first: int) -> None:
+        for number in range(first, first + each):
+            collected.items(number)
+
+    threads = [threading.Thread(target=free, args=(index * each,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    await collected.until(4 * each)
+    for thread in threads:
+        thread.join()
+
+    assert collected.threads == {threading.get_ident()}
+    assert sorted(collected.all) == list(range(4 * each))
+    for index in range(4):
+        own = [number for number in collected.all if number // each == index]
+        assert own == sorted(own)
+
+
+async def test_what_the_garbage_collector_frees_is_handled() -> None:
+    collected = Collected()
+    thing = Thing()
+    weakref.finalize(thing, collected.items, 7)
+    del thing
+    gc.collect()
+    await collected.until(1)
+
+    assert collected.all == [7]
+
+
+def test_what_is_freed_after_the_loop_was_closed_troubles_nobody() -> None:
+    async def main() -> Collected:
+        return Collected()
+
+    collected = asyncio.run(main())
+    collected.items(1)
+    assert in_a_thread(lambda: collected.items(2)) is None
+
+    assert collected.calls == []

@@ -1,0 +1,265 @@
+"""The thread for what takes long: what becomes of work that fails, or that nobody wants any more."""
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+import anyio
+import pytest
+
+from aiotensor.runtime.worker import Worker, in_thread
+from verification.waiting import until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+@asynccontextmanager
+async def worker_at_work() -> AsyncIterator[tuple[Worker, threading.Event]]:
+    """Make a worker that has something to do until it is let go."""
+    worker, go_on = Worker("worker under test"), threading.Event()
+    begun = threading.Event()
+
+    def work() -> None:
+        begun.set()
+        go_on.wait()
+
+    first = worker.submit(work)
+    await asyncio.to_thread(begun.wait)
+    try:
+        yield worker, go_on
+    finally:
+        go_on.set()
+        await first
+        await worker.settle()
+        worker.close()
+
+
+async def test_work_that_has_not_begun_is_taken_back_when_it_is_cancelled() -> None:
+    ran: list[int] = []
+    ended: list[int] = []
+    async with worker_at_work() as (worker, _):
+        second = worker.submit(lambda: ran.append(2), lambda: ended.append(2))
+        second.cancel()
+        await until(lambda: ended == [2])  # while the first still runs
+    assert ran == []
+
+
+async def test_work_that_has_begun_goes_on_when_it_is_cancelled_and_then_ends() -> None:
+    ended: list[int] = []
+    worker, begun, go_on = Worker("worker under test"), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        go_on.wait()
+
+    future = worker.submit(work, lambda: ended.append(1))
+    await asyncio.to_thread(begun.wait)
+    future.cancel()
+    await asyncio.sleep(0)
+    assert ended == []
+    go_on.set()
+    await worker.settle()
+    assert ended == [1]
+    worker.close()
+
+
+async def test_an_error_of_the_callback_strands_nobody() -> None:
+    worker = Worker("worker under test")
+    errors: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    assert await worker.submit(lambda: 7, fail) == 7
+    await worker.settle()
+    worker.close()
+    assert len(errors) == 1
+
+
+async def test_an_error_of_work_that_nobody_waits_for_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker("worker under test")
+
+    def fail() -> None:
+        raise OSError("the disk is on fire")
+
+    worker.begin("tidying up", fail)
+    await worker.settle()
+    await until(lambda: bool(caplog.records))
+    assert "tidying up failed" in caplog.text
+    assert "the disk is on fire" in caplog.text
+    worker.close()
+
+
+async def test_work_that_runs_when_the_worker_is_closed_can_still_hand_over_a_part() -> None:
+    worker, begun, go_on = Worker("worker under test"), threading.Event(), threading.Event()
+
+    def work() -> int:
+        begun.set()
+        go_on.wait()
+        return worker.helper.submit(lambda: 7).result()
+
+    future = worker.submit(work)
+    await asyncio.to_thread(begun.wait)
+    worker.close()
+    go_on.set()
+    assert await future == 7
+    worker.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("worker under test")]
+
+
+async def test_work_that_takes_long_delays_no_other() -> None:
+    worker, go_on = Worker("worker under test"), threading.Event()
+    long = [worker.submit(go_on.wait, takes_long=True) for _ in range(2)]
+    assert await worker.submit(lambda: 7) == 7
+    assert not any(future.done() for future in long)
+    go_on.set()
+    assert await asyncio.gather(*long) == [True, True]
+    worker.close()
+
+
+async def test_work_that_is_not_awaited_comes_after_all_that_was_submitted_before() -> None:
+    worker, go_on = Worker("worker under test"), threading.Event()
+    done: list[str] = []
+
+    def work(name: str) -> None:
+        go_on.wait()
+        done.append(name)
+
+    for takes_long in (False, True, False):
+        worker.submit(partial(work, "work"), takes_long=takes_long)
+    worker.begin("tidying up", lambda: done.append("tidied"))
+    assert done == []
+    go_on.set()
+    await worker.settle()
+    assert done == ["work", "work", "work", "tidied"]
+    worker.close()
+
+
+async def test_work_that_is_not_awaited_waits_for_other_work_where_no_more_threads_can_be_started(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker, go_on = Worker("worker under test"), threading.Event()
+    done: list[str] = []
+
+    def work() -> None:
+        go_on.wait()
+        done.append("work")
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    worker.submit(work)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        worker.begin("tidying up", lambda: done.append("tidied"))
+    assert done == []
+    go_on.set()
+    await worker.settle()
+    assert done == ["work", "tidied"]
+    worker.close()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("takes_long", [False, True])
+async def test_work_of_both_kinds_can_use_the_helper_after_the_worker_was_closed(takes_long: bool) -> None:
+    worker, begun, go_on = Worker("worker under test"), threading.Barrier(3), threading.Event()
+
+    def work() -> int:
+        begun.wait()
+        go_on.wait()
+        return worker.helper.submit(lambda: 7).result()
+
+    futures = [worker.submit(work, takes_long=kind) for kind in (takes_long, not takes_long)]
+    await asyncio.to_thread(begun.wait)
+    worker.close()
+    go_on.set()
+    assert await asyncio.gather(*futures) == [7, 7]
+    worker.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("worker under test")]
+
+
+# Threads of anyio
+
+
+class Thing:
+    """Something that is to be gone as soon as nobody wants it."""
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """Let only that be freed which nobody refers to."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collections")
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, asyncio.CancelledError])
+async def test_what_a_thread_raises_comes_out_and_keeps_nothing_once_it_was_seen(
+    error: type[BaseException],
+) -> None:
+    def fail(thing: Thing) -> None:
+        raise error("on purpose")
+
+    things: list[weakref.ref[Thing]] = []
+
+    async def work() -> None:
+        thing = Thing()
+        things.append(weakref.ref(thing))
+        await in_thread(fail, thing)
+
+    with pytest.raises(error, match="on purpose") as caught:
+        await work()
+    del caught
+    assert await in_thread(int, "7") == 7  # the thread has forgotten it by now
+    assert things[0]() is None
+
+
+@pytest.mark.usefixtures("no_collections")
+async def test_a_call_that_is_given_up_before_it_begins_is_not_made_and_holds_no_arguments() -> None:
+    called: list[Thing] = []
+    thing = Thing()
+    alive = weakref.ref(thing)
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await in_thread(called.append, thing)
+    calling = asyncio.ensure_future(in_thread(called.append, thing))
+    await asyncio.sleep(0)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await calling
+    assert caught.value.__traceback__ is not None
+    del thing, calling
+    assert alive() is None
+    await in_thread(int)
+    assert not called
+
+
+@pytest.mark.usefixtures("no_collections")
+async def test_a_call_that_asyncio_cancels_goes_on_and_holds_no_arguments_when_it_is_over() -> None:
+    begun, go_on, over = threading.Event(), threading.Event(), threading.Event()
+
+    def work(thing: Thing) -> Thing:
+        begun.set()
+        go_on.wait()
+        over.set()
+        return thing
+
+    thing = Thing()
+    alive = weakref.ref(thing)
+    calling = asyncio.ensure_future(in_thread(work, thing))
+    del thing
+    await asyncio.to_thread(begun.wait)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    assert alive() is not None
+    go_on.set()
+    await asyncio.to_thread(over.wait)
+    await until(lambda: alive() is None)

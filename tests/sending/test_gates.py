@@ -1,0 +1,473 @@
+import asyncio
+import gc
+
+import pytest
+
+from aiotensor.errors import AioTensorError, ClosedError, PeerLostError
+from aiotensor.protocol.blocks import ALIGNMENT, Blocks
+from aiotensor.protocol.credits import Ticket
+from aiotensor.sending.gates import Gate, StuckError
+
+Waiting = asyncio.Task[Ticket[None]]
+
+
+def gate_of(limit: int) -> Gate[None]:
+    return Gate(limit)
+
+
+async def begin(gate: Gate[None], amount: int, holder: str | None = None) -> Waiting:
+    """Begin to wait in a task of its own, and return when it is in line."""
+    waiting = gate.budget.waiting
+    task = asyncio.create_task(gate.acquire(amount, holder))
+    while gate.budget.waiting == waiting:
+        assert not task.done()
+        await asyncio.sleep(0)
+    return task
+
+
+async def test_what_is_free_is_granted_without_giving_way_to_others() -> None:
+    gate = gate_of(10)
+    others_ran: list[bool] = []
+    asyncio.get_running_loop().call_soon(others_ran.append, True)
+    await gate.acquire(10)
+
+    assert not others_ran
+    assert gate.budget.in_use == 10
+
+
+async def test_waiters_are_served_in_order_and_a_big_one_is_not_overtaken() -> None:
+    gate = gate_of(10)
+    most, rest = await gate.acquire(9), await gate.acquire(1)
+    big, small = await begin(gate, 10), await begin(gate, 1)
+
+    gate.release(most)
+    assert not gate.try_acquire(1)
+    assert gate.budget.waiting == 2
+    gate.release(rest)
+    granted = await big
+    assert not small.done()
+    gate.release(granted)
+    await small
+
+
+async def test_an_amount_that_is_free_is_taken_without_waiting_unless_others_wait() -> None:
+    gate = gate_of(10)
+    first = gate.try_acquire(6)
+    assert first is not None
+    assert gate.try_acquire(5) is None
+    waiting = await begin(gate, 5)
+    assert gate.try_acquire(4) is None
+
+    gate.release(first)
+    await waiting
+    assert gate.try_acquire(5)
+
+
+async def test_a_cancelled_waiter_leaves_the_line_and_lets_those_behind_through() -> None:
+    gate = gate_of(10)
+    await gate.acquire(6)
+    big, small = await begin(gate, 10), await begin(gate, 4)
+
+    big.cancel()
+    await small
+
+    assert big.cancelled()
+    assert (gate.budget.in_use, gate.budget.waiting) == (10, 0)
+
+
+@pytest.mark.parametrize("first", ["release", "cancel"])
+async def test_a_waiter_cancelled_in_the_turn_of_its_grant_gives_it_back(first: str) -> None:
+    gate = gate_of(10)
+    held = await gate.acquire(10)
+    task, next_one = await begin(gate, 10), await begin(gate, 10)
+
+    if first == "release":
+        gate.release(held)
+        task.cancel()
+    else:
+        task.cancel()
+        gate.release(held)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await next_one
+
+    assert (gate.budget.in_use, gate.budget.waiting) == (10, 0)
+
+
+async def test_a_hundred_waiters_of_whom_some_are_cancelled_leave_nothing_in_use() -> None:
+    gate = gate_of(7)
+    most = 0
+
+    async def work(number: int) -> None:
+        nonlocal most
+        amount = number % 7 + 1
+        ticket = await gate.acquire(amount)
+        try:
+            most = max(most, gate.budget.in_use)
+            for _ in range(number % 3):
+                await asyncio.sleep(0)
+        finally:
+            gate.release(ticket)
+
+    tasks = [asyncio.create_task(work(number)) for number in range(100)]
+    for task in tasks[::4]:
+        await asyncio.sleep(0)
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert most == gate.budget.peak == 7
+    assert (gate.budget.in_use, gate.budget.waiting) == (0, 0)
+    assert gate.longest_wait_s(asyncio.get_running_loop().time() + 9) == 0
+
+
+async def test_what_could_never_be_granted_does_not_wait() -> None:
+    gate = gate_of(10)
+
+    with pytest.raises(ValueError, match="limit of 10"):
+        await gate.acquire(11)
+    assert not gate.try_acquire(11)
+    assert gate.budget.waiting == 0
+
+
+async def test_a_failure_ends_every_wait_with_an_error_of_its_own_and_those_to_come() -> None:
+    gate = gate_of(10)
+    await gate.acquire(10)
+    waiting = [await begin(gate, 1) for _ in range(3)]
+
+    gate.fail(lambda: PeerLostError("gone", pid=42))
+    errors = await asyncio.gather(*waiting, return_exceptions=True)
+    with pytest.raises(PeerLostError) as caught:
+        await gate.acquire(1)
+
+    assert [type(error) for error in errors] == [PeerLostError] * 3
+    assert len({id(error) for error in [*errors, caught.value]}) == 4
+    assert (gate.budget.in_use, gate.budget.waiting) == (10, 0)
+
+
+async def test_what_was_held_before_a_failure_can_be_given_back_after_it() -> None:
+    gate = gate_of(10)
+    held = await gate.acquire(10)
+    waiting = await begin(gate, 10)
+    gate.fail(lambda: ClosedError("closed"))
+    gate.release(held)
+
+    with pytest.raises(ClosedError):
+        await waiting
+    assert gate.budget.in_use == 0
+
+
+async def test_a_grant_in_the_turn_of_a_failure_is_given_back() -> None:
+    gate = gate_of(10)
+    held = await gate.acquire(10)
+    waiting = await begin(gate, 10)
+
+    gate.release(held)
+    gate.fail(lambda: ClosedError("closed"))
+    with pytest.raises(ClosedError):
+        await waiting
+    assert gate.budget.in_use == 0
+
+
+async def test_a_waiter_that_is_cancelled_and_failed_at_once_leaves_no_error_unseen() -> None:
+    unseen: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+    gate = gate_of(10)
+    await gate.acquire(10)
+    waiting = await begin(gate, 1)
+
+    gate.fail(lambda: ClosedError("closed"))
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    del waiting
+    gc.collect()
+
+    assert unseen == []
+    assert gate.budget.waiting == 0
+
+
+async def test_when_all_that_hold_wait_for_more_the_latest_is_refused_and_the_others_go_on() -> None:
+    gate = gate_of(10)
+    await gate.acquire(5, "a")
+    of_b = await gate.acquire(5, "b")
+    first = await begin(gate, 5, "a")
+
+    with pytest.raises(StuckError, match="held by those who wait"):
+        await gate.acquire(5, "b")
+    assert not first.done()
+    gate.release(of_b)
+    await first
+    assert gate.budget.in_use == 10
+
+
+async def test_it_may_be_an_earlier_waiter_that_is_refused() -> None:
+    gate = gate_of(10)
+    await gate.acquire(5, "a")
+    other = await gate.acquire(5)
+    greedy, patient = await begin(gate, 6, "a"), await begin(gate, 1, "new")
+
+    gate.release(other)  # all that is in use belongs to the first in line now, and it wants more
+    with pytest.raises(StuckError):
+        await greedy
+    await patient
+    assert gate.budget.in_use == 6
+
+
+async def test_all_who_are_stuck_are_refused_one_after_the_other_the_latest_first() -> None:
+    gate = gate_of(10)
+    refused: list[str] = []
+
+    async def want_too_much(holder: str) -> None:
+        try:
+            await gate.acquire(10, holder)
+        except StuckError:
+            refused.append(holder)
+            gate.release(held[holder])
+
+    held = {holder: await gate.acquire(2, holder) for holder in "abcde"}
+    await asyncio.gather(*map(want_too_much, "abcde"))
+
+    assert refused == ["e", "d", "c", "b", "a"]
+    assert (gate.budget.in_use, gate.budget.waiting) == (0, 0)
+
+
+async def test_a_refused_waiter_whose_turn_comes_all_the_same_gives_the_grant_back() -> None:
+    gate = gate_of(10)
+    held = await gate.acquire(10, "a")
+    task = asyncio.create_task(gate.acquire(5, "a"))
+    await asyncio.sleep(0)  # it is refused, and has not heard of it
+    gate.release(held)
+
+    with pytest.raises(StuckError):
+        await task
+    assert (gate.budget.in_use, gate.budget.waiting) == (0, 0)
+
+
+def test_being_stuck_is_an_aiotensor_error() -> None:
+    assert issubclass(StuckError, AioTensorError)
+
+
+# A failure that passes
+
+
+async def test_a_passing_failure_ends_the_present_waits_and_not_those_to_come() -> None:
+    gate = gate_of(10)
+    held = await gate.acquire(10)
+    waiting = [await begin(gate, 1) for _ in range(3)]
+
+    gate.fail_waiting(lambda: PeerLostError("gone", pid=42))
+    later = await begin(gate, 1)
+    errors = await asyncio.gather(*waiting, return_exceptions=True)
+
+    assert [type(error) for error in errors] == [PeerLostError] * 3
+    assert len({id(error) for error in errors}) == 3
+    assert (gate.budget.in_use, gate.budget.waiting) == (10, 1)
+    gate.release(held)
+    await later
+    assert gate.budget.in_use == 1
+
+
+async def test_a_grant_in_the_turn_of_a_passing_failure_stays_granted() -> None:
+    gate = gate_of(10)
+    held = await gate.acquire(10)
+    first, second = await begin(gate, 10), await begin(gate, 10)
+
+    gate.release(held)
+    gate.fail_waiting(lambda: PeerLostError("gone"))
+    granted = await first
+    with pytest.raises(PeerLostError):
+        await second
+    assert (gate.budget.in_use, gate.budget.waiting) == (10, 0)
+    gate.release(granted)
+    assert gate.budget.in_use == 0
+
+
+async def test_what_comes_back_in_the_turn_of_a_passing_failure_goes_to_those_who_come_later() -> None:
+    gate = gate_of(10)
+    held = await gate.acquire(10)
+    failed = [await begin(gate, 10) for _ in range(3)]
+    gate.fail_waiting(lambda: PeerLostError("gone"))
+    gate.release(held)  # the turn comes to those that have failed, and passes on from them
+    later = asyncio.create_task(gate.acquire(10))
+
+    errors = await asyncio.gather(*failed, return_exceptions=True)
+    assert [type(error) for error in errors] == [PeerLostError] * 3
+    await later
+    assert (gate.budget.in_use, gate.budget.waiting) == (10, 0)
+
+
+async def test_a_failure_that_passes_while_nobody_waits_is_forgotten() -> None:
+    gate = gate_of(10)
+    gate.fail_waiting(lambda: PeerLostError("gone"))
+
+    await gate.acquire(10)
+
+
+# A space
+
+
+async def test_one_that_fits_the_count_but_not_the_space_waits_for_a_place() -> None:
+    gate = Gate(4 * ALIGNMENT, space=Blocks(4 * ALIGNMENT))
+    tickets = sorted([await gate.acquire(ALIGNMENT) for _ in range(4)], key=lambda ticket: ticket.place or 0)
+    gate.release(tickets[0])
+    gate.release(tickets[2])
+    task = asyncio.create_task(gate.acquire(2 * ALIGNMENT))
+    await asyncio.sleep(0)
+    assert gate.budget.waiting == 1
+    assert gate.try_acquire(ALIGNMENT) is None
+
+    gate.release(tickets[1])
+    assert (await task).place == ALIGNMENT
+
+
+async def test_a_waiter_cancelled_in_the_turn_of_its_grant_gives_its_place_back() -> None:
+    blocks = Blocks(ALIGNMENT)
+    gate = Gate(ALIGNMENT, space=blocks)
+    held = await gate.acquire(ALIGNMENT)
+    task = asyncio.create_task(gate.acquire(ALIGNMENT))
+    await asyncio.sleep(0)
+    gate.release(held)
+    assert blocks.in_use == ALIGNMENT
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    assert blocks.in_use == gate.budget.in_use == 0
+
+
+# Long waits
+
+
+class Alarms:
+    """A gate that reports waits, and what it reported."""
+
+    def __init__(self, long_wait_s: float | None) -> None:
+        self.long_wait_s = long_wait_s
+        self.amounts: list[int] = []
+        self.gate: Gate[None] = Gate(10, long_wait_s=long_wait_s, on_long_wait=self.amounts.append)
+
+    async def let_time_pass(self) -> None:
+        await asyncio.sleep(0.02 + (self.long_wait_s or 0))
+
+
+async def test_a_long_wait_is_reported_once_while_it_lasts_with_its_amount() -> None:
+    alarms = Alarms(0.001)
+    held = await alarms.gate.acquire(10)
+    waiting = [await begin(alarms.gate, amount) for amount in (3, 4)]
+    await alarms.let_time_pass()
+
+    assert sorted(alarms.amounts) == [3, 4]
+    assert alarms.gate.budget.waiting == 2, "it goes on"
+    alarms.gate.release(held)
+    await asyncio.gather(*waiting)
+    await alarms.let_time_pass()
+    assert sorted(alarms.amounts) == [3, 4]
+
+
+@pytest.mark.parametrize("end", ["granted", "cancelled", "failed"])
+async def test_a_wait_that_ends_in_time_is_not_reported(end: str) -> None:
+    alarms = Alarms(0.1)
+    held = await alarms.gate.acquire(10)
+
+    def end_it() -> None:
+        assert alarms.gate.budget.waiting == 1
+        match end:
+            case "granted":
+                alarms.gate.release(held)
+            case "cancelled":
+                waiting.cancel()
+            case _:
+                alarms.gate.fail_waiting(lambda: PeerLostError("gone"))
+
+    waiting = asyncio.create_task(alarms.gate.acquire(1))
+    asyncio.get_running_loop().call_soon(end_it)  # in the turn in which it begins, whatever the clock says
+    await asyncio.wait([waiting])
+    assert end != "failed" or waiting.exception() is not None
+    await alarms.let_time_pass()
+
+    assert alarms.amounts == []
+
+
+async def test_what_is_granted_at_once_is_not_reported() -> None:
+    alarms = Alarms(0.001)
+    await alarms.gate.acquire(10)
+    await alarms.let_time_pass()
+
+    assert alarms.amounts == []
+
+
+async def test_no_wait_is_reported_where_none_is_too_long() -> None:
+    alarms = Alarms(None)
+    await alarms.gate.acquire(10)
+    waiting = await begin(alarms.gate, 1)
+    await alarms.let_time_pass()
+
+    assert alarms.amounts == []
+    waiting.cancel()
+
+
+async def test_an_overdue_wait_ends_with_an_error_and_each_later_one_too() -> None:
+    amounts: list[int] = []
+    gate: Gate[None] = Gate(
+        10,
+        long_wait_s=10,
+        max_wait_s=0.02,
+        overdue=lambda amount: PeerLostError(f"{amount} took too long"),
+        on_long_wait=amounts.append,
+    )
+    held = await gate.acquire(10)
+    for amount in (3, 4):
+        with pytest.raises(PeerLostError, match=f"{amount} took too long"):
+            await gate.acquire(amount)
+    assert gate.budget.waiting == 0
+    gate.release(held)
+    await gate.acquire(10)
+    assert amounts == []
+
+
+async def test_a_long_wait_is_reported_in_time_while_an_earlier_one_is_not_overdue_yet() -> None:
+    amounts: list[int] = []
+    gate: Gate[None] = Gate(10, long_wait_s=0.02, max_wait_s=60, on_long_wait=amounts.append)
+    await gate.acquire(10)
+    first = await begin(gate, 1)
+    while amounts != [1]:
+        await asyncio.sleep(0.01)
+    second = await begin(gate, 2)
+    while amounts != [1, 2]:
+        await asyncio.sleep(0.01)
+    for waiting in (first, second):
+        waiting.cancel()
+    await asyncio.wait([first, second])
+
+
+async def test_the_longest_of_the_present_waits_is_known() -> None:
+    gate, now = gate_of(10), asyncio.get_running_loop().time
+    assert gate.longest_wait_s(now()) == 0
+    held = await gate.acquire(10)
+    assert gate.longest_wait_s(now() + 9) == 0
+
+    before = now()
+    first = await begin(gate, 10)
+    after = now()
+    second = await begin(gate, 1)
+    assert 9 - (after - before) <= gate.longest_wait_s(before + 9) <= 9
+    first.cancel()
+    await asyncio.wait([first])
+    assert gate.longest_wait_s(after + 9) <= 9
+    gate.release(held)
+    await second
+    assert gate.longest_wait_s(now() + 9) == 0
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["at once", "after a wait"])
+async def test_a_ticket_says_when_it_was_granted(waits: bool) -> None:
+    gate, now = gate_of(10), asyncio.get_running_loop().time
+    before = now()
+    ticket = await gate.acquire(10)
+    if waits:
+        waiting = await begin(gate, 10)
+        before = now()
+        gate.release(ticket)
+        ticket = await waiting
+
+    assert before <= ticket.since <= now()

@@ -1,0 +1,200 @@
+"""What becomes of what is sent when the receiver goes, comes back, or cannot be written to."""
+
+import asyncio
+import errno
+import gc
+import os
+import socket
+import tempfile
+import weakref
+
+import pytest
+import torch
+
+from aiotensor import (
+    PeerLostError,
+    TensorHandle,
+    TensorQueue,
+    TensorReceiver,
+    TensorSender,
+    WouldBlockError,
+)
+from aiotensor.tensors.inline import MAX_INLINE_BYTES
+from aiotensor.transports.records import RecordSocket
+from tests.pairs import pair
+from verification.patterns import BIG, pattern
+from verification.waiting import settled, until
+
+pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
+
+
+async def test_a_receiver_that_takes_everything_and_closes_at_once_disturbs_neither_send_nor_drain() -> None:
+    for count in (3, BIG):
+        queue = TensorQueue()
+        async with TensorSender(queue) as sender:
+            receiver = TensorReceiver(queue)
+            await receiver.__aenter__()
+            taking = asyncio.create_task(anext(receiver))
+            sending = asyncio.create_task(sender.send(pattern(0, count)))
+            draining = asyncio.create_task(_drain_after(sending, sender))
+            await taking
+            await receiver.aclose()
+            await draining
+            with pytest.raises(PeerLostError):
+                await sender.drain()
+
+
+async def _drain_after(sending: "asyncio.Task[TensorHandle]", sender: TensorSender) -> None:
+    await sending
+    if sender.statistics().in_flight:
+        await sender.drain()
+
+
+@pytest.mark.parametrize("count", [3, BIG])
+async def test_a_permit_granted_in_the_turn_of_the_receivers_end_sends_nothing(count: int) -> None:
+    queue = TensorQueue()
+    async with TensorSender(queue, max_concurrent_videos=1) as sender:
+        async with TensorReceiver(queue) as receiver:
+            first = await sender.send(pattern(0, 3))
+            waiting = asyncio.create_task(sender.send(pattern(1, count)))
+            await until(lambda: sender.statistics().waiting == 1)
+            await receiver.receive(first)  # the permit and the end arrive together
+        with pytest.raises(PeerLostError):
+            await waiting
+        await settled(sender)
+
+
+async def test_a_wait_for_a_receiver_that_is_not_there_ends_when_it_comes() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        place = f"unix://{folder}/socket"
+        async with TensorSender(place) as sender:
+            with pytest.raises(WouldBlockError, match="no receiver is here"):
+                sender.send_nowait(pattern(0, 3))
+            waiting = [asyncio.create_task(sender.send(pattern(0, count))) for count in (3, BIG)]
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await sender.send(pattern(1, 3))
+            async with TensorReceiver(place) as receiver:
+                for sending, count in zip(waiting, (3, BIG), strict=True):
+                    assert torch.equal(await receiver.receive(await sending), pattern(0, count))
+
+
+async def test_what_was_in_flight_is_lost_aloud_and_later_sends_go_to_the_next_receiver() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        place = f"unix://{folder}/socket"
+        async with TensorSender(place, max_concurrent_videos=2) as sender:
+            async with TensorReceiver(place) as receiver:
+                kept = await receiver.receive(await sender.send(pattern(0, BIG)))
+                allocated = await sender.allocate((BIG,), torch.int64)
+                allocated.copy_(pattern(5, BIG))
+                lost = [await sender.send(pattern(seed, BIG)) for seed in (1, 2)]
+                waiting = asyncio.create_task(sender.send(pattern(3, BIG)))
+                draining = asyncio.create_task(sender.drain())
+                await until(lambda: sender.statistics().waiting == 1)
+            for task in (waiting, draining):
+                with pytest.raises(PeerLostError):
+                    await task
+            assert sender.statistics().in_flight == 0
+            async with TensorReceiver(place) as receiver:
+                for seed in range(10, 20):  # as much as would overwrite the old memory
+                    handle = await sender.send(pattern(seed, BIG))
+                    assert torch.equal(await receiver.receive(handle), pattern(seed, BIG))
+                # The old receiver may read where this lies, so it is copied, and arrives all the same.
+                handle = await sender.send(allocated)
+                assert torch.equal(await receiver.receive(handle), pattern(5, BIG))
+                for handle in lost:
+                    with pytest.raises(PeerLostError):
+                        await receiver.receive(handle)
+            assert torch.equal(kept, pattern(0, BIG))
+            await until(lambda: sender.statistics().receivers_lost == 2)
+            del allocated
+            await settled(sender)
+
+
+FULL = MAX_INLINE_BYTES // 8  # elements; so few of such tensors fill a record that one message fills several
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [[3], [FULL] * 9, [3, BIG]],
+    ids=["its own", "one that it filled", "one before its memory was attached"],
+)
+async def test_a_record_that_the_kernel_refuses_is_told_to_whoever_sends(
+    counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOBUFS, "No buffer space available")
+
+    errors: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    async with pair() as (sender, receiver):
+        await receiver.receive(await sender.send(pattern(0, 3)))
+        tensors = [await sender.allocate((count,), torch.int64) for count in counts]
+        monkeypatch.setattr(RecordSocket, "write", refuse)
+        with pytest.raises(PeerLostError, match="No buffer space"):
+            async with sender.message() as message:
+                for tensor in tensors:
+                    await message.send(tensor if tensor.numel() == BIG else tensor.clone())
+        del tensors, tensor
+        monkeypatch.undo()
+        await settled(sender)
+        assert (sender.statistics().messages_sent, sender.statistics().receivers_lost) == (1, 1)
+    assert not errors
+
+
+async def test_the_only_message_in_flight_is_on_its_way_when_send_returns() -> None:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening,
+    ):
+        listening.bind(f"{folder}/socket")
+        listening.listen()
+        async with TensorSender(f"unix://{folder}/socket") as sender:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)  # the introduction
+                sending = sender.send(pattern(0, 3))
+                with pytest.raises(StopIteration):
+                    sending.send(None)  # it waits for nothing, and the loop does not turn
+                assert b"inline" in connection.recv(1 << 16, socket.MSG_DONTWAIT)
+
+
+@pytest.mark.parametrize(
+    ("waits", "end"),
+    [
+        *((waits, end) for waits in ("permit", "copy") for end in ("loss", "closing", "cancelling")),
+        ("copy", "no memory"),
+    ],
+)
+async def test_a_tensor_whose_send_failed_is_freed_without_the_garbage_collector(
+    waits: str, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair(max_concurrent_videos=1) as (sender, receiver):
+        if waits == "permit":
+            await sender.send(pattern(0, 3))
+        tensor = pattern(1, 1_000_000)
+        freed = weakref.ref(tensor)
+        gc.disable()
+        try:
+            if end == "no memory":
+                monkeypatch.setattr(os, "posix_fallocate", _refuse)
+            sending = asyncio.create_task(sender.send(tensor))
+            del tensor
+            await asyncio.sleep(0)
+            if end == "loss":
+                await receiver.aclose()
+            elif end == "closing":
+                await sender.aclose()
+            elif end == "cancelling":
+                sending.cancel()
+            await asyncio.wait([sending])
+            assert sending.cancelled() or sending.exception() is not None
+            del sending
+            await sender.aclose()  # the thread that copied has ended
+            assert freed() is None
+        finally:
+            gc.enable()
+
+
+def _refuse(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")

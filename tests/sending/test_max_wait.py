@@ -1,0 +1,211 @@
+"""A wait for a permit, for memory or for a receiver ends after `max_wait_s`, and gives everything back."""
+
+import asyncio
+import gc
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from aiotensor import PeerLostError, TensorReceiver, TensorSender, WouldBlockError
+from aiotensor.sending.gates import Gate
+from tests.cancellation.situations import clog, unread
+from tests.pairs import endpoint
+from verification.model.stepping import Steps
+from verification.patterns import BIG, pattern
+from verification.waiting import settled, until
+
+pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
+
+T = TypeVar("T")
+
+SHORT_S = 0.02
+LONG_S = 3600.0
+
+
+async def test_a_wait_for_a_permit_ends_with_who_has_how_many() -> None:
+    with endpoint() as place:
+        async with TensorReceiver(place) as receiver, TensorSender(place, 1, max_wait_s=SHORT_S) as sender:
+            first = await sender.send(pattern(1, BIG))
+            with pytest.raises(
+                WouldBlockError, match=r"no permit was free for 0.02 s \(1 of 1 messages"
+            ) as no:
+                await sender.send(pattern(2, BIG))
+            assert (no.value.messages.limit, no.value.messages.in_use, no.value.messages.requested) == (
+                1,
+                1,
+                1,
+            )
+            with pytest.raises(WouldBlockError, match="no permit was free"):
+                async with sender.message():
+                    raise AssertionError("there was no permit")
+            assert sender.statistics().waiting == 0
+
+            assert torch.equal(await receiver.receive(first), pattern(1, BIG))
+            del no
+            gc.collect()
+            assert torch.equal(await receiver.receive(await sender.send(pattern(3, BIG))), pattern(3, BIG))
+            await settled(sender)
+
+
+async def test_a_wait_for_memory_ends_and_leaves_its_message_as_it_was() -> None:
+    with endpoint() as place:
+        async with (
+            TensorReceiver(place) as receiver,
+            TensorSender(place, arena_bytes=BIG * 8, max_wait_s=SHORT_S) as sender,
+        ):
+            held = await receiver.receive(await sender.send(pattern(1, BIG)))
+            with pytest.raises(WouldBlockError, match=r"not enough shared memory was free for 0.02 s") as no:
+                await sender.allocate((BIG,), torch.float64)
+            assert no.value.bytes.requested == BIG * 8
+            async with sender.message() as message:
+                with pytest.raises(WouldBlockError, match="not enough shared memory was free"):
+                    await message.send(pattern(2, BIG))
+                small = await message.send(pattern(3, 5))
+            assert torch.equal(await receiver.receive(small), pattern(3, 5))
+            del held, no
+            gc.collect()
+            assert torch.equal(await receiver.receive(await sender.send(pattern(4, BIG))), pattern(4, BIG))
+            await settled(sender)
+
+
+def _let_the_first_be_overdue(gate: Gate[Any]) -> None:
+    """Let the longest wait have begun earlier: a machine that stands still may not let the others join it."""
+    first = next(iter(gate._waits))
+    first.since -= LONG_S
+    gate._watch([first])
+
+
+async def test_a_big_one_that_has_waited_for_too_long_lets_the_small_ones_behind_it_through() -> None:
+    with endpoint() as place:
+        async with (
+            TensorReceiver(place) as receiver,
+            TensorSender(place, arena_bytes=BIG * 8, long_wait_s=None, max_wait_s=LONG_S) as sender,
+        ):
+            held = await receiver.receive(await sender.send(pattern(1, BIG // 2)))
+            big = asyncio.create_task(sender.send(pattern(2, BIG)))
+            await until(lambda: sender.statistics().waiting == 1)
+            small = asyncio.create_task(sender.send(pattern(3, BIG // 4)))
+            await until(lambda: sender.statistics().waiting == 2)
+            _let_the_first_be_overdue(sender._outgoing.memory.gate)
+            with pytest.raises(WouldBlockError):
+                await big
+            assert torch.equal(await receiver.receive(await small), pattern(3, BIG // 4))
+            assert held.numel() == BIG // 2
+
+
+async def test_waiters_that_come_one_after_the_other_are_overdue_one_after_the_other() -> None:
+    with endpoint() as place:
+        async with TensorReceiver(place) as receiver, TensorSender(place, 1, max_wait_s=0.1) as sender:
+            handle = await sender.send(pattern(0, 5))
+            begun: list[int] = []
+            ended: list[int] = []
+
+            async def wait(number: int) -> None:
+                begun.append(number)
+                with pytest.raises(WouldBlockError):
+                    await sender.send(pattern(number, 5))
+                ended.append(number)
+
+            async with asyncio.TaskGroup() as group:
+                for number in range(1, 6):
+                    group.create_task(wait(number))
+                    await until(lambda number=number: number in begun)  # type: ignore[misc]
+            assert ended == [1, 2, 3, 4, 5]
+            await receiver.receive(handle)
+
+
+async def test_a_wait_that_ends_in_time_ends_as_it_would_without_a_limit() -> None:
+    with endpoint() as place:
+        async with TensorReceiver(place) as receiver, TensorSender(place, 1, max_wait_s=30) as sender:
+            first = await sender.send(pattern(1, BIG))
+            granted = asyncio.create_task(sender.send(pattern(2, BIG)))
+            cancelled = asyncio.create_task(sender.send(pattern(3, BIG)))
+            await until(lambda: sender.statistics().waiting == 2)
+            cancelled.cancel()
+            await receiver.receive(first)
+            await receiver.receive(await granted)
+            await asyncio.wait([cancelled])
+            assert cancelled.cancelled()
+            await settled(sender)
+
+
+def test_a_limit_that_is_no_span_of_time_is_refused() -> None:
+    for seconds in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match="max_wait_s must be positive, or None"):
+            TensorSender("unix:///tmp/nobody", max_wait_s=seconds)
+
+
+@pytest.mark.parametrize(
+    "link", ["unix"], indirect=True
+)  # a queue takes what is sent before its receiver starts
+@pytest.mark.parametrize("send", ["small", "large", "several"])
+async def test_a_wait_for_a_receiver_that_is_not_there_ends(send: str) -> None:
+    with endpoint() as place:
+        async with TensorSender(place, 2, max_wait_s=SHORT_S) as sender:
+            with pytest.raises(WouldBlockError, match=r"no receiver was here for 0.02 s \(1 of 2 messages"):
+                match send:
+                    case "several":
+                        async with sender.message() as message:
+                            await message.send(pattern(1, 5))
+                    case _:
+                        await sender.send(pattern(1, BIG if send == "large" else 5))
+            assert sender.statistics().in_flight == 0
+
+            async with TensorReceiver(place) as receiver:
+                async with asyncio.timeout(30):
+                    while True:
+                        try:
+                            handle = await sender.send(pattern(2, BIG))
+                            break
+                        except (WouldBlockError, PeerLostError):
+                            continue
+                assert torch.equal(await receiver.receive(handle), pattern(2, BIG))
+            await until(lambda: sender.statistics().bytes_in_use == 0)
+
+
+@pytest.mark.parametrize("size", [5, BIG])
+async def test_a_wait_for_a_receiver_that_does_not_read_ends_and_leaves_the_link_as_it_was(size: int) -> None:
+    with endpoint() as place, unread(place) as far:
+        async with TensorSender(place, 2000, BIG * 8, max_wait_s=SHORT_S) as sender:
+            sent = clog(sender)
+            reason = rf"the receiver read nothing for 0.02 s \({sent + 1} of 2000 messages"
+            with pytest.raises(WouldBlockError, match=reason):
+                await sender.send(pattern(sent, size))
+            now = sender.statistics()
+            assert (now.in_flight, now.bytes_in_use, now.waiting) == (sent, 0, 0)
+            async with asyncio.timeout(30):
+                while True:
+                    far.read()
+                    try:
+                        await sender.send(pattern(sent, size))
+                        break
+                    except WouldBlockError:
+                        continue
+
+
+@pytest.mark.parametrize("link", ["unix"], indirect=True)
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+def test_what_waited_for_a_receiver_that_comes_in_the_turn_in_which_the_wait_ends_is_sent(kind: str) -> None:
+    steps = Steps(kind)
+
+    def finish(call: Coroutine[Any, Any, T]) -> T:
+        task = steps.start(call)
+        while not task.done():
+            steps.turn()
+        return task.result()
+
+    with endpoint() as place:
+        sender = finish(TensorSender(place, max_wait_s=1).__aenter__())
+        sending = steps.start(sender.send(pattern(1, 5)))
+        while not sender.statistics().in_flight:
+            steps.turn()
+        with unread(place):
+            steps.pass_time(1.5)  # the next look for a receiver is due, and then the end of the wait
+            steps.turn()
+            while not sending.done():
+                steps.turn()
+            assert sending.result().sender == sender.id
+            finish(sender.aclose())
+    steps.close()

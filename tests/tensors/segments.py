@@ -1,0 +1,98 @@
+"""What the tests of shared memory share: a clock, places, and memory to look at."""
+
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from aiotensor.protocol.pages import Range
+from aiotensor.tensors.arena import Arena, Place
+from aiotensor.tensors.mapped import MappedSegment, open_segment
+from aiotensor.tensors.raw import new_tensor
+from aiotensor.tensors.segments import Segment
+
+MIB = 1 << 20
+PAGE = mmap.PAGESIZE
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def arena_of(nbytes: int = 8 * MIB, clock: Clock | None = None) -> Iterator[Arena]:
+    """Make an arena, and close it."""
+    arena = Arena(nbytes, clock or Clock())
+    try:
+        yield arena
+    finally:
+        arena.close()
+
+
+@contextmanager
+def segment_of(nbytes: int = 8 * MIB) -> Iterator[Segment]:
+    """Open a segment, and close it."""
+    segment = Segment(3, nbytes)
+    segment.open()
+    try:
+        yield segment
+    finally:
+        segment.close()
+
+
+def place_in(arena: Arena, nbytes: int) -> Place:
+    """Allocate a block, in a segment that is open."""
+    place = arena.allocate(nbytes)
+    assert place is not None
+    place.segment.open()
+    return place
+
+
+def chunk(number: int, nbytes: int = MIB) -> Range:
+    """Name a chunk, of which the last of a segment may be shorter."""
+    return number * MIB, nbytes
+
+
+def filled(segment: Segment, *ranges: Range) -> None:
+    """Get memory for ranges."""
+    segment.fill(list(ranges))
+    segment.filled([], list(ranges))
+
+
+def warm(place: Place) -> Place:
+    """Get memory for a block."""
+    idle, cold = place.segment.prepare(place.offset, place.nbytes, place.segment.nbytes)
+    assert not idle
+    place.segment.fill(cold)
+    place.segment.filled(cold, cold)
+    return place
+
+
+def other_side_of(segment: Segment) -> MappedSegment:
+    """Map a segment once more, as the receiver does."""
+    return open_segment(segment.descriptor, segment.nbytes)
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype = torch.uint8, seed: int = 0) -> torch.Tensor:
+    tensor = new_tensor(shape, dtype)
+    values = np.random.default_rng(seed).integers(0, 256, tensor.nbytes, np.uint8)
+    tensor.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(values))
+    return tensor
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def open_files() -> set[str]:
+    # But for the one that lists them.
+    return {name for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")}

@@ -1,0 +1,217 @@
+import errno
+import os
+import sys
+
+import pytest
+import torch
+
+from aiotensor.tensors.arena import Arena, segment_bytes
+from aiotensor.tensors.segments import Segment
+from tests.steps import steps_of
+from tests.tensors.segments import (
+    MIB,
+    Clock,
+    arena_of,
+    chunk,
+    filled,
+    open_files,
+    other_side_of,
+    place_in,
+    segment_of,
+    warm,
+)
+from verification.processes import watch
+
+
+def test_blocks_do_not_overlap_and_come_from_one_segment_until_it_is_full() -> None:
+    with arena_of(4 * MIB) as arena:
+        places = [place_in(arena, MIB) for _ in range(4)]
+        rest = place_in(arena, segment_bytes(4 * MIB) - 4 * MIB)
+        assert arena.allocate(1) is None
+        arena.free(rest)
+        for number, place in enumerate(places):
+            place.view()[:] = bytes([number]) * MIB
+
+        assert [bytes(place.view()) for place in places] == [bytes([n]) * MIB for n in range(4)]
+        assert len({id(place.segment) for place in places}) == 1
+        arena.free(places[1])
+        assert place_in(arena, MIB) == places[1]
+
+
+def test_memory_stays_warm_for_the_next_block() -> None:
+    with arena_of() as arena:
+        place = place_in(arena, 2 * MIB)
+        assert [place.is_warm, warm(place).is_warm] == [False, True]
+        arena.free(place)
+
+        assert place_in(arena, 2 * MIB).is_warm
+        assert arena.warm_bytes == 2 * MIB
+
+
+def test_a_block_counts_as_left_at_the_time_of_the_clock() -> None:
+    clock = Clock()
+    with arena_of(clock=clock) as arena:
+        place = warm(place_in(arena, 2 * MIB))
+        clock.now = 200.0
+        arena.free(place)
+
+        assert arena.take_idle(199.9) == (place.segment, [])
+        assert arena.take_idle(200.0) == (place.segment, [chunk(0), chunk(1)])
+        assert arena.warm_bytes == 0
+
+
+def test_a_small_block_that_leaves_a_chunk_to_others_does_not_make_it_idle() -> None:
+    with arena_of() as arena:
+        first, second = warm(place_in(arena, 1000)), place_in(arena, 1000)
+        assert second.is_warm
+        arena.free(first)
+
+        assert arena.take_idle(1e9)[1] == []
+        arena.free(second)
+        assert arena.take_idle(1e9)[1] == [chunk(31)]
+
+
+def test_the_other_side_may_leave_and_the_next_one_gets_the_same_segment() -> None:
+    with arena_of() as arena:
+        place = warm(place_in(arena, MIB))
+        place.segment.is_attached = True
+        arena.detach()
+
+        assert not place.segment.is_attached
+        assert not place.segment.is_retired
+        assert place_in(arena, MIB).segment is place.segment
+
+
+def test_memory_that_may_still_be_read_somewhere_is_never_handed_out_again() -> None:
+    with arena_of(4 * MIB) as arena:
+        first, second = (warm(place_in(arena, 2 * MIB)) for _ in range(2))
+        old = first.segment
+        old.is_attached = True
+        kept = other_side_of(old)
+        view = kept.tensor(0, torch.uint8, (2 * MIB,)).tensor
+        view.fill_(7)
+        arena.detach([first, second])
+
+        assert old.is_retired
+        arena.free(first)
+        for _ in range(2):
+            place = warm(place_in(arena, 2 * MIB))
+            assert place.segment is not old
+            assert place.segment.number != old.number
+            assert not place.segment.is_attached
+            place.view()[:] = b"\1" * (2 * MIB)
+        arena.free(second)
+
+        assert bool((view == 7).all())
+
+
+def test_a_retired_segment_is_closed_when_the_last_block_in_it_comes_back() -> None:
+    with arena_of() as arena:
+        before = open_files()
+        first, second = (warm(place_in(arena, MIB)) for _ in range(2))
+        arena.detach([first])
+        newer = warm(place_in(arena, MIB))
+        assert arena.warm_bytes == 3 * MIB
+
+        arena.free(first)
+        assert bytes(first.view()[:1]) == b"\0", "others may still write there"
+        arena.free(second)
+        assert arena.warm_bytes == MIB
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(first.segment.descriptor)
+        assert len(open_files() - before) == 1  # the newer segment
+        arena.free(newer)
+        assert place_in(arena, MIB) == newer
+
+
+def test_of_a_retired_segment_everything_is_free_but_what_either_side_may_use() -> None:
+    with arena_of() as arena:
+        ours, theirs, both = (warm(place_in(arena, MIB)) for _ in range(3))
+        arena.free(warm(place_in(arena, 5 * MIB)))
+        retired = arena.detach([theirs, both])
+        assert retired is ours.segment
+        arena.free(theirs)
+        assert retired.take_free() == [chunk(number) for number in range(3, 8)]
+        assert retired.take_free() == []
+
+        retired.reader_ended()
+        assert retired.take_free() == [chunk(1)]
+        arena.free(ours)
+        assert retired.take_free() == [chunk(0)]
+        arena.free(both)
+        assert not retired.is_open
+
+
+def test_a_retired_segment_has_no_descriptor_any_more() -> None:
+    with arena_of() as arena:
+        before = open_files()
+        place = warm(place_in(arena, MIB))
+        arena.detach([place])
+        place.segment.give_back([])
+
+        assert open_files() == before
+        filled(place.segment, chunk(1))  # what was begun before goes on
+        place.segment.view(MIB, 5)[:] = b"hello"
+
+
+def test_every_segment_has_a_number_of_its_own() -> None:
+    with arena_of() as arena:
+        numbers = []
+        for _ in range(5):
+            place = place_in(arena, 64)
+            numbers.append(place.segment.number)
+            arena.detach([place])
+            arena.free(place)
+
+        assert numbers == list(range(5))
+
+
+def test_idle_memory_is_looked_for_in_the_present_segment_alone() -> None:
+    with arena_of() as arena:
+        first, second = (warm(place_in(arena, MIB)) for _ in range(2))
+        arena.free(second)
+        arena.detach([first])
+        segment, chunks = arena.take_idle(1e9)
+
+        assert segment is not first.segment
+        assert chunks == []
+        arena.free(first)
+
+
+def test_an_arena_beyond_all_addresses_is_an_error_of_the_system_and_leaves_nothing() -> None:
+    before = open_files()
+    for nbytes in (sys.maxsize, 1 << 62):
+        segment = Segment(0, nbytes)
+        with pytest.raises(OSError, match=f"Errno {errno.ENOMEM}"):
+            segment.open()
+        assert not segment.is_open
+    assert open_files() == before
+
+
+def test_looking_for_idle_memory_is_no_work_for_what_was_never_warm() -> None:
+    work = []
+    for nbytes in (8 * MIB, 1 << 40):
+        with segment_of(nbytes) as segment:
+            segment.filled([], [chunk(1), chunk(3)])
+            work.append(steps_of(lambda segment=segment: segment.take_idle(1.0)))  # type: ignore[misc]
+            assert segment.warm.nbytes == 0
+    assert work[0] == work[1]
+
+
+def test_closing_lets_go_of_every_segment_and_of_what_is_viewed_when_its_view_ends() -> None:
+    before = open_files()
+    arena = Arena(4 * MIB, Clock())
+    old = warm(place_in(arena, MIB))
+    arena.detach([old])
+    new = warm(place_in(arena, MIB))
+    view = new.view()
+    view[:5] = b"hello"
+    arena.close()
+    arena.close()
+
+    assert bytes(view[:5]) == b"hello"
+    assert open_files() == before
+    assert len(old.view()) == 0
+    assert watch.memfds(os.getpid()) == 1  # what the living view keeps
+    del view
+    assert watch.memfds(os.getpid()) == 0

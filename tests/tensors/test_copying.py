@@ -1,0 +1,308 @@
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiotensor.tensors import copying, gathering
+from aiotensor.tensors.arena import Arena, Place
+from aiotensor.tensors.copying import CopyAbandonedError, copy_in_threads, copy_now
+from aiotensor.tensors.dtypes import DTYPES
+from tests.tensors.segments import MIB, Clock, arena_of, bytes_of, place_in, random_tensor, warm
+
+GUARD = 64  # bytes behind a block that must stay as they are
+Copy = Callable[[torch.Tensor, Place], None]
+
+
+@pytest.fixture(scope="module")
+def helper() -> Iterator[Executor]:
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+def wanted() -> bool:
+    return False
+
+
+def copied(source: torch.Tensor, copy: Copy) -> bytes:
+    """Copy a tensor into a block, and return what is in it, if nothing else was changed."""
+    with arena_of(source.nbytes + 3 * GUARD) as arena:
+        edge, place, other = (place_in(arena, nbytes) for nbytes in (GUARD, source.nbytes, GUARD))
+        for guard in (edge, other):
+            warm(guard).view()[:] = b"\xa5" * GUARD
+        copy(source, warm(place))
+        assert [bytes(guard.view()) for guard in (edge, other)] == [b"\xa5" * GUARD] * 2
+        return bytes(place.view())
+
+
+class Counting(Executor):
+    """Run work in a thread, and count it."""
+
+    def __init__(self, helper: Executor) -> None:
+        self.helper = helper
+        self.pieces = 0
+
+    def submit(self, work, /, *args, **kwargs):  # type: ignore[no-untyped-def]
+        self.pieces += 1
+        return self.helper.submit(work, *args, **kwargs)
+
+
+class Late(Executor):
+    """Begin work only when its result is asked for, as a thread that gets no turn before."""
+
+    def submit(self, work, /, *args, **kwargs):  # type: ignore[no-untyped-def]
+        class Begun(Future[None]):
+            def result(self, timeout: float | None = None) -> None:
+                work(*args, **kwargs)
+
+        return Begun()
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of the first two dimensions
+    "contiguous": lambda tensor: tensor,
+    "transposed": lambda tensor: tensor.transpose(0, 1),
+    "stepped": lambda tensor: tensor[::2, 1:],
+    "expanded": lambda tensor: tensor[:1].expand(7, *tensor.shape[1:]),
+    "one row": lambda tensor: tensor[3],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+def test_a_tensor_of_any_dtype_is_copied_bit_for_bit_either_way(
+    dtype: torch.dtype, view: str, helper: Executor
+) -> None:
+    source = VIEWS[view](random_tensor((6, 50), dtype))
+    expected = VIEWS[view](random_tensor((6, 50, dtype.itemsize)))  # the same, as bytes
+
+    for copy in (copy_now, lambda source, place: copy_in_threads(source, place, wanted, helper)):
+        assert copied(source, copy) == expected.contiguous().numpy().tobytes()
+
+
+@pytest.mark.parametrize("is_large", [False, True], ids=["on one thread", "on two threads"])
+@settings(max_examples=25, deadline=None)
+@given(nbytes=st.integers(1, 5000), step=st.integers(1, 600))
+def test_a_contiguous_tensor_is_copied_whole_whatever_the_steps(
+    is_large: bool, helper: Executor, nbytes: int, step: int
+) -> None:
+    source = random_tensor((nbytes,))
+    counting = Counting(helper)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copying, "_LONGEST_STEP_BYTES", step)
+        patch.setattr(copying, "_SHORTEST_STEP_BYTES", step)
+        patch.setattr(copying, "_SHARED_COPY_BYTES", 1 if is_large else 10_000)
+
+        found = copied(source, lambda source, place: copy_in_threads(source, place, wanted, counting))
+
+    assert found == bytes_of(source)
+    assert counting.pieces == is_large
+
+
+@given(nbytes=st.one_of(st.integers(1, 64 * MIB), st.integers(1, 1 << 30)))
+def test_steps_cover_everything_once_and_get_no_longer(nbytes: int) -> None:
+    steps = copying._steps(nbytes)
+
+    assert [start for start, _ in steps] == [
+        sum(length for _, length in steps[:n]) for n in range(len(steps))
+    ]
+    assert sum(length for _, length in steps) == nbytes
+    assert [length for _, length in steps] == sorted((length for _, length in steps), reverse=True)
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1], ids=["below", "at", "above"])
+def test_a_second_thread_is_asked_for_what_is_large_and_for_nothing_else(more: int, helper: Executor) -> None:
+    source = random_tensor((copying._SHARED_COPY_BYTES + more,))
+    counting = Counting(helper)
+
+    found = copied(source, lambda source, place: copy_in_threads(source, place, wanted, counting))
+
+    assert found == bytes_of(source)
+    assert counting.pieces == (more >= 0)
+
+
+def test_a_helper_that_comes_too_late_leaves_nothing_uncopied() -> None:
+    source = random_tensor((4 * MIB + 5,))
+
+    assert copied(source, lambda s, place: copy_in_threads(s, place, wanted, Late())) == bytes_of(source)
+
+
+def test_both_threads_copy(helper: Executor) -> None:
+    both = threading.Barrier(2)
+    seen: set[int] = set()
+
+    def meet() -> bool:
+        if threading.get_ident() not in seen:
+            seen.add(threading.get_ident())
+            both.wait(10)  # neither goes on until the other has begun
+        return False
+
+    source = random_tensor((4 * MIB,))
+
+    assert copied(source, lambda s, place: copy_in_threads(s, place, meet, helper)) == bytes_of(source)
+    assert len(seen) == 2
+
+
+def test_a_copy_ends_only_when_the_helper_has_ended_its_part(helper: Executor) -> None:
+    main = threading.get_ident()
+    has_begun, is_awaited = threading.Event(), threading.Event()
+
+    class Awaited(Executor):
+        def submit(self, work, /, *args, **kwargs):  # type: ignore[no-untyped-def]
+            running = helper.submit(work, *args, **kwargs)
+
+            class Part(Future[None]):
+                def result(self, timeout: float | None = None) -> None:
+                    is_awaited.set()
+                    running.result(10)
+
+                def cancel(self) -> bool:
+                    return running.cancel()
+
+            return Part()
+
+    def look() -> bool:
+        if threading.get_ident() == main:
+            assert has_begun.wait(10)
+        else:
+            has_begun.set()
+            is_awaited.wait(1)
+        return False
+
+    source = random_tensor((4 * MIB,))
+
+    assert copied(source, lambda s, place: copy_in_threads(s, place, look, Awaited())) == bytes_of(source)
+    assert is_awaited.is_set()
+
+
+def test_what_is_gathered_in_pieces_arrives_whole(monkeypatch: pytest.MonkeyPatch, helper: Executor) -> None:
+    monkeypatch.setattr(gathering, "_BOX_BYTES", 1000)
+    source = random_tensor((123, 457)).t()
+
+    for copy in (copy_now, lambda source, place: copy_in_threads(source, place, wanted, helper)):
+        assert copied(source, copy) == source.contiguous().numpy().tobytes()
+
+
+VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "conj": lambda tensor: tensor.conj(),
+    "conj transposed": lambda tensor: tensor.conj().t(),
+    "negative": lambda tensor: tensor.conj().imag,
+    "negative contiguous": lambda tensor: torch._neg_view(tensor),
+    "negative conj": lambda tensor: torch._neg_view(tensor.conj()),
+}
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("view", VALUES)
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_conjugate_and_negative_views_are_copied_as_the_values_that_they_show(
+    dtype: torch.dtype, view: str, is_cut: bool, helper: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_cut:
+        monkeypatch.setattr(gathering, "_BOX_BYTES", 100)
+    source = VALUES[view](torch.randn(30, 40, dtype=dtype))
+    assert source.is_conj() or source.is_neg()
+    expected = source.resolve_conj().resolve_neg().contiguous().numpy().tobytes()
+
+    for copy in (copy_now, lambda source, place: copy_in_threads(source, place, wanted, helper)):
+        assert copied(source, copy) == expected
+
+
+def test_a_parameter_is_copied_and_only_read(helper: Executor) -> None:
+    source = torch.nn.Parameter(random_tensor((10, 10), torch.float32))
+    before = bytes_of(source.detach())
+
+    for copy in (copy_now, lambda source, place: copy_in_threads(source, place, wanted, helper)):
+        assert copied(source, copy) == before
+    assert bytes_of(source.detach()) == before
+
+
+# A copy that nobody wants any more
+
+
+class After:
+    """Say that a copy is not wanted any more, when asked so many times before."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def __call__(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+@pytest.mark.parametrize("looks", [0, 1, 5])
+@pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
+def test_a_copy_that_nobody_wants_any_more_stops_between_two_steps(
+    is_contiguous: bool, looks: int, monkeypatch: pytest.MonkeyPatch, helper: Executor
+) -> None:
+    monkeypatch.setattr(gathering, "_BOX_BYTES", 1000)
+    monkeypatch.setattr(copying, "_LONGEST_STEP_BYTES", 1000)
+    monkeypatch.setattr(copying, "_SHORTEST_STEP_BYTES", 1000)
+    source = torch.full((100, 100), 7, dtype=torch.uint8)
+    source = source if is_contiguous else torch.full((100, 200), 7, dtype=torch.uint8)[:, ::2]
+    with arena_of(20_000) as arena:
+        place = warm(place_in(arena, source.nbytes))
+        with pytest.raises(CopyAbandonedError):
+            copy_in_threads(source, place, After(looks), helper)
+
+        assert bytes(place.view()) == b"\7" * (1000 * looks) + bytes(10_000 - 1000 * looks)
+
+
+def test_both_threads_stop_before_the_copy_is_given_up(helper: Executor) -> None:
+    source = random_tensor((16 * MIB,))
+    begun, is_abandoned = threading.Barrier(2), threading.Event()
+    first: set[int] = set()
+    looking: list[int] = []
+
+    def look() -> bool:
+        me = threading.get_ident()
+        if me not in first:
+            first.add(me)
+            begun.wait(10)
+            is_abandoned.set()
+        looking.append(me)
+        return is_abandoned.is_set()
+
+    with arena_of(source.nbytes) as arena:
+        place = warm(place_in(arena, source.nbytes))
+        with pytest.raises(CopyAbandonedError):
+            copy_in_threads(source, place, look, helper)
+
+        assert len(first) == 2
+        before = len(looking)
+        helper.submit(int).result(10)  # nothing of the copy is left in its line
+        assert len(looking) == before
+        assert bytes(place.view()) == bytes(source.nbytes)
+
+
+def test_copies_in_a_thread_leave_no_memory_behind(helper: Executor) -> None:
+    source = torch.zeros(5 * MIB, dtype=torch.uint8)
+    with arena_of(source.nbytes) as arena, ThreadPoolExecutor(1) as worker:
+        place = warm(place_in(arena, source.nbytes))
+
+        def copy_often(times: int) -> int:
+            for _ in range(times):
+                copy_in_threads(source, place, wanted, helper)
+            helper.submit(int).result()  # it has nothing left in its queue
+            gc.collect()
+            return sys.getallocatedblocks()
+
+        before = worker.submit(copy_often, 300).result()
+        assert worker.submit(copy_often, 1500).result() - before < 8
+
+
+def test_what_was_abandoned_can_be_copied_again(helper: Executor) -> None:
+    source = random_tensor((4 * MIB,))
+    arena = Arena(source.nbytes, Clock())
+    place = warm(place_in(arena, source.nbytes))
+    with pytest.raises(CopyAbandonedError):
+        copy_in_threads(source, place, After(2), helper)
+    copy_in_threads(source, place, wanted, helper)
+
+    assert bytes(place.view()) == bytes_of(source)
+    arena.close()

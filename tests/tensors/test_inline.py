@@ -1,0 +1,173 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiotensor.errors import ProtocolError
+from aiotensor.tensors.allocations import Allocations
+from aiotensor.tensors.dtypes import DTYPES
+from aiotensor.tensors.inline import MAX_INLINE_BYTES, open_inline
+from aiotensor.tensors.placement import open_tensor, place_inline, plan_placement
+from aiotensor.tensors.raw import new_tensor
+
+dtypes = st.sampled_from(list(DTYPES.values()))
+shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)  # small enough for a frame
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    tensor = new_tensor(shape, dtype)
+    raw = np.random.default_rng(seed).integers(0, 256, tensor.nbytes, np.uint8)
+    tensor.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(raw))
+    return tensor
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def place(source: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor that travels in the frame."""
+    assert plan_placement(source, Allocations(print)) == (0, None)
+    placed = place_inline(source)
+    assert placed.placement == "inline"
+    return placed.payload
+
+
+@settings(max_examples=300, deadline=None)
+@given(shape=shapes, dtype=dtypes, seed=st.integers(0, 9))
+def test_a_tensor_is_the_same_after_its_way_in_a_frame(
+    shape: tuple[int, ...], dtype: torch.dtype, seed: int
+) -> None:
+    source = random_tensor(shape, dtype, seed)
+    opened = open_inline(place(source), dtype, shape)
+
+    assert (tuple(opened.shape), opened.dtype) == (shape, dtype)
+    assert bytes_of(opened) == bytes_of(source)
+
+
+def test_a_slice_ships_its_own_bytes_in_row_major_order() -> None:
+    source = torch.arange(100, dtype=torch.uint8).reshape(10, 10)[2:4, 5:7].t()
+
+    assert place(source) == bytes([25, 35, 26, 36])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        torch.tensor([1.0, 2.0, 3.0])[1::2],
+        torch.tensor([[1.0, 2.0], [3.0, 4.0]])[:1, 1:],
+        torch.tensor([2.0]).expand(1),
+        torch.tensor(2.0).expand(1, 1),
+        torch.tensor([2.0]).as_strided((1,), (7,)),
+        torch.tensor([1.0, 2.0])[1],
+    ],
+    ids=lambda source: f"shape {tuple(source.shape)} strides {source.stride()}",
+)
+def test_one_element_is_the_same_whatever_its_strides(source: torch.Tensor) -> None:
+    assert place(source) == place(torch.tensor(2.0))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        torch.from_numpy(np.zeros(0, np.float32)),
+        torch.from_numpy(np.zeros((0, 3), np.float32)),
+        torch.zeros(1).expand(0),
+        torch.zeros(3)[:0],
+        torch.zeros(3, 4)[:, 4:],
+    ],
+    ids=lambda source: f"shape {tuple(source.shape)} strides {source.stride()}",
+)
+def test_no_element_is_no_byte_whatever_its_strides(source: torch.Tensor) -> None:
+    assert place(source) == b""
+
+
+def test_a_conjugate_view_ships_the_values_that_it_shows() -> None:
+    assert place(torch.tensor([1 + 2j]).conj()) == place(torch.tensor([1 - 2j]))
+    assert place(torch.tensor([1 + 2j]).conj().imag) == place(torch.tensor([-2.0]))
+    assert place(torch._neg_view(torch.tensor([2.0]))) == place(torch.tensor([-2.0]))
+
+
+def test_a_parameter_ships_its_values() -> None:
+    assert place(torch.nn.Parameter(torch.tensor([2.0]))) == place(torch.tensor([2.0]))
+
+
+def test_an_opened_tensor_has_memory_of_its_own() -> None:
+    payload = place(torch.zeros(4, dtype=torch.uint8))
+    opened = open_inline(payload, torch.uint8, (4,))
+    opened.fill_(7)
+
+    assert payload == bytes(4)
+
+
+def test_a_tensor_of_as_many_dimensions_as_a_frame_may_name_is_opened() -> None:
+    opened = open_inline(b"\x07", torch.uint8, (1,) * 64)
+
+    assert opened.dim() == 64
+    assert opened.sum() == 7
+
+
+@pytest.mark.parametrize("extra", [-1, 1, -12, 12])
+def test_more_or_fewer_bytes_than_dtype_and_shape_need_are_refused(extra: int) -> None:
+    with pytest.raises(ProtocolError, match=f"sent {12 + extra} bytes .* which needs 12"):
+        open_inline(bytes(12 + extra), torch.float32, (3,))
+
+
+def test_an_empty_tensor_has_no_bytes() -> None:
+    with pytest.raises(ProtocolError, match="needs 0"):
+        open_inline(b"x", torch.uint8, (0, 3))
+
+
+# The table of openers
+
+
+def test_an_inline_tensor_lies_in_no_segment() -> None:
+    opened = open_tensor("inline", b"\x01\x02", "uint8", (2,), {})
+
+    assert opened.tensor.tolist() == [1, 2]
+    assert (opened.segment, opened.owner) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("placement", "payload", "dtype", "shape", "reason"),
+    [
+        ("telepathy", b"", "uint8", (0,), "'telepathy', which is unknown here"),
+        ("__class__", b"", "uint8", (0,), "unknown here"),
+        ("inline", b"", "Tensor", (0,), "dtype 'Tensor', which is unknown here"),
+        ("inline", b"x", "uint8", (2,), "sent 1 bytes"),
+        ("inline", b"", "uint8", (2**63 - 1, 2), "sent 0 bytes"),
+        ("inline", b"", "float64", (2**60,), "sent 0 bytes"),
+        ("inline", b"", "uint8", (0, 2**62, 2), "more than can be addressed"),
+        ("arena", bytes(16), "uint8", (1,), "in segment 0, which it never attached"),
+        ("arena", b"\xff" * 16, "uint8", (1,), "in segment 18446744073709551615, which it never attached"),
+        ("arena", b"", "uint8", (1,), "by 0 bytes, which name no place"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    placement: str, payload: bytes, dtype: str, shape: tuple[int, ...], reason: str
+) -> None:
+    with pytest.raises(ProtocolError, match=reason):
+        open_tensor(placement, payload, dtype, shape, {})
+
+
+def test_an_empty_tensor_as_large_as_can_be_addressed_is_opened() -> None:
+    opened = open_tensor("inline", b"", "uint8", (0, 2**62), {})
+
+    assert opened.tensor.shape == (0, 2**62)
+
+
+# The choice of a placement
+
+
+@pytest.mark.parametrize("shape", [(MAX_INLINE_BYTES,), (0, 1 << 30), ()], ids=str)
+def test_a_small_or_empty_tensor_travels_in_the_frame(shape: tuple[int, ...]) -> None:
+    source = torch.empty(shape, dtype=torch.uint8)
+
+    assert plan_placement(source, Allocations(print)) == (0, None)
+
+
+def test_an_expanded_tensor_is_as_large_as_what_it_shows() -> None:
+    source = torch.zeros(1, dtype=torch.uint8).expand(MAX_INLINE_BYTES + 1)
+
+    assert plan_placement(source, Allocations(print)) == (MAX_INLINE_BYTES + 1, None)

@@ -1,0 +1,237 @@
+import fcntl
+import os
+import struct
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiotensor.errors import ProtocolError
+from aiotensor.tensors.arena import Place, read_where
+from aiotensor.tensors.copying import copy_now
+from aiotensor.tensors.dtypes import DTYPES
+from aiotensor.tensors.mapped import open_segment
+from aiotensor.tensors.placement import open_tensor, place_copy
+from aiotensor.tensors.segments import Segment
+from tests.tensors.segments import (
+    MIB,
+    arena_of,
+    bytes_of,
+    chunk,
+    filled,
+    open_files,
+    other_side_of,
+    place_in,
+    random_tensor,
+    segment_of,
+    warm,
+)
+from verification.processes import watch
+
+# How a place is named
+
+
+@given(segment=st.integers(0, 2**63 - 1), offset=st.integers(0, 2**40), inner=st.integers(0, 2**40))
+def test_the_other_side_reads_the_place_that_was_named(segment: int, offset: int, inner: int) -> None:
+    place = Place(Segment(segment, MIB), offset, 64)
+
+    assert read_where(place.describe(inner)) == (segment, offset + inner)
+
+
+@pytest.mark.parametrize("payload", [b"", b"\0", bytes(15), bytes(17), bytes(1000)], ids=len)
+def test_a_payload_that_names_no_place_is_refused(payload: bytes) -> None:
+    with pytest.raises(ProtocolError, match=f"by {len(payload)} bytes, which name no place"):
+        read_where(payload)
+
+
+# The other side
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+@pytest.mark.parametrize("shape", [(1,), (), (3, 5), (2, 1, 3, 2)], ids=str)
+def test_a_tensor_is_the_same_on_the_other_side(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    source = random_tensor(shape, dtype)
+    with arena_of(MIB) as arena:
+        place_in(arena, 100)
+        place = warm(place_in(arena, source.nbytes))
+        copy_now(source, place)
+        segments = {place.segment.number: other_side_of(place.segment)}
+        placed = place_copy(place)
+        opened = open_tensor(placed.placement, placed.payload, str(dtype)[6:], shape, segments)
+
+        assert opened.segment == 0
+        assert opened.owner is not None
+        assert opened.owner.nbytes == source.nbytes
+        tensor = opened.tensor
+        assert (tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
+        assert bytes_of(tensor) == bytes_of(source)
+
+
+def test_both_sides_see_what_either_writes() -> None:
+    with segment_of() as segment:
+        tensor = other_side_of(segment).tensor(64, torch.int32, (2, 3)).tensor
+        segment.view(64, 24)[:] = struct.pack("6i", *range(6))
+        assert tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+        tensor[1, 2] = -5
+        assert bytes(segment.view(84, 4)) == struct.pack("i", -5)
+
+
+def test_what_was_opened_stays_for_as_long_as_a_view_of_it_lives_and_no_longer() -> None:
+    before = open_files()
+    with segment_of() as segment:
+        mapped = other_side_of(segment)
+        filled(segment, chunk(0))
+        segment.view(0, 64)[:] = b"\7" * 64
+        opened = mapped.tensor(0, torch.uint8, (64,))
+    gone: list[bool] = []
+    weakref.finalize(opened.owner, gone.append, True)
+    mapped.close()
+    mapped.close()
+    view = opened.tensor[5:6]
+    del opened
+    assert not gone
+    assert view.tolist() == [7]
+    assert open_files() == before
+    assert watch.memfds(os.getpid()) == 1
+
+    del view
+    assert gone
+    assert watch.memfds(os.getpid()) == 0
+
+
+def test_the_end_of_one_tensor_is_not_the_end_of_another_in_the_same_segment() -> None:
+    with segment_of() as segment:
+        mapped = other_side_of(segment)
+        tensors = [mapped.tensor(offset, torch.uint8, (64,)) for offset in (0, 64, 0)]
+        gone: list[int] = []
+        for number, view in enumerate(tensors):
+            weakref.finalize(view.owner, gone.append, number)
+        del view
+        del tensors[1]
+
+        assert gone == [1]
+        assert tensors[1].tensor.tolist() == [0] * 64
+
+
+def test_nothing_is_opened_in_a_segment_that_was_closed() -> None:
+    with segment_of() as segment:
+        mapped = other_side_of(segment)
+        mapped.close()
+
+        with pytest.raises(ProtocolError):
+            mapped.tensor(0, torch.uint8, (1,))
+
+
+@pytest.mark.parametrize(
+    ("offset", "shape"),
+    [
+        (4096, (1,)),
+        (4092, (2,)),
+        (4100, (1,)),
+        (4096, (0,)),
+        (0, (0,)),
+        (0, (0, 1 << 30)),
+        (2, (1,)),
+        (1, (1,)),
+        (0, (1025,)),
+        (0, (1 << 50,)),
+        (0, (2**63 - 1,) * 64),
+        (2**64 - 4, (1,)),
+        (2**64 - 4, (2,)),
+        (8, (2, 512)),
+    ],
+    ids=str,
+)
+def test_a_tensor_outside_its_segment_or_off_its_grid_is_refused(offset: int, shape: tuple[int, ...]) -> None:
+    with segment_of(4096) as segment:
+        mapped = other_side_of(segment)
+
+        with pytest.raises(ProtocolError, match=f"at byte {offset} of a segment of 4096"):
+            mapped.tensor(offset, torch.float32, shape)
+        with pytest.raises(ProtocolError, match=f"at byte {offset} of a segment of 4096"):
+            open_tensor("arena", struct.pack("<QQ", 3, offset), "float32", shape, {3: mapped})
+
+
+@pytest.mark.parametrize(
+    ("offset", "shape"), [(0, (1024,)), (4092, (1,)), (4092, ()), (2048, (2, 256))], ids=str
+)
+def test_a_tensor_that_ends_where_its_segment_ends_is_opened(offset: int, shape: tuple[int, ...]) -> None:
+    with segment_of(4096) as segment:
+        view = other_side_of(segment).tensor(offset, torch.float32, shape)
+
+        assert tuple(view.tensor.shape) == shape
+        assert view.owner.nbytes == view.tensor.nbytes
+
+
+# What a broken peer may hand over
+
+
+@contextmanager
+def memfd(nbytes: int, seals: int = fcntl.F_SEAL_SHRINK, flags: int = 0) -> Iterator[int]:
+    descriptor = os.memfd_create("of a peer", os.MFD_ALLOW_SEALING | flags)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def test_a_segment_is_opened_and_its_descriptor_stays_the_callers() -> None:
+    with memfd(8192) as descriptor:
+        mapped = open_segment(descriptor, 8192)
+
+        assert mapped.nbytes == 8192
+        assert os.fstat(descriptor).st_size == 8192
+
+
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL])
+def test_memory_that_could_shrink_while_it_is_read_is_refused(seals: int) -> None:
+    with memfd(4096, seals) as descriptor, pytest.raises(ProtocolError, match="could shrink"):
+        open_segment(descriptor, 4096)
+
+
+def test_what_is_no_memory_at_all_is_refused() -> None:
+    reading_end, writing_end = os.pipe()
+    null, this_file = os.open(os.devnull, os.O_RDONLY), os.open(__file__, os.O_RDONLY)
+
+    for descriptor in (reading_end, writing_end, null, this_file):
+        with pytest.raises(ProtocolError, match="could shrink"):
+            open_segment(descriptor, 4096)
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("announced", [0, 1, 4095, 4097, 8192, 2**63 - 1])
+def test_another_size_than_was_announced_is_refused(announced: int) -> None:
+    with (
+        memfd(4096) as descriptor,
+        pytest.raises(ProtocolError, match=f"4096 bytes .* announced {announced}$"),
+    ):
+        open_segment(descriptor, announced)
+
+
+def test_a_segment_of_no_bytes_is_refused() -> None:
+    with memfd(0) as descriptor, pytest.raises(ProtocolError, match="0 bytes of memory and announced 0"):
+        open_segment(descriptor, 0)
+
+
+def test_memory_of_huge_pages_is_refused_since_a_hole_in_it_may_never_be_filled_again() -> None:
+    nbytes = 2 << 20
+    with (
+        memfd(nbytes, flags=os.MFD_HUGETLB | os.MFD_HUGE_2MB) as descriptor,
+        pytest.raises(ProtocolError, match="huge pages"),
+    ):
+        open_segment(descriptor, nbytes)
+
+
+def test_a_segment_that_cannot_be_mapped_is_no_offence_but_a_lack() -> None:
+    before = open_files()
+    with memfd(1 << 60) as descriptor, pytest.raises(OSError, match="Cannot allocate memory"):
+        open_segment(descriptor, 1 << 60)
+
+    assert open_files() == before

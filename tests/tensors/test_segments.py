@@ -1,0 +1,372 @@
+import errno
+import fcntl
+import math
+import mmap
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiotensor.tensors import mapping
+from aiotensor.tensors.segments import Segment, whole_pages
+from tests.tensors.segments import MIB, PAGE, chunk, filled, open_files, segment_of
+
+
+@contextmanager
+def lowered(limit: int, value: int) -> Iterator[None]:
+    """Lower a limit of this process."""
+    soft, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (value, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(limit, (soft, hard))
+
+
+def bytes_given(segment: Segment) -> int:
+    """Ask the kernel how much memory a segment has."""
+    return os.fstat(segment.descriptor).st_blocks * 512
+
+
+# A segment
+
+
+def test_nobody_can_change_the_size_of_a_segment_or_take_its_seals_off() -> None:
+    with segment_of(MIB) as segment:
+        for size in (0, MIB - 1, MIB + 1):
+            with pytest.raises(PermissionError):
+                os.ftruncate(segment.descriptor, size)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(segment.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        assert os.fstat(segment.descriptor).st_size == MIB
+
+
+def test_a_segment_has_no_name_and_no_child_inherits_it() -> None:
+    with segment_of() as segment:
+        assert os.readlink(f"/proc/self/fd/{segment.descriptor}").startswith("/memfd:")
+        assert not os.get_inheritable(segment.descriptor)
+
+
+def test_a_segment_takes_no_memory_until_it_is_filled() -> None:
+    with segment_of(1 << 36) as segment:
+        assert bytes_given(segment) == 0
+        assert segment.warm.nbytes == 0
+        assert not segment.warm.has(0, 1)
+        assert not segment.has_idle
+
+
+@pytest.mark.parametrize("nbytes", [1, mmap.PAGESIZE - 1, mmap.PAGESIZE, mmap.PAGESIZE + 1, 10 * MIB + 1])
+def test_a_segment_is_whole_pages_and_holds_what_was_asked_for(nbytes: int) -> None:
+    with segment_of(nbytes) as segment:
+        assert segment.nbytes == whole_pages(nbytes) == os.fstat(segment.descriptor).st_size
+        assert nbytes <= segment.nbytes < nbytes + mmap.PAGESIZE
+        assert segment.nbytes % mmap.PAGESIZE == 0
+        assert segment.blocks.allocate(nbytes) is not None
+
+
+def test_a_segment_that_is_open_stays_as_it_is() -> None:
+    with segment_of() as segment:
+        before, files = segment.descriptor, open_files()
+        segment.open()
+
+        assert segment.descriptor == before
+        assert open_files() == files
+
+
+def test_a_segment_that_was_never_opened_can_be_closed_and_so_can_a_closed_one() -> None:
+    before = open_files()
+    segment = Segment(0, MIB)
+    segment.close()
+    segment.open()
+    segment.close()
+    segment.close()
+
+    assert open_files() == before
+
+
+def test_a_range_is_warm_when_it_was_noted_as_filled() -> None:
+    with segment_of() as segment:
+        _, cold = segment.prepare(MIB - 1, 2, segment.nbytes)
+        assert cold == [chunk(0), chunk(1)]
+        segment.fill(cold)
+        assert not segment.warm.has(MIB, 1), "the worker fills, and only then the loop takes note"
+        segment.filled(cold, cold[1:])
+
+        assert segment.prepare(MIB - 1, 2, segment.nbytes)[1] == [chunk(0)]
+        for offset, nbytes, expected in [
+            (MIB, MIB, True),
+            (MIB, 1, True),
+            (2 * MIB - 1, 1, True),
+            (MIB - 1, 2, False),
+            (2 * MIB - 1, 2, False),
+            (0, MIB, False),
+        ]:
+            assert segment.warm.has(offset, nbytes) == expected
+        assert segment.warm.nbytes == MIB
+
+
+def test_the_last_chunk_ends_where_the_segment_ends() -> None:
+    with segment_of(5 * MIB // 2) as segment:
+        filled(segment, chunk(0), chunk(2, MIB // 2))
+
+        assert segment.warm.nbytes == bytes_given(segment) == 3 * MIB // 2
+        assert segment.has_idle
+        idle = segment.take_idle(0)
+        assert idle == [chunk(0), chunk(2, MIB // 2)]
+        segment.give_back(idle)
+        assert bytes_given(segment) == 0
+
+
+def test_filling_what_holds_something_changes_nothing() -> None:
+    with segment_of() as segment:
+        filled(segment, chunk(0))
+        segment.view(0, 5)[:] = b"hello"
+        filled(segment, chunk(0), chunk(1))
+
+        assert bytes(segment.view(0, 5)) == b"hello"
+
+
+def test_memory_that_is_given_back_is_free_and_reads_as_zero_when_it_comes_again() -> None:
+    with segment_of() as segment:
+        filled(segment, chunk(0), chunk(1), chunk(2))
+        segment.view(0, 3 * MIB)[:] = b"x" * (3 * MIB)
+        idle = segment.take_idle(math.inf)
+        filled(segment, chunk(1))  # a block came to lie there before it was given back
+        segment.view(MIB, MIB)[:] = b"y" * MIB
+        segment.give_back(idle)
+
+        assert bytes_given(segment) == segment.warm.nbytes == MIB
+        filled(segment, chunk(0))
+        assert bytes(segment.view(0, MIB)) == bytes(MIB)
+        assert bytes(segment.view(MIB, MIB)) == b"y" * MIB
+
+
+def test_only_chunks_that_no_block_touches_are_idle() -> None:
+    with segment_of(8 * MIB) as segment:
+        sizes = {"low": 2 * MIB, "middle": 3 * MIB // 2, "high": 64}
+        blocks = {name: segment.blocks.allocate(nbytes) or 0 for name, nbytes in sizes.items()}
+        assert blocks == {"low": 0, "middle": 2 * MIB, "high": 8 * MIB - 64}
+        filled(segment, *map(chunk, range(8)))
+
+        assert segment.take_idle(0) == [chunk(4), chunk(5), chunk(6)]
+        assert segment.warm.nbytes == 5 * MIB
+        segment.free(blocks["middle"], sizes["middle"], 0)
+        assert segment.take_idle(0) == [chunk(2), chunk(3)]
+        for name in ("low", "high"):
+            segment.free(blocks[name], sizes[name], 0)
+        assert segment.take_idle(0) == [chunk(0), chunk(1), chunk(7)]
+
+
+def test_all_pages_that_no_block_touches_are_free() -> None:
+    with segment_of(2 * MIB) as segment:
+        offset = segment.blocks.allocate(MIB)
+        assert offset == 0
+        filled(segment, chunk(0), chunk(1))
+        small = segment.blocks.allocate(PAGE + 64)
+        assert small == 2 * MIB - PAGE - 64
+
+        assert segment.take_free() == [(MIB, MIB - 2 * PAGE)]
+        assert segment.warm.nbytes == MIB + 2 * PAGE
+        assert segment.warm.has(small, PAGE + 64)
+        assert not segment.warm.has(small - PAGE, 1)
+        assert segment.take_free() == []
+
+
+def test_there_is_something_idle_until_it_is_taken() -> None:
+    with segment_of(2 * MIB) as segment:
+        offset = segment.blocks.allocate(2 * MIB)
+        assert offset is not None
+        filled(segment, chunk(0))
+        seen = [segment.has_idle]
+        segment.free(offset, 2 * MIB, 0)
+        seen.append(segment.has_idle)
+        segment.take_idle(0)
+        seen.append(segment.has_idle)
+
+        assert seen == [False, True, False]
+
+
+def test_a_chunk_is_idle_from_when_the_last_block_left_it() -> None:
+    with segment_of(4 * MIB) as segment:
+        filled(segment, *map(chunk, range(4)))
+        for now, nbytes in ((10.0, 2 * MIB), (20.0, MIB)):
+            offset = segment.blocks.allocate(nbytes)
+            assert offset == 0
+            segment.free(offset, nbytes, now)
+
+        assert segment.take_idle(9.9) == [chunk(2), chunk(3)]  # they never held anything
+        assert segment.take_idle(10.0) == [chunk(1)]
+        assert segment.has_idle
+        assert segment.take_idle(19.9) == []
+        assert segment.take_idle(20.0) == [chunk(0)]
+
+
+sizes = st.one_of(st.integers(1, 4096), st.integers(MIB // 2, 3 * MIB))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    nbytes=st.integers(MIB // 2, 12 * MIB),
+    wanted=st.lists(st.tuples(sizes, st.booleans()), max_size=12),
+    chunks=st.sets(st.integers(0, 11)),
+)
+def test_a_warm_chunk_is_idle_exactly_if_no_block_has_a_byte_in_it(
+    nbytes: int, wanted: list[tuple[int, bool]], chunks: set[int]
+) -> None:
+    with segment_of(nbytes) as segment:
+        blocks = {offset: size for size, _ in wanted if (offset := segment.blocks.allocate(size)) is not None}
+        for offset, (_, is_freed) in zip(list(blocks), wanted, strict=False):
+            if is_freed:
+                segment.free(offset, blocks.pop(offset), 0)
+        warm_chunks = {number for number in chunks if number * MIB < segment.nbytes}
+        all_warm = {number: chunk(number, min(MIB, segment.nbytes - number * MIB)) for number in warm_chunks}
+        segment.filled([], list(all_warm.values()))
+        touched = {
+            number
+            for offset in blocks
+            for number in range(offset // MIB, (offset + segment.blocks.length_of(offset) - 1) // MIB + 1)
+        }
+
+        assert segment.has_idle == bool(warm_chunks - touched)
+        assert segment.take_idle(0) == [all_warm[number] for number in sorted(warm_chunks - touched)]
+        assert all(segment.warm.has(number * MIB, 1) for number in warm_chunks & touched)
+
+
+# More addresses than memory
+
+
+def test_where_memory_would_exceed_its_limit_what_lies_idle_is_given_back_first() -> None:
+    with segment_of(8 * MIB) as segment:
+        first, second, third = (segment.blocks.allocate(MIB) for _ in range(3))
+        assert (first, second, third) == (0, MIB, 2 * MIB)
+        filled(segment, *map(chunk, range(3)))
+        segment.free(MIB, MIB, 0)
+        offset = segment.blocks.allocate(2 * MIB)  # the hole is too short
+        assert offset == 3 * MIB
+        idle, cold = segment.prepare(offset, 2 * MIB, 4 * MIB)
+
+        assert idle == [chunk(1)]
+        assert cold == [chunk(3), chunk(4)]
+        segment.give_back(idle)
+        segment.fill(cold)
+        segment.filled(cold, cold)
+        assert bytes_given(segment) == segment.warm.nbytes == 4 * MIB
+
+
+def test_no_more_memory_is_given_back_than_is_needed() -> None:
+    with segment_of(8 * MIB) as segment:
+        filled(segment, *map(chunk, range(4)))
+        offset = segment.blocks.allocate(100)
+        assert offset == 8 * MIB - 128
+        idle, cold = segment.prepare(offset, 100, 4 * MIB)
+
+        assert idle == [chunk(0)]
+        assert cold == [(8 * MIB - PAGE, PAGE)], (
+            "where memory is scarce, only the block's own pages are filled"
+        )
+
+
+def test_what_is_being_filled_counts_against_the_limit() -> None:
+    with segment_of(8 * MIB) as segment:
+        filled(segment, chunk(7))
+        offset = segment.blocks.allocate(MIB)
+        assert offset == 0
+        assert segment.prepare(0, MIB, 2 * MIB) == ([], [chunk(0)])
+        other = segment.blocks.allocate(MIB)
+        assert other == MIB
+        assert segment.prepare(MIB, MIB, 2 * MIB) == ([chunk(7)], [chunk(1)])
+        segment.filled([chunk(0)], [])  # it failed
+        assert segment.prepare(MIB, MIB, 2 * MIB) == ([], [chunk(1)])
+
+
+def test_memory_is_not_given_back_from_a_chunk_that_is_being_filled() -> None:
+    with segment_of(8 * MIB) as segment:
+        _, cold = segment.prepare(0, 3 * MIB // 2, 8 * MIB)
+        assert cold == [chunk(0), chunk(1)], "the second has room for other blocks"
+        rest = (3 * MIB // 2, MIB // 2)
+        filled(segment, rest, chunk(5))  # for other blocks, which have ended since
+        segment.fill(cold)
+
+        assert segment.blocks.allocate(3 * MIB // 2) == 0
+        assert segment.take_free() == [chunk(5)]
+        segment.filled(cold, cold)
+        assert segment.warm.has(*rest)
+        segment.view(*rest)[:] = b"x" * (MIB // 2)  # of a block that has come since
+        segment.give_back([rest])
+        assert bytes(segment.view(*rest)) == b"x" * (MIB // 2)
+        assert segment.take_free() == [rest]
+
+
+def test_a_view_outlives_its_segment_and_nothing_is_given_back_under_it() -> None:
+    with segment_of() as segment:
+        filled(segment, chunk(0))
+        view = segment.view(0, 5)
+        view[:] = b"hello"
+        idle = segment.take_idle(0)
+    segment.give_back(idle)
+
+    assert bytes(view) == b"hello"
+
+
+def test_memory_is_mapped_when_it_is_first_written_where_the_kernel_cannot_do_it_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mapping, "_MADV_POPULATE_WRITE", 9999)
+    with segment_of() as segment:
+        filled(segment, chunk(0))
+        segment.view(0, 5)[:] = b"hello"
+
+        assert bytes_given(segment) == MIB
+        assert bytes(segment.view(0, 6)) == b"hello\0"
+
+
+# A machine that is short of something
+
+
+def test_a_segment_for_which_there_is_no_room_says_so_and_leaves_nothing_behind() -> None:
+    before = open_files()
+    segment = Segment(0, 2 * MIB)
+    with lowered(resource.RLIMIT_FSIZE, MIB), pytest.raises(OSError, match="File too large"):
+        segment.open()
+
+    assert open_files() == before
+    segment.open()
+    segment.close()
+
+
+def test_a_segment_for_which_there_is_no_descriptor_says_so_and_leaves_nothing_behind() -> None:
+    before = open_files()
+    next_free = os.dup(0)
+    os.close(next_free)
+    segment = Segment(0, MIB)
+    with lowered(resource.RLIMIT_NOFILE, next_free), pytest.raises(OSError) as caught:  # noqa: PT011
+        segment.open()
+
+    assert caught.value.errno == errno.EMFILE
+    assert open_files() == before
+
+
+def test_a_segment_that_has_no_room_for_its_addresses_says_so() -> None:
+    before = open_files()
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        Segment(0, 1 << 60).open()
+
+    assert open_files() == before
+
+
+def test_memory_that_the_machine_does_not_have_is_an_error_and_not_warm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(descriptor: int, start: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with segment_of() as segment:
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(OSError, match="No space left"):
+            segment.fill([chunk(0)])
+
+        assert not segment.warm.has(0, 1)

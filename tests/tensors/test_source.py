@@ -1,0 +1,355 @@
+import gc
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from aiotensor.errors import UnsupportedTensorError
+from aiotensor.tensors import dtypes
+from aiotensor.tensors.gathering import as_tensor, gathered
+from aiotensor.tensors.source import ArraySource, Sendable, SupportsDLPack, as_source, check_dtype
+
+
+def refusal_of(value: Sendable) -> str:
+    with pytest.raises(UnsupportedTensorError) as caught:
+        as_source(value)
+    return str(caught.value)
+
+
+def read_only(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    array.setflags(write=False)
+    return array
+
+
+class Box:
+    """Something that is neither torch's nor numpy's, over the memory of a tensor."""
+
+    def __init__(self, tensor: torch.Tensor, error: Exception | None = None) -> None:
+        self.tensor = tensor
+        self.error = error
+
+    def __dlpack__(self, **options: object) -> object:
+        if self.error is not None:
+            raise self.error
+        return self.tensor.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        kind, index = self.tensor.__dlpack_device__()
+        return int(kind), index
+
+
+# What is taken
+
+
+def test_a_tensor_is_taken_as_it_is() -> None:
+    tensor = torch.zeros(3, 4).t()
+
+    assert as_source(tensor) is tensor
+
+
+def test_a_parameter_is_taken_as_it_is() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+
+    assert as_source(parameter) is parameter
+
+
+def test_a_leaf_that_requires_a_gradient_is_taken() -> None:
+    leaf = torch.zeros(3, requires_grad=True)
+
+    assert as_source(leaf) is leaf
+
+
+def test_a_detached_result_is_taken() -> None:
+    result = (torch.zeros(3, requires_grad=True) * 2).detach()
+
+    assert as_source(result) is result
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda array: array,
+        lambda array: array.T,
+        lambda array: array[1:, ::2],
+        lambda array: np.broadcast_to(array, (2, 4, 6)),
+        lambda array: array[2, 3],
+    ],
+    ids=["whole", "transposed", "sliced", "broadcast", "one element"],
+)
+@pytest.mark.parametrize("is_writable", [True, False], ids=["writable", "read-only"])
+def test_an_array_is_taken_without_a_copy_and_without_a_warning(
+    view: Callable[[npt.NDArray[np.generic]], npt.NDArray[np.generic]], is_writable: bool
+) -> None:
+    base = np.arange(24, dtype=np.float32).reshape(4, 6)
+    array = np.asarray(view(base))
+    if not is_writable:
+        array = read_only(array)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tensor = as_tensor(array)
+
+    assert tensor.data_ptr() == array.__array_interface__["data"][0]
+    assert tensor.dtype is torch.float32
+    assert np.array_equal(tensor.numpy(), array)
+
+
+@pytest.mark.parametrize("kind", ["?", "u1", "i2", "u2", "u4", "u8", "f2", "f8", "c8", "c16"])
+def test_a_read_only_array_of_any_dtype_has_the_dtype_that_a_writable_one_has(kind: str) -> None:
+    array = np.zeros(3, kind)
+    expected = as_tensor(array).dtype
+
+    assert as_tensor(read_only(array)).dtype is expected
+
+
+def test_a_read_only_array_stays_read_only_for_its_owner() -> None:
+    array = read_only(np.zeros(3))
+    as_tensor(array)
+
+    assert not array.flags.writeable
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1
+
+
+def test_the_memory_of_a_read_only_array_lives_for_as_long_as_the_tensor() -> None:
+    tensor = as_tensor(read_only(np.full(1 << 20, 7, np.uint8)))
+    gc.collect()
+    np.full(1 << 20, 9, np.uint8)  # would find the memory, were it free
+
+    assert torch.equal(tensor, torch.full((1 << 20,), 7, dtype=torch.uint8))
+
+
+PACKED = np.dtype([("mark", "u1"), ("value", "<i4"), ("more", "<c16")])
+
+UNVIEWABLE: dict[str, Callable[[], npt.NDArray[np.generic]]] = {
+    "reversed": lambda: np.arange(12, dtype=np.int16).reshape(3, 4)[::-1, ::-2],
+    "reversed colours": lambda: np.arange(24, dtype=np.uint8).reshape(2, 4, 3)[..., ::-1],
+    "a packed field": lambda: np.arange(105, dtype=np.uint8).view(PACKED)["value"],
+    "a packed field of 16 bytes": lambda: np.ones(5, PACKED)["more"],
+    "a packed field reversed": lambda: np.arange(105, dtype=np.uint8).view(PACKED)["value"][::-2],
+    "one element": lambda: np.arange(4.0)[2::-4],
+}
+
+
+@pytest.mark.parametrize("make", UNVIEWABLE.values(), ids=UNVIEWABLE)
+@pytest.mark.parametrize("is_writable", [True, False], ids=["writable", "read-only"])
+def test_an_array_that_torch_cannot_view_is_taken_without_a_copy_and_gathered_later(
+    make: Callable[[], npt.NDArray[np.generic]], is_writable: bool
+) -> None:
+    array = make() if is_writable else read_only(make())
+    source = as_source(array)
+
+    assert isinstance(source, ArraySource)
+    assert source.data_ptr() == array.__array_interface__["data"][0]
+    assert (source.shape, source.nbytes, source.dtype) == (
+        array.shape,
+        array.nbytes,
+        torch.from_numpy(array.copy()).dtype,
+    )
+    assert gathered(source).tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("make", UNVIEWABLE.values(), ids=UNVIEWABLE)
+def test_an_array_that_torch_cannot_view_becomes_a_tensor_by_a_copy(
+    make: Callable[[], npt.NDArray[np.generic]],
+) -> None:
+    array = make()
+    tensor = as_tensor(array)
+
+    assert tensor.tolist() == array.tolist()
+    assert tensor.is_contiguous()
+
+
+def test_an_array_of_no_elements_is_taken() -> None:
+    assert as_source(read_only(np.zeros((0, 3), np.uint8))).shape == (0, 3)
+    assert as_source(np.zeros((0, 3), np.uint8)[:, ::-1]).shape == (0, 3)
+
+
+def test_what_speaks_dlpack_is_taken_without_a_copy() -> None:
+    memory = torch.arange(6).reshape(2, 3)
+    box = Box(memory)
+    tensor = as_tensor(box)
+
+    assert isinstance(box, SupportsDLPack)
+    assert tensor.data_ptr() == memory.data_ptr()
+    assert torch.equal(tensor, memory)
+
+
+# What is refused: each with its reason, and with what to do
+
+
+def test_a_sparse_tensor_is_refused() -> None:
+    assert "send tensor.to_dense()" in refusal_of(torch.eye(3).to_sparse())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+def test_a_compressed_sparse_tensor_is_refused() -> None:
+    assert "send tensor.to_dense()" in refusal_of(torch.eye(3).to_sparse_csr())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_a_nested_tensor_is_refused(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=layout)
+
+    assert "nested" in refusal_of(nested).lower()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+def test_a_nested_tensor_is_to_be_sent_in_its_parts() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+
+    assert "tensor.unbind()" in refusal_of(nested)
+    assert all(as_source(part) is part for part in nested.unbind())
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning", "ignore:.*quantize:DeprecationWarning")
+def test_a_quantized_tensor_is_refused() -> None:
+    quantized = torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.quint8)
+
+    assert "send tensor.int_repr() and its scale and zero point" in refusal_of(quantized)
+    assert as_source(quantized.int_repr()).dtype is torch.uint8
+
+
+class Named(torch.Tensor):
+    """A subclass that nobody on the other side knows."""
+
+
+def test_a_subclass_is_refused_by_name() -> None:
+    subclass = torch.zeros(3).as_subclass(Named)
+
+    assert "'Named'" in refusal_of(subclass)
+    assert "send tensor.as_subclass(torch.Tensor)" in refusal_of(subclass)
+    assert type(as_source(subclass.as_subclass(torch.Tensor))) is torch.Tensor
+
+
+def test_a_subclass_of_parameter_is_refused() -> None:
+    class Special(torch.nn.Parameter):
+        pass
+
+    assert "'Special'" in refusal_of(Special(torch.zeros(3)))
+
+
+def test_a_tensor_without_values_is_refused_and_not_advised_to_do_what_torch_refuses() -> None:
+    text = refusal_of(torch.empty(3, device="meta"))
+
+    assert "meta device has no values" in text
+    assert "tensor.cpu()" not in text
+
+
+def test_a_result_with_a_gradient_history_is_refused() -> None:
+    assert "send tensor.detach()" in refusal_of(torch.zeros(3, requires_grad=True) * 2)
+
+
+def test_a_tensor_of_a_dtype_that_a_later_torch_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(dtypes.DTYPE_NAMES, torch.float16)
+
+    assert refusal_of(torch.zeros(3, dtype=torch.float16)) == (
+        "a tensor of torch.float16 cannot travel: send tensor.view(torch.uint8)"
+    )
+
+
+@pytest.mark.parametrize("count", [5, 100_000])
+def test_a_tensor_without_memory_is_refused(count: int) -> None:
+    freed = torch.zeros(count)
+    freed.untyped_storage().resize_(0)
+
+    for tensor in (freed, torch._efficientzerotensor(count)):
+        assert "without memory" in refusal_of(tensor)
+    assert as_tensor(torch.zeros(0)).numel() == 0
+
+
+def test_a_tensor_inside_a_function_that_torch_transforms_is_refused() -> None:
+    def refuse(tensor: torch.Tensor) -> torch.Tensor:
+        assert "without memory" in refusal_of(tensor)
+        return tensor.sum()
+
+    torch.vmap(refuse)(torch.zeros(2, 3))
+    torch.func.grad(refuse)(torch.zeros(3))
+    torch.func.functionalize(refuse)(torch.zeros(3))
+
+
+def test_a_tensor_with_named_dimensions_as_an_earlier_torch_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "names", (None, "width"), raising=False)
+    assert "send tensor.rename(None)" in refusal_of(torch.zeros(2, 3))
+
+    monkeypatch.setattr(torch.Tensor, "names", (None, None), raising=False)
+    assert as_source(torch.zeros(2, 3)).shape == (2, 3)
+
+
+@pytest.mark.parametrize("is_writable", [True, False], ids=["writable", "read-only"])
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array(["2025-01-01", "2025-01-02"], "datetime64[s]"),
+        np.zeros(2, [("x", "<f4"), ("y", "<f4")]),
+        np.array(["text", "more"]),
+        np.zeros(2, np.longdouble),
+        np.array([object(), None]),
+    ],
+    ids=["datetime", "structured", "text", "longdouble", "objects"],
+)
+def test_an_array_of_a_dtype_that_torch_has_not_is_refused(
+    array: npt.NDArray[np.generic], is_writable: bool
+) -> None:
+    array = array.copy()
+    text = refusal_of(array if is_writable else read_only(array))
+
+    assert f"dtype {array.dtype}" in text
+    assert "send it as an array of numbers" in text
+
+
+@pytest.mark.parametrize("dtype", [">i4", np.dtype([("x", ">f4")])], ids=str)
+def test_an_array_in_another_byte_order_is_refused(dtype: npt.DTypeLike) -> None:
+    array = np.zeros(3, dtype)
+
+    assert "send array.astype(array.dtype.newbyteorder('='))" in refusal_of(array)
+    assert array.astype(array.dtype.newbyteorder("=")).dtype.isnative
+
+
+def test_a_masked_array_is_refused_since_its_mask_would_be_lost() -> None:
+    assert "mask" in refusal_of(np.ma.array([1, 2, 3], mask=[False, True, False]))
+
+
+@pytest.mark.parametrize("error", [BufferError, RuntimeError, TypeError, ValueError])
+def test_what_cannot_be_exported_by_dlpack_is_refused_with_the_reason(error: type[Exception]) -> None:
+    text = refusal_of(Box(torch.zeros(3), error("it is somewhere else")))
+
+    assert "'Box'" in text
+    assert "it is somewhere else" in text
+    assert "send a CPU copy" in text
+
+
+@pytest.mark.parametrize("value", [b"bytes", [1, 2], 3.0, None, "path", np.float32(3)], ids=repr)
+def test_what_is_no_tensor_at_all_is_a_mistake_of_the_caller(value: object) -> None:
+    with pytest.raises(TypeError, match="pass a torch tensor, a numpy array") as caught:
+        as_source(value)  # type: ignore[arg-type]
+
+    assert not isinstance(caught.value, UnsupportedTensorError)
+
+
+def test_a_list_of_tensors_is_told_how_a_message_is_sent() -> None:
+    with pytest.raises(TypeError, match=r"sender\.message\(\)"):
+        as_source([torch.zeros(3)])  # type: ignore[arg-type]
+
+
+# Dtypes to allocate
+
+
+def test_a_dtype_that_travels_can_be_allocated() -> None:
+    check_dtype(torch.bfloat16)
+
+
+def test_a_dtype_that_does_not_travel_cannot_be_allocated() -> None:
+    with pytest.raises(UnsupportedTensorError, match=r"torch\.quint8 cannot travel: allocate torch\.uint8"):
+        check_dtype(torch.quint8)
+
+
+def test_what_is_no_torch_dtype_is_a_mistake_of_the_caller() -> None:
+    with pytest.raises(TypeError, match=r"for example torch\.uint8, got <class 'numpy\.float32'>"):
+        check_dtype(np.float32)  # type: ignore[arg-type]

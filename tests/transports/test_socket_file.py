@@ -1,0 +1,181 @@
+"""Paths where nothing can listen: each is an OSError that names the folder, for both kinds of address."""
+
+# ruff: noqa: ASYNC240 - the paths of tests are quick
+import asyncio
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aiotensor import TensorReceiver, UsageError
+from aiotensor.channel import MessageServer
+from tests.runtime.test_affinity import forks, in_a_fork
+from tests.transports.unix_ends import in_child, leave_stale
+from verification.waiting import until
+
+_NOBODY = 65534
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+
+LISTENERS: dict[str, Callable[[Path], Any]] = {
+    "unix": lambda path: TensorReceiver(f"unix://{path}"),
+    "ipc": lambda path: MessageServer(f"ipc://{path}", int),
+}
+
+
+@pytest.fixture(params=LISTENERS)
+def listen(request: pytest.FixtureRequest) -> Callable[[Path], Any]:
+    return LISTENERS[request.param]
+
+
+async def test_a_folder_that_does_not_exist_is_a_file_not_found_error(
+    listen: Callable[[Path], Any], path: Path
+) -> None:
+    missing = path.parent / "missing"
+    with pytest.raises(FileNotFoundError, match="does not exist") as caught:
+        await listen(missing / "s").__aenter__()
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, str(missing))
+    assert str(missing / "s") in str(caught.value)
+
+
+async def test_a_folder_that_is_a_file_is_a_not_a_directory_error(
+    listen: Callable[[Path], Any], path: Path
+) -> None:
+    path.write_text("precious")
+    with pytest.raises(NotADirectoryError, match="is not a directory") as caught:
+        await listen(path / "s").__aenter__()
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOTDIR, str(path))
+
+
+def _refusal_as_nobody(scheme: str, path: Path) -> tuple[str, int, str]:
+    os.setuid(_NOBODY)
+
+    async def refusal() -> OSError:
+        try:
+            await LISTENERS[scheme](path).__aenter__()
+        except OSError as error:
+            return error
+        raise AssertionError("it was opened")
+
+    error = asyncio.run(refusal())
+    return type(error).__name__, error.errno or 0, str(error.filename)
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o711], ids=oct)
+@pytest.mark.parametrize("scheme", LISTENERS)
+async def test_a_folder_that_this_user_may_not_use_is_a_permission_error(
+    scheme: str, mode: int, path: Path
+) -> None:
+    path.parent.chmod(mode)
+    refusal = await in_child(_refusal_as_nobody, scheme, path)
+    assert refusal == ("PermissionError", errno.EACCES, str(path.parent))
+
+
+@needs_root
+@pytest.mark.parametrize("scheme", LISTENERS)
+async def test_the_stale_socket_of_another_user_is_in_the_way_and_stays(scheme: str, path: Path) -> None:
+    leave_stale(path)
+    path.chmod(0o600)
+    path.parent.chmod(0o777)
+    assert await in_child(_usage_error_as_nobody, scheme, path)
+    assert path.exists()
+
+
+def _usage_error_as_nobody(scheme: str, path: Path) -> bool:
+    os.setuid(_NOBODY)
+
+    async def is_refused() -> bool:
+        with pytest.raises(UsageError, match="no socket of this user"):
+            await LISTENERS[scheme](path).__aenter__()
+        return True
+
+    return asyncio.run(is_refused())
+
+
+def _refusal_on_read_only(scheme: str, path: Path) -> tuple[int, str] | None:
+    """Open on a read-only file system of this process's own; None where it cannot be mounted."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    private, read_only = 1 << 18 | 1 << 14, 1
+    folder = os.fsencode(path.parent)
+    if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, private, None):
+        return None
+    if libc.mount(b"none", folder, b"tmpfs", read_only, None):
+        return None
+
+    async def refusal() -> tuple[int, str]:
+        with pytest.raises(OSError, match="read-only file system") as caught:
+            await LISTENERS[scheme](path).__aenter__()
+        return caught.value.errno or 0, str(caught.value.filename)
+
+    return asyncio.run(refusal())
+
+
+@needs_root
+@pytest.mark.parametrize("scheme", LISTENERS)
+async def test_a_read_only_file_system_is_an_os_error(scheme: str, path: Path) -> None:
+    refusal = await in_child(_refusal_on_read_only, scheme, path)
+    if refusal is None:
+        pytest.skip("nothing can be mounted here")
+    assert refusal == (errno.EROFS, str(path.parent))
+
+
+def _open_descriptors() -> dict[int, str]:
+    descriptors = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that listed them
+            descriptors[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return descriptors
+
+
+def _left_in_a_fork(ours: dict[int, str]) -> str:
+    """Say which of these descriptors a child has that is forked now."""
+
+    def tell() -> None:
+        raise RuntimeError(sorted(target for one, target in _open_descriptors().items() if one in ours))
+
+    return in_a_fork(tell)
+
+
+@forks
+async def test_a_child_forked_while_the_folder_is_locked_has_neither_the_socket_nor_the_folder(
+    listen: Callable[[Path], Any], path: Path
+) -> None:
+    folder = os.open(path.parent, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    before = _open_descriptors()
+
+    def opened() -> dict[int, str]:
+        return {one: target for one, target in _open_descriptors().items() if one not in before}
+
+    listener = listen(path)
+    opening = asyncio.create_task(listener.__aenter__())
+    try:
+        await until(lambda: str(path.parent) in opened().values())
+        assert any(target.startswith("socket:") for target in opened().values())
+        assert _left_in_a_fork(opened()) == "RuntimeError: []"
+    finally:
+        os.close(folder)
+        await opening
+        await listener.aclose()
+
+
+@forks
+@pytest.mark.parametrize("scheme", [*LISTENERS, "tcp"])
+async def test_a_child_forked_as_soon_as_somebody_listens_does_not_listen(scheme: str, path: Path) -> None:
+    before = _open_descriptors()
+    listener = LISTENERS[scheme](path) if scheme in LISTENERS else MessageServer("tcp://127.0.0.1:0", int)
+    async with listener:
+        sockets = {
+            one: target
+            for one, target in _open_descriptors().items()
+            if one not in before and target.startswith("socket:")
+        }
+        assert sockets
+        assert _left_in_a_fork(sockets) == "RuntimeError: []"
