@@ -52,10 +52,12 @@ class Loss(NamedTuple):
     Attributes:
         error: the error to raise in calls that wait for the peer.
         is_retried: whether to connect again automatically.
+        reason: the part of the error's text that does not name the peer, for logs.
     """
 
     error: PeerLostError | RefusedError
     is_retried: bool
+    reason: str = ""
 
 
 def mismatch(theirs: int, ours: int) -> str | None:
@@ -74,13 +76,15 @@ class Connection:
     Args:
         role: the role of this end, for the texts of errors, such as ``"sender"``.
         peer: the other end, for the texts of errors, such as ``"the receiver"``.
+        where: the address of the peer, for the texts of errors; "" to omit it.
     """
 
-    def __init__(self, role: str, peer: str) -> None:
+    def __init__(self, role: str, peer: str, where: str = "") -> None:
         self.state = ConnectionState.OPENING
         self.peer_pid: int | None = None  # as the peer states it
         self._role = role
         self._peer = peer
+        self._where = f" at {where}" if where else ""
 
     @property
     def is_closed(self) -> bool:
@@ -99,13 +103,20 @@ class Connection:
             ProtocolError: it is the second hello.
             RefusedError: the peer has another version.
         """
-        if self.peer_pid is not None:
-            raise ProtocolError("it sent a second hello")
-        self.peer_pid = pid
-        reason = mismatch(version, ours)
+        reason = self.record_hello(version, pid, ours)
         if reason is not None:
             self.state = ConnectionState.CLOSED
             raise self.refused(reason).error
+
+    def record_hello(self, version: int, pid: int, ours: int) -> str | None:
+        """Record the hello of the peer, and return the reason if its version has to be refused.
+
+        Arguments and errors are those of `accept_hello`, except for `RefusedError`.
+        """
+        if self.peer_pid is not None:
+            raise ProtocolError("it sent a second hello")
+        self.peer_pid = pid
+        return mismatch(version, ours)
 
     def check_open(self) -> None:
         """Check that the peer has sent its hello, and this side has accepted it.
@@ -140,13 +151,15 @@ class Connection:
             reason: the reason, as a clause after "the receiver is gone".
             is_retried: whether to connect again automatically.
         """
-        return Loss(PeerLostError(f"{self._name} is gone: {reason}", pid=self.peer_pid), is_retried)
+        error = PeerLostError(f"{self._name} is gone: {reason}", pid=self.peer_pid)
+        return Loss(error, is_retried, reason)
 
     def refused(self, reason: str) -> Loss:
         """Return the refusal of this end by the peer, because of a limit or its version."""
         error = RefusedError(f"{self._name} refused this {self._role}: {reason}", pid=self.peer_pid)
-        return Loss(error, is_retried=False)
+        return Loss(error, is_retried=False, reason=reason)
 
     @property
     def _name(self) -> str:
-        return self._peer if self.peer_pid is None else f"{self._peer} (pid {self.peer_pid})"
+        pid = "" if self.peer_pid is None else f" (pid {self.peer_pid})"
+        return f"{self._peer}{pid}{self._where}"
