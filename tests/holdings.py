@@ -13,6 +13,7 @@ import torch
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
+from tests.channel import inside
 from tests.conftest import our_descriptors
 from tests.pairs import BIG, pattern
 from tests.processes.watch import memfds
@@ -180,8 +181,8 @@ def _of_client(client: MessageClient[Any]) -> dict[str, object]:
         "servers": seen.servers,
         "requests in flight": seen.in_flight,
         # Not part of any statistics.
-        "waiters for a server": [len(one._waiters) for one in client._connections],
-        "cancels that have not left": [one.pipeline.unsent for one in client._connections],
+        "waiters for a server": inside.waiters_for_server(client),
+        "cancels that have not left": inside.unsent(client),
     }
 
 
@@ -193,10 +194,10 @@ def _of_server(server: MessageServer[Any]) -> dict[str, object]:
         "bytes that wait": seen.waiting_bytes,
         "requests in hand": seen.in_hand,
         # Not part of any statistics.
-        "messages that are ready": len(server._ready),
-        "messages whose tensors arrive": len(server._arriving),
-        "messages taken halfway": len(server._found),
-        "waiters for a message": len(server._waiters),
-        "messages of clients": [len(client.asked) for client in server._clients._clients.values()],
-        "answers that have not left": [len(client.outbox) for client in server._clients._clients.values()],
+        "messages that are ready": len(inside.ready(server)),
+        "messages whose tensors arrive": inside.arriving(server),
+        "messages taken halfway": inside.found(server),
+        "waiters for a message": inside.waiters_for_requests(server),
+        "messages of clients": [len(client.requests) for client in inside.clients_of(server)],
+        "answers that have not left": [len(client.queue) for client in inside.clients_of(server)],
     }

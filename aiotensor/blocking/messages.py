@@ -10,12 +10,11 @@ from aiotensor import channel
 from aiotensor.blocking.portal import BlockingObject
 from aiotensor.blocking.tensors import OpenMessage, TensorReceiver, TensorSender
 from aiotensor.channel.cancelling import CancelOnce
+from aiotensor.channel.options import CurveKey
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.types import ClientStatistics, ServerStatistics
 
 __all__ = ["MessageClient", "MessageServer", "Request"]
-
-Key = str | bytes
 
 M = TypeVar("M")
 R = TypeVar("R")
@@ -40,8 +39,8 @@ class MessageClient(BlockingObject[channel.MessageClient[R]], Generic[R]):
         max_body_bytes: int | None = 1 << 20,
         heartbeat_interval_s: float | None = None,
         heartbeat_timeout_s: float | None = None,
-        secret_key: Key | None = None,
-        server_key: Key | None = None,
+        secret_key: CurveKey | None = None,
+        server_key: CurveKey | None = None,
         max_wait_s: float | None = None,
         linger_s: float = 1.0,
     ) -> None:
@@ -165,7 +164,7 @@ class Request(Generic[M]):
 
     async def _reply(self, answer: object) -> bool:
         # A reply that no client waits for might wait for a permit that never comes.
-        with CancelOnce() as self._inner._block:
+        with CancelOnce() as self._inner._incoming.block:
             return await self._inner.reply(answer)
         if self._server._is_closed:
             raise ClosedError("this MessageServer was closed")
@@ -215,8 +214,8 @@ class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
         max_body_bytes: int | None = 1 << 20,
         heartbeat_interval_s: float | None = None,
         heartbeat_timeout_s: float | None = None,
-        secret_key: Key | None = None,
-        client_keys: Collection[Key] = (),
+        secret_key: CurveKey | None = None,
+        client_keys: Collection[CurveKey] = (),
         linger_s: float = 1.0,
     ) -> None:
         super().__init__(
@@ -273,10 +272,11 @@ class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
             async with asyncio.timeout(timeout):
                 return await self._next(self._inner)
         except TimeoutError:
-            while self._inner._ready:
-                request = await self._inner._take(self._inner._ready.take())
-                if request is not None:
-                    return request
+            requests = self._inner._opened()
+            while requests.ready:
+                taken = await requests.take(self._inner)
+                if taken is not None:
+                    return taken[1]
             raise
 
     def serve(self, handler: Callable[[M], object]) -> None:

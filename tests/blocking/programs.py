@@ -22,6 +22,7 @@ from aiotensor.blocking.thread import Call
 from tests.blocking import nursery
 from tests.blocking.waiting import is_opening, until
 from tests.blocking.waits import WAITS
+from tests.channel import inside
 from tests.channel.parties import Answer, Place, Question
 from tests.pairs import BIG, pattern
 from tests.processes import watch
@@ -196,7 +197,7 @@ def close_at_a_signal(*place: str) -> None:
     """Serve until a signal comes, whose handler closes the server in the middle of that."""
     with MessageServer(Place(*place).messages, Question) as server:
         signal.signal(signal.SIGTERM, lambda *_: server.close())
-        _say_when(lambda: server.statistics().answers and server._inner._waiters, "waits")
+        _say_when(lambda: server.statistics().answers and inside.waiters_for_requests(server._inner), "waits")
         server.serve(lambda question: Answer(question.seed))
         _say("served", server.statistics().answers)
 
@@ -329,7 +330,7 @@ def leave_threads_waiting(*place: str) -> None:
     requests = [server.next(), server.next()]
     left_open.extend(requests)
     _begin(lambda: list(server), lambda: server.serve(lambda _: None))
-    until(lambda: receiver.statistics().waiting == 3 and len(server._inner._waiters) == 2)
+    until(lambda: receiver.statistics().waiting == 3 and inside.waiters_for_requests(server._inner) == 2)
     until(lambda: sender._inner._outgoing._drainers)
     _say(threading.active_count() - threads)
 

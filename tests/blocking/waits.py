@@ -12,6 +12,7 @@ from aiotensor import ClosedError, PeerLostError, RemoteError, TensorHandle
 from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
 from aiotensor.blocking.portal import BlockingObject
 from tests.blocking.waiting import in_thread, until
+from tests.channel import inside
 from tests.channel.parties import Answer, Place, Question
 from tests.pairs import BIG, pattern
 
@@ -260,7 +261,7 @@ def _request_of_nobody(place: Place) -> Iterator[Wait]:
         def call(timeout: float | None = None) -> Answer:
             return client.request(Question(1), timeout=timeout)
 
-        yield _asking_for(client, call, lambda: client._inner._connections[0]._waiters)
+        yield _asking_for(client, call, lambda: inside.waiters_for_server(client._inner))
 
 
 @contextmanager
@@ -270,16 +271,16 @@ def _send_message_to_nobody(place: Place) -> Iterator[Wait]:
         def call(timeout: float | None = None) -> None:
             client.send(Question(1), timeout=timeout)
 
-        yield _asking_for(client, call, lambda: client._inner._connections[0]._waiters)
+        yield _asking_for(client, call, lambda: inside.waiters_for_server(client._inner))
 
 
 def _answering(server: MessageServer[Question], call: Callable[..., object]) -> Wait:
     def held() -> tuple[int, int, int]:
         seen = server.statistics()
-        return seen.waiting, seen.in_hand, len(server._inner._waiters)
+        return seen.waiting, seen.in_hand, inside.waiters_for_requests(server._inner)
 
     def is_waiting() -> object:
-        return server._inner._waiters and server.statistics().clients
+        return inside.waiters_for_requests(server._inner) and server.statistics().clients
 
     return Wait(call, is_waiting, held, server)
 

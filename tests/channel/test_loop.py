@@ -11,7 +11,7 @@ import torch
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
-from tests.channel import peers
+from tests.channel import inside, peers
 from tests.channel.parties import Answer, Question, place
 from tests.conformance.turns import Calls, Changes, Lengths, Turns, too_long
 from tests.pairs import settled, until
@@ -75,7 +75,9 @@ async def test_no_answer_keeps_the_loop_busy_for_long(fate: str) -> None:
                     if fate == "taken":
                         kept.append(await asking)
                     else:
-                        await until(lambda: request._asked.is_answered)
+                        [client_there] = inside.clients_of(server)
+                        [incoming] = client_there.requests.values()
+                        await until(lambda: incoming.is_answered)
                         asking.cancel()
                     assert await answering
                     later = asyncio.create_task(client.request(Question(2)))

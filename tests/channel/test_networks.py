@@ -126,7 +126,7 @@ async def test_a_name_that_no_name_server_answers_for_is_waited_for_until_max_wa
 ) -> None:
     async with processes(hosts.b) as (client,):
         error, texts = await client.call(ask_for_name, f"tcp://engine.example:{PORT}", keys)
-        assert "has not been there for 3.5 s; its name cannot be resolved: no name server answers" in error
+        assert "was not reached for 3.5 s; its name cannot be resolved: no name server answers" in error
         [text] = texts
         assert text.startswith(f"the name of the server at tcp://engine.example:{PORT} cannot be resolved")
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from aiotensor import ClosedError, PeerLostError, TensorQueue, TensorReceiver, TensorSender, WouldBlockError
-from aiotensor.channel import MessageClient, MessageServer, parcels
+from aiotensor.channel import MessageClient, MessageServer, payloads
 from aiotensor.runtime.worker import in_thread
 from tests.channel.parties import Answer, Place, Question, answer, place
 from tests.channel.peers import listening, open_server, process
@@ -452,7 +452,7 @@ def encoding(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Ev
         await may_end.wait()
         return await in_thread(*work)
 
-    monkeypatch.setattr(parcels, "in_thread", late)
+    monkeypatch.setattr(payloads, "in_thread", late)
     return has_begun, may_end
 
 

@@ -9,6 +9,7 @@ import torch
 
 from aiotensor import ClosedError, TensorReceiver, TensorSender, UsageError
 from aiotensor.channel import MessageServer, Request
+from tests.channel import inside
 from tests.chaos.here import ARENA_BYTES, MAX_MAPPED_BYTES, here
 from tests.chaos.journal import Broken, Heard, Replied
 from tests.chaos.plan import ANSWERED_BY_SENDER, ASKS_BY_SENDER, SLOTS, Hold, TakerPlan
@@ -168,7 +169,7 @@ async def stop(state: State) -> None:
 async def heard(state: State, sender: str) -> int:
     """Wait until a client is known to be lost, and return its pid."""
     del state
-    while any(client.pid == int(sender) for client in _ends.server._clients._clients.values()):
+    while any(client.pid == int(sender) for client in inside.clients_of(_ends.server)):
         await asyncio.sleep(0.001)
     return int(sender)
 
@@ -187,5 +188,5 @@ async def settle(state: State) -> list[str]:
     for sender in state.senders:
         while (sent := sender.statistics()).in_flight or sent.bytes_in_use or sent.waiting:
             await asyncio.sleep(0.001)
-    held = (now.waiting_bytes, len(server._arriving), len(server._found), len(server._ready))
+    held = (now.waiting_bytes, inside.arriving(server), inside.found(server), len(inside.ready(server)))
     return [] if held == (0, 0, 0, 0) else [f"holds {held} at rest: {now}"]

@@ -10,6 +10,7 @@ import torch
 
 from aiotensor import PeerLostError, RefusedError, TensorReceiver, TensorSender, UsageError
 from aiotensor.channel import MessageClient
+from tests.channel import inside
 from tests.chaos.here import ARENA_BYTES, here
 from tests.chaos.journal import Broken
 from tests.chaos.plan import ANSWERED_BY_SENDER, ASKS_BY_SENDER, Order, SenderPlan
@@ -120,7 +121,7 @@ def _losses(state: State) -> int:
 
 def _held(state: State) -> int:
     """Count the operations that wait for the next server."""
-    waiting = sum(len(connection._waiters) for connection in _ends.client._connections)
+    waiting = inside.waiters_for_server(_ends.client)
     for sender in state.senders:
         statistics = sender.statistics()
         waiting += statistics.in_flight + statistics.waiting
@@ -194,7 +195,7 @@ async def settle(state: State) -> list[str]:
             await asyncio.sleep(0.001)
     now = client.statistics()
     wrong = [] if now.servers == len(now.in_flight) else [f"has lost a server: {now}"]
-    if any(one.pipeline.unanswered or one.pipeline.unsent for one in client._connections):
+    if inside.unanswered(client) or inside.unsent(client):
         wrong.append(f"holds something at rest: {now}")
     return wrong
 

@@ -67,8 +67,8 @@ class _Words:
         text = one_of(self._chooser, ("a reason", "", "x" * 16_384, "x" * 16_385))
         return [self._header(["failure", self._chooser.number(0, 3), "ValueError", text])]
 
-    def farewell(self) -> list[bytes]:
-        return [self._header(["farewell", one_of(self._chooser, ("", "no room")), happens(self._chooser, 2)])]
+    def close(self) -> list[bytes]:
+        return [self._header(["close", one_of(self._chooser, ("", "no room")), happens(self._chooser, 2)])]
 
     def message(self, elsewhere: int) -> list[bytes]:
         """Make a body and the buffers beside it; so many of its tensors are known by their numbers."""
@@ -215,7 +215,7 @@ def to_client(chooser: Chooser) -> list[Step]:
             case 3:
                 said = words.failure()
             case 4 if happens(chooser, 2):
-                said = words.farewell()
+                said = words.close()
             case 5 if happens(chooser, 3):
                 said = words.hello("server")
             case _:

@@ -9,6 +9,7 @@ from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.transports.endpoints import Endpoint
 from tests import loops
+from tests.channel import inside
 from tests.fuzz.engine import Figures, Troubles, figures, threads_started
 from tests.fuzz.notes import Note, ask_rightly, messages_at, respond, work
 from tests.fuzz.rogues import answer_as_server, rogue_server
@@ -39,7 +40,7 @@ async def _start(state: peers.State) -> None:
     client = MessageClient(messages_at(state.endpoint), sender=sender, receiver=receiver, reply_type=Note)
     _clients.append(await client.__aenter__())
     mappings = receiver._incoming.mappings
-    await threads_started(sender._outgoing.memory._worker, mappings._worker, client._disposal._worker)
+    await threads_started(sender._outgoing.memory._worker, mappings._worker, inside.worker_of(client))
 
 
 async def _work(state: peers.State) -> Counter[str]:
@@ -62,7 +63,7 @@ def _is_settled(state: peers.State) -> bool:
     client, sent, received = _clients[-1], state.sender.statistics(), state.receiver.statistics()
     return (
         not any(client.statistics().in_flight)
-        and not client._connections[0]._waiters
+        and not inside.waiters_for_server(client)
         and (sent.in_flight, sent.bytes_in_use, sent.waiting) == (0, 0, 0)
         and (received.leases, received.unclaimed_tensors, received.waiting) == (0, 0, 0)
     )

@@ -11,6 +11,7 @@ from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.transports.endpoints import Endpoint
 from tests import loops
 from tests.accepting import accepted_at
+from tests.channel import inside
 from tests.fuzz.engine import Figures, Troubles, figures, threads_started
 from tests.fuzz.notes import Note, ask_rightly, messages_at, respond
 from tests.fuzz.rogues import ask_as_client, heard_by_server
@@ -44,13 +45,13 @@ class _Serving:
 
     def is_settled(self) -> bool:
         """Return whether the server holds nothing for any rogue."""
-        now, received, clients = self.server.statistics(), self.receiver.statistics(), self.server._clients
+        server, now, received = self.server, self.server.statistics(), self.receiver.statistics()
         return (
             (now.clients, now.waiting, now.waiting_bytes, now.in_hand) == (1, 0, 0, 0)
             and (received.leases, received.unclaimed_tensors, received.waiting) == (0, 0, 0)
             and received.senders == 1
-            and not (self.answers or self.server._arriving or self.server._found or self.server._ready)
-            and not clients._turned_away
+            and not (self.answers or inside.arriving(server) or inside.found(server) or inside.ready(server))
+            and not inside.rejected(server)
             and len(accepted_at(self.server.address)) == 1
         )
 
@@ -69,7 +70,7 @@ async def _start(state: peers.State) -> None:
         max_body_bytes=1 << 16,
     )
     await server.__aenter__()
-    await threads_started(receiver._incoming.mappings._worker, server._disposal._worker)
+    await threads_started(receiver._incoming.mappings._worker, inside.worker_of(server))
     state.receivers.append(receiver)
     _serving.append(_Serving(server, receiver))
 
@@ -80,7 +81,7 @@ async def _settle(state: peers.State) -> Figures:
         async with asyncio.timeout(_PATIENCE_S / 2):
             await until(serving.is_settled)
     except TimeoutError:
-        held = serving.server.statistics(), serving.receiver.statistics(), len(serving.server._arriving)
+        held = serving.server.statistics(), serving.receiver.statistics(), inside.arriving(serving.server)
         raise AssertionError(f"it holds something of rogues that are gone: {held}") from None
     return figures()
 

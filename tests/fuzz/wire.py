@@ -19,7 +19,7 @@ TAGS = (
     *("hello", "attach", "detach", "put", "end", "discard", "bye"),
     *("welcome", "taken", "discarded", "release", "", "nonsense"),
     *("look", "account", "inquire", "report"),
-    *("client", "ask", "cancel", "server", "answer", "failure", "farewell", "in", "by", "at"),
+    *("client", "ask", "cancel", "server", "answer", "failure", "close", "credit", "in", "by", "at"),
 )
 
 OF_ANOTHER_TYPE: tuple[Scalar, ...] = (

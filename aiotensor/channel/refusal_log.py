@@ -5,12 +5,12 @@ A line has the details of the latest connection, and the number of connections s
 
 from aiotensor.runtime.logs import RepeatedEvent, logger_of
 
-__all__ = ["Refusals"]
+__all__ = ["RefusalLog"]
 
 logger = logger_of("channel")
 
 
-class Refusals:
+class RefusalLog:
     """Log the refusals of one server; belongs to the running loop."""
 
     def __init__(self) -> None:

@@ -6,29 +6,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.channel.asked import Asked, Client
-from aiotensor.channel.outbox import Outbox
-from aiotensor.channel.turns import Turns
-from aiotensor.protocol.exchange import VERSION, ClientHello
-from aiotensor.protocol.window import Tally
+from aiotensor.channel.fair_queue import FairQueue
+from aiotensor.channel.remote_client import IncomingRequest, Load, RemoteClient
+from aiotensor.protocol.exchange import Ask
+from aiotensor.protocol.parts import PartLimits
+from aiotensor.protocol.server import ClientLimits, ServerConnection
 from tests.channel.parties import Answer, Question, place
 from tests.pairs import until
 
 
-def _clients(count: int) -> list[Client]:
+def _clients(count: int) -> list[RemoteClient]:
+    limits = ClientLimits(None, 1000, 1 << 20, PartLimits())
     return [
-        Client(
+        RemoteClient(
             str(number).encode(),
-            ClientHello(VERSION, number),
-            Tally(1000, 1 << 20),
-            Outbox(lambda parts, is_retry: True),
+            ServerConnection(limits),
+            lambda parts, is_retry: True,
+            Load(),
+            lambda client: None,
         )
         for number in range(count)
     ]
 
 
-def _message(client: Client, number: int) -> Asked:
-    return Asked(client, number, (), [memoryview(b"")], wants_answer=True)
+def _message(client: RemoteClient, number: int) -> IncomingRequest:
+    return client.add(Ask(number, None), [memoryview(b"")])
 
 
 async def test_a_client_with_one_message_does_not_wait_for_all_of_a_client_with_many() -> None:
@@ -51,14 +53,14 @@ async def test_a_client_with_one_message_does_not_wait_for_all_of_a_client_with_
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60))
 def test_no_client_gets_a_second_turn_while_another_waits_for_its_first(arrivals: list[int]) -> None:
-    clients, turns = _clients(4), Turns()
+    clients, queue = _clients(4), FairQueue()
     for number, client in enumerate(arrivals):
-        turns.add(_message(clients[client], number))
-    taken: list[Asked] = []
-    while turns:
-        waiting = {asked.client for asked in turns}
+        queue.add(_message(clients[client], number))
+    taken: list[IncomingRequest] = []
+    while queue:
+        waiting = {asked.client for asked in queue}
         had = Counter(asked.client for asked in taken)
-        taken.append(turns.take())
+        taken.append(queue.take())
         assert had[taken[-1].client] == min(had[client] for client in waiting)
     for each in clients:
         numbers = [asked.number for asked in taken if asked.client is each]
@@ -72,28 +74,28 @@ def test_no_client_gets_a_second_turn_while_another_waits_for_its_first(arrivals
 def test_no_message_is_lost_or_taken_twice_whatever_is_taken_put_back_or_removed(
     steps: list[tuple[str, int]],
 ) -> None:
-    clients, turns = _clients(4), Turns()
-    expected: set[Asked] = set()
-    last: Asked | None = None
+    clients, queue = _clients(4), FairQueue()
+    expected: set[IncomingRequest] = set()
+    last: IncomingRequest | None = None
     for number, (step, client) in enumerate(steps):
         if step == "add":
             asked = _message(clients[client], number)
-            turns.add(asked)
+            queue.add(asked)
             expected.add(asked)
-        elif step == "take" and turns:
-            last = turns.take()
+        elif step == "take" and queue:
+            last = queue.take()
             expected.remove(last)
         elif step == "back" and last is not None:
-            turns.put_back(last)
-            assert turns.take() is last
-            turns.put_back(last)
+            queue.put_back(last)
+            assert queue.take() is last
+            queue.put_back(last)
             expected.add(last)
             last = None
         elif step == "remove" and expected:
             asked = min(expected, key=lambda one: one.number)
-            turns.remove(asked)
-            turns.remove(asked)
+            queue.remove(asked)
+            queue.remove(asked)
             expected.remove(asked)
-        assert set(turns) == expected
-        assert len(turns) == len(expected)
-        assert bool(turns) == bool(expected)
+        assert set(queue) == expected
+        assert len(queue) == len(expected)
+        assert bool(queue) == bool(expected)

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from aiotensor.channel.context import Context, begin, check_descriptors, end
+from aiotensor.channel.context import ZmqContext, begin, check_descriptors, end
 from aiotensor.channel.options import Address, Target
 from aiotensor.channel.resolving import look_up
 from aiotensor.channel.sockets import LoopSocket, SocketEvents
 from aiotensor.errors import UsageError
 from aiotensor.transports.socket_file import SocketFile
 
-__all__ = ["Endpoint"]
+__all__ = ["MessageListener"]
 
 _LOOKUP_S = 10.0  # the most seconds that opening waits for a name to be resolved
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.ENODEV)  # this machine has no such address
@@ -39,7 +39,7 @@ class _Allowed:
         return key in self._keys
 
 
-class Endpoint:
+class MessageListener:
     """Listen at an address, once; belongs to the running loop.
 
     Args:
@@ -61,19 +61,19 @@ class Endpoint:
             zmq.HANDSHAKE_IVL: _HANDSHAKE_S * 1000,
             zmq.BACKLOG: _BACKLOG,
         }
+        self._targets: Sequence[Target] = ()
         self._listener: socket.socket | None = None
         self._allowed = allowed
-        self._context: Context | None = None
+        self._context: ZmqContext | None = None
         self._authenticator: AsyncioAuthenticator | None = None
         self._file: SocketFile | None = None
         self._socket: LoopSocket | None = None
 
-    async def open(self, events: SocketEvents) -> LoopSocket:
-        """Begin to listen.
+    async def open(self) -> None:
+        """Prepare to listen.
 
         Waiting and errors at an ``ipc://`` address are those of `SocketFile.take`. At ``tcp://`` with a host
-        name, this waits until the name is resolved, and listens at the first of its addresses that this
-        machine has. At ``localhost`` it listens at 127.0.0.1, or at ::1 where there is no IPv4.
+        name, this waits until the name is resolved.
 
         Raises:
             UsageError: another server listens at the address, or the file is not a socket of this user.
@@ -81,7 +81,7 @@ class Endpoint:
         """
         check_descriptors()
         try:
-            targets = await self._targets()
+            self._targets = await self._find_targets()
             if self._path is not None:
                 await self._take(self._path)
             self._context = begin()  # checks again: no await follows before the socket is made
@@ -92,15 +92,31 @@ class Endpoint:
                     self._authenticator.configure_curve_callback(credentials_provider=_Allowed(self._allowed))
                 except zmq.ZMQError as error:
                     raise OSError(error.errno, error.strerror) from error
-            self._socket = self._listen(self._context, targets, events)
         except BaseException:
             await self.close(0.0)
             raise
+
+    def listen(self, events: SocketEvents) -> LoopSocket:
+        """Begin to listen, immediately after `open`; call `close` after an error.
+
+        This listens at the first address of a name that this machine has; at ``localhost`` at 127.0.0.1, or
+        at ::1 where there is no IPv4.
+
+        Args:
+            events: the object whose callbacks the socket calls.
+
+        Raises:
+            UsageError: another server listens at the address.
+            OSError: this process cannot listen at the address, or has no descriptors left; see `errno`.
+        """
+        if self._context is None:
+            raise AssertionError("a listener is opened before it listens")
+        self._socket = self._bind(self._context, events)
         if self._path is None:
             self.address = self._socket.address  # with the port that was free
         return self._socket
 
-    async def _targets(self) -> Sequence[Target]:
+    async def _find_targets(self) -> Sequence[Target]:
         """Return the targets where to listen.
 
         Raises:
@@ -129,7 +145,7 @@ class Endpoint:
             f"address of this machine, or tcp://*:{where.port} for all of them",
         )
 
-    def _listen(self, context: Context, targets: Sequence[Target], events: SocketEvents) -> LoopSocket:
+    def _bind(self, context: ZmqContext, events: SocketEvents) -> LoopSocket:
         """Listen at the first target that is an address of this machine.
 
         Raises:
@@ -137,7 +153,7 @@ class Endpoint:
             OSError: this process cannot listen there, or has no descriptors left.
         """
         last = None
-        for target in targets:
+        for target in self._targets:
             try:
                 sock = LoopSocket(context, zmq.ROUTER, {**self._options, **target.options}, events)
             except zmq.ZMQError as error:
@@ -161,7 +177,7 @@ class Endpoint:
             raise AssertionError("an address has at least one target")
         text = f"cannot listen at {self.address}: {last.strerror}"
         if self._path is None and last.errno in _NOT_HERE:
-            found = ", ".join(str(target.address) for target in targets)
+            found = ", ".join(str(target.address) for target in self._targets)
             text += (
                 f"; this machine does not have the address {found}: write one of its own, or "
                 f"tcp://*:{self._where.port} for all of them"
@@ -176,8 +192,10 @@ class Endpoint:
             self._socket.close(linger_s)
         if self._authenticator is not None:
             self._authenticator.stop()
-        if self._context is not None:
-            await end(self._context)
+            self._authenticator = None
+        context, self._context = self._context, None
+        if context is not None:
+            await end(context)
 
     async def _take(self, path: str) -> None:
         """Bind the socket as `UnixListener` does: ZeroMQ itself would replace the socket of a live server."""

@@ -1,16 +1,16 @@
-"""The connections that a server has accepted, from clients and from unidentified peers."""
+"""The limit on the connections that a server accepts, from clients and from unidentified peers."""
 
 from collections.abc import Callable
 
-from aiotensor.channel.refusals import Refusals
+from aiotensor.channel.refusal_log import RefusalLog
 
-__all__ = ["Accepted"]
+__all__ = ["ConnectionLimit"]
 
 # Connections beside those of clients: their peers have not sent a hello yet, or the server has refused them.
 _UNIDENTIFIED = 64
 
 
-class Accepted:
+class ConnectionLimit:
     """Keep the connections of a server within their limit; belongs to the running loop.
 
     Any process that reaches the address can open a connection and keep it open. Such a connection never
@@ -29,7 +29,7 @@ class Accepted:
         max_clients: int | None,
         is_client: Callable[[bytes], bool],
         close: Callable[[int], bool],
-        refusals: Refusals,
+        refusals: RefusalLog,
     ) -> None:
         self._max_clients = max_clients
         self._is_client = is_client
@@ -60,23 +60,23 @@ class Accepted:
         self._identities[descriptor] = [*filter(self._is_client, before), identity]
         return [one for one in before if not self._is_client(one)]
 
-    def make_room(self) -> list[bytes]:
-        """Close the oldest connections that are no clients' if there are too many of them.
+    def enforce(self) -> list[bytes]:
+        """Close the oldest connections that are not a client's, if there are too many of them.
 
         Returns the identities of closed connections whose peers the server had refused.
         """
-        gone: list[bytes] = []
+        closed: list[bytes] = []
         others = [
             (descriptor, identities)
             for descriptor, identities in self._identities.items()
             if not any(map(self._is_client, identities))
         ]
         clients = len(self._identities) - len(others)
-        room = _UNIDENTIFIED if self._max_clients is None else _UNIDENTIFIED + self._max_clients - clients
-        for descriptor, identities in others[: max(0, len(others) - room)]:
+        most = _UNIDENTIFIED if self._max_clients is None else _UNIDENTIFIED + self._max_clients - clients
+        for descriptor, identities in others[: max(0, len(others) - most)]:
             if not self._close(descriptor):
                 break  # this process has no descriptors left
             del self._identities[descriptor]
-            gone += identities
-            self._refusals.connection_refused("it said no hello, and others need its place")
-        return gone
+            closed += identities
+            self._refusals.connection_refused("it sent no hello, and other connections need its place")
+        return closed

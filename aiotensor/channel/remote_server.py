@@ -1,12 +1,13 @@
-"""The connection of a client to one address, and to each server that listens there in turn.
+"""A server at one address, as its client sees it: the connection to it, and to its successors there.
 
     DIALING --handshake, hello, hello--> READY --lost--> DIALING
 
-While the connection is not ready, new requests wait for the next server. When a server is lost, its open
-requests fail with `PeerLostError`.
+While there is no connection, new requests wait for the next server. When a server is lost, its open requests
+fail with `PeerLostError`.
 
 `dialing.py` decides where to connect and when. Each attempt has a new socket, and no socket is connected
-twice: closing a socket discards its unsent messages, so no cancelled message reaches the next server.
+twice: closing a socket discards its unsent messages, so no cancelled message reaches the next server. Each
+connection has a new `ClientConnection`, and a `Session` once the server has accepted this client.
 """
 
 import asyncio
@@ -16,17 +17,16 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import zmq
 
-from aiotensor.channel.context import Context
+from aiotensor.channel.context import ZmqContext
 from aiotensor.channel.dialing import DIALING_OPTIONS, Dialer
 from aiotensor.channel.options import Address, Target
-from aiotensor.channel.outbox import Parts
-from aiotensor.channel.parcels import Answered, Asked, Handles
-from aiotensor.channel.pipeline import Pipeline
-from aiotensor.channel.sockets import MAX_PARTS, LoopSocket
+from aiotensor.channel.payloads import Handles, ReceivedAnswer
+from aiotensor.channel.session import SentRequest, Session
+from aiotensor.channel.sockets import LoopSocket
 from aiotensor.errors import (
     AccessDeniedError,
     AioTensorError,
@@ -36,26 +36,17 @@ from aiotensor.errors import (
     WouldBlockError,
     again,
 )
-from aiotensor.protocol.exchange import (
-    VERSION,
-    Answer,
-    ClientHello,
-    Failure,
-    Farewell,
-    PartLimits,
-    ServerHello,
-    Taken,
-    read_from_server,
-    write,
-)
-from aiotensor.protocol.versions import mismatch
+from aiotensor.protocol.client import ClientConnection
+from aiotensor.protocol.connection import Close, Loss
+from aiotensor.protocol.exchange import ServerHello
+from aiotensor.protocol.parts import PartLimits, Parts
 from aiotensor.runtime.descriptors import copy_of
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import Waiters, at_most
 from aiotensor.transports.users import check_owner, check_user
 from aiotensor.types import Usage
 
-__all__ = ["Connection"]
+__all__ = ["RemoteServer"]
 
 logger = logger_of("channel")
 
@@ -63,18 +54,25 @@ _LAST_MESSAGES = 1024  # the most messages that are read before a disconnected s
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 
-class ServersEvents(Protocol):
+class BalancerEvents(Protocol):
     """The callbacks of the object that chooses among several servers."""
 
     def changed(self) -> None:
         """Handle a server that was connected or lost, or that may take a message again."""
 
-    def reported(self, connection: "Connection", others: int) -> None:
+    def reported(self, server: "RemoteServer", others: int) -> None:
         """Record the load of a server: the messages of other clients there."""
 
 
-class Connection:
-    """Send messages to one server; belongs to the running loop.
+class _Attempt(NamedTuple):
+    """An attempt to connect, and the connection that it leads to."""
+
+    sock: LoopSocket
+    connection: ClientConnection
+
+
+class RemoteServer:
+    """Send messages to the server at one address; belongs to the running loop.
 
     Args:
         context: the context of its sockets.
@@ -84,45 +82,48 @@ class Connection:
         limits: the largest part, and the largest body, of an answer.
         max_wait_s: seconds after which a wait for the server, or for credit, fails; None for no limit.
         drop: called with an answer whose request was cancelled.
+
+    Attributes:
+        session: the connection to a server that has accepted this client; None while there is none.
+        in_flight: the number of messages that are being sent, or wait for an answer; counted by the client.
+        being_sent: the number of messages that are being sent; counted by the client.
+        lost: the number of servers that were lost.
+        refused_at: the time at which the last attempt to connect failed.
     """
 
     def __init__(
         self,
-        context: Context,
+        context: ZmqContext,
         address: Address,
         options: Mapping[int, int | bytes],
         receiver: str,
         limits: PartLimits,
         max_wait_s: float | None,
-        drop: Callable[[Answered], None],
+        drop: Callable[[ReceivedAnswer], None],
     ) -> None:
-        self.is_ready = False
-        self.leaving = 0  # messages that are being sent
-        self.in_flight = 0  # messages that are being sent, or wait for an answer; counted by the client
-        self.session = 0  # counts the servers that were lost
-        self.leads_to = ""  # the id of the server's receiver
+        self.session: Session | None = None
+        self.in_flight = self.being_sent = self.lost = 0
+        self.refused_at = 0.0
         self._context = context
         self._address = address
         self._options = {**options, **DIALING_OPTIONS}
-        self.pipeline = Pipeline(self._send, self._patience, drop, limits)
-        self._hello = write(ClientHello(VERSION, os.getpid(), receiver, *limits))
+        self._receiver = receiver
+        self._limits = limits
         self._max_wait_s = max_wait_s
-        self._servers: ServersEvents | None = None
-        self._pid: int | None = None
+        self._drop = drop
+        self._balancer: BalancerEvents | None = None
         self._waiters = Waiters()
         self._dialer = Dialer(address, self._dial)
-        self._is_introduced = False
-        self.refused_at = 0.0
-        self._failure: AioTensorError | None = None  # why there is no socket and no attempt
-        self._socket: LoopSocket | None = None
+        self._failure: AioTensorError | None = None  # why there is no attempt
+        self._attempt: _Attempt | None = None
 
-    def connect(self, servers: "ServersEvents | None") -> None:
+    def connect(self, balancer: BalancerEvents | None) -> None:
         """Begin to connect, and keep trying until a server is reached or `ready` raises.
 
         Args:
-            servers: the object that chooses among several servers; None for a single one.
+            balancer: the object that chooses among several servers; None for a single one.
         """
-        self._servers = servers
+        self._balancer = balancer
         self._connect()
 
     def _connect(self) -> None:
@@ -130,16 +131,17 @@ class Connection:
         self._dialer.begin()
 
     def _changed(self) -> None:
-        if self._servers is not None:
-            self._servers.changed()
+        if self._balancer is not None:
+            self._balancer.changed()
 
     def _dial(self, target: Target) -> None:
         """Try one address; try again later if this process has no descriptors or memory."""
         try:
-            self._socket = LoopSocket(self._context, zmq.DEALER, {**self._options, **target.options}, self)
-            self._socket.connect(target.address)
+            sock = LoopSocket(self._context, zmq.DEALER, {**self._options, **target.options}, self)
+            self._attempt = _Attempt(sock, ClientConnection(self._limits, self._address.text))
+            sock.connect(target.address)
         except zmq.ZMQError as error:
-            text = f"nobody can connect to {self._address.text}: {error.strerror}"
+            text = f"this client cannot connect to {self._address.text}: {error.strerror}"
             if error.errno in _EXHAUSTED:
                 self._dialer.report(text, error.strerror)
                 self._dial_again()
@@ -148,8 +150,8 @@ class Connection:
                 self._changed()
 
     def _dial_again(self) -> None:
-        """Give up an attempt, and have the dialer make the next one."""
-        self._hang_up()
+        """End an attempt, and have the dialer make the next one."""
+        self._close_socket()
         self._dialer.again()
 
     def close(self, error: AioTensorError, linger_s: float = 0.0) -> None:
@@ -159,7 +161,7 @@ class Connection:
 
     # Sending
 
-    async def ready(self) -> None:
+    async def ready(self) -> Session:
         """Wait until a server is connected; tries to connect again after an error of an earlier call.
 
         Raises:
@@ -171,21 +173,23 @@ class Connection:
         """
         self.try_again()
         try:
-            async with self._patience():
-                while not self.is_ready:
+            async with self._wait_limit():
+                while self.session is None:
                     if self.failure is not None:
                         raise self.failure
                     await self._waiters.wait()
         except WouldBlockError:
-            if not self.is_ready:  # a server may have connected in this iteration of the loop
+            if self.session is None:  # a server may have connected in this iteration of the loop
                 raise
+        return self.session
 
-    def _patience(self) -> AbstractAsyncContextManager[None]:
-        return at_most(self._max_wait_s, self._overdue)
+    def _wait_limit(self) -> AbstractAsyncContextManager[None]:
+        return at_most(self._max_wait_s, self._timed_out)
 
-    def _overdue(self) -> WouldBlockError:
-        why = "has had no room for this message" if self.is_ready else "has not been there"
-        more = f"; {self._dialer.reason}" if self._dialer.reason and not self.is_ready else ""
+    def _timed_out(self) -> WouldBlockError:
+        is_ready = self.session is not None
+        why = "has had no capacity for this message" if is_ready else "was not reached"
+        more = f"; {self._dialer.reason}" if self._dialer.reason and not is_ready else ""
         return WouldBlockError(
             f"the server at {self._address.text} {why} for {self._max_wait_s:g} s{more}",
             messages=Usage(None, self.in_flight, 1),
@@ -194,18 +198,18 @@ class Connection:
     @property
     def is_hopeless(self) -> bool:
         """Return whether no attempt to connect is pending, until `try_again`."""
-        return self._socket is None and not self._dialer.is_active
+        return self._attempt is None and not self._dialer.is_active
 
     def try_again(self, at_most_every_s: float = 0.0) -> None:
         """Connect again after a permanent failure, at most once per interval."""
         may_have_changed = isinstance(self._failure, PeerLostError | RefusedError | AccessDeniedError)
-        can_try = self._socket is None and may_have_changed
+        can_try = self._attempt is None and may_have_changed
         if can_try and asyncio.get_running_loop().time() >= self.refused_at + at_most_every_s:
             self._connect()
 
     async def ask(
-        self, session: int, handles: Handles, parts: Parts, *, wants_answer: bool, may_move: bool
-    ) -> Asked | None:
+        self, session: Session, handles: Handles, parts: Parts, *, wants_answer: bool, may_move: bool
+    ) -> SentRequest | None:
         """Wait for credit, and send a message, in the order of the calls.
 
         Cancelling removes an unsent message, and notifies the server of a sent one.
@@ -223,23 +227,19 @@ class Connection:
             TooLargeError: the server does not accept a body or a part of this size.
         """
         while True:
-            if may_move and (session != self.session or not self.is_ready):
+            if session is self.session:
+                request = await session.ask(handles, parts, wants_answer=wants_answer)
+                if request is not None or may_move:
+                    return request
+            if may_move:
                 return None
             # Its tensors were sent to a lost server, so the message does not wait for the next one.
-            if handles and session != self.session:
+            if handles:
                 raise PeerLostError(
                     f"the server at {self._address.text} was replaced while the tensors of a message were on "
                     "their way to it"
                 )
-            if not self.is_ready:
-                await self.ready()
-                continue
-            asked = await self.pipeline.ask(handles, parts, wants_answer=wants_answer)
-            if asked is not None or may_move:
-                return asked
-
-    def _send(self, parts: Parts, is_retry: bool) -> bool:
-        return self.is_ready and self._open_socket().send(parts, is_retry=is_retry)
+            session = await self.ready()
 
     # Events of the socket
 
@@ -264,8 +264,8 @@ class Connection:
     def handshaken(self) -> None:
         """Send the hello of this client."""
         self._dialer.reached()
-        self._is_introduced = True
-        self._open_socket().send([self._hello])
+        sock, connection = self._current()
+        sock.send(connection.hello(os.getpid(), self._receiver))
 
     def unreachable(self) -> None:
         """Try the next address, unless the socket file belongs to another user."""
@@ -290,95 +290,82 @@ class Connection:
 
     def disconnected(self, descriptor: int) -> None:
         """Handle the end of the connection, after the messages that arrived before."""
-        sock = self._open_socket()
-        sock.read_some(_LAST_MESSAGES)
-        if self._socket is not sock:
+        attempt = self._current()
+        attempt.sock.read_some(_LAST_MESSAGES)
+        if self._attempt is not attempt:
             return
-        if self._is_introduced:
-            self._lose("it ended, or the connection broke", retry=True)
+        if attempt.connection.has_sent_hello:
+            self._lose(attempt.connection.disconnected())
         else:
             self._dial_again()
 
-    def has_room(self) -> None:
+    def writable(self) -> None:
         """Send messages that the socket did not accept before."""
-        self.pipeline.has_room()
+        if self.session is not None:
+            self.session.flush()
         self._changed()
 
     def message_arrived(self, parts: "list[zmq.Frame]") -> None:
         """Handle a message of the server."""
+        sock, connection = self._current()
         try:
-            if len(parts) > MAX_PARTS:
-                raise ProtocolError(f"it sent a message of more than {MAX_PARTS} parts")
-            header = read_from_server(parts[0].buffer)
-            match header:
-                case Answer() | Failure() | Taken():
-                    self.pipeline.heard(header, parts[1:])
-                    if self._servers is not None:
-                        self._servers.reported(self, header.others)
-                case ServerHello():
-                    self._welcome(header)
-                case Farewell(""):
-                    self._lose("it closed", retry=True)
-                case Farewell(reason, is_refusal=True):
-                    self._lose(reason, retry=False, is_refusal=True)
-                case Farewell(reason):
-                    self._lose(f"it refused this client: {reason}", retry=False)
-        except ProtocolError as error:
-            logger.error(
-                "the server (pid %s) broke the protocol: %s",
-                self._pid,
-                error,
-                extra={"event": "protocol_broken", "count": 1, "peer_pid": self._pid, "reason": str(error)},
-            )
-            self._lose(f"it broke the protocol: {error}", ProtocolError(*error.args), retry=False)
-
-    def _welcome(self, hello: ServerHello) -> None:
-        if self.is_ready:
-            raise ProtocolError("it introduced itself twice")
-        self._pid, self.leads_to = hello.pid, hello.receiver
-        if hello.version != VERSION:
-            self._lose(mismatch(hello.version, VERSION), retry=False, is_refusal=True)
+            frame, following = connection.receive([part.buffer for part in parts])
+        except RefusedError as error:
+            self._lose(Loss(error, is_retried=False, reason=str(error)))
             return
-        self.is_ready = True
-        self.pipeline.begin(hello)
-        self._waiters.wake()
-        if self._servers is not None:
-            self._servers.reported(self, 0)
+        except ProtocolError as error:
+            self._log_violation(connection.peer_pid, str(error))
+            self._lose(connection.violated(error))
+            return
+        match frame:
+            case ServerHello():
+                self.session = Session(sock, connection, self._wait_limit, self._drop)
+                self._waiters.wake()
+                if self._balancer is not None:
+                    self._balancer.reported(self, 0)
+            case Close():
+                self._lose(connection.closed(frame))
+            case _ if self.session is not None:
+                self.session.handle(frame, following)
+                if self._balancer is not None:
+                    self._balancer.reported(self, frame.others)
 
     # Ends
 
-    def _lose(
-        self, reason: str, cause: ProtocolError | None = None, *, retry: bool, is_refusal: bool = False
-    ) -> None:
-        pid = "" if self._pid is None else f" (pid {self._pid})"
-        kind: type[PeerLostError | RefusedError] = RefusedError if is_refusal else PeerLostError
-        what = "refused this client" if is_refusal else "is gone"
-        error = kind(f"the server{pid} at {self._address.text} {what}: {reason}", pid=self._pid)
-        error.__cause__ = cause
-        lost = self.pipeline.unanswered
-        was_ready = self.is_ready
-        self.session += was_ready
-        self._end(error)
+    def _lose(self, loss: Loss) -> None:
+        """Handle the end of a connection after the handshake."""
+        was_ready = self.session is not None
+        lost = 0 if self.session is None else self.session.unanswered
+        self.lost += was_ready
+        self._end(loss.error)
         logger.log(
-            logging.WARNING if lost or is_refusal else logging.INFO,
+            logging.WARNING if lost or isinstance(loss.error, RefusedError) else logging.INFO,
             "%s; %s messages get no answer",
-            error,
+            loss.error,
             lost,
             extra={
                 "event": "server_lost",
                 "address": self._address.text,
-                "peer_pid": error.pid,
-                "reason": reason,
+                "peer_pid": loss.error.pid,
+                "reason": loss.reason,
                 "messages_lost": lost,
             },
         )
-        if retry:
+        if loss.is_retried:
             self._failure = None
             if was_ready:
                 self._connect()
             else:  # with a delay: the server may close every connection before its hello
                 self._dialer.again()
         self._changed()
+
+    def _log_violation(self, pid: int | None, reason: str) -> None:
+        logger.error(
+            "the server (pid %s) broke the protocol: %s",
+            pid,
+            reason,
+            extra={"event": "protocol_broken", "count": 1, "peer_pid": pid, "reason": reason},
+        )
 
     def _refuse(self, error: AccessDeniedError) -> None:
         logger.error(
@@ -389,19 +376,19 @@ class Connection:
         self._end(error)
         self._changed()
 
-    def _hang_up(self, linger_s: float = 0.0) -> None:
-        sock, self._socket = self._socket, None
-        if sock is not None:
-            sock.close(linger_s)
+    def _close_socket(self, linger_s: float = 0.0) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.sock.close(linger_s)
 
     def _end(self, error: AioTensorError, linger_s: float = 0.0) -> None:
-        self._hang_up(linger_s)
+        self._close_socket(linger_s)
         self._dialer.end()
         self.refused_at = asyncio.get_running_loop().time()
-        self.is_ready = self._is_introduced = False
+        session, self.session = self.session, None
         self._failure = error
-        self._pid = None
-        self.pipeline.end(error)
+        if session is not None:
+            session.end(error)
         self._waiters.wake()
 
     @property
@@ -409,7 +396,7 @@ class Connection:
         """Return a new error if the connection stays without a server until `try_again`."""
         return None if self._failure is None else again(self._failure)
 
-    def _open_socket(self) -> LoopSocket:
-        if self._socket is None:
-            raise AssertionError("a ready connection has a socket")
-        return self._socket
+    def _current(self) -> _Attempt:
+        if self._attempt is None:
+            raise AssertionError("a socket that reports events is open")
+        return self._attempt

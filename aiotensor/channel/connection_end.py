@@ -1,4 +1,4 @@
-"""How a connection of ZeroMQ ended: closed by the peer, reset, or given up here."""
+"""How a connection of ZeroMQ ended: closed by the peer, reset, or ended here."""
 
 import errno
 import os
@@ -6,12 +6,12 @@ import socket
 
 from aiotensor.runtime.descriptors import Descriptor, copy_of
 
-__all__ = ["Ending"]
+__all__ = ["ConnectionEnd"]
 
 _CLOSE_WAIT = 8  # the state of TCP in which the peer has closed, and nothing else has happened
 
 
-class Ending:
+class ConnectionEnd:
     """Find out from the kernel how a connection ended, by a copy of its descriptor.
 
     The error that ZeroMQ reports does not tell. The first call that meets a reset consumes its error, and a

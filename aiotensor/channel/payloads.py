@@ -1,7 +1,6 @@
-"""Encode and decode messages: their bodies, and their tensors in ZeroMQ parts or sent by a sender."""
+"""Encode and decode messages: their bodies, and their tensors beside the body or sent by a sender."""
 
 import asyncio
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -10,16 +9,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-import zmq
 
-from aiotensor.channel.sizes import QUICK_CODED_TENSORS, takes_long
+from aiotensor.channel.disposal import Disposal
+from aiotensor.channel.encoding_cost import QUICK_CODED_TENSORS, takes_long
 from aiotensor.codec import PACKED, SourceEncoder, TensorDecoder
-from aiotensor.errors import ClosedError, PeerLostError, ProtocolError, TooLargeError
-from aiotensor.protocol.exchange import PartLimits
-from aiotensor.protocol.frames import MAX_TENSORS
+from aiotensor.errors import ClosedError, PeerLostError, ProtocolError
 from aiotensor.receiver import TensorReceiver
-from aiotensor.runtime.affinity import FreedItems
-from aiotensor.runtime.worker import Worker, in_thread
+from aiotensor.runtime.worker import in_thread
 from aiotensor.sender import OpenMessage, TensorSender
 from aiotensor.tensors.copying import QUICK_BYTES
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
@@ -29,14 +25,10 @@ from aiotensor.types import TensorHandle
 __all__ = [
     "QUICK_BODY_BYTES",
     "QUICK_TENSORS",
-    "Answered",
-    "Asked",
-    "Disposal",
     "Handles",
-    "Loans",
-    "Parcel",
-    "body_and_buffers",
-    "check_parts",
+    "Payload",
+    "ReceivedAnswer",
+    "check_receiver",
     "discard",
     "drop_answer",
     "pack",
@@ -54,29 +46,19 @@ QUICK_TENSORS = 64
 # size in a body there is space for two thousand values, or for many tiny tensors, so tensors are counted.
 QUICK_BODY_BYTES = MAX_INLINE_BYTES + 2 * 1024
 _MANY_TENSORS_BYTES = 2 * 1024
-_INSIDE = msgspec.msgpack.encode("in")  # the tag of a tensor in a body
-
-_QUICK_FREED_BYTES = 8 << 20
-
+_INLINE_TAG = msgspec.msgpack.encode("in")  # the tag of a tensor in a body
 
 Handles = tuple[TensorHandle, ...]
 
 
-class Answered(NamedTuple):
+class ReceivedAnswer(NamedTuple):
     """An answer: the handles of tensors that a sender has sent, the body, and the buffers beside it."""
 
     handles: Handles
     parts: list[memoryview]
 
 
-class Asked(NamedTuple):
-    """A sent message: its number, and the future of the answer if it expects one."""
-
-    number: int
-    answered: "asyncio.Future[Answered] | None"
-
-
-class Parcel:
+class Payload:
     """An encoded message.
 
     Attributes:
@@ -155,7 +137,7 @@ class Parcel:
         return handles
 
 
-async def pack(box: list[object], *, has_sender: bool) -> Parcel:
+async def pack(box: list[object], *, has_sender: bool) -> Payload:
     """Encode a message, in a thread if that may take long.
 
     The message must not change until this returns: other threads run between two of its tensors. The thread
@@ -170,12 +152,12 @@ async def pack(box: list[object], *, has_sender: bool) -> Parcel:
         UnsupportedTensorError: a tensor in it would arrive changed.
         OSError: no thread can be started.
     """
-    parcel = Parcel(has_sender=has_sender)
+    payload = Payload(has_sender=has_sender)
     if takes_long(box[0], has_sender=has_sender):
-        await in_thread(parcel.encode, box)
+        await in_thread(payload.encode, box)
     else:
-        parcel.encode(box)
-    return parcel
+        payload.encode(box)
+    return payload
 
 
 async def unpack(decoder: TensorDecoder[Any], parts: Sequence[memoryview], found: list[torch.Tensor]) -> Any:
@@ -201,7 +183,7 @@ def _decodes_quickly(parts: Sequence[memoryview], tensors: int) -> bool:
         return False
     tensors += len(parts)
     if len(body) > _MANY_TENSORS_BYTES or len(parts) > 1:  # the placeholder of a packed tensor is short
-        tensors += bytes(body).count(_INSIDE) + bytes(body).count(PACKED)
+        tensors += bytes(body).count(_INLINE_TAG) + bytes(body).count(PACKED)
     return tensors <= QUICK_CODED_TENSORS
 
 
@@ -223,160 +205,22 @@ def _decode(decoder: TensorDecoder[Any], parts: Sequence[memoryview], found: lis
     return message
 
 
-def body_and_buffers(
-    body: memoryview | None, frames: "Sequence[zmq.Frame]", limits: PartLimits
-) -> list[memoryview]:
-    """Return the body and buffers of a message that arrived.
-
-    Args:
-        body: the body in the header; None if it is the first part after the header.
-        frames: the parts after the header.
-        limits: the limits announced to the peer. ZeroMQ enforces the limit on parts.
-
-    Raises:
-        ProtocolError: there is no body, or it is too large.
-    """
-    parts = [frame.buffer for frame in frames]
-    if body is not None:
-        parts.insert(0, body)
-    if not parts:
-        raise ProtocolError("it sent a message without a body")
-    if limits.body_bytes is not None and len(parts[0]) > limits.body_bytes:
-        raise ProtocolError(
-            f"it sent a body of {len(parts[0])} bytes, though it was told max_body_bytes={limits.body_bytes}"
-        )
-    return parts
-
-
-def check_parts(parts: Sequence[bytes | memoryview], limits: PartLimits, peer: str) -> None:
-    """Refuse a message that the peer does not accept.
-
-    Args:
-        parts: the body, and the buffers beside it.
-        limits: the limits of the peer.
-        peer: "client" or "server", for the text of the error.
-
-    Raises:
-        TooLargeError: the body or another part is too large, or there are too many.
-    """
-    # The buffer of packed tensors is `bytes`, and does not count as a tensor.
-    tensors = len(parts) - 1 - (len(parts) > 1 and isinstance(parts[-1], bytes))
-    if tensors > MAX_TENSORS:
-        raise TooLargeError(
-            f"a message without a sender has at most {MAX_TENSORS} tensors of more than "
-            f"{MAX_INLINE_BYTES} bytes, this one has {tensors}: send several messages",
-            limit=MAX_TENSORS,
-            requested=tensors,
-        )
-    size, limit = len(parts[0]), limits.body_bytes
-    if limit is not None and size > limit:
-        raise TooLargeError(
-            f"the body of this message has {size} bytes, and the {peer} accepts max_body_bytes={limit}: "
-            "put large data into tensors or arrays, which travel beside it, or raise this limit",
-            limit=limit,
-            requested=size,
-        )
-    limit = limits.part_bytes
-    if limit is not None and (largest := max(map(len, parts))) > limit:
-        what = "the body" if size == largest else "a tensor, or the small ones together,"
-        raise TooLargeError(
-            f"{what} of this message has {largest} bytes, and the {peer} accepts max_part_bytes={limit}: "
-            f"send several messages, or tensors by a sender, or raise that limit of the {peer}",
-            limit=limit,
-            requested=largest,
-        )
-
-
-def check_road(handles: Sequence[TensorHandle], receiver: str, leads_to: str | None) -> None:
+def check_receiver(handles: Handles, receiver: str, senders: str | None) -> None:
     """Check that the tensors of a message went to its server, which would otherwise wait for them.
 
     Args:
         handles: the handles of the tensors.
         receiver: the id of the server's receiver; "" if it has none.
-        leads_to: the id of the receiver that the sender is connected to; None for none.
+        senders: the id of the receiver that the sender is connected to; None for none.
 
     Raises:
         PeerLostError: they went to another receiver.
     """
-    if handles and receiver and leads_to not in (None, receiver):
+    if handles and receiver and senders not in (None, receiver):
         raise PeerLostError(
             "the tensors of this message went to another receiver than the server's: the server was replaced "
             "in the meantime, or the sender's endpoint is not that of the server's receiver"
         )
-
-
-class Disposal:
-    """Free messages, large ones in a thread; belongs to the running loop.
-
-    The kernel needs a millisecond to reclaim 20 MB, and Python as long for the objects of a large decoded
-    message. The thread starts with the first large message.
-    """
-
-    def __init__(self) -> None:
-        self._worker = Worker("aiotensor-channel")
-        self._is_closed = False
-
-    def let_go(self, parts: "list[memoryview] | list[bytes | memoryview]") -> None:
-        """Release the parts of a message, by emptying the list now or in the thread."""
-        if sum(map(len, parts)) > _QUICK_FREED_BYTES:
-            self.free(parts)
-        else:
-            parts.clear()
-
-    def free(self, box: list[Any]) -> None:
-        """Empty a list in the thread."""
-        if self._is_closed:
-            box.clear()
-        else:
-            self._worker.begin("freeing a message", box.clear)
-
-    def close(self) -> None:
-        """Stop the thread after the pending work."""
-        self._is_closed = True
-        self._worker.close()
-
-
-class _Loan:
-    """Memory that ZeroMQ still reads, and the future that completes when it is released."""
-
-    def __init__(self, returned: "asyncio.Future[None]") -> None:
-        self.returned = returned
-        self.left = 0
-        self.watches: list[weakref.ref[Any]] = []
-
-
-class Loans:
-    """Track the memory that ZeroMQ reads without copying; belongs to the running loop."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._freed: FreedItems[_Loan] = FreedItems(self._loop, self._let_go)
-        self._open: set[_Loan] = set()  # keeps the weak references: their callbacks need them alive
-
-    def lend(self, parts: Sequence[bytes | memoryview]) -> "asyncio.Future[None] | None":
-        """Watch the large buffers of a message, before it is sent; return None if it has none.
-
-        The future completes when nothing refers to their memory. The caller must drop its references too.
-        """
-        large = [
-            part.obj for part in parts[1:] if isinstance(part, memoryview) and len(part) >= zmq.COPY_THRESHOLD
-        ]
-        if not large:
-            return None
-        loan = _Loan(self._loop.create_future())
-        loan.left = len(large)
-        self._open.add(loan)
-        # The callbacks run in the thread that frees the memory, often pyzmq's own.
-        loan.watches = [weakref.ref(owner, lambda _: self._freed(loan)) for owner in large]
-        return loan.returned
-
-    def _let_go(self, loans: list[_Loan]) -> None:
-        for loan in loans:
-            loan.left -= 1
-            if not loan.left:
-                self._open.discard(loan)
-                if not loan.returned.done():
-                    loan.returned.set_result(None)
 
 
 def discard(sender: TensorSender | None, handles: Handles) -> None:
@@ -386,10 +230,10 @@ def discard(sender: TensorSender | None, handles: Handles) -> None:
             sender.discard(handles[0])
 
 
-def drop_answer(disposal: Disposal, receiver: TensorReceiver | None, answered: Answered) -> None:
+def drop_answer(disposal: Disposal, receiver: TensorReceiver | None, answer: ReceivedAnswer) -> None:
     """Drop an answer that no request waits for, and its tensors; the client may be closed."""
     # Not now: the caller may be reading the message, and would free it here after all.
-    asyncio.get_running_loop().call_soon(disposal.let_go, answered.parts)
-    if receiver is not None and answered.handles:
+    asyncio.get_running_loop().call_soon(disposal.free_parts, answer.parts)
+    if receiver is not None and answer.handles:
         with suppress(ClosedError, ValueError):  # it may be the handle of no sender
-            receiver.discard(answered.handles[0])
+            receiver.discard(answer.handles[0])
