@@ -11,10 +11,10 @@ help:
 	@echo "make test    lint, types, and the whole test suite"
 	@echo "make docs-tables   write the tables of docs/metrics.md from the declared fields of statistics"
 	@echo "make coverage   the suite again, measured: which branches no test has taken"
-	@echo "make model   do all that the protocol knows in any order, beside a model of it, EXAMPLES=1000 times"
+	@echo "make model   run random sequences of operations and compare them with a model, for SECONDS=600 from SEED="
 	@echo "make chaos   kill, stop and starve processes while tensors travel, for SECONDS=600 from SEED="
-	@echo "make fuzz    say everything that a peer can say, and much that it may not, for SECONDS=600 from SEED="
-	@echo "make soak    let processes come and go for SECONDS=60 (hours, if you like), and see that nothing grows"
+	@echo "make fuzz    send valid and invalid messages to every kind of peer, for SECONDS=600 from SEED="
+	@echo "make soak    start and end processes for SECONDS=60, or for hours, and check that no resource grows"
 	@echo "make bench   time aiotensor beside what people use without it, and against its goals: minutes"
 	@echo "make bench-quick   the same in less than a minute, with fewer of the others"
 	@echo "make bench-peers   install those of the others that are not installed by default, such as Ray"
@@ -61,7 +61,7 @@ coverage: $(VENV)/.test
 	@$(BIN)/coverage report
 
 # How long these run, in seconds, and what they draw from: SECONDS=60 SEED=7.
-chaos fuzz: SECONDS ?= 600
+model chaos fuzz: SECONDS ?= 600
 soak: SECONDS ?= 60
 FOR = --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
@@ -69,18 +69,17 @@ $(VENV)/.fuzz: $(VENV)/.test
 	$(PIP) --editable '.[fuzz]'
 	@touch $@
 
-model: EXAMPLES ?= 1000
 model: $(VENV)/.test
-	@AIOTENSOR_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest --timeout 0 tests/model $(ARGS)
+	@$(BIN)/python -m verification.model $(FOR)
 
 chaos: $(VENV)/.test
-	@$(BIN)/python -m tests.chaos $(FOR)
+	@$(BIN)/python -m verification.chaos $(FOR)
 
 fuzz: $(VENV)/.fuzz
-	@$(BIN)/python -m tests.fuzz $(FOR)
+	@$(BIN)/python -m verification.fuzz $(FOR)
 
 soak: $(VENV)/.test
-	@$(BIN)/python -m tests.soak $(FOR)
+	@$(BIN)/python -m verification.soak $(FOR)
 
 $(VENV)/.bench: $(VENV)/.demo
 	$(PIP) --editable '.[bench]'

@@ -1,4 +1,4 @@
-"""Looking at a receiver that runs: what it holds, and what each of its senders holds."""
+"""Inspect a running receiver: its statistics, and those of its senders."""
 
 import asyncio
 import contextlib
@@ -6,43 +6,36 @@ import os
 import time
 
 import msgspec
+from msgspec.structs import asdict
 
-from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError
-from aiotensor.protocol.frames import (
-    VERSION,
-    Account,
-    Bye,
-    Look,
-    Report,
-    SenderRow,
-    ToObserver,
-    Welcome,
-    decode_to_observer,
-    encode,
-)
+from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError, RefusedError, again
+from aiotensor.protocol.connection import Close
+from aiotensor.protocol.frames import SenderSummary, StatisticsReply
+from aiotensor.protocol.inspector import InspectorConnection
+from aiotensor.runtime.descriptors import close_all
 from aiotensor.runtime.waiting import Waiters
-from aiotensor.transports.base import SenderLink
-from aiotensor.transports.endpoints import connect
+from aiotensor.transports.base import Transport
+from aiotensor.transports.endpoints import route_to
 from aiotensor.transports.tensor_queue import TensorQueue
-from aiotensor.types import Holder, ReceiverStatistics, SenderStatistics
+from aiotensor.types import ReceiverStatistics, SenderStatistics
 
 __all__ = ["Inspection", "SenderInspection", "inspect"]
 
 
 class SenderInspection(msgspec.Struct, frozen=True):
-    """One sender, as its receiver and it itself see it.
+    """One sender, as its receiver and the sender itself report it.
 
     Attributes:
         sender: its id.
-        pid: its process.
+        pid: its process id.
         max_concurrent_videos: the limit on its messages in flight.
         arena_bytes: the limit on its bytes of shared memory.
-        unclaimed_tensors: tensors of it that arrived and that nobody has taken.
+        unclaimed_tensors: its tensors that arrived and were not taken.
         unclaimed_bytes: bytes of those tensors.
-        leases: blocks of its memory that living tensors pin over there.
+        leases: blocks of its memory that living tensors at the receiver pin.
         leased_bytes: bytes of these tensors.
-        statistics: what its own `statistics()` says, with at most 8 holders; None if it did not answer.
-        answered_at: when it answered, by `time.monotonic`; None if it did not.
+        statistics: the result of its `statistics()`, with at most 8 holders; None if it did not reply.
+        answered_at: the time of its reply, by `time.monotonic`; None if it did not reply.
     """
 
     sender: str
@@ -58,13 +51,13 @@ class SenderInspection(msgspec.Struct, frozen=True):
 
 
 class Inspection(msgspec.Struct, frozen=True):
-    """What one look at a receiver found.
+    """The result of one inspection.
 
     Attributes:
         receiver: its id.
-        pid: its process.
-        statistics: what its `statistics()` says; a number beyond 2^63 - 1 as that.
-        senders: those that are connected, in the order in which they came.
+        pid: its process id.
+        statistics: the result of its `statistics()`; numbers beyond 2^63 - 1 as that.
+        senders: the connected senders, in the order in which they connected.
     """
 
     receiver: str
@@ -74,198 +67,153 @@ class Inspection(msgspec.Struct, frozen=True):
 
 
 async def inspect(address: str, *, patience_s: float) -> Inspection:
-    """Look at the receiver that listens at an address, once.
+    """Inspect the receiver that listens at an address, once.
 
-    It changes nothing there, and takes nobody's place. The receiver asks its senders, so one that is stopped,
-    or whose event loop is busy, is found without what it alone knows.
+    An inspection changes nothing at the receiver, and uses no place of a sender. The receiver requests the
+    statistics of its senders. A stopped sender, or one whose event loop is busy, is reported without them.
 
     Args:
-        address: where the receiver listens, such as ``unix:///run/user/1000/engine.sock``.
-        patience_s: for how many seconds the receiver is waited for, and then again its senders.
+        address: the address of the receiver, such as ``unix:///run/user/1000/engine.sock``.
+        patience_s: the limit in seconds on waiting for the receiver, and then again for its senders.
 
-    Waits for the receiver, and for its senders until each has answered or the patience is over. Cancelling
-    leaves nothing behind.
+    Waits for the receiver, and for its senders until each has replied or the time is over. Cancellation has
+    no side effects.
 
     Raises:
-        TypeError: it is no address; a `TensorQueue` has none.
-        ValueError: it is an address that no link serves, or the patience is not positive.
-        AccessDeniedError: the receiver is another user.
-        PeerLostError: nobody listens there, or it closed, or it did not answer in time.
-        ProtocolError: it speaks another version of the protocol, or none.
-        UsageError: what is there is no receiver.
+        TypeError: it is not an address; a `TensorQueue` has none.
+        ValueError: no transport serves the address, or `patience_s` is not positive.
+        AccessDeniedError: the receiver runs as another user.
+        PeerLostError: no receiver listens there, or it closed, or it did not answer in time.
+        ProtocolError: the receiver has another version of the protocol, or violated it.
+        UsageError: the process at the address is not a receiver.
         OSError: the machine has no descriptors left.
     """
     if isinstance(address, TensorQueue):
         raise TypeError(
-            "a TensorQueue has no address where its receiver could be found: ask for `statistics()` in the "
-            "processes that it was handed to"
+            "a TensorQueue has no address where its receiver could be found: call `statistics()` in the "
+            "processes that use it"
         )
     if not patience_s > 0:
         raise ValueError(f"patience_s must be positive, got {patience_s}")
-    link = connect(address, "")
-    observer = _Observer(link)
+    inspector = _Inspector()
+    connector = route_to(address).connector("", inspector)
     try:
-        await link.open(observer)
-        if not (observer.is_connected or link.is_kept_waiting):
-            raise _nobody(address)
+        connector.connect()
+        if not (inspector.is_connected or connector.is_backlogged):
+            raise _not_listening(address)
         try:
             async with asyncio.timeout(patience_s):
-                await observer.reported()
+                await inspector.reported()
         except TimeoutError:
-            if not (observer.is_connected or link.is_kept_waiting):
-                raise _nobody(address) from None  # it is gone since
+            if not (inspector.is_connected or connector.is_backlogged):
+                raise _not_listening(address) from None  # it is gone since
             raise PeerLostError(
                 f"the receiver at {address} has not answered for {patience_s:g} s: its process is stopped, "
-                "or its event loop is busy; look again, or with more patience",
-                pid=observer.pid,
+                "or its event loop is busy; try again, or wait longer",
+                pid=inspector.connection.peer_pid,
             ) from None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
-                await observer.answered()
-        return observer.inspection()
+                await inspector.replied()
+        return inspector.inspection()
     finally:
-        link.close()
+        connector.close()
+        inspector.close()
 
 
-def _nobody(address: str) -> PeerLostError:
-    return PeerLostError(f"nobody listens at {address}: start the receiver, or look elsewhere")
+def _not_listening(address: str) -> PeerLostError:
+    return PeerLostError(f"no receiver listens at {address}: start it, or inspect another address")
 
 
-class _Observer:
-    """One look, as its answers come in.
+class _Inspector:
+    """One inspection: the transport and the rules of the protocol on it."""
 
-    Args:
-        link: the road to the receiver.
-    """
-
-    def __init__(self, link: SenderLink) -> None:
-        self.is_connected = False
-        self.pid: int | None = None
-        self._link = link
-        self._receiver = ""
-        self._statistics: ReceiverStatistics | None = None
-        self._rows: dict[str, SenderRow] = {}
-        self._is_complete = False  # all rows are here
-        self._accounts: dict[str, tuple[Account, float]] = {}
+    def __init__(self) -> None:
+        self.connection = InspectorConnection(os.getpid())
+        self._transport: Transport | None = None
+        self._replied_at: dict[str, float] = {}
         self._failure: AioTensorError | None = None
-        self._waiters = Waiters()
+        self._changes = Waiters()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a connection was made."""
+        return self._transport is not None
 
     async def reported(self) -> None:
-        """Wait until the receiver has said what it knows."""
-        while not self._is_complete:
-            await self._wait()
+        """Wait until the receiver has sent its last report."""
+        while not self.connection.has_reports:
+            await self._change()
 
-    async def answered(self) -> None:
-        """Wait until all its senders have, too."""
-        while len(self._accounts) < len(self._rows):
-            await self._wait()
+    async def replied(self) -> None:
+        """Wait until every sender has replied."""
+        while not self.connection.has_replies:
+            await self._change()
 
     def inspection(self) -> Inspection:
-        """Put together what was said until now."""
-        if self._statistics is None or self.pid is None:
-            raise AssertionError("a look is told of before the receiver has answered")
+        """Return the reports and replies that have arrived."""
+        connection = self.connection
+        if connection.statistics is None or connection.peer_pid is None:
+            raise AssertionError("an inspection ends after the last report")
         senders = tuple(
-            _joined(row, *self._accounts.get(row.sender, (None, None))) for row in self._rows.values()
+            _joined(summary, connection.replies.get(sender), self._replied_at.get(sender))
+            for sender, summary in connection.senders.items()
         )
-        return Inspection(self._receiver, self.pid, self._statistics, senders)
+        return Inspection(connection.receiver_id, connection.peer_pid, connection.statistics, senders)
 
-    async def _wait(self) -> None:
+    def close(self) -> None:
+        """Close the connection."""
+        if self._transport is not None:
+            self._transport.close()
+
+    async def _change(self) -> None:
         if self._failure is not None:
             raise self._failure
-        await self._waiters.wait()
+        await self._changes.wait()
 
-    # What the link says
+    # Events of the connector and the transport
 
-    def introduction(self) -> bytes:
-        """Make the one record that is said."""
-        self.is_connected = True
-        return encode(Look(VERSION, os.getpid()))
+    def connected(self, transport: Transport) -> None:
+        """Send the only frame of an inspector."""
+        self._transport = transport
+        transport.start(self)
+        for record in self.connection.data_to_send():
+            transport.write(record)
 
-    def record_arrived(self, data: bytes | memoryview) -> None:
-        """Take frames from the receiver."""
+    def connecting_failed(self, error: AioTensorError) -> None:
+        """Handle that there is nothing to inspect."""
+        self._fail(error)
+
+    def record_received(self, data: memoryview, descriptors: list[int]) -> None:
+        """Handle the frames of the receiver."""
+        close_all(descriptors)  # a receiver sends none
         try:
-            for frame in decode_to_observer(data):
-                self._take(frame)
-        except AioTensorError as error:
-            self.link_lost(error)
-        self._waiters.wake()
+            for frame in self.connection.receive(data):
+                match frame:
+                    case StatisticsReply():
+                        self._replied_at[frame.sender] = time.monotonic()
+                    case Close():
+                        self._fail(self.connection.closed(frame).error)
+        except (RefusedError, ProtocolError) as error:
+            self._fail(again(error))
+        self._changes.wake()
 
-    def link_lost(self, error: AioTensorError) -> None:
-        """Note that nothing more will be said; the first reason is the one that counts."""
-        self._link.close()
-        if self._failure is None:
-            self._failure = self._lost(str(error)) if isinstance(error, PeerLostError) else error
-        self._waiters.wake()
+    def connection_lost(self, reason: str) -> None:
+        """Handle a receiver that is gone."""
+        self._fail(self.connection.lost(reason, is_retried=False).error)
 
-    def _take(self, frame: ToObserver) -> None:
-        match frame:
-            case Welcome():
-                self.pid, self._receiver = frame.pid, frame.receiver
-                if frame.version != VERSION:
-                    raise ProtocolError(
-                        f"the receiver (pid {frame.pid}) speaks version {frame.version} of the protocol, and "
-                        f"whoever looks speaks {VERSION}: use the same aiotensor for both"
-                    )
-            case Report():
-                if self.pid is None or self._is_complete:
-                    raise ProtocolError("the receiver reported before it had introduced itself, or twice")
-                self._statistics, self._is_complete = frame.statistics, frame.last
-                self._rows.update((row.sender, row) for row in frame.senders)
-            case Account():
-                if not self._is_complete or frame.sender not in self._rows:
-                    raise ProtocolError(
-                        "the receiver passed on an account of a sender that it did not report"
-                    )
-                self._accounts[frame.sender] = frame, time.monotonic()
-            case Bye(reason=""):
-                raise PeerLostError("it closed")
-            case Bye():
-                raise PeerLostError(f"it refused to be looked at: {frame.reason}")
+    def resume_writing(self) -> None:
+        """Do nothing: only one frame is ever written."""
 
-    def _lost(self, reason: str) -> PeerLostError:
-        name = "the receiver" if self.pid is None else f"the receiver (pid {self.pid})"
-        return PeerLostError(f"{name} is gone: {reason}", pid=self.pid)
+    def _fail(self, error: AioTensorError) -> None:
+        self.close()
+        if self._failure is None:  # the first reason is the cause
+            self._failure = ProtocolError(str(error)) if isinstance(error, RefusedError) else error
+        self._changes.wake()
 
 
-def _joined(row: SenderRow, account: Account | None, at: float | None) -> SenderInspection:
-    return SenderInspection(
-        row.sender,
-        row.pid,
-        row.max_concurrent_videos,
-        row.arena_bytes,
-        row.unclaimed_tensors,
-        row.unclaimed_bytes,
-        row.leases,
-        row.leased_bytes,
-        None if account is None else _statistics(row, account),
-        at,
-    )
-
-
-def _statistics(row: SenderRow, account: Account) -> SenderStatistics:
-    return SenderStatistics(
-        max_concurrent_videos=row.max_concurrent_videos,
-        in_flight=account.in_flight,
-        peak_in_flight=account.peak_in_flight,
-        waiting=account.waiting,
-        longest_wait_s=account.longest_wait_s,
-        holders=tuple(
-            Holder(holding.message, holding.state, holding.bytes, holding.seconds)
-            for holding in account.holders
-        ),
-        arena_bytes=row.arena_bytes,
-        bytes_in_use=account.bytes_in_use,
-        peak_bytes_in_use=account.peak_bytes_in_use,
-        warm_bytes=account.warm_bytes,
-        largest_free_bytes=account.largest_free_bytes,
-        messages_sent=account.messages_sent,
-        messages_discarded=account.messages_discarded,
-        tensors_sent=account.tensors_sent,
-        bytes_sent=account.bytes_sent,
-        receivers_lost=account.receivers_lost,
-        permit_waits=account.permit_waits,
-        memory_waits=account.memory_waits,
-        tensors_copied=account.tensors_copied,
-        bytes_copied=account.bytes_copied,
-        errors=account.errors,
-    )
+def _joined(
+    summary: SenderSummary, reply: StatisticsReply | None, replied_at: float | None
+) -> SenderInspection:
+    statistics = None if reply is None else reply.statistics
+    return SenderInspection(**asdict(summary), statistics=statistics, answered_at=replied_at)

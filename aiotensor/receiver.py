@@ -1,27 +1,27 @@
-"""The receiving side, as callers see it; `incoming` deals with the senders."""
+"""Receive tensors from the senders of an endpoint; the implementation is in `aiotensor.receiving`."""
 
 import operator
 import secrets
-from functools import partial
 from typing import Self
 
 import torch
 
-from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, RefusedError, WouldBlockError
+from aiotensor.errors import AioTensorError, ClosedError
+from aiotensor.protocol.admission import AdmissionLimits
 from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_RECORD_BYTES
-from aiotensor.protocol.limits import Limits
-from aiotensor.protocol.mailbox import Key
-from aiotensor.receiving.incoming import Incoming
+from aiotensor.receiving.intake import Intake
+from aiotensor.receiving.reports import statistics_before_opening, statistics_of
+from aiotensor.receiving.taking import Taking, key_of
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject, weakly
-from aiotensor.runtime.waiting import Waiters, at_most, seconds_or_never
+from aiotensor.runtime.waiting import seconds_or_never
 from aiotensor.runtime.worker import in_thread
-from aiotensor.statistics.counters import ErrorCounter
+from aiotensor.statistics.counters import ErrorCounter, new_counts
 from aiotensor.tensors.autograd import as_leaf
 from aiotensor.tensors.raw import copy_of
-from aiotensor.transports.endpoints import Endpoint, listen, name_of
-from aiotensor.types import Delivery, ReceiverStatistics, TensorHandle, Usage
+from aiotensor.transports.endpoints import Endpoint, route_to
+from aiotensor.types import Delivery, ReceiverStatistics, TensorHandle
 
-__all__ = ["TensorReceiver"]
+__all__ = ["TensorReceiver", "has_seen"]
 
 
 class TensorReceiver(LoopObject):
@@ -71,26 +71,23 @@ class TensorReceiver(LoopObject):
         max_wait_s: float | None = None,
     ) -> None:
         self._id = secrets.token_hex(16)
-        self._affinity = LoopAffinity("TensorReceiver")
-        self._endpoint = name_of(endpoint)
-        self._errors = ErrorCounter()
-        self._listener = listen(endpoint)
-        limits = Limits(
+        self.affinity = LoopAffinity("TensorReceiver")
+        self._route = route_to(endpoint)
+        self._limits = AdmissionLimits(
             _limit("max_senders", max_senders),
             _limit("max_mapped_bytes", max_mapped_bytes),
             _limit("max_unclaimed_messages", max_unclaimed_messages),
             operator.index(max_frame_bytes),
         )
-        if not LEAST_FRAME_BYTES <= limits.frame_bytes <= MAX_RECORD_BYTES:
+        if not LEAST_FRAME_BYTES <= self._limits.frame_bytes <= MAX_RECORD_BYTES:
             raise ValueError(
-                f"max_frame_bytes lies between {LEAST_FRAME_BYTES} and {MAX_RECORD_BYTES}, "
+                f"max_frame_bytes must be between {LEAST_FRAME_BYTES} and {MAX_RECORD_BYTES}, "
                 f"got {max_frame_bytes}"
             )
         self._max_wait_s = seconds_or_never("max_wait_s", max_wait_s)
-        self._incoming = Incoming(self._id, limits, weakly(self.statistics))
-        self._mailbox = self._incoming.mailbox
-        self._arrivals = self._incoming.arrivals
-        self._tensors_taken = self._bytes_taken = self._tensors_copied = self._bytes_copied = 0
+        self._errors = ErrorCounter()
+        self._counts = new_counts(ReceiverStatistics)
+        self._taking: Taking | None = None  # made by `__aenter__`, since it belongs to a loop
 
     @property
     def id(self) -> str:
@@ -98,15 +95,26 @@ class TensorReceiver(LoopObject):
         return self._id
 
     async def __aenter__(self) -> Self:
-        self._affinity.enter()
-        self._incoming.open()
+        self.affinity.enter()
         try:
-            await self._listener.open(self._incoming, self._incoming.limits.frame_bytes)
+            self._taking = await self._open()
+            if self.affinity.is_closed:  # by another task, during the wait
+                await self._taking.close()
+                raise ClosedError("this TensorReceiver was closed")
         except BaseException:
-            self._affinity.is_closed = True
+            self.affinity.is_closed = True
             raise
-        self._affinity.settle(self, self._endpoint)
+        self.affinity.settle(self, self._route.label)
         return self
+
+    async def _open(self) -> Taking:
+        intake = Intake(self._id, self._limits, self._counts, weakly(self.statistics))
+        try:
+            listener = await self._route.listen(intake, self._limits.frame_bytes)
+        except BaseException:
+            await intake.close()
+            raise
+        return Taking(intake, listener, self.affinity, self._counts, self._max_wait_s)
 
     async def receive(self, handle: TensorHandle, *, copy: bool = False) -> torch.Tensor:
         """Return the tensor that a handle names, once it has arrived.
@@ -131,13 +139,13 @@ class TensorReceiver(LoopObject):
             OSError: the copy needs memory and a thread, and the machine has none left; receive it again.
         """
         try:
-            self._affinity.check()
-            key = _key(handle)
-            self._mailbox.claim(key)
+            taking = self._opened()
+            key = key_of(handle)
+            taking.mailbox.claim(key)
             try:
-                item = await self._hold(key)
+                item = await taking.hold(key)
                 if not copy:
-                    return self._take(key, item)
+                    return taking.take(key, item)
                 try:
                     # Cancelled, the thread ends a copy that nobody wants; until then it pins the block.
                     tensor = await in_thread(_copy, item.tensor)
@@ -145,15 +153,14 @@ class TensorReceiver(LoopObject):
                     # Whoever keeps an error keeps the frames that it came through. None of them may hold the
                     # tensor, or its block would come back with the error rather than with the tensor.
                     del item
-                    self._arrivals.wake(self._mailbox.put_back(key))
+                    taking.put_back(key)
                     raise
-                self._tensors_copied += 1
-                self._bytes_copied += tensor.nbytes
-                self._take(key, item)
+                self._counts["tensors_copied"] += 1
+                self._counts["bytes_copied"] += tensor.nbytes
+                taking.take(key, item)
                 return tensor
             finally:
-                self._mailbox.unclaim(key)
-                self._arrivals.wake_iterators()  # it may be theirs now
+                taking.unclaim(key)
         except Exception as error:
             self._errors.add(error)
             raise
@@ -166,15 +173,14 @@ class TensorReceiver(LoopObject):
         Errors are those of `receive`.
         """
         with self._errors:
-            self._affinity.check()
-            key = _key(handle)
-            self._mailbox.claim(key)
+            taking = self._opened()
+            key = key_of(handle)
+            taking.mailbox.claim(key)
             try:
-                await self._hold(key)
-                self._arrivals.wake(self._mailbox.put_back(key))
+                await taking.hold(key)
+                taking.put_back(key)
             finally:
-                self._mailbox.unclaim(key)
-                self._arrivals.wake_iterators()
+                taking.unclaim(key)
 
     def receive_nowait(self, handle: TensorHandle) -> torch.Tensor:
         """Return the tensor that a handle names if it is here.
@@ -185,16 +191,12 @@ class TensorReceiver(LoopObject):
             WouldBlockError: it has not arrived.
         """
         try:
-            self._affinity.check()
-            key = _key(handle)
-            item = self._find(key)
+            taking = self._opened()
+            key = key_of(handle)
+            item = taking.find(key)
             if item is None:
-                self._arrivals.raise_if_failed()
-                raise WouldBlockError(
-                    f"tensor {key.tensor} of message {key.message} of sender {key.sender} has not arrived",
-                    messages=Usage(requested=1),
-                )
-            return self._take(key, item)
+                raise taking.not_here(key)
+            return taking.take(key, item)
         except Exception as error:
             self._errors.add(error)
             raise
@@ -213,20 +215,19 @@ class TensorReceiver(LoopObject):
         Cancelling loses nothing. Ends when this receiver is closed. Does not suspend if a tensor is here, as
         `receive`.
         """
-        if self._affinity.is_closed:
+        if self.affinity.is_closed:
             raise StopAsyncIteration
         try:
-            self._affinity.check()
-            while (found := self._mailbox.hold_next()) is None:
-                self._arrivals.raise_if_failed()
-                await self._arrivals.iterators.wait()
-                if self._affinity.is_closed:
+            taking = self._opened()
+            while (found := taking.mailbox.hold_next()) is None:
+                await taking.change()
+                if self.affinity.is_closed:
                     raise StopAsyncIteration
         except AioTensorError as error:  # the end of an iteration is none
             self._errors.add(error)
             raise
         key, item, count = found
-        self._take(key, item)
+        taking.take(key, item)
         return item if count == 1 else Delivery(item.handle, item.tensor, count)
 
     def discard(self, handle: TensorHandle) -> None:
@@ -236,42 +237,16 @@ class TensorReceiver(LoopObject):
         when it does. What was taken stays valid. Whoever waits for the message gets `DiscardedError`.
         """
         with self._errors:
-            self._affinity.check()
-            key = _key(handle)
-        had_arrived, keys = self._mailbox.discard(key.sender, key.message)
-        link = self._incoming.link_of(key.sender)
-        if had_arrived and link is not None:
-            self._incoming.answers.discarded(link, key.message)
-        self._arrivals.wake(keys)
+            taking = self._opened()
+            key = key_of(handle)
+        taking.discard(key)
 
     def statistics(self) -> ReceiverStatistics:
         """Return what is held and what was done; also after closing."""
-        self._affinity.check_place()
-        unclaimed = self._mailbox.unclaimed
-        incoming = self._incoming
-        limits = incoming.limits
-        return ReceiverStatistics(
-            senders=incoming.senders,
-            max_senders=limits.senders,
-            senders_lost=incoming.senders_lost,
-            senders_refused=incoming.senders_refused,
-            waiting=self._arrivals.waiting,
-            unclaimed_tensors=unclaimed.tensors,
-            unclaimed_bytes=unclaimed.nbytes,
-            mapped_bytes=incoming.mapped_bytes,
-            max_mapped_bytes=limits.mapped_bytes,
-            promised_messages=incoming.promised_messages,
-            max_unclaimed_messages=limits.unclaimed_messages,
-            leases=incoming.mappings.leases,
-            leased_bytes=incoming.mappings.leased_bytes,
-            peak_leased_bytes=incoming.mappings.peak_leased_bytes,
-            tensors_taken=self._tensors_taken,
-            bytes_taken=self._bytes_taken,
-            messages_discarded=self._mailbox.messages_discarded,
-            tensors_copied=self._tensors_copied,
-            bytes_copied=self._bytes_copied,
-            errors=self._errors.counts(),
-        )
+        self.affinity.check_place()
+        if self._taking is None:
+            return statistics_before_opening(self._limits, self._errors)
+        return statistics_of(self._taking.intake, self._limits, self._counts, self._errors)
 
     async def aclose(self) -> None:
         """Close: senders get `PeerLostError`, waiters here `ClosedError`, iterations end.
@@ -280,98 +255,30 @@ class TensorReceiver(LoopObject):
         the senders are to be told. Cancelling closes at once, and a sender may then take for lost what was
         taken. Closing again does nothing.
         """
-        self._affinity.check_place()
-        was_open = self._affinity.is_open
-        self._affinity.is_closed = True
-        if not was_open:
-            return
-        self._arrivals.wake_all()
-        # Senders that are told goodbye look for the next receiver, and must not find this one again.
-        self._listener.stop()
-        with self._affinity.leaving():
-            try:
-                await self._incoming.close()
-            finally:
-                await self._listener.close()
-
-    # Taking
-
-    async def _hold(self, key: Key) -> Delivery:
-        """Wait for a tensor, and reserve it."""
-        item = self._find(key)
-        if item is not None:
-            return item
-        if self._max_wait_s is None:
-            return await self._await(key)
-        try:
-            async with at_most(self._max_wait_s, partial(self._overdue, key)):
-                return await self._await(key)
-        except WouldBlockError:
-            item = self._find(key)  # it may have come in the turn in which the time was up
-            if item is None:
-                raise
-            return item
-
-    def _overdue(self, key: Key) -> WouldBlockError:
-        tensor = f"tensor {key.tensor} of message {key.message} of sender {key.sender}"
-        if self._knows(key.sender):
-            reason = "its sender is connected, and has not sent the whole message"
-        else:
-            reason = "no sender of this id has connected here: it is not open, or sends to another endpoint"
-        return WouldBlockError(
-            f"{tensor} has not arrived within {self._max_wait_s:g} s: {reason}", messages=Usage(requested=1)
-        )
-
-    async def _await(self, key: Key) -> Delivery:
-        while True:
-            self._arrivals.raise_if_failed()
-            waiters = self._arrivals.waiters.setdefault(key, Waiters())
-            try:
-                await waiters.wait()
-            finally:
-                if not waiters and self._arrivals.waiters.get(key) is waiters:
-                    del self._arrivals.waiters[key]
-            if self._affinity.is_closed:
-                raise ClosedError("this TensorReceiver was closed")
-            item = self._find(key)
-            if item is not None:
-                return item
-
-    def _find(self, key: Key) -> Delivery | None:
-        """Reserve a tensor if it is here."""
-        try:
-            return self._mailbox.hold(key)
-        except (PeerLostError, RefusedError):
-            self._listener.look()  # its sender may be back
-        return self._mailbox.hold(key)
-
-    def _take(self, key: Key, item: Delivery) -> torch.Tensor:
-        if self._mailbox.finish(key):
-            link = self._incoming.link_of(key.sender)
-            if link is not None:
-                self._incoming.answers.taken(link, key.message)
-        self._tensors_taken += 1
-        self._bytes_taken += item.tensor.nbytes
-        return item.tensor
-
-    def _knows(self, sender: str) -> bool:
-        """Say whether a sender is connected, or was."""
-        return self._mailbox.has_joined(sender)
+        self.affinity.check_place()
+        was_open = self.affinity.is_open
+        self.affinity.is_closed = True
+        if was_open and self._taking is not None:
+            with self.affinity.leaving():
+                await self._taking.close()
 
     def _details(self) -> list[str]:
-        connected = f"{self._incoming.senders} senders connected"
-        return [f"at {self._endpoint}", *([connected] if self._affinity.is_open else [])]
+        details = [f"at {self._route.label}"]
+        if self._taking is not None and self.affinity.is_open:
+            details.append(f"{len(self._taking.intake.senders)} senders connected")
+        return details
+
+    def _opened(self) -> Taking:
+        """Return the implementation, if this receiver is open here."""
+        self.affinity.check()
+        if self._taking is None:
+            raise AssertionError("an open receiver has an intake")
+        return self._taking
 
 
-def _key(handle: TensorHandle) -> Key:
-    if not isinstance(handle, TensorHandle):
-        raise TypeError(
-            f"a handle is what `send` returned, an aiotensor.TensorHandle, got {type(handle).__name__!r}: "
-            "decode it with its type, for example msgspec.msgpack.decode(data, type=aiotensor.TensorHandle)"
-        )
-    if handle.message < 0 or handle.tensor < 0:
-        raise ValueError(f"no sender made this handle, its numbers are negative: {handle}")
-    return Key(handle.sender, handle.message, handle.tensor)
+def has_seen(receiver: TensorReceiver, sender: str) -> bool:
+    """Return whether a sender is or was connected to a receiver; for servers that wait for its tensors."""
+    return receiver._taking is not None and receiver._taking.mailbox.has_joined(sender)
 
 
 def _limit(name: str, value: int | None) -> int | None:

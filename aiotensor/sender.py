@@ -1,33 +1,29 @@
-"""The public interface of the sending side; the implementation is in `outgoing`."""
+"""Send tensors to the receiver at an endpoint; the implementation is in `aiotensor.sending`."""
 
-import math
 import operator
 import secrets
-import sys
 from collections.abc import Sequence
 from typing import Self
 
 import torch
 
-from aiotensor.errors import TooLargeError, WouldBlockError
-from aiotensor.runtime.affinity import FreedItems, LoopAffinity, LoopObject, weakly
+from aiotensor.errors import again
+from aiotensor.runtime.affinity import LoopAffinity, LoopObject, weakly
 from aiotensor.runtime.cgroups import warn_if_too_large
-from aiotensor.runtime.waiting import at_most, seconds_or_never
-from aiotensor.sending.gates import CapacityListener
-from aiotensor.sending.holders import MemoryUsage, WaitLimits
-from aiotensor.sending.message import Message, State
+from aiotensor.runtime.waiting import seconds_or_never
+from aiotensor.sending.capacity import SenderCapacity
+from aiotensor.sending.in_flight import MessagesInFlight
+from aiotensor.sending.message import Message, MessageState
 from aiotensor.sending.open_message import OpenMessage
-from aiotensor.sending.pipeline import Outgoing
-from aiotensor.statistics.counters import ErrorCounter, WaitCounter
-from aiotensor.tensors.placement import Plan, plan_placement
-from aiotensor.tensors.raw import is_addressable, new_tensor
-from aiotensor.tensors.source import Sendable, Source, as_source, check_dtype
-from aiotensor.transports.endpoints import Endpoint, connect, name_of
+from aiotensor.sending.pipeline import Pipeline
+from aiotensor.sending.reports import statistics_before_opening, statistics_of
+from aiotensor.sending.settings import Settings, WaitLimits
+from aiotensor.statistics.counters import ErrorCounter, new_counts
+from aiotensor.tensors.source import Sendable
+from aiotensor.transports.endpoints import Endpoint, route_to
 from aiotensor.types import MAX_NUMBER, SenderStatistics, TensorHandle
 
-__all__ = ["OpenMessage", "TensorSender"]
-
-_UNUSED = MemoryUsage(0, 0, 0, 0, 0, 0.0, [], WaitCounter().waits(), 0, 0)
+__all__ = ["OpenMessage", "TensorSender", "capacity_of"]
 
 
 class TensorSender(LoopObject):
@@ -72,21 +68,20 @@ class TensorSender(LoopObject):
         max_wait_s: float | None = None,
     ) -> None:
         self._id = secrets.token_hex(16)
-        self._affinity = LoopAffinity("TensorSender")
-        self._endpoint = name_of(endpoint)
-        self._errors = ErrorCounter()
-        patience = WaitLimits(
-            seconds_or_never("long_wait_s", long_wait_s), seconds_or_never("max_wait_s", max_wait_s)
-        )
-        self._max_wait_s = patience.max_wait_s
-        self._outgoing = Outgoing(
-            self._id,
-            connect(endpoint, self._id),
+        self.affinity = LoopAffinity("TensorSender")
+        self._route = route_to(endpoint)
+        self._settings = Settings(
             _positive("max_concurrent_videos", max_concurrent_videos),
             _positive("arena_bytes", arena_bytes),
             seconds_or_never("keep_warm_s", keep_warm_s),
-            patience,
+            WaitLimits(
+                seconds_or_never("long_wait_s", long_wait_s), seconds_or_never("max_wait_s", max_wait_s)
+            ),
         )
+        self._errors = ErrorCounter()
+        self._counts = new_counts(SenderStatistics)
+        self._capacity = SenderCapacity(self._settings, self.affinity)
+        self._pipeline: Pipeline | None = None  # made by `__aenter__`, since it belongs to a loop
 
     @property
     def id(self) -> str:
@@ -96,23 +91,27 @@ class TensorSender(LoopObject):
     @property
     def receiver_id(self) -> str | None:
         """The id of the receiver at the other end; None while there is none."""
-        return self._outgoing.conversation.receiver_id
-
-    def _look_again(self) -> None:
-        """Search for a receiver if the last one refused this sender; otherwise only a send does so."""
-        if self._affinity.is_open:
-            self._outgoing.conversation.link.look_again()
+        return None if self._pipeline is None else self._pipeline.messages.sessions.receiver_id
 
     async def __aenter__(self) -> Self:
-        loop = self._affinity.enter()
-        self._freed: FreedItems[int] = FreedItems(loop, self._blocks_freed)
+        self.affinity.enter()
         try:
-            warn_if_too_large(self._id, self._outgoing.max_bytes)
-            await self._outgoing.open(self._freed, weakly(self.statistics))
+            warn_if_too_large(self._id, self._settings.max_bytes)
+            messages = MessagesInFlight(
+                self._id,
+                self._route,
+                self._settings,
+                self._counts,
+                weakly(self.statistics),
+                self._capacity.listeners,
+            )
+            self._pipeline = Pipeline(self._id, messages)
+            self._capacity.messages = messages
+            messages.open()
         except BaseException:
-            self._affinity.is_closed = True
+            self.affinity.is_closed = True
             raise
-        self._affinity.settle(self, self._endpoint)
+        self.affinity.settle(self, self._route.label)
         return self
 
     async def ready(self) -> None:
@@ -134,22 +133,7 @@ class TensorSender(LoopObject):
             ClosedError: this sender was closed, possibly during the wait.
         """
         with self._errors:
-            self._check()
-            conversation = self._outgoing.conversation
-            if conversation.is_admitted:
-                return
-            try:
-                async with at_most(self._max_wait_s, self._not_ready):
-                    await conversation.admission()
-            except WouldBlockError:
-                if not conversation.is_admitted:  # it may have been admitted just as the time ran out
-                    raise
-
-    def _not_ready(self) -> WouldBlockError:
-        conversation = self._outgoing.conversation
-        is_there = conversation.is_connected or conversation.link.is_kept_waiting
-        reason = "the receiver has not answered" if is_there else "no receiver was here"
-        return self._outgoing.holders.overdue(reason, 0, 0)
+            await self._opened().messages.ready()
 
     async def send(self, tensor: Sendable) -> TensorHandle:
         """Send a message of one tensor, and return the handle that names it for the receiver.
@@ -180,13 +164,16 @@ class TensorSender(LoopObject):
             OSError: the machine has no shared memory or no descriptors left. At the memory limit of a
                 container no error is raised: the kernel kills a process.
         """
-        message = None
+        message: Message | None = None
         try:
-            source, plan = self._prepare(tensor)
-            message = await self._outgoing.begin(plan.allocation)
-            return await self._outgoing.put(message, source, plan, last=True)
+            pipeline = self._opened()
+            source, plan = pipeline.prepare(tensor)
+            message = await pipeline.messages.begin(plan.allocation)
+            return await pipeline.put(message, source, plan, last=True)
         except BaseException as error:
-            self._gave_up(message, error)
+            if message is not None and self._pipeline is not None:
+                self._pipeline.messages.abandon(message)
+            self._errors.add(error)
             raise
 
     def send_nowait(self, tensor: Sendable) -> TensorHandle:
@@ -199,13 +186,16 @@ class TensorSender(LoopObject):
             WouldBlockError: no permit or too few bytes are free, other calls already wait for them, or the
                 receiver is slow to read the link.
         """
-        message = None
+        message: Message | None = None
         try:
-            source, plan = self._prepare(tensor)
-            message = self._outgoing.begin_nowait(plan.new_bytes)
-            return self._outgoing.put_nowait(message, source, plan)
+            pipeline = self._opened()
+            source, plan = pipeline.prepare(tensor)
+            message = pipeline.messages.begin_nowait(plan.new_bytes)
+            return pipeline.put_nowait(message, source, plan)
         except BaseException as error:
-            self._gave_up(message, error)
+            if message is not None and self._pipeline is not None:
+                self._pipeline.messages.abandon(message)
+            self._errors.add(error)
             raise
 
     def message(self) -> OpenMessage:
@@ -216,8 +206,7 @@ class TensorSender(LoopObject):
         the block, or cancelling it, discards the message.
         """
         with self._errors:
-            self._affinity.check()
-        return OpenMessage(self)
+            return OpenMessage(self, self._checked(), self.affinity, self._errors)
 
     async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor in shared memory, which is sent without a copy.
@@ -246,7 +235,7 @@ class TensorSender(LoopObject):
             OSError: the machine has no shared memory or no descriptors left, as for `send`.
         """
         with self._errors:
-            return await self._allocate(shape, dtype)
+            return await self._opened().allocate(shape, dtype)
 
     def discard(self, handle: TensorHandle) -> None:
         """Discard the whole message of a handle, because it is no longer needed.
@@ -258,10 +247,10 @@ class TensorSender(LoopObject):
             ValueError: the handle belongs to another sender.
         """
         with self._errors:
-            self._affinity.check()
+            pipeline = self._checked()
             if handle.sender != self._id:
                 raise ValueError(f"this handle is of sender {handle.sender}, not of this one ({self._id})")
-        self._outgoing.abandon_number(handle.message)
+        pipeline.messages.abandon_number(handle.message)
 
     def discard_all(self) -> int:
         """Discard every message that the receiver has not taken yet, and return their number.
@@ -269,8 +258,8 @@ class TensorSender(LoopObject):
         The effect on each message is the same as with `discard`.
         """
         with self._errors:
-            self._affinity.check()
-        return self._outgoing.abandon_all(State.OPEN, State.WHOLE)
+            pipeline = self._checked()
+        return pipeline.messages.abandon_all(MessageState.OPEN, MessageState.WHOLE)
 
     async def drain(self) -> None:
         """Wait until every message sent before this call was taken or discarded.
@@ -283,38 +272,14 @@ class TensorSender(LoopObject):
             ClosedError: this sender was closed during the wait.
         """
         with self._errors:
-            self._check()
-            await self._outgoing.drain()
+            await self._opened().messages.drain()
 
     def statistics(self) -> SenderStatistics:
         """Return the current usage and the totals since opening; also available after closing."""
-        self._affinity.check_place()
-        out = self._outgoing
-        usage = out.holders.usage() if self._affinity.was_entered else _UNUSED
-        permits = out.permits.budget
-        return SenderStatistics(
-            max_concurrent_videos=permits.limit,
-            in_flight=permits.in_use,
-            peak_in_flight=permits.peak,
-            waiting=permits.waiting + usage.waiting,
-            longest_wait_s=usage.longest_wait_s,
-            holders=tuple(usage.holders),
-            arena_bytes=out.max_bytes,
-            bytes_in_use=usage.in_use,
-            peak_bytes_in_use=usage.peak,
-            warm_bytes=usage.warm,
-            largest_free_bytes=usage.largest_free if self._affinity.was_entered else out.max_bytes,
-            messages_sent=out.messages_sent,
-            messages_discarded=out.messages_discarded,
-            tensors_sent=out.tensors_sent,
-            bytes_sent=out.bytes_sent,
-            receivers_lost=out.conversation.receivers_lost,
-            permit_waits=out.permits.waited.waits(),
-            memory_waits=usage.waits,
-            tensors_copied=usage.tensors_copied,
-            bytes_copied=usage.bytes_copied,
-            errors=self._errors.counts(),
-        )
+        self.affinity.check_place()
+        if self._pipeline is None:
+            return statistics_before_opening(self._settings, self._errors)
+        return statistics_of(self._pipeline.messages.grants, self._counts, self._errors)
 
     async def aclose(self) -> None:
         """Close; complete messages can still be received, and waiting calls raise `ClosedError`.
@@ -324,89 +289,38 @@ class TensorSender(LoopObject):
         immediately; if the link has not accepted all messages by then, the receiver treats this sender as
         lost and drops all its unreceived messages. Closing again has no effect.
         """
-        self._affinity.check_place()
-        was_open = self._affinity.is_open
-        self._affinity.is_closed = True
-        if was_open:
-            self._freed.collect_all()
-            with self._affinity.leaving():
-                await self._outgoing.close()
-
-    async def _allocate(
-        self, shape: Sequence[int], dtype: torch.dtype, message: Message | None = None
-    ) -> torch.Tensor:
-        self._check()
-        sizes = tuple(map(operator.index, shape))
-        if min(sizes, default=0) < 0:
-            raise ValueError(f"the sizes of a shape are not negative, got {sizes}")
-        check_dtype(dtype)
-        nbytes = math.prod(sizes) * dtype.itemsize
-        self._check_fits(nbytes)
-        if nbytes == 0:
-            _check_addressable(sizes, dtype.itemsize)
-            return new_tensor(sizes, dtype)
-        return await self._outgoing.allocate(nbytes, dtype, sizes, message)
-
-    @property
-    def _free_permits(self) -> int:
-        return self._outgoing.free_permits
-
-    @property
-    def _has_failed(self) -> bool:
-        """Return whether calls raise an error until `_look_again` finds a receiver, or for good."""
-        out = self._outgoing
-        return not self._affinity.is_open or (out.failure or out.conversation.failure) is not None
-
-    def _listen(self, listener: CapacityListener) -> None:
-        """Call a listener, held by a weak reference, whenever a new message may have become possible."""
-        self._outgoing.listen(listener)
+        self.affinity.check_place()
+        was_open = self.affinity.is_open
+        self.affinity.is_closed = True
+        if was_open and self._pipeline is not None:
+            with self.affinity.leaving():
+                await self._pipeline.messages.close()
 
     def _details(self) -> list[str]:
-        permits = self._outgoing.permits.budget
-        in_flight = f"{permits.in_use} of {permits.limit} messages in flight"
-        return [f"at {self._endpoint}", *([in_flight] if self._affinity.is_open else [])]
+        details = [f"at {self._route.label}"]
+        if self._pipeline is not None and self.affinity.is_open:
+            permits = self._pipeline.messages.grants.permits.budget
+            details.append(f"{permits.in_use} of {permits.limit} messages in flight")
+        return details
 
-    def _prepare(self, value: Sendable) -> tuple[Source, Plan]:
-        """Reject a value that can never be sent, before any resources are taken for it."""
-        self._check()
-        source = as_source(value)
-        plan = plan_placement(source, self._outgoing.memory.allocations)
-        if plan.new_bytes:
-            self._check_fits(plan.new_bytes)
-        return source, plan
+    def _checked(self) -> Pipeline:
+        """Return the pipeline, if this sender is open here."""
+        self.affinity.check()
+        if self._pipeline is None:
+            raise AssertionError("an open sender has a pipeline")
+        return self._pipeline
 
-    def _gave_up(self, message: Message | None, error: BaseException) -> None:
-        """Roll back a failed send."""
-        if message is not None:
-            self._outgoing.abandon(message)
-        self._errors.add(error)
-
-    def _check(self) -> None:
-        self._affinity.check()
-        if self._outgoing.failure is not None:
-            raise self._outgoing.why_not()
-
-    def _blocks_freed(self, blocks: list[int]) -> None:
-        self._outgoing.memory.disowned(blocks)
-
-    def _check_fits(self, nbytes: int) -> None:
-        limit = self._outgoing.max_bytes
-        if nbytes > limit:
-            raise TooLargeError(
-                f"{nbytes} bytes can never fit into arena_bytes={limit}: "
-                "send smaller parts, or raise arena_bytes",
-                limit=limit,
-                requested=nbytes,
-            )
+    def _opened(self) -> Pipeline:
+        """Return the pipeline, if messages can be sent."""
+        pipeline = self._checked()
+        if pipeline.messages.failure is not None:
+            raise again(pipeline.messages.failure)
+        return pipeline
 
 
-def _check_addressable(sizes: tuple[int, ...], itemsize: int) -> None:
-    if not is_addressable(sizes, itemsize):
-        raise TooLargeError(
-            f"an empty tensor of shape {sizes} has strides that cannot be computed: choose smaller sizes",
-            limit=sys.maxsize,
-            requested=math.prod(size for size in sizes if size) * itemsize,
-        )
+def capacity_of(sender: TensorSender) -> SenderCapacity:
+    """Return the capacity of a sender, for clients that choose among several senders."""
+    return sender._capacity
 
 
 def _positive(name: str, value: int) -> int:

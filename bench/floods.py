@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from aiotensor.channel import MessageClient, MessageServer
-from tests.channel.attackers import WITHOUT_KEYS, attacked
+from verification.attackers import WITHOUT_KEYS, attacked
 
 _TICK_S = 0.001
 

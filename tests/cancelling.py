@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from tests.holdings import Party, Watch
-from tests.pairs import until
+from verification.waiting import until
 
 __all__ = ["Attempt", "Plan", "Running", "Way", "cancel_everywhere"]
 

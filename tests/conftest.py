@@ -1,19 +1,20 @@
-"""What every test shares: both event loops, and nothing left behind."""
+"""Fixtures for all tests: both event loops, and checks that nothing is left behind."""
 
 import asyncio
 import gc
 import os
-import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 import torch
 
-from tests import loops, workers
-from tests.conformance.links import LINKS
+from tests import workers
 from tests.pairs import Links
-from tests.processes import watch
+from verification import loops
+from verification.descriptors import our_descriptors
+from verification.places import LINKS
+from verification.processes import watch
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -25,7 +26,7 @@ def pytest_collection_finish() -> None:
     """Keep the tests' own work out of the way: of the garbage collector, and of torch's threads."""
     # These spin while they wait for each other: on a busy machine a comparison takes a hundred times as long.
     torch.set_num_threads(1)
-    # What was imported is left out of every later garbage collection.
+    # Later garbage collections skip the imported modules.
     gc.collect()
     gc.freeze()
 
@@ -54,24 +55,6 @@ def address() -> Iterator[str]:
 _ENDING_S = 10.0  # more than a thread needs that ends
 
 
-def our_descriptors() -> dict[int, str]:
-    """Say what each descriptor is that may be the library's: record sockets and shared memory."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            what = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:
-            continue  # the one that listed the folder
-        if "shm" in what or "memfd" in what or ("socket" in what and _keeps_records(int(name))):
-            found[int(name)] = what
-    return found
-
-
-def _keeps_records(descriptor: int) -> bool:
-    with socket.socket(fileno=os.dup(descriptor)) as sock:
-        return sock.type == socket.SOCK_SEQPACKET
-
-
 def _left_since(before: dict[int, str]) -> dict[int, str]:
     return {number: what for number, what in our_descriptors().items() if before.get(number) != what}
 
@@ -82,7 +65,7 @@ def no_memory_left_behind() -> Iterator[None]:
     yield
     if watch.memfds(os.getpid()):
         gc.collect()
-        _join_threads()  # one may still unmap what nobody needs any more
+        _join_threads()  # a thread may still be unmapping freed memory
         assert not watch.memfds(os.getpid()), "a test of this module keeps a tensor"
 
 

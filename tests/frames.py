@@ -1,17 +1,49 @@
-"""Frames as a sender makes them, for tests that speak for themselves."""
+"""Frames and statistics for tests that write their own records."""
 
-from aiotensor.protocol.frames import Account, Put
+from typing import Any
+
+import msgspec
+
+from aiotensor.protocol.frames import VERSION, Hello, Put, StatisticsReply
 from aiotensor.statistics.counters import WaitCounter
+from aiotensor.types import ReceiverStatistics, SenderStatistics
+
+__all__ = ["NO_WAITS", "REPLY", "hello", "put", "receiver_statistics", "record_of", "sender_statistics"]
 
 NO_WAITS = WaitCounter().waits()
 
-# Of a sender that holds nothing and has done nothing.
-ACCOUNT = Account(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NO_WAITS, NO_WAITS, 0, 0, {})
+
+def sender_statistics(**changes: object) -> SenderStatistics:
+    """Return the statistics of an unused sender, with some fields changed."""
+    fields: dict[str, Any] = dict.fromkeys(SenderStatistics.__struct_fields__, 0)
+    fields |= {"permit_waits": NO_WAITS, "memory_waits": NO_WAITS, "errors": {}, "holders": ()}
+    return SenderStatistics(**{**fields, **changes})
+
+
+def receiver_statistics(**changes: object) -> ReceiverStatistics:
+    """Return the statistics of an unused receiver, with some fields changed."""
+    fields: dict[str, Any] = {**dict.fromkeys(ReceiverStatistics.__struct_fields__, 0), "errors": {}}
+    return ReceiverStatistics(**{**fields, **changes})
+
+
+REPLY = StatisticsReply(sender_statistics())
+
+
+def hello(**changes: object) -> Hello:
+    """Return the first frame of a sender, with some fields changed."""
+    fields: dict[str, Any] = {
+        "version": VERSION,
+        "pid": 42,
+        "sender": "5" * 32,
+        "max_concurrent_videos": 2,
+        "arena_bytes": 1 << 20,
+    }
+    return Hello(**{**fields, **changes})
 
 
 def put(**changes: object) -> Put:
-    """Announce a small tensor, or something that differs from that in what is given."""
-    fields: dict[str, object] = {
+    """Announce a small tensor that is placed inline, with some fields changed."""
+    fields: dict[str, Any] = {
         "message": 0,
         "tensor": 0,
         "dtype": "uint8",
@@ -20,4 +52,9 @@ def put(**changes: object) -> Put:
         "placement": "inline",
         "payload": b"abc",
     }
-    return Put(**{**fields, **changes})  # type: ignore[arg-type]
+    return Put(**{**fields, **changes})
+
+
+def record_of(*frames: object) -> bytes:
+    """Encode a record of values that may be no frames."""
+    return msgspec.msgpack.encode(frames)

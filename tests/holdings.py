@@ -13,9 +13,11 @@ import torch
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
-from tests.conftest import our_descriptors
-from tests.pairs import BIG, pattern
-from tests.processes.watch import memfds
+from verification import inside
+from verification.descriptors import our_descriptors
+from verification.internals import intake_of, messages_of
+from verification.patterns import BIG, pattern
+from verification.processes.watch import memfds
 
 __all__ = ["Party", "Watch"]
 
@@ -139,8 +141,9 @@ def _of_process() -> dict[str, object]:
 
 
 def _of_sender(sender: TensorSender) -> dict[str, object]:
-    seen, outgoing = sender.statistics(), sender._outgoing
-    gates: list[Any] = [outgoing.permits, outgoing.memory.gate]
+    seen, messages = sender.statistics(), messages_of(sender)
+    grants, session = messages.grants, messages.sessions.current
+    gates: list[Any] = [grants.permits, grants.memory.gate]
     return {
         "permits": seen.in_flight,
         "bytes": seen.bytes_in_use,
@@ -149,11 +152,11 @@ def _of_sender(sender: TensorSender) -> dict[str, object]:
         # Not part of any statistics.
         "waiters at the gates": sum(len(gate._waits) + len(gate._reported) for gate in gates),
         "holders at the gates": sum(len(gate.budget._held) for gate in gates),
-        "blocks whose sends wait": len(outgoing._grants._await_permits) + len(outgoing._grants._await_bytes),
-        "drainers": len(outgoing._drainers),
-        "copies": len(outgoing.memory._copies) + outgoing.memory._worker._running,
-        "announced messages": len(outgoing.conversation._announced),
-        "those who look for a receiver": len(getattr(outgoing._link, "_waiters", ())),
+        "blocks whose sends wait": len(grants._await_permits) + len(grants._await_bytes),
+        "drainers": len(messages._drainers),
+        "copies": len(grants.memory._copies) + grants.memory._worker._running,
+        "announced messages": 0 if session is None else len(session.announced),
+        "waiters for a receiver": len(messages.sessions._changes),
     }
 
 
@@ -167,10 +170,10 @@ def _of_receiver(receiver: TensorReceiver) -> dict[str, object]:
         "unclaimed tensors": seen.unclaimed_tensors,
         "waiting": seen.waiting,
         # Not part of any statistics.
-        "lines of waiters": len(receiver._arrivals.waiters),
-        "claims": bool(receiver._mailbox._claims),
-        "arrivals": len(receiver._mailbox._whole),
-        "answers": len(receiver._incoming.answers._pending),
+        "lines of waiters": len(intake_of(receiver).arrivals.waiters),
+        "claims": bool(intake_of(receiver).mailbox._claims),
+        "arrivals": len(intake_of(receiver).mailbox._whole),
+        "answers": len(intake_of(receiver)._answers._pending),
     }
 
 
@@ -180,8 +183,8 @@ def _of_client(client: MessageClient[Any]) -> dict[str, object]:
         "servers": seen.servers,
         "requests in flight": seen.in_flight,
         # Not part of any statistics.
-        "waiters for a server": [len(one._waiters) for one in client._connections],
-        "cancels that have not left": [one.pipeline.unsent for one in client._connections],
+        "waiters for a server": inside.waiters_for_server(client),
+        "cancels that have not left": inside.unsent(client),
     }
 
 
@@ -193,10 +196,10 @@ def _of_server(server: MessageServer[Any]) -> dict[str, object]:
         "bytes that wait": seen.waiting_bytes,
         "requests in hand": seen.in_hand,
         # Not part of any statistics.
-        "messages that are ready": len(server._ready),
-        "messages whose tensors arrive": len(server._arriving),
-        "messages taken halfway": len(server._found),
-        "waiters for a message": len(server._waiters),
-        "messages of clients": [len(client.asked) for client in server._clients._clients.values()],
-        "answers that have not left": [len(client.outbox) for client in server._clients._clients.values()],
+        "messages that are ready": len(inside.ready(server)),
+        "messages whose tensors arrive": inside.arriving(server),
+        "messages taken halfway": inside.found(server),
+        "waiters for a message": inside.waiters_for_requests(server),
+        "messages of clients": [len(client.requests) for client in inside.clients_of(server)],
+        "answers that have not left": [len(client.queue) for client in inside.clients_of(server)],
     }

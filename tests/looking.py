@@ -7,21 +7,27 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiotensor import TensorReceiver, TensorSender
+from aiotensor.errors import ProtocolError
 from aiotensor.inspection import Inspection, inspect
 from aiotensor.protocol.frames import (
+    FROM_SENDER,
     MAX_RECORD_BYTES,
+    OPENING,
+    TO_INSPECTOR,
     VERSION,
-    Account,
-    Look,
-    Report,
-    ToObserver,
+    FromSender,
+    Inspect,
+    Opening,
+    ReceiverReport,
+    StatisticsReply,
+    ToInspector,
     Welcome,
-    decode_to_observer,
-    decode_to_receiver,
+    decode,
     encode,
 )
-from tests.fuzz.listening import waiting_at
-from tests.fuzz.speaking import say
+from verification.fuzz.listening import waiting_at
+from verification.fuzz.speaking import say
+from verification.internals import inspectors_of
 
 __all__ = [
     "PATIENCE_S",
@@ -44,10 +50,9 @@ async def look_at(address: str) -> Inspection:
 
 def observers(receiver: TensorReceiver) -> int:
     """Count those who look at a receiver."""
-    incoming = receiver._incoming
-    count = sum(link in incoming._observers for link in incoming._peers)
-    assert count == len(incoming._observers._observers), "one is remembered that is gone"
-    return count
+    found = inspectors_of(receiver)
+    assert not any(one.transport.is_closed for one in found), "one is remembered that is gone"
+    return len(found)
 
 
 class Observer:
@@ -61,7 +66,7 @@ class Observer:
     async def say(self, record: bytes) -> bool:
         return await say(self.sock, record)
 
-    async def read(self) -> list[ToObserver] | None:
+    async def read(self) -> list[ToInspector] | None:
         """Return the next frames, or None at the end."""
         loop = asyncio.get_running_loop()
         try:
@@ -69,20 +74,20 @@ class Observer:
         except ConnectionResetError:
             return await self.read()  # the last words come after that
         assert len(record) <= MAX_RECORD_BYTES
-        return decode_to_observer(record) if record else None
+        return decode(TO_INSPECTOR, record) if record else None
 
-    async def read_all(self) -> list[ToObserver]:
+    async def read_all(self) -> list[ToInspector]:
         """Return all that is said until the end."""
-        found: list[ToObserver] = []
+        found: list[ToInspector] = []
         while (frames := await self.read()) is not None:
             found += frames
         return found
 
-    async def reports(self) -> list[Report]:
+    async def reports(self) -> list[ReceiverReport]:
         """Return the reports, up to the last."""
-        found: list[Report] = []
+        found: list[ReceiverReport] = []
         while not found or not found[-1].last:
-            found += [frame for frame in await self.read() or [] if isinstance(frame, Report)]
+            found += [frame for frame in await self.read() or [] if isinstance(frame, ReceiverReport)]
         return found
 
 
@@ -92,8 +97,16 @@ async def observing(address: str, *, looks: bool = True) -> AsyncIterator[Observ
     observer = Observer(address)
     with observer.sock:
         if looks:
-            assert await observer.say(encode(Look(VERSION, 1)))
+            assert await observer.say(encode(Inspect(VERSION, 1)))
         yield observer
+
+
+def read_record(record: bytes) -> list[Opening | FromSender]:
+    """Decode a record of a sender or an inspector, the first or a later one."""
+    try:
+        return [*decode(OPENING, record)]
+    except ProtocolError:
+        return [*decode(FROM_SENDER, record)]
 
 
 class RogueReceiver:
@@ -105,12 +118,19 @@ class RogueReceiver:
     async def say(self, *frames: Any) -> None:
         assert await say(self.sock, encode(*frames))
 
-    async def accounts(self, count: int) -> list[Account]:
-        """Read until there were so many accounts."""
-        found: list[Account] = []
+    async def replies(self, count: int) -> list[StatisticsReply]:
+        """Read until there were so many replies."""
+        found: list[StatisticsReply] = []
         while len(found) < count:
             record = await asyncio.get_running_loop().sock_recv(self.sock, MAX_RECORD_BYTES)
-            found += [frame for frame in decode_to_receiver(record) if isinstance(frame, Account)]
+            found += [frame for frame in read_record(record) if isinstance(frame, StatisticsReply)]
+        return found
+
+    async def read_all(self) -> list[Opening | FromSender]:
+        """Read until the sender has closed."""
+        found: list[Opening | FromSender] = []
+        while record := await asyncio.get_running_loop().sock_recv(self.sock, MAX_RECORD_BYTES):
+            found += read_record(record)
         return found
 
 
@@ -123,7 +143,7 @@ async def rogue_receiver(address: str) -> AsyncIterator[tuple[TensorSender, Rogu
             with sock:
                 sock.setblocking(False)
                 receiver = RogueReceiver(sock)
-                await receiver.say(Welcome(VERSION, 1))
+                await receiver.say(Welcome(VERSION, 1, is_admitted=True))
                 yield sender, receiver
 
 
@@ -136,6 +156,6 @@ async def looking_at_rogue(address: str) -> AsyncIterator[tuple["asyncio.Task[In
         sock, _ = await loop.sock_accept(listener)
         with sock:
             sock.setblocking(False)
-            [look] = decode_to_receiver(await loop.sock_recv(sock, MAX_RECORD_BYTES))
-            assert isinstance(look, Look)
+            [look] = read_record(await loop.sock_recv(sock, MAX_RECORD_BYTES))
+            assert isinstance(look, Inspect)
             yield looking, RogueReceiver(sock)

@@ -1,18 +1,12 @@
-"""A sender and a receiver in one process, and what tests wait for."""
+"""A sender and a receiver in one process."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager
 from typing import NamedTuple
-
-import torch
 
 from aiotensor import TensorHandle, TensorReceiver, TensorSender
 from aiotensor.transports.endpoints import Endpoint
-from tests.conformance.links import LINKS
-from tests.loops import let_threads_run
-
-BIG = 100_000  # elements of int64: well above what rides in a frame
+from verification import places
 
 
 class Pair(NamedTuple):
@@ -21,17 +15,18 @@ class Pair(NamedTuple):
 
 
 class Links:
-    """Which link the running test is about; the fixture `link` of conftest.py sets it."""
+    """The link of the running test, set by the fixture `link` of conftest.py."""
 
     current = "queue"
 
 
-@contextmanager
-def endpoint(link: str | None = None) -> Iterator[Endpoint]:
-    """Make a place where a sender and a receiver meet, and see that nothing of it is left in the end."""
-    with LINKS[link or Links.current].place() as place:
-        yield place.endpoint
-        assert not place.names()
+def endpoint(link: str | None = None) -> AbstractContextManager[Endpoint]:
+    """Create an endpoint for a sender and a receiver; see `verification.places.endpoint`.
+
+    Args:
+        link: the name of the link; None for that of the running test.
+    """
+    return places.endpoint(link or Links.current)
 
 
 @asynccontextmanager
@@ -46,23 +41,6 @@ async def pair(
             yield Pair(sender, receiver)
 
 
-def pattern(seed: int, count: int) -> torch.Tensor:
-    """Make a tensor whose every element tells where it belongs."""
-    return torch.arange(count, dtype=torch.int64) * 31 + seed
-
-
 def beyond(handle: TensorHandle) -> TensorHandle:
-    """Name a tensor of the same sender that comes later, if ever."""
+    """Return a handle of the same sender for a tensor that has not been sent."""
     return TensorHandle(handle.sender, handle.message + 1000, 0, handle.dtype, handle.shape, handle.device)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop turn until something is so; the test's own limit of time ends a wait in vain."""
-    while not condition():
-        let_threads_run()
-        await asyncio.sleep(0)
-
-
-async def settled(sender: TensorSender) -> None:
-    """Wait until everything that a sender held has come back."""
-    await until(lambda: sender.statistics().in_flight == 0 and sender.statistics().bytes_in_use == 0)

@@ -10,7 +10,8 @@ import torch
 from aiotensor import UnsupportedTensorError
 from aiotensor.protocol.frames import MAX_DIMENSIONS
 from aiotensor.tensors.dtypes import DTYPES
-from tests.pairs import Pair, pair, settled
+from tests.pairs import Pair, pair
+from verification.waiting import settled
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_left_behind"),

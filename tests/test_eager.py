@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.loops import FACTORIES, Kind
+from verification.loops import FACTORIES, Kind
 
 
 @pytest.mark.parametrize("loop", FACTORIES)

@@ -7,7 +7,6 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +24,28 @@ from aiotensor import (
     UsageError,
 )
 from aiotensor.inspection import inspect
+from aiotensor.protocol.connection import Close
 from aiotensor.protocol.frames import (
     MAX_HOLDERS,
     MAX_ROWS,
     VERSION,
-    Bye,
-    Inquire,
-    Report,
-    SenderRow,
+    ReceiverReport,
+    SenderSummary,
+    StatisticsRequest,
     Welcome,
 )
 from aiotensor.types import MAX_NUMBER
-from tests.frames import ACCOUNT
-from tests.fuzz.listening import waiting_at
-from tests.fuzz.speaking import say
+from tests.frames import REPLY
 from tests.looking import RogueReceiver, look_at, looking_at_rogue, observing
-from tests.pairs import BIG, endpoint, pattern, until
-from tests.processes import peers
+from tests.pairs import endpoint
 from tests.steps import steps_of
 from tests.transports.unix_ends import in_child, leave_stale
+from verification.fuzz.listening import waiting_at
+from verification.fuzz.speaking import say
+from verification.internals import intake_of, unidentified_at
+from verification.patterns import BIG, pattern
+from verification.processes import peers
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -198,23 +200,22 @@ async def test_to_tell_of_many_tensors_that_nobody_took_is_no_more_work_than_of_
             while sender.statistics().in_flight < count:
                 await sender.send(pattern(0, 3))
             await until(lambda count=count: receiver.statistics().unclaimed_tensors == count)  # type: ignore[misc]
-            [(name, peer)] = receiver._incoming._senders.items()
-            row = receiver._incoming._row_of(name, peer)
+            [peer] = intake_of(receiver).senders.values()
+            row = peer.summary()
             assert (row.unclaimed_tensors, row.unclaimed_bytes) == (count, count * 24)
             assert receiver.statistics().unclaimed_bytes == count * 24
-            look = partial(receiver._incoming._row_of, name, peer)
-            found.append((steps_of(receiver.statistics), steps_of(look)))
+            found.append((steps_of(receiver.statistics), steps_of(peer.summary)))
         assert found[0] == found[1]
 
 
 # What a receiver may not say
 
 
-async def _report() -> Report:
+async def _report() -> ReceiverReport:
     """Make the report of a receiver that has one sender."""
     with endpoint("unix") as place:
         async with TensorReceiver(place) as receiver:
-            return Report(receiver.statistics(), (SenderRow("s", 1, 1, 1, 0, 0, 0, 0),))
+            return ReceiverReport(receiver.statistics(), (SenderSummary("s", 1, 1, 1, 0, 0, 0, 0),))
 
 
 @pytest.mark.parametrize("name", ["nonsense", "a frame for senders", "unnamed", "twice", "unknown", "early"])
@@ -223,11 +224,11 @@ async def test_a_receiver_that_answers_with_nonsense_is_an_error_of_the_protocol
 ) -> None:
     report, welcome = await _report(), Welcome(VERSION, 7)
     said: dict[str, Sequence[Any]] = {
-        "a frame for senders": [welcome, Inquire()],
+        "a frame for senders": [welcome, StatisticsRequest()],
         "unnamed": [report],
         "twice": [welcome, report, report],
-        "unknown": [welcome, report, ACCOUNT],
-        "early": [welcome, msgspec.structs.replace(report, last=False), ACCOUNT],
+        "unknown": [welcome, report, REPLY],
+        "early": [welcome, msgspec.structs.replace(report, last=False), REPLY],
     }
     async with looking_at_rogue(address) as (looking, rogue):
         if name == "nonsense":
@@ -241,14 +242,14 @@ async def test_a_receiver_that_answers_with_nonsense_is_an_error_of_the_protocol
 async def test_a_receiver_of_another_version_is_named_with_what_to_do(address: str) -> None:
     async with looking_at_rogue(address) as (looking, rogue):
         await rogue.say(Welcome(VERSION + 1, 7))
-        with pytest.raises(ProtocolError, match=rf"pid 7.* speaks version {VERSION + 1}.*use the same"):
+        with pytest.raises(ProtocolError, match=rf"pid 7.* speaks version {VERSION + 1}.*install the same"):
             await looking
 
 
 @pytest.mark.parametrize("reason", ["", "no room"])
 async def test_a_goodbye_ends_a_look(reason: str, address: str) -> None:
     async with looking_at_rogue(address) as (looking, rogue):
-        await rogue.say(Welcome(VERSION, 7), Bye(reason))
+        await rogue.say(Welcome(VERSION, 7), Close(reason))
         with pytest.raises(PeerLostError, match=reason or "it closed") as caught:
             await looking
         assert caught.value.pid == 7
@@ -258,11 +259,11 @@ async def test_a_goodbye_ends_a_look(reason: str, address: str) -> None:
 
 
 async def test_where_nobody_listens_that_is_said_at_once(address: str) -> None:
-    with pytest.raises(PeerLostError, match=f"nobody listens at {address}: start"):
+    with pytest.raises(PeerLostError, match=f"no receiver listens at {address}: start"):
         await look_at(address)
     path = Path(address.removeprefix("unix://"))
     leave_stale(path)
-    with pytest.raises(PeerLostError, match=f"nobody listens at {address}: start"):
+    with pytest.raises(PeerLostError, match=f"no receiver listens at {address}: start"):
         await look_at(address)
     path.unlink()
 
@@ -318,7 +319,7 @@ async def test_a_receiver_that_dies_before_it_accepts_is_said_to_be_absent(addre
         looking = asyncio.create_task(inspect(address, patience_s=1.0))
         await asyncio.sleep(0)
         listener.close()
-        with pytest.raises(PeerLostError, match=f"nobody listens at {address}: start"):
+        with pytest.raises(PeerLostError, match=f"no receiver listens at {address}: start"):
             await looking
 
 
@@ -376,4 +377,4 @@ async def test_another_user_may_not_look(address: str) -> None:
         assert "may not connect" in await in_child(_look_as_nobody, address)
         path.chmod(0o666)
         assert "runs as user 0, this process as user" in await in_child(_look_as_nobody, address)
-        assert not receiver._incoming._peers
+        assert unidentified_at(receiver) == 0

@@ -29,13 +29,15 @@ from aiotensor.integrations.limits import RequestLimits
 from aiotensor.integrations.problems import problem_of
 from aiotensor.integrations.watching import WatchRequests, watch
 from aiotensor.protocol import exchange
-from aiotensor.protocol.frames import VERSION, Bye, Hello, Welcome, encode
+from aiotensor.protocol.connection import Close
+from aiotensor.protocol.frames import VERSION, Hello, Welcome, encode
 from aiotensor.runtime.logs import MAX_TEXT, logger_of, one_line
 from aiotensor.transports import unix
 from tests.channel.parties import Question, channel, place
 from tests.channel.rogues import hear, raw
-from tests.pairs import BIG, pattern, until
-from tests.processes.peers import Peer, close_receiver, open_receiver, peers
+from verification.patterns import BIG, pattern
+from verification.processes.peers import Peer, close_receiver, open_receiver, peers
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -379,7 +381,7 @@ async def test_a_receiver_cannot_forge_a_line_by_its_reasons(says: str) -> None:
             with accepted:
                 accepted.send(encode(Welcome(VERSION, 4711)))
                 accepted.send(
-                    encode(Bye(FORGED)) if says == "goodbye" else msgspec.msgpack.encode([[FORGED]])
+                    encode(Close(FORGED)) if says == "goodbye" else msgspec.msgpack.encode([[FORGED]])
                 )
                 await until(lambda: sender.statistics().receivers_lost == 1)
     lost = _one(events, "receiver_lost")
@@ -475,18 +477,18 @@ async def test_a_client_cannot_forge_a_line_by_what_it_says() -> None:
     assert (refused.fields["error"], refused.level) == ("ProtocolError", "ERROR")
 
 
-async def test_a_server_cannot_forge_a_line_by_its_farewell() -> None:
+async def test_a_server_cannot_forge_a_line_by_its_close() -> None:
     with heard() as events, place() as here:
         async with (
             raw(zmq.ROUTER, here.messages, binds=True) as rogue,
             MessageClient(here.messages, reply_type=Question),
         ):
             identity, _ = await hear(rogue)
-            farewell = exchange.write(exchange.Farewell(FORGED))
-            await rogue.send_multipart([identity, farewell])
+            close = exchange.write(Close(FORGED))
+            await rogue.send_multipart([identity, close])
             await until(lambda: bool(events))
     lost = _one(events, "server_lost")
-    assert str(lost.fields["reason"]).startswith("it refused this client: so it is\\n2026-01-01 CRITICAL")
+    assert str(lost.fields["reason"]).startswith("it closed the connection: so it is\\n2026-01-01 CRITICAL")
 
 
 # Requests over HTTP

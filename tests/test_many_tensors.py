@@ -7,7 +7,8 @@ import torch
 
 from aiotensor import TensorHandle, TensorReceiver, TensorSender
 from tests.conformance.turns import Changes
-from tests.pairs import pair, settled
+from tests.pairs import pair
+from verification.waiting import settled
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 

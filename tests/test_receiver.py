@@ -26,7 +26,10 @@ from aiotensor import (
     WouldBlockError,
 )
 from aiotensor import receiver as receiver_module
-from tests.pairs import BIG, beyond, endpoint, pair, pattern, settled, until
+from tests.pairs import beyond, endpoint, pair
+from verification.internals import intake_of
+from verification.patterns import BIG, pattern
+from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
@@ -37,7 +40,7 @@ async def test_bad_arguments_say_what_to_do() -> None:
         with pytest.raises(ValueError, match=f"{limit} must be at least 1, or None, got 0"):
             TensorReceiver(queue, **{limit: 0})
     for frame_bytes in (1, 1 << 30):
-        with pytest.raises(ValueError, match="max_frame_bytes lies between"):
+        with pytest.raises(ValueError, match="max_frame_bytes must be between"):
             TensorReceiver(queue, max_frame_bytes=frame_bytes)
     async with pair() as (sender, receiver):
         for wrong in (
@@ -56,7 +59,7 @@ async def test_once_reading_has_failed_everybody_is_told_why_and_nobody_waits(
         await until(lambda: receiver.statistics().unclaimed_tensors == 1)
         waiting = asyncio.create_task(receiver.receive(beyond(handle)))
         await until(lambda: receiver.statistics().waiting == 1)
-        receiver._incoming.listener_failed(OSError("the disk is on fire"))
+        intake_of(receiver).listening_failed(OSError("the disk is on fire"))
         assert torch.equal(await receiver.receive(handle), pattern(0, 3))  # what is here can be taken
         for receiving in (waiting, receiver.receive(beyond(handle))):
             with pytest.raises(PeerLostError, match="nothing more will arrive: the disk is on fire"):

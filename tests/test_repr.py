@@ -14,8 +14,9 @@ from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.integrations.fastapi import MessageLifespan, TensorLifespan
 from aiotensor.integrations.prometheus import AioTensorCollector
 from tests.channel.parties import Answer, Place, Question, place
-from tests.pairs import BIG, pattern, until
 from tests.runtime.test_affinity import forks, in_a_fork
+from verification.patterns import BIG, pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

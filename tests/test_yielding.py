@@ -6,7 +6,9 @@ import anyio
 import pytest
 import torch
 
-from tests.pairs import pair, pattern, until
+from tests.pairs import pair
+from verification.patterns import pattern
+from verification.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("link"), pytest.mark.usefixtures("nothing_left_behind")]
 

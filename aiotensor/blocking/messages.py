@@ -9,13 +9,13 @@ import aiotensor
 from aiotensor import channel
 from aiotensor.blocking.portal import BlockingObject
 from aiotensor.blocking.tensors import OpenMessage, TensorReceiver, TensorSender
-from aiotensor.channel.cancelling import CancelOnce
+from aiotensor.channel.options import CurveKey
+from aiotensor.channel.request import leave, reply_while_wanted
+from aiotensor.channel.server import take_ready
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.types import ClientStatistics, ServerStatistics
 
 __all__ = ["MessageClient", "MessageServer", "Request"]
-
-Key = str | bytes
 
 M = TypeVar("M")
 R = TypeVar("R")
@@ -40,8 +40,8 @@ class MessageClient(BlockingObject[channel.MessageClient[R]], Generic[R]):
         max_body_bytes: int | None = 1 << 20,
         heartbeat_interval_s: float | None = None,
         heartbeat_timeout_s: float | None = None,
-        secret_key: Key | None = None,
-        server_key: Key | None = None,
+        secret_key: CurveKey | None = None,
+        server_key: CurveKey | None = None,
         max_wait_s: float | None = None,
         linger_s: float = 1.0,
     ) -> None:
@@ -49,7 +49,7 @@ class MessageClient(BlockingObject[channel.MessageClient[R]], Generic[R]):
             channel.MessageClient(
                 address,
                 sender=_inner_senders(sender),
-                receiver=None if receiver is None else receiver._inner,
+                receiver=None if receiver is None else receiver.inner,
                 reply_type=reply_type,
                 high_water_mark=high_water_mark,
                 max_part_bytes=max_part_bytes,
@@ -85,8 +85,8 @@ class MessageClient(BlockingObject[channel.MessageClient[R]], Generic[R]):
         Raises:
             TimeoutError: it took longer than that.
         """
-        block = None if inside is None else inside._inner
-        return self._wait(self._inner.request, message, target=target, inside=block, timeout=timeout)
+        block = None if inside is None else inside.inner
+        return self.wait_for(self.inner.request, message, target=target, inside=block, timeout=timeout)
 
     def send(
         self,
@@ -109,12 +109,12 @@ class MessageClient(BlockingObject[channel.MessageClient[R]], Generic[R]):
         Raises:
             TimeoutError: it took longer than that.
         """
-        block = None if inside is None else inside._inner
-        self._wait(self._inner.send, message, target=target, inside=block, timeout=timeout)
+        block = None if inside is None else inside.inner
+        self.wait_for(self.inner.send, message, target=target, inside=block, timeout=timeout)
 
     def statistics(self) -> ClientStatistics:
         """Return the messages in flight and the counters; works after closing too."""
-        return self._look(self._inner.statistics)
+        return self._look(self.inner.statistics)
 
 
 class Request(Generic[M]):
@@ -128,26 +128,26 @@ class Request(Generic[M]):
 
     def __init__(self, server: "MessageServer[M]", inner: channel.Request[M]) -> None:
         self._server = server
-        self._inner = inner
+        self.inner = inner
         self._is_entered = False
 
     def __repr__(self) -> str:
-        return f"<aiotensor.blocking.{repr(self._inner)[1:]}"
+        return f"<aiotensor.blocking.{repr(self.inner)[1:]}"
 
     @property
     def message(self) -> M:
         """The message of the client, with its tensors in place."""
-        return self._inner.message
+        return self.inner.message
 
     @property
     def client_pid(self) -> int:
         """The process id of the client, as the client reports it."""
-        return self._inner.client_pid
+        return self.inner.client_pid
 
     @property
     def is_wanted(self) -> bool:
         """Whether the client still waits for an answer."""
-        return self._inner.is_wanted
+        return self.inner.is_wanted
 
     def reply(self, answer: object, *, timeout: float | None = None) -> bool:
         """Answer, and return whether the client still wanted it.
@@ -161,19 +161,17 @@ class Request(Generic[M]):
         Raises:
             TimeoutError: it took longer than that.
         """
-        return self._server._wait(self._reply, answer, timeout=timeout)
+        return self._server.wait_for(self._reply, answer, timeout=timeout)
 
     async def _reply(self, answer: object) -> bool:
-        # A reply that no client waits for might wait for a permit that never comes.
-        with CancelOnce() as self._inner._block:
-            return await self._inner.reply(answer)
-        if self._server._is_closed:
+        was_wanted = await reply_while_wanted(self.inner, answer)
+        if not was_wanted and self._server.is_closed:
             raise ClosedError("this MessageServer was closed")
-        return False
+        return was_wanted
 
     def fail(self, error: BaseException | str) -> bool:
         """Answer with an error, and return whether the client still waited for an answer."""
-        return self._server._wait(self._inner.fail, error)
+        return self._server.wait_for(self.inner.fail, error)
 
     def __enter__(self) -> Self:
         if self._is_entered:
@@ -184,12 +182,12 @@ class Request(Generic[M]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if self._server._inner._affinity.is_left_in_child(error):
+        if self._server.inner.affinity.is_left_in_child(error):
             return False
         try:
-            self._server._now(self._inner._leave, error)
+            self._server.call(leave, self.inner, error)
         except ClosedError:
-            self._inner._leave(error)  # no client waits for an answer, and no other thread uses it
+            leave(self.inner, error)  # no client waits for an answer, and no other thread uses it
         return isinstance(error, Exception)
 
 
@@ -215,15 +213,15 @@ class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
         max_body_bytes: int | None = 1 << 20,
         heartbeat_interval_s: float | None = None,
         heartbeat_timeout_s: float | None = None,
-        secret_key: Key | None = None,
-        client_keys: Collection[Key] = (),
+        secret_key: CurveKey | None = None,
+        client_keys: Collection[CurveKey] = (),
         linger_s: float = 1.0,
     ) -> None:
         super().__init__(
             channel.MessageServer(
                 address,
                 message_type,
-                receiver=None if receiver is None else receiver._inner,
+                receiver=None if receiver is None else receiver.inner,
                 sender=_inner_senders(sender) or (),
                 max_clients=max_clients,
                 max_waiting=max_waiting,
@@ -243,7 +241,7 @@ class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
     @property
     def address(self) -> str:
         """Where clients connect; says which port was free."""
-        return self._inner.address
+        return self.inner.address
 
     def __iter__(self) -> Iterator[Request[M]]:
         """Iterate over the requests whose tensors have arrived; ends when this server is closed."""
@@ -265,19 +263,18 @@ class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
             TimeoutError: it took longer than that.
             ClosedError: this server was closed.
         """
-        return Request(self, self._wait(self._take, timeout))
+        return Request(self, self.wait_for(self._take, timeout))
 
     async def _take(self, timeout: float | None) -> channel.Request[M]:
         """Wait for a request until the timeout; a request that has arrived may take longer to decode."""
         try:
             async with asyncio.timeout(timeout):
-                return await self._next(self._inner)
+                return await self._next(self.inner)
         except TimeoutError:
-            while self._inner._ready:
-                request = await self._inner._take(self._inner._ready.take())
-                if request is not None:
-                    return request
-            raise
+            request = await take_ready(self.inner)
+            if request is None:
+                raise
+            return request
 
     def serve(self, handler: Callable[[M], object]) -> None:
         """Answer every message with the result of a function, in this thread, until this is closed.
@@ -294,7 +291,7 @@ class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
 
     def statistics(self) -> ServerStatistics:
         """Return the current state and the counters; works after closing too."""
-        return self._look(self._inner.statistics)
+        return self._look(self.inner.statistics)
 
 
 def _inner_senders(
@@ -302,4 +299,4 @@ def _inner_senders(
 ) -> aiotensor.TensorSender | list[aiotensor.TensorSender] | None:
     if sender is None:
         return None
-    return sender._inner if isinstance(sender, TensorSender) else [one._inner for one in sender]
+    return sender.inner if isinstance(sender, TensorSender) else [one.inner for one in sender]

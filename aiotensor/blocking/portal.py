@@ -22,7 +22,7 @@ R = TypeVar("R")
 class AsyncObject(Protocol):
     """What is opened, closed, and says what it has done."""
 
-    _affinity: LoopAffinity
+    affinity: LoopAffinity
 
     async def __aenter__(self) -> Self: ...
 
@@ -41,43 +41,47 @@ class BlockingObject(Generic[A]):
 
     Args:
         inner: the object, not opened yet.
+
+    Attributes:
+        inner: the object; use it only in the thread of the event loop.
+        is_closed: whether `close` was called.
     """
 
     def __init__(self, inner: A) -> None:
         self._name = type(self).__name__
-        self._inner = inner
-        inner._affinity.has_guardian = True  # what is opened here is closed by `__del__` here
+        self.inner = inner
+        inner.affinity.has_guardian = True  # what is opened here is closed by `__del__` here
         self._pid = os.getpid()
         self._user = object()  # of the loop
         self._loop: Loop | None = None
         self._opening: Call[A] = Call(inner.__aenter__)
         self._lock = threading.RLock()  # the handler of a signal may close what this thread is about to use
         self._was_opened = False
-        self._is_closed = False
+        self.is_closed = False
         self._is_ending = self._has_let_go = False
         self._last: Any = None  # the statistics at its end
 
     def __repr__(self) -> str:
-        inner = self.__dict__.get("_inner")
+        inner = self.__dict__.get("inner")
         return f"<aiotensor.blocking.{type(self).__name__ + ' new>' if inner is None else repr(inner)[1:]}"
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if is_finalizing() or (loop := self.__dict__.get("_loop")) is None or os.getpid() != self._pid:
             return
-        loop.abandon(partial(close_now, self._inner), self._user)
+        loop.abandon(partial(close_now, self.inner), self._user)
         warn_unclosed(self)  # last, since it raises where warnings are errors
 
     def __enter__(self) -> Self:
         self._check_place()
         with self._lock:
-            if self._is_closed or self._was_opened:
-                error = ClosedError if self._is_closed else UsageError
+            if self.is_closed or self._was_opened:
+                error = ClosedError if self.is_closed else UsageError
                 raise error(f"this {self._name} was opened before: make a new one")
             self._was_opened = True
         try:
             loop = borrow(self._user)
             with self._lock:
-                if not self._is_closed:
+                if not self.is_closed:
                     self._loop = loop
             self._run(self._opening)
         except BaseException as error:
@@ -92,7 +96,7 @@ class BlockingObject(Generic[A]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._inner._affinity.is_left_in_child(error):  # else closing would replace the exception
+        if not self.inner.affinity.is_left_in_child(error):  # else closing would replace the exception
             self.close()
 
     def close(self, *, timeout: float | None = None) -> None:
@@ -106,7 +110,7 @@ class BlockingObject(Generic[A]):
         """
         self._check_place()
         with self._lock:
-            self._is_closed = True
+            self.is_closed = True
         # Not if it is closed already: a signal may have come between the two.
         if self._is_ending or self._has_let_go or not self._was_opened:
             return
@@ -124,18 +128,18 @@ class BlockingObject(Generic[A]):
 
         async def end() -> None:
             try:
-                await self._inner.aclose()
+                await self.inner.aclose()
             finally:
-                self._last = self._inner.statistics()
+                self._last = self.inner.statistics()
 
         try:
             self._is_ending = True
-            self._wait(end, timeout=timeout)
+            self.wait_for(end, timeout=timeout)
         except ClosedError:
             return  # another thread closed it in the meantime
         except BaseException:
             with suppress(TimeoutError):
-                self._wait(end, timeout=0)  # after a signal, which may have come before it began
+                self.wait_for(end, timeout=0)  # after a signal, which may have come before it began
             raise
 
     def _let_go(self) -> None:
@@ -150,7 +154,7 @@ class BlockingObject(Generic[A]):
         if not self._was_opened:
             return statistics()
         try:
-            return self._now(statistics)
+            return self.call(statistics)
         except ClosedError:
             if self._last is None:
                 raise
@@ -159,15 +163,15 @@ class BlockingObject(Generic[A]):
 
     # Calls
 
-    def _now(self, function: Callable[..., R], *args: Any) -> R:
+    def call(self, function: Callable[..., R], *args: Any) -> R:
         """Call a function in the loop's thread."""
 
         async def call() -> R:
             return function(*args)
 
-        return self._wait(call)
+        return self.wait_for(call)
 
-    def _wait(
+    def wait_for(
         self, function: Callable[..., Awaitable[R]], *args: Any, timeout: float | None = None, **options: Any
     ) -> R:
         """Wait in this thread for a coroutine function that runs in the loop's.
@@ -193,7 +197,7 @@ class BlockingObject(Generic[A]):
             raise
 
     def _begin(self, call: Call[Any]) -> None:
-        if self._loop is None and not self._is_closed:
+        if self._loop is None and not self.is_closed:
             raise UsageError(f"this {self._name} is not open yet: enter it with `with` first")
         if self._loop is not None and not self._loop.is_out_of_reach:
             with suppress(RuntimeError):  # a signal's handler has closed it just now

@@ -9,6 +9,7 @@ import torch
 import aiotensor
 from aiotensor.blocking.portal import BlockingObject
 from aiotensor.errors import ClosedError
+from aiotensor.sending.open_message import enter_in_thread
 from aiotensor.tensors.source import Sendable
 from aiotensor.transports.endpoints import Endpoint
 from aiotensor.types import Delivery, ReceiverStatistics, SenderStatistics, TensorHandle
@@ -46,12 +47,12 @@ class TensorSender(BlockingObject[aiotensor.TensorSender]):
     @property
     def id(self) -> str:
         """The id that the handles of this sender carry."""
-        return self._inner.id
+        return self.inner.id
 
     @property
     def receiver_id(self) -> str | None:
         """The id of the receiver at the other end; None while there is none."""
-        return self._inner.receiver_id
+        return self.inner.receiver_id
 
     def ready(self, *, timeout: float | None = None) -> None:
         """Wait until a receiver has admitted this sender.
@@ -64,7 +65,7 @@ class TensorSender(BlockingObject[aiotensor.TensorSender]):
         Raises:
             TimeoutError: it took longer than that.
         """
-        self._wait(self._inner.ready, timeout=timeout)
+        self.wait_for(self.inner.ready, timeout=timeout)
 
     def send(self, tensor: Sendable, *, timeout: float | None = None) -> TensorHandle:
         """Send a message of one tensor, and return the handle that names it for the receiver.
@@ -78,14 +79,14 @@ class TensorSender(BlockingObject[aiotensor.TensorSender]):
         Raises:
             TimeoutError: it took longer than that.
         """
-        return self._wait(self._inner.send, tensor, timeout=timeout)
+        return self.wait_for(self.inner.send, tensor, timeout=timeout)
 
     def send_nowait(self, tensor: Sendable) -> TensorHandle:
         """Send a message of one tensor if nothing has to be waited for.
 
         As `aiotensor.TensorSender.send_nowait`, but that the copy runs in the thread of the event loop.
         """
-        return self._now(self._inner.send_nowait, tensor)
+        return self.call(self.inner.send_nowait, tensor)
 
     def message(self, *, timeout: float | None = None) -> "OpenMessage":
         """Begin a message of several tensors, which share one permit and arrive whole or not at all.
@@ -95,7 +96,7 @@ class TensorSender(BlockingObject[aiotensor.TensorSender]):
         Args:
             timeout: after how many seconds to wait for a permit no more.
         """
-        return OpenMessage(self, self._now(self._inner.message), timeout)
+        return OpenMessage(self, self.call(self.inner.message), timeout)
 
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, *, timeout: float | None = None
@@ -112,15 +113,15 @@ class TensorSender(BlockingObject[aiotensor.TensorSender]):
         Raises:
             TimeoutError: it took longer than that.
         """
-        return self._wait(self._inner.allocate, shape, dtype, timeout=timeout)
+        return self.wait_for(self.inner.allocate, shape, dtype, timeout=timeout)
 
     def discard(self, handle: TensorHandle) -> None:
         """Take back the whole message of a handle, because nobody wants it any more."""
-        self._now(self._inner.discard, handle)
+        self.call(self.inner.discard, handle)
 
     def discard_all(self) -> int:
         """Take back every message that the receiver has not taken yet, and return how many these are."""
-        return self._now(self._inner.discard_all)
+        return self.call(self.inner.discard_all)
 
     def drain(self, *, timeout: float | None = None) -> None:
         """Wait until every message sent before this call was taken or discarded.
@@ -133,11 +134,11 @@ class TensorSender(BlockingObject[aiotensor.TensorSender]):
         Raises:
             TimeoutError: it took longer than that.
         """
-        self._wait(self._inner.drain, timeout=timeout)
+        self.wait_for(self.inner.drain, timeout=timeout)
 
     def statistics(self) -> SenderStatistics:
         """Return what is in use and what was done; also after closing."""
-        return self._look(self._inner.statistics)
+        return self._look(self.inner.statistics)
 
 
 class OpenMessage:
@@ -145,27 +146,22 @@ class OpenMessage:
 
     def __init__(self, sender: TensorSender, inner: aiotensor.OpenMessage, timeout: float | None) -> None:
         self._sender = sender
-        self._inner = inner
+        self.inner = inner
         self._timeout = timeout
         self._is_begun = False
 
     def __repr__(self) -> str:
-        return f"<aiotensor.blocking.{repr(self._inner)[1:]}"
-
-    @property
-    def sender(self) -> TensorSender:
-        """The sender whose message it is."""
-        return self._sender
+        return f"<aiotensor.blocking.{repr(self.inner)[1:]}"
 
     def __enter__(self) -> Self:
         try:
-            self._sender._wait(self._inner.__aenter__, timeout=self._timeout)
+            self._sender.wait_for(self.inner.__aenter__, timeout=self._timeout)
         except BaseException as error:
             if not self._is_begun:  # a signal may come when it has its permit already
                 self.__exit__(type(error), error, error.__traceback__)
             raise
         self._is_begun = True
-        self._inner._enter_in_thread()
+        enter_in_thread(self.inner)
         return self
 
     def allocate(
@@ -183,7 +179,7 @@ class OpenMessage:
         Raises:
             TimeoutError: it took longer than that.
         """
-        return self._sender._wait(self._inner.allocate, shape, dtype, timeout=timeout)
+        return self._sender.wait_for(self.inner.allocate, shape, dtype, timeout=timeout)
 
     def send(self, tensor: Sendable, *, timeout: float | None = None) -> TensorHandle:
         """Send one tensor of the message, and return its handle.
@@ -197,19 +193,19 @@ class OpenMessage:
         Raises:
             TimeoutError: it took longer than that.
         """
-        return self._sender._wait(self._inner.send, tensor, timeout=timeout)
+        return self._sender.wait_for(self.inner.send, tensor, timeout=timeout)
 
     def finish(self) -> None:
         """Make the message whole now, and not only at the end of the block."""
-        self._sender._now(self._inner.finish)
+        self._sender.call(self.inner.finish)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._sender._inner._affinity.is_left_in_child(error):
+        if self._sender.inner.affinity.is_left_in_child(error):
             return
         try:
-            self._sender._wait(self._inner.__aexit__, kind, error, trace)
+            self._sender.wait_for(self.inner.__aexit__, kind, error, trace)
         except ClosedError:
             if kind is None:
                 raise
@@ -245,7 +241,7 @@ class TensorReceiver(BlockingObject[aiotensor.TensorReceiver]):
     @property
     def id(self) -> str:
         """The id that senders know this receiver by."""
-        return self._inner.id
+        return self.inner.id
 
     def receive(
         self, handle: TensorHandle, *, copy: bool = False, timeout: float | None = None
@@ -262,11 +258,11 @@ class TensorReceiver(BlockingObject[aiotensor.TensorReceiver]):
         Raises:
             TimeoutError: it took longer than that.
         """
-        return self._wait(self._inner.receive, handle, copy=copy, timeout=timeout)
+        return self.wait_for(self.inner.receive, handle, copy=copy, timeout=timeout)
 
     def receive_nowait(self, handle: TensorHandle) -> torch.Tensor:
         """Return the tensor that a handle names if it is here, or raise `WouldBlockError`."""
-        return self._now(self._inner.receive_nowait, handle)
+        return self.call(self.inner.receive_nowait, handle)
 
     def arrived(self, handle: TensorHandle, *, timeout: float | None = None) -> None:
         """Wait until the tensor that a handle names has arrived, and leave it there.
@@ -280,7 +276,7 @@ class TensorReceiver(BlockingObject[aiotensor.TensorReceiver]):
         Raises:
             TimeoutError: it took longer than that.
         """
-        self._wait(self._inner.arrived, handle, timeout=timeout)
+        self.wait_for(self.inner.arrived, handle, timeout=timeout)
 
     def __iter__(self) -> Iterator[Delivery]:
         """Go through the tensors as they arrive; ends when this receiver is closed."""
@@ -302,12 +298,12 @@ class TensorReceiver(BlockingObject[aiotensor.TensorReceiver]):
             TimeoutError: it took longer than that.
             ClosedError: this receiver was closed.
         """
-        return self._wait(lambda: self._next(self._inner), timeout=timeout)
+        return self.wait_for(lambda: self._next(self.inner), timeout=timeout)
 
     def discard(self, handle: TensorHandle) -> None:
         """Drop the whole message of a handle, because nobody wants it any more."""
-        self._now(self._inner.discard, handle)
+        self.call(self.inner.discard, handle)
 
     def statistics(self) -> ReceiverStatistics:
         """Return what is held and what was done; also after closing."""
-        return self._look(self._inner.statistics)
+        return self._look(self.inner.statistics)

@@ -4,24 +4,16 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
-from typing import Generic, Self, TypeVar
+from typing import Generic, NamedTuple, Self, TypeVar
 
-import torch
-
-from aiotensor.channel import options, parcels
-from aiotensor.channel.connection import Connection
-from aiotensor.channel.context import Context, begin, end
-from aiotensor.channel.options import Key
-from aiotensor.channel.parcels import Answered, Asked, Disposal, Handles, Loans, Parcel
-from aiotensor.channel.servers import Servers
+from aiotensor.channel import options
+from aiotensor.channel.context import ZmqContext, begin, end
+from aiotensor.channel.disposal import Disposal
+from aiotensor.channel.options import CurveKey
+from aiotensor.channel.outgoing_requests import OutgoingRequests
+from aiotensor.channel.payloads import drop_answer
+from aiotensor.channel.remote_server import RemoteServer
 from aiotensor.codec import TensorDecoder
-from aiotensor.errors import (
-    AlreadyTakenError,
-    ClosedError,
-    DiscardedError,
-    PeerLostError,
-    ProtocolError,
-)
 from aiotensor.receiver import TensorReceiver
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.waiting import seconds_or_never
@@ -33,6 +25,14 @@ from aiotensor.types import ClientStatistics
 __all__ = ["MessageClient"]
 
 R = TypeVar("R")
+
+
+class _ClientParts(NamedTuple, Generic[R]):
+    """The parts of a client that exist once it is open."""
+
+    context: ZmqContext
+    requests: OutgoingRequests[R]
+    disposal: Disposal
 
 
 class MessageClient(LoopObject, Generic[R]):
@@ -97,12 +97,12 @@ class MessageClient(LoopObject, Generic[R]):
         max_body_bytes: int | None = 1 << 20,
         heartbeat_interval_s: float | None = None,
         heartbeat_timeout_s: float | None = None,
-        secret_key: Key | None = None,
-        server_key: Key | None = None,
+        secret_key: CurveKey | None = None,
+        server_key: CurveKey | None = None,
         max_wait_s: float | None = None,
         linger_s: float = 1.0,
     ) -> None:
-        self._affinity = LoopAffinity("MessageClient")
+        self.affinity = LoopAffinity("MessageClient")
         self._errors = ErrorCounter()
         keys = options.client_keys(secret_key, server_key)
         texts = [address] if isinstance(address, str) else list(address)
@@ -132,40 +132,47 @@ class MessageClient(LoopObject, Generic[R]):
         self._linger_s = options.seconds("linger_s", linger_s)
         self._receiver = receiver
         self._decoder: TensorDecoder[R] = TensorDecoder(reply_type)
-        self._connections: list[Connection] = []
-        self._sender_to: dict[Connection, TensorSender | None] = {}
-        self._servers: Servers | None = None  # None for a single server
-        self._context: Context | None = None
+        self._parts: _ClientParts[R] | None = None
         self._counts = new_counts(ClientStatistics)
 
     async def __aenter__(self) -> Self:
-        self._affinity.enter()
-        self._loans, self._disposal = Loans(), Disposal()
+        self.affinity.enter()
         try:
-            self._context = begin()
+            context = begin()
         except OSError:
-            self._affinity.is_closed = True
+            self.affinity.is_closed = True
             raise
+        disposal = Disposal()
         receiver = "" if self._receiver is None else self._receiver.id
-        self._connections = [
-            Connection(
-                self._context,
+        servers = [
+            RemoteServer(
+                context,
                 address,
                 self._options,
                 receiver,
                 self._limits,
                 self._max_wait_s,
-                partial(parcels.drop_answer, self._disposal, self._receiver),
+                partial(drop_answer, disposal, self._receiver),
             )
             for address in self._addresses
         ]
-        self._sender_to = dict(zip(self._connections, self._senders, strict=True))
-        if len(self._connections) > 1:
-            self._servers = Servers(self._sender_to, self._max_wait_s)
-        for connection in self._connections:
-            connection.connect(self._servers)
-        self._affinity.settle(self, ",".join(label_of(address.text) for address in self._addresses))
+        requests = OutgoingRequests(
+            dict(zip(servers, self._senders, strict=True)),
+            self._receiver,
+            self._decoder,
+            disposal,
+            self._max_wait_s,
+            self._counts,
+        )
+        self._parts = _ClientParts(context, requests, disposal)
+        self.affinity.settle(self, ",".join(label_of(address.text) for address in self._addresses))
         return self
+
+    def _requests(self) -> OutgoingRequests[R]:
+        self.affinity.check()
+        if self._parts is None:
+            raise AssertionError("a client that is open has its requests")
+        return self._parts.requests
 
     async def request(
         self, message: object, *, target: int | None = None, inside: OpenMessage | None = None
@@ -210,16 +217,8 @@ class MessageClient(LoopObject, Generic[R]):
         """
         try:
             box = [message]
-            del message
-            # This takes the message out of the box, so only the caller holds its tensors during the wait.
-            connection, asked, handles = await self._ask(box, target, inside, wants_answer=True)
-            del inside
-            try:
-                answer = await self._answer_to(connection, asked, handles)
-            finally:
-                self._ended(connection)
-                # Its error's traceback refers to this frame, and to the frames of callers with tensors.
-                del asked
+            del message  # only the caller holds its tensors during the wait
+            answer = await self._requests().request(box, target, inside)
         except BaseException as error:
             self._errors.add(error)
             self._counts["failures"] += isinstance(error, Exception)
@@ -240,19 +239,20 @@ class MessageClient(LoopObject, Generic[R]):
         with self._errors:
             box = [message]
             del message
-            connection, _, _ = await self._ask(box, target, inside, wants_answer=False)
-            self._ended(connection)
+            await self._requests().send(box, target, inside)
 
     def statistics(self) -> ClientStatistics:
         """Return the messages in flight and the counters; works after closing too."""
-        self._affinity.check_place()
+        self.affinity.check_place()
+        requests = None if self._parts is None else self._parts.requests
+        servers = [] if requests is None else requests.servers
         return snapshot(
             ClientStatistics,
             self._counts,
-            servers=sum(connection.is_ready for connection in self._connections),
-            in_flight=tuple(connection.in_flight for connection in self._connections),
-            waiting=0 if self._servers is None else self._servers.waiting,
-            servers_lost=sum(connection.session for connection in self._connections),
+            servers=sum(server.session is not None for server in servers),
+            in_flight=tuple(server.in_flight for server in servers),
+            waiting=0 if requests is None else requests.waiting,
+            servers_lost=sum(server.lost for server in servers),
             errors=self._errors.counts(),
         )
 
@@ -262,155 +262,17 @@ class MessageClient(LoopObject, Generic[R]):
         Waits until sent messages have left, at most `linger_s` seconds. Cancelling ends the wait. Closing
         again does nothing.
         """
-        self._affinity.check_place()
-        was_open, self._affinity.is_closed = self._affinity.is_open, True
-        if not was_open or self._context is None:
+        self.affinity.check_place()
+        was_open, self.affinity.is_closed = self.affinity.is_open, True
+        if not was_open or self._parts is None:
             return
-        for connection in self._connections:
-            connection.close(ClosedError("this MessageClient was closed"), self._linger_s)
-        if self._servers is not None:
-            self._servers.close()
-        with self._affinity.leaving(), closing(self._disposal):
-            await end(self._context)
-
-    # One message
-
-    async def _choose(self, target: int | None, inside: OpenMessage | None) -> Connection:
-        """Wait until a certain server is connected, and return its connection."""
-        if inside is not None:
-            owners = [number for number, sender in enumerate(self._senders) if inside.sender is sender]
-            if not owners or target not in (None, *owners):
-                raise ValueError("`inside` is a message of this client's sender, for the same target")
-            target = owners[0] if target is None else target
-        number = 0 if target is None else target
-        if not 0 <= number < len(self._connections):
-            raise ValueError(f"target {target} is none of the {len(self._connections)} servers, from 0")
-        connection = self._connections[number]
-        if not connection.is_ready:
-            await connection.ready()
-        return connection
-
-    async def _ask(
-        self, box: list[object], target: int | None, inside: OpenMessage | None, *, wants_answer: bool
-    ) -> tuple[Connection, Asked, Handles]:
-        """Send a message, and return the connection that sent it and counts it as in flight."""
-        self._affinity.check()
-        servers = self._servers if target is None and inside is None else None
-        has_sender = self._senders[0] is not None
-        parcel = await parcels.pack(box, has_sender=has_sender)
-        lost: set[Connection] = set()
-        try:
-            while True:
-                connection = (
-                    await self._choose(target, inside)
-                    if servers is None
-                    else await servers.choose(needs_sender=has_sender and bool(parcel.tensors))
-                )
-                connection.in_flight += 1
-                connection.leaving += 1
-                sent: tuple[Asked, Handles] | None = None
-                try:
-                    sent = await self._send(connection, parcel, inside, wants_answer, servers is not None)
-                except PeerLostError:
-                    # The sender may detect the loss before the connection does. If its receiver stays gone,
-                    # the second loss is raised.
-                    if servers is None or connection in lost:
-                        raise
-                    lost.add(connection)
-                finally:
-                    connection.leaving -= 1
-                    if sent is None:
-                        connection.in_flight -= 1
-                    if self._servers is not None:
-                        self._servers.changed()
-                if sent is not None:
-                    self._counts["messages_sent"] += 1
-                    return connection, *sent
-        finally:
-            parcel.tensors.clear()
-            self._disposal.let_go(parcel.parts)
-
-    def _ended(self, connection: Connection) -> None:
-        """Count one message less in flight."""
-        connection.in_flight -= 1
-        if self._servers is not None:
-            self._servers.changed()
-
-    async def _send(
-        self,
-        connection: Connection,
-        parcel: Parcel,
-        inside: OpenMessage | None,
-        wants_answer: bool,
-        may_move: bool,
-    ) -> tuple[Asked, Handles] | None:
-        """Send a message to one server; return None if it is to be sent to another one instead."""
-        session, sender = connection.session, self._sender_to[connection]
-        handles: Handles = ()
-        try:
-            if sender is not None and (parcel.tensors or inside is not None):
-                parcels.check_parts(parcel.parts, connection.pipeline.limits, "server")  # before sending
-                sending = parcel.send_tensors(sender, inside)
-                sent = await (connection.pipeline.sending(sending) if may_move else sending)
-                if sent is None:
-                    return None
-                handles = sent
-                if not may_move or session == connection.session:
-                    parcels.check_road(handles, connection.leads_to, sender.receiver_id)
-            loan = None if wants_answer else self._loans.lend(parcel.parts)
-            asked = await connection.ask(
-                session, handles, parcel.parts, wants_answer=wants_answer, may_move=may_move
-            )
-            if asked is None:
-                parcels.discard(sender, handles)
-                return None
-            if loan is not None:
-                parcel.tensors.clear()
-                self._disposal.let_go(parcel.parts)
-                await loan
-        except BaseException:
-            parcels.discard(sender, handles)
-            raise
-        return asked, handles
-
-    async def _answer_to(self, connection: Connection, asked: Asked, handles: Handles) -> R:
-        """Wait for an answer; if that fails, cancel the request and discard its tensors."""
-        try:
-            if asked.answered is None:
-                raise AssertionError("an answer was asked for")
-            return await self._open_answer(await asked.answered)
-        except BaseException:
-            connection.pipeline.cancel(asked)
-            parcels.discard(self._sender_to[connection], handles)
-            raise
-        finally:
-            del asked  # as in `request`
-
-    async def _open_answer(self, answered: Answered) -> R:
-        found: list[torch.Tensor] = []
-        if answered.handles:
-            receiver = self._receiver
-            if receiver is None:
-                raise ProtocolError("the server sent tensors to a receiver, and this client has none")
-            # The server uses connected senders only, so a sender that is unknown here will never connect.
-            if not all(receiver._knows(handle.sender) for handle in answered.handles):
-                raise ProtocolError(
-                    "the server named tensors of a sender that is not connected to this client"
-                )
-            try:
-                for count, handle in enumerate(answered.handles):
-                    if count and not count % parcels.QUICK_TENSORS:
-                        await asyncio.sleep(0)
-                    found.append(await receiver.receive(handle))
-            except (AlreadyTakenError, DiscardedError, ValueError) as error:
-                raise ProtocolError(f"the server named tensors that cannot be taken: {error}") from error
-        try:
-            answer: R = await parcels.unpack(self._decoder, answered.parts, found)
-        finally:
-            self._disposal.let_go(answered.parts)
-        return answer
+        self._parts.requests.close(self._linger_s)
+        with self.affinity.leaving(), closing(self._parts.disposal):
+            await end(self._parts.context)
 
     def _details(self) -> list[str]:
-        addresses = ",".join(label_of(address.text) for address in self._addresses)
-        in_flight = sum(connection.in_flight for connection in self._connections)
-        return [f"at {addresses}", *([f"{in_flight} messages in flight"] if self._affinity.is_open else [])]
+        details = ["at " + ",".join(label_of(address.text) for address in self._addresses)]
+        if self.affinity.is_open and self._parts is not None:
+            in_flight = sum(server.in_flight for server in self._parts.requests.servers)
+            details.append(f"{in_flight} messages in flight")
+        return details

@@ -11,12 +11,12 @@ import zmq
 
 from aiotensor.runtime.worker import Worker
 
-__all__ = ["Context", "begin", "check_descriptors", "end"]
+__all__ = ["ZmqContext", "begin", "check_descriptors", "end"]
 
 _BEGINS_WITH = 8  # descriptors that a context, its threads and its first socket need
 
 
-class Context(zmq.Context["zmq.Socket[bytes]"]):
+class ZmqContext(zmq.Context["zmq.Socket[bytes]"]):
     """A context that closes its sockets when it is garbage-collected.
 
     `zmq.Context` has weak references to its sockets. The garbage collector clears these before it calls
@@ -48,14 +48,14 @@ class Context(zmq.Context["zmq.Socket[bytes]"]):
             self.term()
 
 
-def begin() -> Context:
+def begin() -> ZmqContext:
     """Create a context.
 
     Raises:
         OSError: this process has no descriptors left.
     """
     check_descriptors()
-    return Context()
+    return ZmqContext()
 
 
 def check_descriptors() -> None:
@@ -69,7 +69,7 @@ def check_descriptors() -> None:
             spare.callback(os.close, os.eventfd(0))
 
 
-async def end(context: Context) -> None:
+async def end(context: ZmqContext) -> None:
     """Terminate a context whose sockets are closed, after they have sent their messages or timed out.
 
     Cancelling ends the wait, but the context terminates nevertheless.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import zmq
 
-from aiotensor.channel.endings import Ending
+from aiotensor.channel.connection_end import ConnectionEnd
 from aiotensor.channel.options import Address, Target
 from aiotensor.channel.resolving import Lookup
 from aiotensor.runtime.logs import logger_of
@@ -69,7 +69,7 @@ class Dialer:
         self._lookups: dict[Lookup, float] = {}  # and when they began
         self._looked_up_at: float | None = None
         self._is_reported = False
-        self._ending: Ending | None = None  # of the connection whose handshake has not ended
+        self._end_of_handshake: ConnectionEnd | None = None  # of the connection whose handshake has not ended
         self._ended_handshakes: Counter[Target] = Counter()  # in a row, by the server at each address
 
     def begin(self) -> None:
@@ -98,7 +98,7 @@ class Dialer:
         Args:
             descriptor: of the connection in this process.
         """
-        self._ending = Ending(descriptor)
+        self._end_of_handshake = ConnectionEnd(descriptor)
 
     def refused(self, error: int) -> bool:
         """Return whether a server has ended so many handshakes in a row that it must have other keys.
@@ -109,7 +109,7 @@ class Dialer:
         Args:
             error: errno, as ZeroMQ reports it.
         """
-        if self._ending is None or not self._ending.is_clean(error):
+        if self._end_of_handshake is None or not self._end_of_handshake.is_clean(error):
             return self.unreachable()
         self._ended_handshakes[self._tried] += 1
         return self._ended_handshakes[self._tried] >= _HANDSHAKES
@@ -173,9 +173,9 @@ class Dialer:
             self._timer = None
 
     def _forget_connection(self) -> None:
-        if self._ending is not None:
-            self._ending.close()
-            self._ending = None
+        if self._end_of_handshake is not None:
+            self._end_of_handshake.close()
+            self._end_of_handshake = None
 
     # Names
 

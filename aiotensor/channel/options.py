@@ -11,13 +11,14 @@ from urllib.parse import urlsplit
 import zmq
 from zmq.utils import z85
 
-from aiotensor.protocol.exchange import MAX_HEADER_BYTES, PartLimits
+from aiotensor.protocol.exchange import MAX_HEADER_BYTES
+from aiotensor.protocol.parts import PartLimits
 from aiotensor.transports.address import socket_path
 from aiotensor.types import MAX_NUMBER
 
 __all__ = [
     "Address",
-    "Key",
+    "CurveKey",
     "Target",
     "client_keys",
     "limits",
@@ -29,7 +30,7 @@ __all__ = [
     "target_of",
 ]
 
-Key: TypeAlias = str | bytes
+CurveKey: TypeAlias = str | bytes
 
 _KEY_BYTES = 32
 
@@ -114,8 +115,8 @@ def parse(address: str, *, has_keys: bool, how: str, is_client: bool = False) ->
     is_local = _is_loopback(host)
     if not is_local and not has_keys:
         raise ValueError(
-            f"anybody could connect to {address}: give {how}, made by zmq.curve_keypair(), or use ipc:// or "
-            "the address 127.0.0.1"
+            f"any machine that reaches {address} could connect: give {how}, made by zmq.curve_keypair(), or "
+            "use ipc:// or the address 127.0.0.1"
         )
     return Address(address, targets, host, port, None, is_local)
 
@@ -165,7 +166,7 @@ def _is_loopback(host: str) -> bool:
         return False  # a wildcard, or a name, which may resolve to any address
 
 
-def client_keys(secret_key: Key | None, server_key: Key | None) -> dict[int, int | bytes]:
+def client_keys(secret_key: CurveKey | None, server_key: CurveKey | None) -> dict[int, int | bytes]:
     """Return the CURVE options of a client's socket; none if it has no keys.
 
     Raises:
@@ -185,7 +186,7 @@ def client_keys(secret_key: Key | None, server_key: Key | None) -> dict[int, int
 
 
 def server_keys(
-    secret_key: Key | None, clients: Collection[Key]
+    secret_key: CurveKey | None, clients: Collection[CurveKey]
 ) -> tuple[dict[int, int | bytes], frozenset[bytes]]:
     """Return the CURVE options of a server's socket, and the public keys of its clients.
 
@@ -201,7 +202,7 @@ def server_keys(
     return {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: _key("secret_key", secret_key)}, public
 
 
-def _key(name: str, value: Key) -> bytes:
+def _key(name: str, value: CurveKey) -> bytes:
     """Check a CURVE key."""
     if not isinstance(value, str | bytes):
         raise TypeError(f"{name} has keys as zmq.curve_keypair() makes them, of 40 characters, got {value!r}")

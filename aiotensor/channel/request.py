@@ -1,38 +1,36 @@
 """A message that the server has taken, with the methods that answer it."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
-from aiotensor.channel.asked import Asked
 from aiotensor.channel.cancelling import CancelOnce
+from aiotensor.channel.remote_client import IncomingRequest
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.protocol.exchange import Cause
 from aiotensor.runtime.affinity import LoopAffinity
 from aiotensor.runtime.logs import logger_of
 
-__all__ = ["Answerer", "Request", "cause_of"]
+__all__ = ["Answerer", "Request", "cause_of", "leave", "reply_while_wanted"]
 
 logger = logger_of("channel")
 
 M = TypeVar("M")
 
 
-class Answerer(NamedTuple):
-    """The functions of the server that answer a request.
+class Answerer(Protocol):
+    """Answers the requests of a server."""
 
-    Attributes:
-        answer: sends the answer in a box, and returns whether a client waited for it.
-        fail: sends an error instead, and returns whether a client waited.
-        free: empties a box that holds the message.
-        home: the `LoopAffinity` of the server.
-    """
+    affinity: LoopAffinity
 
-    answer: Callable[[Asked, list[object]], Awaitable[bool]]
-    fail: Callable[[Asked, Cause], bool]
-    free: Callable[[Asked, list[Any]], None]
-    home: LoopAffinity
+    async def answer(self, incoming: IncomingRequest, box: list[object]) -> bool:
+        """Send the answer in a box, and return whether a client waited for it."""
+
+    def fail(self, incoming: IncomingRequest, cause: Cause) -> bool:
+        """Send an error instead, and return whether a client waited."""
+
+    def free(self, incoming: IncomingRequest, box: list[Any]) -> None:
+        """Empty a box that holds the message."""
 
 
 class Request(Generic[M]):
@@ -57,12 +55,12 @@ class Request(Generic[M]):
     without an answer gets `PeerLostError` too.
     """
 
-    def __init__(self, asked: Asked, message: M, answerer: Answerer) -> None:
+    def __init__(self, incoming: IncomingRequest, message: M, answerer: Answerer, owner: object) -> None:
         self._message: M | None = message
-        self._asked = asked
+        self._incoming = incoming
         self._answerer = answerer
+        self._owner = owner  # the server, which is not garbage-collected before its requests
         self._is_answered = False
-        self._block: CancelOnce | None = None
 
     def __repr__(self) -> str:
         state = "answered" if self._is_answered else "unanswered" if self.is_wanted else "not wanted"
@@ -78,12 +76,12 @@ class Request(Generic[M]):
     @property
     def client_pid(self) -> int:
         """The process id of the client, as the client reports it."""
-        return self._asked.client.pid
+        return self._incoming.client.pid
 
     @property
     def is_wanted(self) -> bool:
         """Whether the client still waits for an answer."""
-        return self._asked.is_wanted
+        return self._incoming.is_wanted
 
     async def reply(self, answer: object) -> bool:
         """Answer, and return whether the client still waited for it.
@@ -118,9 +116,9 @@ class Request(Generic[M]):
         box = [answer]
         del answer
         try:
-            was_wanted = await self._answerer.answer(self._asked, box)
+            was_wanted = await self._answerer.answer(self._incoming, box)
         except BaseException:
-            self._is_answered = not self._asked.is_wanted
+            self._is_answered = not self._incoming.is_wanted
             raise
         self._release()
         return was_wanted
@@ -140,36 +138,32 @@ class Request(Generic[M]):
         return self._fail(error)
 
     async def __aenter__(self) -> Self:
-        if self._block is not None:
+        if self._incoming.block is not None:
             raise UsageError("the block of a request is entered once")
-        self._block = CancelOnce()
-        self._block.__enter__()
-        if not self.is_wanted and self._asked.wants_answer:
-            self._block.cancel()
+        block = self._incoming.block = CancelOnce()
+        block.__enter__()
+        if not self._incoming.is_wanted and self._incoming.wants_answer:
+            block.cancel()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if self._block is None:
+        block = self._incoming.block
+        if block is None:
             raise AssertionError("a block that is left was entered")
-        if self._answerer.home.is_left_in_child(error):
+        if self._answerer.affinity.is_left_in_child(error):
             return False
-        was_cancelled = self._block.__exit__(kind, error, trace)
+        was_cancelled = block.__exit__(kind, error, trace)
         self._leave(None if was_cancelled else error)
         if isinstance(error, asyncio.CancelledError) and not was_cancelled and not _is_being_cancelled():
             self._log_failure(error)  # a future that the handler awaited was cancelled
         return was_cancelled or isinstance(error, Exception)
 
-    def _never_begun(self) -> None:
-        """Fail the request if its task was cancelled before entering the block."""
-        if self._block is None:
-            self._leave(asyncio.CancelledError())
-
     def _leave(self, error: BaseException | None) -> None:
         """End the block: release the message, and send an error if there was no answer."""
         self._release()
-        if self.is_wanted and not self._is_answered:
+        if self._incoming.is_wanted and not self._is_answered:
             self._is_answered = True
             self._fail(UsageError("the server's handler gave no answer") if error is None else error)
         if isinstance(error, Exception) and not isinstance(error, ClosedError):
@@ -190,15 +184,10 @@ class Request(Generic[M]):
 
     def _release(self) -> None:
         """Release the message; a large one is freed in a thread, if nothing else refers to it."""
-        if self._asked.is_large and self._message is not None:
+        if self._incoming.is_large and self._message is not None:
             box, self._message = [self._message], None
-            self._answerer.free(self._asked, box)
+            self._answerer.free(self._incoming, box)
         self._message = None
-
-    def _cancel(self) -> None:
-        """Cancel the task in the block, because the client no longer waits for an answer."""
-        if self._block is not None:
-            self._block.cancel()
 
     def _answer_once(self) -> None:
         if self._is_answered:
@@ -207,7 +196,22 @@ class Request(Generic[M]):
 
     def _fail(self, error: BaseException | str) -> bool:
         cause = Cause("Exception", error) if isinstance(error, str) else cause_of(error)
-        return self._answerer.fail(self._asked, cause)
+        return self._answerer.fail(self._incoming, cause)
+
+
+async def reply_while_wanted(request: Request[Any], answer: object) -> bool:
+    """Answer as `Request.reply` does, but end the wait if the client disconnects.
+
+    A thread has no task to cancel, and a reply that no client waits for might wait for a permit forever.
+    """
+    with CancelOnce() as request._incoming.block:
+        return await request.reply(answer)
+    return False
+
+
+def leave(request: Request[Any], error: BaseException | None) -> None:
+    """End the block of a request in a thread, as `Request.__aexit__` does in a task."""
+    request._leave(error)
 
 
 def _is_being_cancelled() -> bool:

@@ -1,36 +1,37 @@
 """The server: receives messages from clients and answers them."""
 
-import asyncio
-import weakref
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import closing, suppress
-from typing import Any, Generic, Self, TypeVar
-
-import torch
+from contextlib import closing, nullcontext
+from typing import Generic, NamedTuple, Self, TypeVar
 
 from aiotensor.channel import options
-from aiotensor.channel.asked import Asked, Limits, State, await_tensors, take_tensors
 from aiotensor.channel.clients import Clients
-from aiotensor.channel.endpoint import Endpoint
-from aiotensor.channel.options import Key
-from aiotensor.channel.parcels import Disposal, Loans, check_parts, discard, pack, unpack
-from aiotensor.channel.request import Answerer, Request, cause_of
+from aiotensor.channel.incoming_requests import IncomingRequests
+from aiotensor.channel.listener import MessageListener
+from aiotensor.channel.options import CurveKey
+from aiotensor.channel.remote_client import IncomingRequest
+from aiotensor.channel.request import Request
 from aiotensor.channel.serving import serve
-from aiotensor.channel.turns import Turns
 from aiotensor.codec import TensorDecoder
-from aiotensor.errors import ClosedError, ProtocolError, UsageError
-from aiotensor.protocol.exchange import Cause
+from aiotensor.errors import UsageError
+from aiotensor.protocol.server import ClientLimits
 from aiotensor.receiver import TensorReceiver
-from aiotensor.runtime.affinity import FreedItems, LoopAffinity, LoopObject
-from aiotensor.runtime.waiting import Waiters
+from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.sender import TensorSender
 from aiotensor.statistics.counters import new_counts, snapshot
 from aiotensor.transports.address import label_of
-from aiotensor.types import ServerStatistics, TensorHandle
+from aiotensor.types import ServerStatistics
 
-__all__ = ["MessageServer"]
+__all__ = ["MessageServer", "take_ready"]
 
 M = TypeVar("M")
+
+
+class _ServerParts(NamedTuple, Generic[M]):
+    """The parts of a server that exist once it is open."""
+
+    requests: IncomingRequests[M]
+    clients: Clients
 
 
 class MessageServer(LoopObject, Generic[M]):
@@ -98,53 +99,54 @@ class MessageServer(LoopObject, Generic[M]):
         max_body_bytes: int | None = 1 << 20,
         heartbeat_interval_s: float | None = None,
         heartbeat_timeout_s: float | None = None,
-        secret_key: Key | None = None,
-        client_keys: Collection[Key] = (),
+        secret_key: CurveKey | None = None,
+        client_keys: Collection[CurveKey] = (),
         linger_s: float = 1.0,
     ) -> None:
-        self._affinity = LoopAffinity("MessageServer")
+        self.affinity = LoopAffinity("MessageServer")
         keys, allowed = options.server_keys(secret_key, client_keys)
         parsed = options.parse(address, has_keys=bool(keys), how="secret_key and client_keys")
         parts = options.part_limits(max_part_bytes, max_body_bytes)
         limits = options.limits(
             [parsed], high_water_mark, parts.part_bytes, heartbeat_interval_s, heartbeat_timeout_s
         )
-        self._endpoint = Endpoint(parsed, {**limits, **keys}, allowed)
+        self._listener = MessageListener(parsed, {**limits, **keys}, allowed)
         self._linger_s = options.seconds("linger_s", linger_s)
         self._receiver = receiver
         self._senders = (sender,) if isinstance(sender, TensorSender) else tuple(sender)
         self._decoder: TensorDecoder[M] = TensorDecoder(message_type)
-        allowance = Limits(
+        self._limits = ClientLimits(
             None if max_clients is None else options.positive("max_clients", max_clients),
             options.positive("max_waiting", max_waiting),
             options.positive("max_waiting_bytes", max_waiting_bytes),
             parts,
         )
-        self._arriving: dict[Asked, asyncio.Task[None]] = {}  # waiting for tensors
-        self._waiters = Waiters()
         self._counts = new_counts(ServerStatistics)
-        receiver_id = "" if receiver is None else receiver.id
-        self._clients = Clients(allowance, receiver_id, self, self._waiters, self._counts)
-        self._ready = Turns()  # messages whose tensors have arrived
-        self._found: dict[Asked, list[torch.Tensor]] = {}  # tensors taken before decoding was cancelled
-        self._in_hand: set[Asked] = set()
-        self._waiting = self._waiting_bytes = 0
+        self._parts: _ServerParts[M] | None = None
 
     @property
     def address(self) -> str:
         """Where clients connect, with the actual port if 0 was given."""
-        return self._endpoint.address
+        return self._listener.address
 
     async def __aenter__(self) -> Self:
-        loop = self._affinity.enter()
-        self._loans, self._disposal = Loans(), Disposal()
-        self._dropped: FreedItems[Asked] = FreedItems(loop, self._requests_dropped)
+        self.affinity.enter()
+        receiver = "" if self._receiver is None else self._receiver.id
         try:
-            self._clients.socket = await self._endpoint.open(self._clients)
+            await self._listener.open()
+            self.affinity.check()  # another task may have closed it in the meantime
+            requests = IncomingRequests(
+                self._decoder, self._receiver, self._senders, self.affinity, self._counts
+            )
+            clients = Clients(
+                self._limits, receiver, requests, requests.waiters, self._counts, self._listener.listen
+            )
         except BaseException:
-            self._affinity.is_closed = True
+            await self._listener.close(0.0)
+            self.affinity.is_closed = True
             raise
-        self._affinity.settle(self, label_of(self.address))
+        self._parts = _ServerParts(requests, clients)
+        self.affinity.settle(self, label_of(self.address))
         return self
 
     def __aiter__(self) -> Self:
@@ -157,17 +159,30 @@ class MessageServer(LoopObject, Generic[M]):
         Cancelling loses nothing. Ends when this server is closed. Does not suspend if a small request is
         ready.
         """
-        if self._affinity.is_closed:
+        if self.affinity.is_closed:
             raise StopAsyncIteration
-        self._affinity.check()
+        taken = await self._take()
+        if taken is None:
+            raise StopAsyncIteration
+        return taken[1]
+
+    async def _take(self) -> tuple[IncomingRequest, Request[M]] | None:
+        """Wait for a request, and take it; return None once this server is closed."""
+        requests = self._opened()
         while True:
-            while self._ready:
-                request = await self._take(self._ready.take())
-                if request is not None:
-                    return request
-            if self._affinity.is_closed:
-                raise StopAsyncIteration
-            await self._waiters.wait()
+            while requests.ready:
+                taken = await requests.take(self)
+                if taken is not None:
+                    return taken
+            if self.affinity.is_closed:
+                return None
+            await requests.waiters.wait()
+
+    def _opened(self) -> IncomingRequests[M]:
+        self.affinity.check()
+        if self._parts is None:
+            raise UsageError("this MessageServer is being opened: wait until `async with` has entered it")
+        return self._parts.requests
 
     async def serve(
         self, handler: Callable[[M], Awaitable[object]], *, max_concurrent: int | None = None
@@ -190,25 +205,24 @@ class MessageServer(LoopObject, Generic[M]):
             ClosedError: it was closed before.
             ValueError: `max_concurrent` is not positive.
         """
-        turns = None
         if max_concurrent is not None:
-            turns = asyncio.Semaphore(options.positive("max_concurrent", max_concurrent))
-        self._affinity.check()
-        await serve(self, handler, turns)
+            options.positive("max_concurrent", max_concurrent)
+        await serve(self._take, handler, max_concurrent, self._opened().fail_unstarted)
 
     def statistics(self) -> ServerStatistics:
         """Return the current state and the counters; works after closing too."""
-        self._affinity.check_place()
+        self.affinity.check_place()
+        parts = self._parts
         return snapshot(
             ServerStatistics,
             self._counts,
-            clients=len(self._clients),
-            max_clients=self._clients.limits.clients,
-            waiting=self._waiting,
-            max_waiting=self._clients.limits.waiting,
-            waiting_bytes=self._waiting_bytes,
-            max_waiting_bytes=self._clients.limits.waiting_bytes,
-            in_hand=len(self._in_hand),
+            clients=0 if parts is None else len(parts.clients),
+            max_clients=self._limits.clients,
+            waiting=0 if parts is None else parts.requests.waiting,
+            max_waiting=self._limits.waiting,
+            waiting_bytes=0 if parts is None else parts.requests.waiting_bytes,
+            max_waiting_bytes=self._limits.waiting_bytes,
+            in_hand=0 if parts is None else parts.requests.in_hand,
         )
 
     async def aclose(self) -> None:
@@ -217,200 +231,31 @@ class MessageServer(LoopObject, Generic[M]):
         Waits until answers are sent, at most `linger_s` seconds. Cancelling ends the wait. Closing again
         does nothing.
         """
-        self._affinity.check_place()
-        was_open, self._affinity.is_closed = self._affinity.is_open, True
+        self.affinity.check_place()
+        was_open, self.affinity.is_closed = self.affinity.is_open, True
         if not was_open:
             return
-        self._clients.say_farewell()
-        for asked in (*self._ready, *self._arriving):  # of clients that have disconnected
-            self._drop(asked)
-        self._in_hand.clear()
-        self._waiters.wake()
-        with self._affinity.leaving(), closing(self._disposal):
-            await self._endpoint.close(self._linger_s)
-
-    # Events of clients
-
-    def _asked(self, asked: Asked) -> None:
-        """Queue a new message, after its tensors have arrived."""
-        self._counts["messages_received"] += 1
-        self._waiting += 1
-        self._waiting_bytes += asked.nbytes
-        if not asked.handles:
-            self._make_ready(asked)
-        elif self._receiver is None:
-            self._refuse(asked, ProtocolError("this server has no receiver for tensors that a sender sends"))
-        else:
-            waiting = await_tensors(asked, self._receiver, weakref.WeakMethod(self._tensors_came))
-            task = asyncio.get_running_loop().create_task(waiting)
-            if not task.done():  # an eager task may be
-                self._arriving[asked] = task
-
-    def _unwanted(self, asked: Asked, state: State) -> None:
-        """Release a message that was given up, and cancel the block of its request."""
-        self._counts["cancelled"] += 1
-        if state is State.WAITING:
-            self._stop_waiting(asked)
-        else:
-            request = None if asked.request is None else asked.request()
-            self._let_go(asked)
-            if isinstance(request, Request):
-                request._cancel()
-
-    def _is_arriving(self, asked: Asked) -> bool:
-        return asked in self._arriving
-
-    def _is_in_vain(self, asked: Asked) -> bool:
-        """Return whether a message waits for tensors of a sender that has never connected."""
-        receiver = self._receiver
-        if receiver is None or asked not in self._arriving:
-            return False
-        return not all(receiver._knows(handle.sender) for handle in asked.handles)
-
-    def _tensors_came(self, asked: Asked, error: Exception | None) -> None:
-        self._arriving.pop(asked, None)
-        if error is None:
-            self._make_ready(asked)
-        else:
-            self._refuse(asked, error)
-
-    def _make_ready(self, asked: Asked) -> None:
-        self._ready.add(asked)
-        self._waiters.wake()
-
-    # Taking
-
-    async def _take(self, asked: Asked) -> Request[M] | None:
-        """Return the request for a message, or None if it has ended; cancelling puts it back in front."""
-        try:
-            found = self._found.pop(asked, None) or []
-            try:
-                if asked.handles and self._receiver is not None:
-                    await take_tensors(self._receiver, asked.handles, found)
-                message: M = await unpack(self._decoder, asked.parts, found)
-            except asyncio.CancelledError:
-                if asked.state is State.WAITING and self._affinity.is_closed:
-                    self._drop(asked)
-                elif asked.state is State.WAITING:
-                    self._found[asked] = found
-                    self._ready.put_back(asked)
-                    self._waiters.wake()
-                raise
-        except Exception as error:  # noqa: BLE001 - decoding runs code of the user's type
-            self._refuse(asked, error)
-            return None
-        if asked.state is State.WAITING and self._affinity.is_closed:
-            self._drop(asked)
-        if asked.state is not State.WAITING:
-            # It was given up during decoding.
-            box = [message]
-            del message
-            self._free(asked, box)
-            return None
-        asked.state = State.IN_HAND
-        self._in_hand.add(asked)
-        request = Request(asked, message, Answerer(self._answer, self._fail, self._free, self._affinity))
-        dropped = self._dropped
-        asked.request = weakref.ref(request, lambda _: dropped(asked))  # does not keep this server alive
-        self._count_out(asked)  # last: sending credit may reveal that the client is gone
-        return request
-
-    def _refuse(self, asked: Asked, error: Exception) -> None:
-        """Answer a waiting message with an error, and release it."""
-        if asked.state is State.WAITING:
-            cause = cause_of(error)
-            asked.client.note_refusal(error, cause.text)
-            self._counts["failures"] += 1
-            self._clients.fail(asked, cause)
-            self._stop_waiting(asked)
-
-    def _drop(self, asked: Asked) -> None:
-        """Release a waiting message without notifying its client."""
-        self._clients.end(asked)
-        self._stop_waiting(asked)
-
-    def _stop_waiting(self, asked: Asked) -> None:
-        """Release a waiting message and its tensors."""
-        self._count_out(asked)
-        self._found.pop(asked, None)
-        task = self._arriving.pop(asked, None)
-        if task is not None:
-            task.cancel()
-        self._ready.remove(asked)
-        if self._receiver is not None and asked.handles:
-            with suppress(ClosedError, ValueError):
-                self._receiver.discard(asked.handles[0])
-
-    def _count_out(self, asked: Asked) -> None:
-        self._waiting -= 1
-        self._waiting_bytes -= asked.nbytes
-        self._disposal.let_go(asked.parts)
-        self._clients.take(asked)
-
-    # Answering
-
-    async def _answer(self, asked: Asked, box: list[object]) -> bool:
-        """Send the answer in a box, and return whether a client waited for it."""
-        self._affinity.check()
-        sender = asked.client.sender_among(self._senders)
-        was_wanted = asked.is_wanted and await self._send_answer(asked, box, sender)
-        if not was_wanted:
-            self._affinity.check()  # the server may have been closed
-        self._counts["answers"] += was_wanted
-        self._let_go(asked)
-        return was_wanted
-
-    def _fail(self, asked: Asked, cause: Cause) -> bool:
-        """Send a failure in place of an answer, and return whether the client still waited for it."""
-        self._affinity.check()
-        was_wanted = self._clients.fail(asked, cause)
-        self._counts["failures"] += was_wanted
-        self._let_go(asked)
-        return was_wanted
-
-    async def _send_answer(self, asked: Asked, box: list[object], sender: TensorSender | None) -> bool:
-        parcel = await pack(box, has_sender=sender is not None)
-        parts = parcel.parts
-        handles: tuple[TensorHandle, ...] = ()
-        try:
-            check_parts(parts, asked.client.limits, "client")
-            if sender is None and self._senders and len(parts) > 1:
-                asked.client.note_detour()
-            if sender is not None and parcel.tensors:
-                handles = await parcel.send_tensors(sender)
-            loan = self._loans.lend(parts)
-            was_wanted = await self._clients.answer(asked, parts, handles)
-        finally:
-            parcel.tensors.clear()
-            self._disposal.let_go(parts)
-            if not asked.is_answered:
-                discard(sender, handles)
-        if loan is not None and was_wanted:
-            await loan
-        return was_wanted
-
-    def _free(self, asked: Asked, box: list[Any]) -> None:
-        """Empty a box that holds a client's message, in a thread if freeing it may take long."""
-        if asked.is_large:
-            self._disposal.free(box)
-
-    def _let_go(self, asked: Asked) -> None:
-        """Mark a message as finished."""
-        asked.request = None
-        self._in_hand.discard(asked)
-        self._clients.end(asked)
-
-    def _requests_dropped(self, dropped: list[Asked]) -> None:
-        """Fail the requests that were garbage-collected without an answer."""
-        for asked in dropped:
-            if asked in self._in_hand and not self._affinity.is_closed:
-                if asked.is_wanted:
-                    asked.client.note_dropped_request()
-                # A signal or a cancellation may come between taking a request and entering its block.
-                self._fail(
-                    asked, Cause(UsageError.__name__, "it was dropped without an answer", is_loss=True)
-                )
+        parts = self._parts
+        if parts is not None:  # None: it is being opened by another task
+            parts.clients.close()
+            parts.requests.close()
+        with self.affinity.leaving(), nullcontext() if parts is None else closing(parts.requests.disposal):
+            await self._listener.close(self._linger_s)
 
     def _details(self) -> list[str]:
-        held = f"{len(self._clients)} clients, {self._waiting} messages waiting"
-        return [f"at {label_of(self.address)}", *([held] if self._affinity.is_open else [])]
+        details = [f"at {label_of(self.address)}"]
+        if self.affinity.is_open and self._parts is not None:
+            details.append(
+                f"{len(self._parts.clients)} clients, {self._parts.requests.waiting} messages waiting"
+            )
+        return details
+
+
+async def take_ready(server: MessageServer[M]) -> Request[M] | None:
+    """Take a request that is ready without waiting for one; None if there is none; for `blocking`."""
+    requests = server._opened()
+    while requests.ready:
+        taken = await requests.take(server)
+        if taken is not None:
+            return taken[1]
+    return None

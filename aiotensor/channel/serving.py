@@ -1,13 +1,14 @@
 """Answer requests, each in a separate task."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
 import anyio
 
+from aiotensor.channel.remote_client import IncomingRequest
 from aiotensor.channel.request import Request
 
 __all__ = ["serve"]
@@ -16,44 +17,48 @@ M = TypeVar("M")
 
 
 async def serve(
-    requests: AsyncIterator[Request[M]],
+    take: Callable[[], Awaitable[tuple[IncomingRequest, Request[M]] | None]],
     handler: Callable[[M], Awaitable[object]],
-    turns: asyncio.Semaphore | None,
+    max_concurrent: int | None,
+    fail_unstarted: Callable[[IncomingRequest], None],
 ) -> None:
     """Answer each request with the result of a function, until there are no more.
 
     Cancelling cancels the tasks, once, and waits until they have ended.
 
     Args:
-        requests: yields the requests.
+        take: waits for a request, and returns it; None if there are no more.
         handler: called with each message; returns the answer.
-        turns: limits the requests that are handled at once; None for no limit.
+        max_concurrent: the most requests that are handled at once; None for no limit.
+        fail_unstarted: called with a request whose task was cancelled, perhaps before it began.
     """
+    limiter = None if max_concurrent is None else asyncio.Semaphore(max_concurrent)
     answering: set[asyncio.Task[None]] = set()
 
     async def answer(request: Request[M]) -> None:
         async with request:
             await request.reply(await handler(request.message))
 
-    def ended(request: Request[M], task: asyncio.Task[None]) -> None:
+    def ended(taken: tuple[IncomingRequest, Request[M]], task: asyncio.Task[None]) -> None:
         answering.discard(task)
-        if turns is not None:
-            turns.release()
+        if limiter is not None:
+            limiter.release()
         if task.cancelled():
-            request._never_begun()
+            incoming, _ = taken  # until now, or an unstarted request would count as dropped
+            fail_unstarted(incoming)
 
     async with asyncio.TaskGroup() as group:
         try:
             while True:
-                if turns is not None:
-                    await turns.acquire()
-                request = await anext(requests, None)
-                if request is None:
+                if limiter is not None:
+                    await limiter.acquire()
+                taken = await take()
+                if taken is None:
                     break
-                task = group.create_task(answer(request))
+                task = group.create_task(answer(taken[1]))
                 answering.add(task)
-                task.add_done_callback(partial(ended, request))
-                del request, task  # or its tensors would live until the next one arrives
+                task.add_done_callback(partial(ended, taken))
+                del taken, task  # or its tensors would live until the next one arrives
             while answering:
                 await asyncio.wait(answering)
         except asyncio.CancelledError:

@@ -30,7 +30,7 @@ def _nowhere(handle: object) -> torch.Tensor:
     raise ProtocolError(f"the peer left a tensor elsewhere, and nobody here can find it: {handle!r:.64}")
 
 
-class _Parts:
+class _Decoding:
     """What one message consists of, while it is being decoded."""
 
     def __init__(self, buffers: list[memoryview], find: Find) -> None:
@@ -87,7 +87,7 @@ class _Parts:
 class _Current(threading.local):
     """The message that this thread is decoding."""
 
-    parts = _Parts([], _nowhere)
+    parts = _Decoding([], _nowhere)
 
 
 class TensorDecoder(Generic[T]):
@@ -138,7 +138,7 @@ class TensorDecoder(Generic[T]):
         if not parts:
             raise ProtocolError("the peer sent a message of no parts")
         body, *buffers = parts
-        now = _Parts([memoryview(part) for part in buffers], self._find if find is None else find)
+        now = _Decoding([memoryview(part) for part in buffers], self._find if find is None else find)
         outer, self._current.parts = self._current.parts, now  # `find` may be decoding another message
         try:
             message = self._decoder.decode(body)

@@ -41,7 +41,7 @@ def _not_mine(source: Source) -> None:
     return None
 
 
-class _Parts:
+class _Encoding:
     """The buffers of one message, while its body is being encoded."""
 
     __slots__ = ("buffers", "left", "pack")
@@ -94,7 +94,7 @@ class SourceEncoder:
             UnicodeEncodeError: a text in it has a lone surrogate.
             OSError: no memory is left for a copy.
         """
-        parts = _Parts(self._max_inline_bytes)
+        parts = _Encoding(self._max_inline_bytes)
 
         def encode_other(value: object) -> msgspec.msgpack.Ext:
             return self._encode_tensor(value, parts)
@@ -104,7 +104,7 @@ class SourceEncoder:
             parts.buffers.append(bytes(parts.pack))
         return [body, *parts.buffers]
 
-    def _encode_tensor(self, value: object, parts: _Parts) -> msgspec.msgpack.Ext:
+    def _encode_tensor(self, value: object, parts: _Encoding) -> msgspec.msgpack.Ext:
         if not isinstance(value, _TENSORS):
             raise TypeError(
                 f"a message cannot hold a {type(value).__name__!r}: use a msgspec Struct, a dataclass, a "

@@ -163,7 +163,7 @@ async def _limited(request: web.Request, limits: RequestLimits) -> AsyncIterator
         SlowUploadError: the client sent the body too slowly.
         OverdueError: the response had not begun at the deadline.
     """
-    watch = _Watch(request, limits)
+    watch = _UploadWatch(request, limits)
     try:
         async with watch.timeout:
             yield
@@ -179,7 +179,7 @@ async def _limited(request: web.Request, limits: RequestLimits) -> AsyncIterator
         watch.stop()
 
 
-class _Watch:
+class _UploadWatch:
     """Watch one request; belongs to its task.
 
     aiohttp does not report when a handler waits for the body. So this looks at the transport in intervals:

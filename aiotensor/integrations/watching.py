@@ -47,7 +47,7 @@ def watch(scope: Scope, limits: RequestLimits) -> None:
     if scope["type"] != "http":
         return  # the handler of a web socket is notified when it receives
     request = scope.get(_KEY)
-    if not isinstance(request, _Request):
+    if not isinstance(request, _WatchedRequest):
         raise UsageError("the application does not watch its clients: call install(app) when it is made")
     request.watch(limits)
 
@@ -69,7 +69,7 @@ class WatchRequests:
             return
         # Two scopes, so that the inner one can end the cancellation by the outer one.
         with anyio.CancelScope() as cancel_scope, anyio.CancelScope() as app_scope:
-            request = scope[_KEY] = _Request(cancel_scope, receive, send)
+            request = scope[_KEY] = _WatchedRequest(cancel_scope, receive, send)
             try:
                 await _cancelled_once(self._serve(scope, request), cancel_scope, app_scope)
             except ClientDisconnect:
@@ -89,7 +89,7 @@ class WatchRequests:
                 extra={"event": "request_cancelled", "method": scope["method"], "path": scope["path"]},
             )
 
-    async def _serve(self, scope: Scope, request: "_Request") -> None:
+    async def _serve(self, scope: Scope, request: "_WatchedRequest") -> None:
         await self._app(scope, request.receive, request.send)
 
 
@@ -129,7 +129,7 @@ def _cancelled_once(
             del waits_for  # a future refers to its error
 
 
-class _Request:
+class _WatchedRequest:
     """One request. All of its messages pass through here, since a server supports only one receiving call.
 
     For a watched request, this receives ahead of the application: one piece of the body, which is kept until

@@ -4,13 +4,16 @@ The object of each role derives from `Connection`. It performs no I/O: received 
 frames, which serve as events, and commands produce frames to send. Its owner passes both from and to a
 socket, and closes that when the state is CLOSED.
 
-    OPENING --hello of the peer, of this version--> OPEN
-       |                                             |
-       '--Close, either way; violation; refusal------+--> CLOSED
+    OPENING --hello of the peer, accepted--> OPEN --Close, violation, refusal, loss--> CLOSED
+       |                                                                                 ^
+       '--Close, violation, refusal, loss------------------------------------------------'
+
+A violation or a refusal may come from either side; a loss is the end of the socket.
 
 The connecting side sends its hello first, and its kind determines the roles of both sides. The accepting
 side answers with its own hello; if it refuses the peer, a `Close` with the reason follows. Each side sends
-one hello, and nothing after a `Close`. A peer of another version is refused.
+one hello, and nothing after a `Close`: commands have no effect on a closed connection, and the peer's records
+are ignored. A peer of another version is refused.
 """
 
 import enum
@@ -52,10 +55,12 @@ class Loss(NamedTuple):
     Attributes:
         error: the error to raise in calls that wait for the peer.
         is_retried: whether to connect again automatically.
+        reason: the part of the error's text that does not name the peer, for logs.
     """
 
     error: PeerLostError | RefusedError
     is_retried: bool
+    reason: str = ""
 
 
 def mismatch(theirs: int, ours: int) -> str | None:
@@ -74,13 +79,15 @@ class Connection:
     Args:
         role: the role of this end, for the texts of errors, such as ``"sender"``.
         peer: the other end, for the texts of errors, such as ``"the receiver"``.
+        where: the address of the peer, for the texts of errors; "" to omit it.
     """
 
-    def __init__(self, role: str, peer: str) -> None:
+    def __init__(self, role: str, peer: str, where: str = "") -> None:
         self.state = ConnectionState.OPENING
         self.peer_pid: int | None = None  # as the peer states it
         self._role = role
         self._peer = peer
+        self._where = f" at {where}" if where else ""
 
     @property
     def is_closed(self) -> bool:
@@ -99,13 +106,19 @@ class Connection:
             ProtocolError: it is the second hello.
             RefusedError: the peer has another version.
         """
+        reason = self.record_hello(version, pid, ours)
+        if reason is not None:
+            raise self.refused(reason).error
+
+    def record_hello(self, version: int, pid: int, ours: int) -> str | None:
+        """Record the hello of the peer, and return the reason if its version has to be refused.
+
+        Arguments and errors are those of `accept_hello`, except for `RefusedError`.
+        """
         if self.peer_pid is not None:
             raise ProtocolError("it sent a second hello")
         self.peer_pid = pid
-        reason = mismatch(version, ours)
-        if reason is not None:
-            self.state = ConnectionState.CLOSED
-            raise self.refused(reason).error
+        return mismatch(version, ours)
 
     def check_open(self) -> None:
         """Check that the peer has sent its hello, and this side has accepted it.
@@ -118,7 +131,6 @@ class Connection:
 
     def closed(self, close: Close) -> Loss:
         """End the connection because of a `Close` of the peer."""
-        self.state = ConnectionState.CLOSED
         if not close.reason:
             return self.lost("it closed", is_retried=True)
         if close.is_refusal:
@@ -127,26 +139,29 @@ class Connection:
 
     def violated(self, error: ProtocolError) -> Loss:
         """End the connection because the peer violated the protocol."""
-        self.state = ConnectionState.CLOSED
         loss = self.lost(f"it broke the protocol: {error}", is_retried=False)
         # A new exception without a traceback: the traceback of the original one keeps the record alive.
         loss.error.__cause__ = ProtocolError(*error.args)
         return loss
 
     def lost(self, reason: str, *, is_retried: bool) -> Loss:
-        """Return the loss of the peer.
+        """End the connection because the peer is gone.
 
         Args:
             reason: the reason, as a clause after "the receiver is gone".
             is_retried: whether to connect again automatically.
         """
-        return Loss(PeerLostError(f"{self._name} is gone: {reason}", pid=self.peer_pid), is_retried)
+        self.state = ConnectionState.CLOSED
+        error = PeerLostError(f"{self._name} is gone: {reason}", pid=self.peer_pid)
+        return Loss(error, is_retried, reason)
 
     def refused(self, reason: str) -> Loss:
-        """Return the refusal of this end by the peer, because of a limit or its version."""
+        """End the connection because the peer refuses this end, or has another version."""
+        self.state = ConnectionState.CLOSED
         error = RefusedError(f"{self._name} refused this {self._role}: {reason}", pid=self.peer_pid)
-        return Loss(error, is_retried=False)
+        return Loss(error, is_retried=False, reason=reason)
 
     @property
     def _name(self) -> str:
-        return self._peer if self.peer_pid is None else f"{self._peer} (pid {self.peer_pid})"
+        pid = "" if self.peer_pid is None else f" (pid {self.peer_pid})"
+        return f"{self._peer}{pid}{self._where}"

@@ -1,45 +1,41 @@
-"""The protocol between the clients and the server of messages, with the only code that decodes it.
+"""The frames between the clients and the server of messages, with the only code that decodes them.
 
     client                                   server
       | ClientHello(version, pid, limit, ...)   |   once, first
       | --------------------------------------> |
-      |       ServerHello(version, pid, limits) |   once, first; the client asks nothing before it
+      |       ServerHello(version, pid, limits) |   once, first; the client sends no message before it
       | <-------------------------------------- |
       | Ask(number, body, handles, ...)         |
       | Cancel(number)                          |   the client no longer waits for the answer
       | --------------------------------------> |
       |      Answer(number, body, handles, ...) |
       |   Failure(number, type_name, text, ...) |   or an error in place of the answer
-      |                   Taken(messages, bytes)|   returns credit
-      |           Farewell(reason, is_refusal)  |   the last header
+      |                Credit(messages, bytes)  |
+      |              Close(reason, is_refusal)  |   the last frame
       | <-------------------------------------- |
 
 The server never stops reading. Its hello states how many messages, and how many bytes of them, a client may
 have waiting there. The server counts the messages that no longer wait, from the beginning of the connection,
-and returns the credit for them: in every answer, and in a `Taken` once half of the credit is to be returned.
+and returns the credit for them: in every answer, and in a `Credit` once half of the credit is to be returned.
 It adds the number of unfinished messages of other clients, so that clients of several servers can choose the
-one with the least load.
+one with the least load. A client closes without a frame.
 
-Each of these is the first part of a ZeroMQ message, the *header*. A large body of an `Ask` or an `Answer` is
-the second part, so that it is not copied into the header; the buffers beside the body follow. The `handles`
+Each frame is the first part of a ZeroMQ message, the *header*; `parts.py` describes the others. The `handles`
 name the tensors of the message that a sender has sent, and the body refers to them by their indexes in this
-tuple.
-
-Both hellos state the largest part, a body or a buffer, that their sender accepts, and the largest body. A
-message that exceeds them is not sent. If a peer sends one nevertheless, ZeroMQ closes the connection in the
-case of a large part, and the reader of a large body disconnects the peer without decoding the body.
+tuple. `client.py` and `server.py` contain the rules for the order of the frames.
 """
 
+from collections.abc import Callable
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
 from aiotensor.errors import ProtocolError
+from aiotensor.protocol.connection import Close
 from aiotensor.protocol.frames import MAX_TENSORS, Number
 from aiotensor.types import MAX_NUMBER, TensorHandle
 
 __all__ = [
-    "BODY_BYTES",
     "MAX_HEADER_BYTES",
     "VERSION",
     "Answer",
@@ -47,23 +43,18 @@ __all__ = [
     "Cancel",
     "Cause",
     "ClientHello",
+    "Credit",
     "Failure",
-    "Farewell",
     "FromClient",
     "FromServer",
-    "PartLimits",
     "ServerHello",
-    "Taken",
     "failure",
     "read_from_client",
     "read_from_server",
     "write",
 ]
 
-VERSION = 3
-
-# A body of at least this size is sent as a separate part.
-BODY_BYTES = 64 * 1024
+VERSION = 4
 
 # The headers of this library are shorter: a body or the text of an error, and the handles of all tensors.
 MAX_HEADER_BYTES = 1 << 20
@@ -88,18 +79,6 @@ class Cause(NamedTuple):
     type_name: str
     text: str
     is_loss: bool = False
-
-
-class PartLimits(NamedTuple):
-    """The limits of one side on the messages that it accepts; None for no limit.
-
-    Attributes:
-        part_bytes: the largest part, in bytes.
-        body_bytes: the largest body, in bytes.
-    """
-
-    part_bytes: int | None = None
-    body_bytes: int | None = None
 
 
 class ClientHello(msgspec.Struct, frozen=True, array_like=True, tag="client"):
@@ -177,32 +156,20 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
     is_loss: bool = False
 
 
-class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
+class Credit(msgspec.Struct, frozen=True, array_like=True, tag="credit"):
     """Return credit; the counts cover all messages of the connection that no longer wait."""
 
-    messages: Number
-    bytes: Number
+    taken: Number
+    taken_bytes: Number
     others: Number = 0
 
 
-class Farewell(msgspec.Struct, frozen=True, array_like=True, tag="farewell"):
-    """Close the connection. With a reason, the server rejects the client.
-
-    `is_refusal` means that retrying fails too, because of a limit or of the versions of the two sides.
-    """
-
-    reason: _Text = ""
-    is_refusal: bool = False
-
-
 FromClient = ClientHello | Ask | Cancel
-FromServer = ServerHello | Answer | Failure | Taken | Farewell
+FromServer = ServerHello | Answer | Failure | Credit | Close
 
 T = TypeVar("T")
 
-_encoder = msgspec.msgpack.Encoder()
-_from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
-_from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
+write: Callable[[FromClient | FromServer], bytes] = msgspec.msgpack.Encoder().encode
 
 
 def failure(number: int, cause: Cause, taken: int = 0, taken_bytes: int = 0, others: int = 0) -> Failure:
@@ -216,33 +183,27 @@ def _plain(text: str, length: int) -> str:
     return text[:length].encode(errors="backslashreplace").decode()[:length]
 
 
-def write(header: FromClient | FromServer) -> bytes:
-    """Encode a header."""
-    return _encoder.encode(header)
+def _reader(decoder: "msgspec.msgpack.Decoder[T]", peer: str) -> Callable[[bytes | memoryview], T]:
+    def read(header: bytes | memoryview) -> T:
+        """Decode a header.
+
+        Raises:
+            ProtocolError: it is no frame of this direction, a number is out of bounds, or it is too long.
+        """
+        if len(header) > MAX_HEADER_BYTES:
+            raise ProtocolError(
+                f"{peer} sent a header of {len(header)} bytes: at most {MAX_HEADER_BYTES} are read"
+            )
+        try:
+            return decoder.decode(header)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolError(f"{peer} sent a header that cannot be read: {error}") from error
+
+    return read
 
 
-def read_from_client(data: bytes | memoryview) -> FromClient:
-    """Decode a header that a client wrote.
+_from_client: "msgspec.msgpack.Decoder[FromClient]" = msgspec.msgpack.Decoder(FromClient)
+_from_server: "msgspec.msgpack.Decoder[FromServer]" = msgspec.msgpack.Decoder(FromServer)
 
-    Raises:
-        ProtocolError: the bytes are not such a header, a number in it is out of bounds, or it is too long.
-    """
-    return _read(_from_client, data, "a client")
-
-
-def read_from_server(data: bytes | memoryview) -> FromServer:
-    """Decode a header that a server wrote.
-
-    Raises:
-        ProtocolError: the bytes are not such a header, a number in it is out of bounds, or it is too long.
-    """
-    return _read(_from_server, data, "the server")
-
-
-def _read(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview, who: str) -> T:
-    if len(data) > MAX_HEADER_BYTES:
-        raise ProtocolError(f"{who} sent a header of {len(data)} bytes: at most {MAX_HEADER_BYTES} are read")
-    try:
-        return decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"{who} sent a header that cannot be read: {error}") from error
+read_from_client = _reader(_from_client, "a client")
+read_from_server = _reader(_from_server, "the server")

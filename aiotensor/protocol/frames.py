@@ -1,48 +1,55 @@
-"""The control frames, and the only place that turns them into bytes and back.
+"""The frames between a receiver and its peers, and the only code that encodes and decodes them.
 
     sender                                   receiver
-      | Hello(version, pid, sender, limits)     |   once, first
+      | Hello(version, pid, sender, limits)     |   alone in the first record
       | --------------------------------------> |
-      |           Welcome(version, pid, limits) |   once, first; says whether the sender is admitted
+      |           Welcome(version, pid, limits) |   the first frame; states whether the sender is admitted
       | <-------------------------------------- |
-      | Attach(segment)                         |   before the first tensor in it; its descriptor beside it
-      | Detach(segment)                         |   after the last one
+      | Attach(segment)                         |   before the first tensor in it, with its descriptor
       | Put(message, tensor, ..., last)         |   one for each tensor
       | End(message, count)                     |   or Put(last=True): the message is whole
-      | Discard(message)                        |   or: it never will be
+      | Discard(message)                        |   the sender withdraws the message
+      | StatisticsReply(statistics)             |   one for each StatisticsRequest
       | --------------------------------------> |
-      |                         Taken(messages) |   permits come back
-      |                     Discarded(messages) |   permits come back, nobody took them
-      |                         Release(blocks) |   memory comes back
+      |                         Taken(messages) |   returns permits
+      |                     Discarded(messages) |   returns permits of messages that no task will take
+      |                         Release(blocks) |   returns memory
+      |                     StatisticsRequest() |
       | <-------------------------------------- |
-      | Bye(reason)      either way         Bye |   what was sent before it still counts
+      | Close(reason)     either way            |   the last frame; earlier frames still count
       | <-------------------------------------> |
 
-    observer                       receiver                          sender
-      | Look(version, pid)           |                                 |   the one frame of its connection
+    inspector                      receiver                          sender
+      | Inspect(version, pid)        |                                 |   alone in the first record
       | ---------------------------> |                                 |
-      |   Welcome, Report(...), last | Inquire()                       |   to each sender that owes no answer
+      |  Welcome, ReceiverReport ... | StatisticsRequest()             |   to senders without a pending one
       | <--------------------------- | ------------------------------> |
-      |     Account(..., its sender) |                    Account(...) |   as each of them answers
+      |         StatisticsReply(...) |            StatisticsReply(...) |   forwarded as each sender replies
       | <--------------------------- | <------------------------------ |
 
-No frame names a kind of memory or of link: `placement` names who can open a `payload`, and file
-descriptors travel beside a frame, never in it. Frames are msgpack arrays whose first item is the tag;
-unknown trailing items are ignored, so a later version can add fields. A record of a link is an array of
-frames, so that those which meet in one turn of the loop travel together.
+No frame depends on a kind of memory or of transport: `placement` identifies the code that opens a `payload`,
+and file descriptors accompany a record. Frames are msgpack arrays whose first item is the tag; unknown
+trailing items are ignored, so a later version can add fields. A record is an array of frames: frames of one
+iteration of the event loop share a record.
 """
 
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec.structs import asdict, replace
 
 from aiotensor.errors import ProtocolError
-from aiotensor.types import MAX_ERROR_NAMES, MAX_NUMBER, Number, ReceiverStatistics, Seconds, Waits
+from aiotensor.protocol.connection import Close
+from aiotensor.types import MAX_NUMBER, Number, ReceiverStatistics, SenderStatistics
 
 __all__ = [
+    "ARENA",
+    "DECODE_ERRORS",
+    "FROM_SENDER",
+    "INLINE",
     "LEAST_FRAME_BYTES",
     "MAX_DIMENSIONS",
-    "MAX_ERROR_NAMES",
     "MAX_FRAMES",
     "MAX_HELLO_BYTES",
     "MAX_HOLDERS",
@@ -50,74 +57,82 @@ __all__ = [
     "MAX_RECORD_BYTES",
     "MAX_ROWS",
     "MAX_TENSORS",
+    "OPENING",
+    "TO_INSPECTOR",
+    "TO_SENDER",
     "VERSION",
-    "Account",
     "Attach",
-    "Bye",
-    "Detach",
     "Discard",
     "Discarded",
     "End",
+    "FromSender",
     "Hello",
-    "Holding",
-    "Inquire",
-    "Look",
+    "Inspect",
     "Number",
+    "Opening",
     "Put",
+    "ReceiverReport",
     "Release",
-    "Report",
-    "SenderRow",
+    "SenderSummary",
+    "StatisticsReply",
+    "StatisticsRequest",
     "Taken",
-    "ToObserver",
-    "ToReceiver",
+    "ToInspector",
     "ToSender",
     "Welcome",
-    "decode_to_observer",
-    "decode_to_receiver",
-    "decode_to_sender",
+    "bounded",
+    "decode",
     "encode",
+    "encode_record",
+    "unreadable",
 ]
 
-VERSION = 2
+VERSION = 3
 
-# More than any tensor of use has; the bound keeps frames small.
+# The placements: the payload of a tensor is its bytes, or their position in an attached segment.
+INLINE = "inline"
+ARENA = "arena"
+
+# The most dimensions of a tensor; practical tensors have fewer. The bound keeps frames small.
 MAX_DIMENSIONS = 64
 
-# The longest record. It must fit the send buffer of a local socket, 208 KiB by default on Linux.
+# The longest record. It must fit into the send buffer of a local socket, 208 KiB by default on Linux.
 MAX_RECORD_BYTES = 64 * 1024
 
-# What every receiver takes, and a sender keeps to until the `Welcome` allows more: room for one tensor
-# that rides in its frame.
+# The longest record that every receiver accepts. A sender sends longer ones only after a `Welcome` that
+# allows them. One tensor that is placed inline fits.
 LEAST_FRAME_BYTES = 16 * 1024
 
-# Of one record, which the event loop handles in one step: 64 KiB of the shortest frames took it 40 ms, and
-# as many as this 0.3 ms. A sender's outbox fills a record with no more.
+# The most frames in a record, which the event loop handles in one step: 64 KiB of the shortest frames took
+# 40 ms, this many take 0.3 ms.
 MAX_FRAMES = 32
 
-# Of one frame, for the same reason: each number is a message or a block that its receiver looks up.
+# The most numbers in a frame, for the same reason: each identifies a message or a block to be looked up.
 MAX_NUMBERS = 128
 
-# The longest record from a connection that is not identified. A `Hello` takes less than 400 bytes.
+# The longest record from an unidentified connection. A `Hello` has fewer than 400 bytes.
 MAX_HELLO_BYTES = 4 * 1024
 
-# Of one message. What rides in frames counts against no bytes of shared memory, so this bounds it.
+# The most tensors of a message. Tensors placed inline use no shared memory, so this bounds their bytes.
 MAX_TENSORS = 1024
 
-# Of a sender's permits and memory, whom its account names; the others hold theirs for less long.
+# The most holders in a `StatisticsReply`: those that have held their permits and memory for the longest time.
+# So the longest reply fits into a record of any receiver, and can be forwarded.
 MAX_HOLDERS = 8
 
-# Of senders in one report: so many fit a record, whatever they are called. Of more there are more reports.
+# The most senders in one `ReceiverReport`, which fit into a record with any names. More take more reports.
 MAX_ROWS = 128
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+OptionalName = Annotated[str, msgspec.Meta(max_length=64)]
 Numbers = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_NUMBERS)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """Introduce a sender and the limits that it will keep.
+    """Open the connection of a sender, and state the limits that it will keep.
 
-    Messages are numbered from `first_message`; those below it belonged to an earlier connection and will
-    not arrive any more.
+    Messages are numbered from `first_message`; earlier ones belong to an earlier connection, and will not
+    arrive any more.
     """
 
     version: int
@@ -128,25 +143,26 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     first_message: Number = 0
 
 
+class Inspect(msgspec.Struct, frozen=True, array_like=True, tag="inspect"):
+    """Open the connection of an inspector, which sends no other frame."""
+
+    version: int
+    pid: Number
+
+
 class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
-    """Hand over a segment of memory that tensors will lie in."""
+    """Share a segment of memory in which tensors will be placed; its descriptor accompanies the record."""
 
     segment: Number
     placement: Name
     nbytes: Number
 
 
-class Detach(msgspec.Struct, frozen=True, array_like=True, tag="detach"):
-    """Say that nothing more will be placed in a segment."""
-
-    segment: Number
-
-
 class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
-    """Announce one tensor; its bytes are in, or are named by, `payload`.
+    """Announce one tensor, whose bytes or their position are the `payload`.
 
-    `block` is the number of the block of memory that holds the bytes, to be given back in a
-    `Release`; None if there is nothing to give back.
+    `block` is the number of the block of memory that holds the bytes, for a later `Release`; None if there is
+    no block. `last` makes the message whole.
     """
 
     message: Number
@@ -163,115 +179,66 @@ class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """Say that a message is whole, and how many tensors it has."""
+    """Complete a message, and state the number of its tensors."""
 
     message: Number
     count: Number
 
 
 class Discard(msgspec.Struct, frozen=True, array_like=True, tag="discard"):
-    """Take a message back; a message that was already taken stays so."""
+    """Withdraw a message; has no effect on a message that was taken."""
 
     message: Number
 
 
-class Holding(msgspec.Struct, frozen=True, array_like=True):
-    """Who holds a permit or memory of a sender; see `Holder`."""
-
-    message: Number | None
-    state: Name
-    bytes: Number
-    seconds: Seconds
+class StatisticsRequest(msgspec.Struct, frozen=True, array_like=True, tag="statistics request"):
+    """Request the statistics of a sender for an inspector."""
 
 
-class Account(msgspec.Struct, frozen=True, array_like=True, tag="account"):
-    """Answer an `Inquire` with what a sender holds and has done; see `SenderStatistics`.
+class StatisticsReply(msgspec.Struct, frozen=True, array_like=True, tag="statistics reply"):
+    """Reply to a `StatisticsRequest`, with the longest holders only.
 
-    The receiver passes it on to those who look at it, with the id of the sender that gave it.
+    The receiver forwards it to inspectors, with the id of the sender.
     """
 
-    in_flight: Number
-    peak_in_flight: Number
-    waiting: Number
-    longest_wait_s: Seconds
-    bytes_in_use: Number
-    peak_bytes_in_use: Number
-    warm_bytes: Number
-    largest_free_bytes: Number
-    messages_sent: Number
-    messages_discarded: Number
-    tensors_sent: Number
-    bytes_sent: Number
-    receivers_lost: Number
-    permit_waits: Waits
-    memory_waits: Waits
-    tensors_copied: Number
-    bytes_copied: Number
-    errors: Annotated[dict[Name, Number], msgspec.Meta(max_length=MAX_ERROR_NAMES)]
-    holders: Annotated[tuple[Holding, ...], msgspec.Meta(max_length=MAX_HOLDERS)] = ()
-    sender: Annotated[str, msgspec.Meta(max_length=64)] = ""
-
-
-class Look(msgspec.Struct, frozen=True, array_like=True, tag="look"):
-    """Ask a receiver what it holds, in place of a `Hello`; nothing else is said on such a connection."""
-
-    version: int
-    pid: Number
-
-
-class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
-    """Close cleanly: nothing follows. A reason says that the other side is not welcome.
-
-    A sender whose process does not use its memory any more leaves it to the receiver, which then returns to
-    the system what it does not use either.
-
-    `is_refusal` says that a new attempt fails too, until a limit or the version of one side is changed.
-    `retry` says that another connection only replaced this one: a sender connects again automatically.
-    """
-
-    reason: Annotated[str, msgspec.Meta(max_length=1024)] = ""
-    uses_memory: bool = True
-    is_refusal: bool = False
-    retry: bool = False
+    statistics: SenderStatistics
+    sender: OptionalName = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """Answer a `Hello` or a `Look` with the longest record that the receiver takes, and the receiver's id.
+    """Answer a `Hello` or an `Inspect`.
 
-    `is_admitted` says that the sender of the `Hello` has a place. Without it a `Bye` with the reason follows.
+    `max_frame_bytes` is the longest record that the receiver accepts, `receiver` is its id. A sender that is
+    not admitted receives a `Close` with the reason next.
     """
 
     version: int
     pid: Number
     max_frame_bytes: Annotated[int, msgspec.Meta(ge=LEAST_FRAME_BYTES)] = LEAST_FRAME_BYTES
-    receiver: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    receiver: OptionalName = ""
     is_admitted: bool = False
 
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
-    """Say that all tensors of these messages were taken."""
+    """Return the permits of messages whose tensors were all taken."""
 
     messages: Numbers
 
 
 class Discarded(msgspec.Struct, frozen=True, array_like=True, tag="discarded"):
-    """Say that the receiver gave these messages up."""
+    """Return the permits of messages that the receiver discarded."""
 
     messages: Numbers
 
 
 class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
-    """Give blocks back; a number stands here once for each `Put` that named it."""
+    """Return blocks of memory. Each `Put` that named a block is answered by one occurrence of its number."""
 
     blocks: Numbers
 
 
-class Inquire(msgspec.Struct, frozen=True, array_like=True, tag="inquire"):
-    """Ask a sender for its account: somebody looks at the receiver."""
-
-
-class SenderRow(msgspec.Struct, frozen=True, array_like=True):
-    """What a receiver itself knows of one of its senders."""
+class SenderSummary(msgspec.Struct, frozen=True, array_like=True):
+    """The receiver's own knowledge of one of its senders."""
 
     sender: Name
     pid: Number
@@ -283,67 +250,77 @@ class SenderRow(msgspec.Struct, frozen=True, array_like=True):
     leased_bytes: Number
 
 
-class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
-    """Answer a `Look` with what the receiver knows; its senders may take several, up to the `last`."""
+class ReceiverReport(msgspec.Struct, frozen=True, array_like=True, tag="receiver report"):
+    """Answer an `Inspect`; many senders take several reports, up to the `last`."""
 
     statistics: ReceiverStatistics
-    senders: Annotated[tuple[SenderRow, ...], msgspec.Meta(max_length=MAX_ROWS)]
+    senders: Annotated[tuple[SenderSummary, ...], msgspec.Meta(max_length=MAX_ROWS)]
     last: bool = True
 
 
-ToReceiver = Hello | Attach | Detach | Put | End | Discard | Account | Look | Bye
-ToSender = Welcome | Taken | Discarded | Release | Inquire | Bye
-ToObserver = Welcome | Report | Account | Bye
+Opening = Hello | Inspect
+FromSender = Attach | Put | End | Discard | StatisticsReply | Close
+ToSender = Welcome | Taken | Discarded | Release | StatisticsRequest | Close
+ToInspector = Welcome | ReceiverReport | StatisticsReply | Close
 
-_A_RECORD = msgspec.Meta(max_length=MAX_FRAMES)
-_encoder = msgspec.msgpack.Encoder()
-_to_receiver: msgspec.msgpack.Decoder[list[ToReceiver]] = msgspec.msgpack.Decoder(
-    Annotated[list[ToReceiver], _A_RECORD]
+Frame = Opening | FromSender | ToSender | ToInspector
+Frames = TypeVar("Frames")
+Statistics = TypeVar("Statistics", SenderStatistics, ReceiverStatistics)
+
+# Encodes a sequence of frames as one record.
+encode_record: Callable[[Sequence[object]], bytes] = msgspec.msgpack.Encoder().encode
+
+_record = msgspec.Meta(max_length=MAX_FRAMES)
+
+# The errors of decoding bytes of a peer.
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+# The valid records of each direction; for `decode`.
+OPENING: msgspec.msgpack.Decoder[list[Opening]] = msgspec.msgpack.Decoder(
+    Annotated[list[Opening], msgspec.Meta(min_length=1, max_length=1)]
 )
-_to_sender: msgspec.msgpack.Decoder[list[ToSender]] = msgspec.msgpack.Decoder(
-    Annotated[list[ToSender], _A_RECORD]
+FROM_SENDER: msgspec.msgpack.Decoder[list[FromSender]] = msgspec.msgpack.Decoder(
+    Annotated[list[FromSender], _record]
 )
-_to_observer: msgspec.msgpack.Decoder[list[ToObserver]] = msgspec.msgpack.Decoder(
-    Annotated[list[ToObserver], _A_RECORD]
+TO_SENDER: msgspec.msgpack.Decoder[list[ToSender]] = msgspec.msgpack.Decoder(
+    Annotated[list[ToSender], _record]
+)
+TO_INSPECTOR: msgspec.msgpack.Decoder[list[ToInspector]] = msgspec.msgpack.Decoder(
+    Annotated[list[ToInspector], _record]
 )
 
 
-def encode(*frames: ToReceiver | ToSender | ToObserver) -> bytes:
-    """Turn frames into one record."""
-    return _encoder.encode(frames)
+def encode(*frames: Frame) -> bytes:
+    """Encode frames as one record."""
+    return encode_record(frames)
 
 
-def decode_to_receiver(data: bytes | memoryview) -> list[ToReceiver]:
-    """Read a record that a sender wrote.
+def decode(decoder: "msgspec.msgpack.Decoder[Frames]", data: bytes | memoryview) -> Frames:
+    """Decode a record.
+
+    Args:
+        decoder: one of the decoders above.
+        data: the record.
 
     Raises:
-        ProtocolError: the bytes are not such frames, or a number in them is out of bounds.
+        ProtocolError: the record has other frames, or a number in them is out of bounds.
     """
     try:
-        return _to_receiver.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a sender sent a frame that cannot be read: {error}") from error
+        return decoder.decode(data)
+    except DECODE_ERRORS as error:
+        raise unreadable(error) from error
 
 
-def decode_to_sender(data: bytes | memoryview) -> list[ToSender]:
-    """Read a record that the receiver wrote.
-
-    Raises:
-        ProtocolError: the bytes are not such frames, or a number in them is out of bounds.
-    """
-    try:
-        return _to_sender.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"the receiver sent a frame that cannot be read: {error}") from error
+def unreadable(error: Exception) -> ProtocolError:
+    """Return the error for a record that cannot be decoded."""
+    return ProtocolError(f"it sent a frame that cannot be read: {error}")
 
 
-def decode_to_observer(data: bytes | memoryview) -> list[ToObserver]:
-    """Read a record that a receiver wrote to somebody who looks at it.
-
-    Raises:
-        ProtocolError: the bytes are not such frames, or a number in them is out of bounds.
-    """
-    try:
-        return _to_observer.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"the receiver sent a frame that cannot be read: {error}") from error
+def bounded(statistics: Statistics) -> Statistics:
+    """Replace numbers that exceed the range of frames by the largest number: limits have no upper bound."""
+    large = {
+        name: MAX_NUMBER
+        for name, number in asdict(statistics).items()
+        if isinstance(number, int) and number > MAX_NUMBER
+    }
+    return replace(statistics, **large)

@@ -9,7 +9,7 @@ __all__ = ["Leases"]
 G = TypeVar("G")
 
 
-class _Block(Generic[G]):
+class _PinnedBlock(Generic[G]):
     __slots__ = ("grant", "is_owned", "sent")
 
     def __init__(self, grant: G) -> None:
@@ -27,7 +27,7 @@ class Leases(Generic[G]):
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[int, _Block[G]] = {}
+        self._blocks: dict[int, _PinnedBlock[G]] = {}
         self._next = 0
 
     def __len__(self) -> int:
@@ -41,7 +41,7 @@ class Leases(Generic[G]):
         """Number a new block, whose owner may still write to it."""
         number = self._next
         self._next += 1
-        self._blocks[number] = _Block(grant)
+        self._blocks[number] = _PinnedBlock(grant)
         return number
 
     def grant_of(self, number: int) -> G:
@@ -86,7 +86,7 @@ class Leases(Generic[G]):
         """Return whether an announcement pins a block."""
         return self._blocks[number].sent > 0
 
-    def _freed(self, number: int, block: _Block[G]) -> G | None:
+    def _freed(self, number: int, block: _PinnedBlock[G]) -> G | None:
         if block.is_owned or block.sent:
             return None
         del self._blocks[number]

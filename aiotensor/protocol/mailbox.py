@@ -1,24 +1,26 @@
-"""What arrived, who asked for it, and what became of it: the receiver's memory, without futures.
+"""The tensors that have arrived at a receiver, and the ends of their messages.
 
-A message, as the receiver sees it:
+A message:
 
     (unknown) --put--> open --end--> whole --every tensor taken--> taken
         |               |              |
         '---------------+--------------'--discard, by either side--> discarded
 
-A tensor can be taken only from a whole message, so a message arrives whole or not at all. A sender:
+A tensor can be taken only from a whole message, so a message arrives completely or not at all. A sender:
 
-    (unknown) --join--> joined --leave--> left      what is whole stays until it is taken
+    (unknown) --join--> joined --leave--> left      its whole messages stay until they are taken
                            |
-                           '----lose----> lost      nothing of it can be taken any more
+                           '----lose----> lost      its tensors cannot be taken any more
                            ^               |
-                           '-----join------'        what it sent before stays lost
+                           '-----join------'        tensors of earlier connections stay lost
 
-Taking has two steps, so that a taker can change its mind: `hold` reserves the tensor, then `finish`
-takes it or `put_back` leaves it claimable. A *claim* says that a call waits for one tensor by its
-handle; `hold_next`, which serves iterations, passes it by. It gives the tensors of one message one after the
-other: messages in the order in which they became whole, except that one of which it has given something is
-finished first.
+Taking has two steps, because a call can be cancelled in between: `hold` reserves the tensor, then `finish`
+takes it or `put_back` returns it. A *claim* is a call that waits for one tensor by its handle; `hold_next`,
+which serves iterations, skips claimed tensors. It returns the tensors of one message consecutively: messages
+in the order in which they became whole, except that a message of which it has returned a tensor is finished
+first.
+
+The order of frames is validated before: see `ReceiverConnection`.
 """
 
 from collections import OrderedDict
@@ -34,26 +36,24 @@ from aiotensor.errors import (
     RefusedError,
 )
 from aiotensor.protocol.claims import Claims, Key
-from aiotensor.protocol.frames import MAX_TENSORS
-from aiotensor.protocol.remembered import Message, SenderRecord
+from aiotensor.protocol.remembered import ArrivedMessage, SenderRecord
 from aiotensor.protocol.unclaimed import Unclaimed
 
-__all__ = ["Key", "Mailbox"]
+__all__ = ["REMEMBERED_RANGES", "REMEMBERED_SENDERS", "Key", "Mailbox"]
 
 T = TypeVar("T")
 
 # How many ranges of a sender's ended messages over all its connections, and how many departed senders are
 # remembered. An older message gets a less exact error (taken, discarded or lost), and a handle of an older
 # sender waits like one of a sender that has not come yet.
-_REMEMBERED_RANGES = 1024
-_REMEMBERED_SENDERS = 4096
+REMEMBERED_RANGES = 1024
+REMEMBERED_SENDERS = 4096
 
 
 class Mailbox(Generic[T]):
-    """File tensors as they arrive, and hand each out once.
+    """Store tensors as they arrive, and return each of them once.
 
-    Methods that change what a waiter would find return the keys concerned, for the caller to wake
-    whoever waits for them.
+    Methods that change the result of a waiting call return the keys of the tensors that it may wait for.
     """
 
     def __init__(self) -> None:
@@ -61,108 +61,82 @@ class Mailbox(Generic[T]):
         self.messages_discarded = 0
         self.messages_left = 0  # that can be taken and whose senders have closed
         self._departed: OrderedDict[str, None] = OrderedDict()
-        self._strangers: OrderedDict[str, None] = OrderedDict()  # known only by the discard of a handle
+        self._never_connected: OrderedDict[str, None] = OrderedDict()  # known only from discarded handles
         # By their first keys, in the order in which iterations deliver them.
-        self._whole: OrderedDict[Key, Message[T]] = OrderedDict()
+        self._whole: OrderedDict[Key, ArrivedMessage[T]] = OrderedDict()
         self._claims = Claims()
         self.unclaimed = Unclaimed()  # of all senders
 
-    # What senders do
+    # Frames of senders
 
     def join(self, sender: str, pid: int, limit: int, first: int = 0) -> Sequence[Key]:
-        """Note that a sender introduced itself, and return the keys whose waiters are to be woken.
+        """Record that a sender has connected, perhaps again; return the keys whose waiters are to be woken.
 
         Args:
-            sender: its id; that of one that was lost may come back.
-            pid: its process.
-            limit: how many messages it may have open.
-            first: the number of its first message; what it sent before is lost.
+            sender: its id.
+            pid: its process id.
+            limit: its limit of messages in flight.
+            first: the number of its first message; earlier ones are lost.
 
         Raises:
-            ProtocolError: a sender of this name is here, or left, or counts its messages anew.
+            ProtocolError: a sender of this id is connected or has closed, or repeats numbers of messages.
         """
         record = self._record(sender)
         if (record.joined and record.loss is None) or first < record.next:
-            raise ProtocolError(f"sender {sender} introduced itself twice")
-        self._strangers.pop(sender, None)
+            raise ProtocolError(f"sender {sender} has connected before, or repeats numbers of messages")
+        self._never_connected.pop(sender, None)
         self._departed.pop(sender, None)
         record.joined = True
         record.loss = None
         record.pid = pid
         record.limit = limit
         record.first = record.next = first
-        record.ended.keep_last(_REMEMBERED_RANGES)  # each connection may leave a gap
+        record.ended.keep_last(REMEMBERED_RANGES)  # each connection may leave a gap
         return self._claims.of_sender(sender) if first else []
 
     def has_joined(self, sender: str) -> bool:
-        """Say whether a sender has introduced itself, as far back as that is remembered."""
+        """Return whether a sender is or was connected; old senders are forgotten."""
         record = self._senders.get(sender)
         return record is not None and record.joined
 
-    def expects(self, sender: str, message: int) -> bool:
-        """Say whether a tensor of this message would be filed, or dropped because the message has ended.
-
-        Raises:
-            ProtocolError: the message was whole, is out of turn, or is one more than the sender may have.
-        """
-        record = self._joined(sender)
-        if message >= record.next:
-            if message > record.next:
-                raise ProtocolError(f"sender {sender} sent message {message} before message {record.next}")
-            record.next += 1
-            if message in record.ended:
-                return False
-        else:
-            found = record.messages.get(message)
-            if found is None:
-                if message not in record.ended:
-                    raise ProtocolError(f"sender {sender} went back to message {message}")
-                return False
-            if found.count is not None:
-                raise ProtocolError(f"sender {sender} sent a tensor of message {message}, which was whole")
+    def wants(self, sender: str, number: int) -> bool:
+        """Return whether tensors of a message are stored: not if it has ended, even before it arrived."""
+        record = self._senders[sender]
+        if number in record.messages:
             return True
-        if len(record.messages) >= record.limit:
-            raise ProtocolError(
-                f"sender {sender} has more than the {record.limit} messages in flight that it announced"
-            )
-        return True
+        record.next = max(record.next, number + 1)
+        return number not in record.ended
 
     def put(self, key: Key, item: T, nbytes: int, *, last: bool = False) -> Sequence[Key]:
-        """File a tensor of so many bytes, of a message that `expects` it; after the last, do what `end` does.
+        """Store a tensor of a message that `wants` accepts; after the last one, the message is whole.
 
-        Raises:
-            ProtocolError: the message has it already, or not the one before it.
+        Args:
+            key: the key of the tensor, whose number is the next one in its message.
+            item: the tensor.
+            nbytes: its size in bytes.
+            last: whether the message has no further tensor.
+
+        Returns:
+            the keys whose waiters are to be woken.
         """
         record = self._senders[key.sender]
-        message = record.messages.get(key.message) or Message()
-        if key.tensor != len(message.tensors) or key.tensor >= MAX_TENSORS:
-            raise ProtocolError(
-                f"sender {key.sender} sent tensor {key.tensor} of message {key.message} out of turn"
-            )
+        message = record.messages.get(key.message)
+        if message is None:
+            message = record.messages[key.message] = ArrivedMessage()
         message.tensors[key.tensor] = item
         message.keys.append(key)
         message.sizes.append(nbytes)
-        record.messages[key.message] = message
         record.unclaimed.add(1, nbytes)
         return self._make_whole(key.sender, key.message, message) if last else []
 
-    def end(self, sender: str, number: int, count: int) -> Sequence[Key]:
-        """Make a message whole, and return the keys that can now be taken or never will be.
-
-        Raises:
-            ProtocolError: the message does not have exactly the tensors 0 to `count` - 1.
-        """
-        record = self._joined(sender)
-        if number in record.ended:
-            return []
-        message = record.messages.get(number)
-        if message is None or message.count is not None or len(message.tensors) != count:
-            raise ProtocolError(f"sender {sender} ended message {number} with a wrong count of tensors")
-        return self._make_whole(sender, number, message)
+    def end(self, sender: str, number: int) -> Sequence[Key]:
+        """Make a message whole, and return the keys whose waiters are to be woken."""
+        message = self._senders[sender].messages.get(number)
+        return [] if message is None else self._make_whole(sender, number, message)
 
     def leave(self, sender: str) -> Sequence[Key]:
         """Note that a sender closed: what is whole stays, what is not is discarded."""
-        record = self._joined(sender)
+        record = self._senders[sender]
         record.left = True
         for number in [number for number, message in record.messages.items() if message.count is None]:
             self.messages_discarded += 1
@@ -176,7 +150,7 @@ class Mailbox(Generic[T]):
         record = self._record(sender)
         if record.left:
             return []
-        self._strangers.pop(sender, None)
+        self._never_connected.pop(sender, None)
         record.pid = pid or record.pid
         record.joined = True
         record.loss = record.last_loss = error
@@ -184,18 +158,6 @@ class Mailbox(Generic[T]):
             self._drop(sender, record, number)
         self._remember(self._departed, sender)
         return self._claims.of_sender(sender)
-
-    def withdraw(self, sender: str, number: int) -> Sequence[Key]:
-        """Drop a message that its sender takes back, and return the keys whose waiters are to be woken.
-
-        Raises:
-            ProtocolError: the sender never sent anything of it.
-        """
-        record = self._joined(sender)
-        if number not in record.messages and number not in record.ended:
-            raise ProtocolError(f"sender {sender} discarded message {number}, which it never sent")
-        _, keys = self.discard(sender, number)
-        return keys
 
     # What the receiver's side does
 
@@ -210,7 +172,7 @@ class Mailbox(Generic[T]):
         """
         record = self._record(sender)
         if not record.joined:
-            self._remember(self._strangers, sender)
+            self._remember(self._never_connected, sender)
         if (
             number in record.ended
             or (record.loss is not None and number < record.next)
@@ -220,7 +182,7 @@ class Mailbox(Generic[T]):
         had_arrived = number in record.messages
         self._drop(sender, record, number)
         # Those that are in flight leave a gap each; handles of messages that may never come can be any.
-        record.ended.keep_first(record.limit + _REMEMBERED_RANGES)
+        record.ended.keep_first(record.limit + REMEMBERED_RANGES)
         self.messages_discarded += 1
         return had_arrived, self._claims.of_message(sender, number)
 
@@ -345,7 +307,7 @@ class Mailbox(Generic[T]):
         self._whole.clear()
         self.messages_left = 0
 
-    def _make_whole(self, sender: str, number: int, message: Message[T]) -> Sequence[Key]:
+    def _make_whole(self, sender: str, number: int, message: ArrivedMessage[T]) -> Sequence[Key]:
         count = message.count = len(message.tensors)
         self._whole[message.keys[0]] = message
         if self._claims:
@@ -359,12 +321,6 @@ class Mailbox(Generic[T]):
             record = self._senders[sender] = SenderRecord(Unclaimed(self.unclaimed))
         return record
 
-    def _joined(self, sender: str) -> SenderRecord[T]:
-        record = self._senders.get(sender)
-        if record is None or not record.joined or record.left or record.loss is not None:
-            raise ProtocolError(f"sender {sender} sent a frame before it introduced itself or after it left")
-        return record
-
     def _drop(self, sender: str, record: SenderRecord[T], number: int) -> None:
         message = record.drop(number)
         if message is not None:
@@ -374,7 +330,7 @@ class Mailbox(Generic[T]):
     def _remember(self, senders: OrderedDict[str, None], sender: str) -> None:
         """Remember a sender that is not here, and forget the oldest of its kind beyond a limit."""
         senders[sender] = None
-        if len(senders) > _REMEMBERED_SENDERS:
+        if len(senders) > REMEMBERED_SENDERS:
             # One that left tensors behind which can still be taken stays.
             oldest = next((name for name in senders if not self._senders[name].messages), None)
             if oldest is not None:

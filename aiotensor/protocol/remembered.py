@@ -8,15 +8,15 @@ from aiotensor.protocol.claims import Key
 from aiotensor.protocol.numbers import NumberSet
 from aiotensor.protocol.unclaimed import Unclaimed
 
-__all__ = ["Message", "SenderRecord"]
+__all__ = ["REMEMBERED_DISCARDS", "ArrivedMessage", "SenderRecord"]
 
 T = TypeVar("T")
 
 # How many discarded messages of a sender are remembered. An older one gets a less exact error.
-_REMEMBERED_DISCARDS = 1024
+REMEMBERED_DISCARDS = 1024
 
 
-class Message(Generic[T]):
+class ArrivedMessage(Generic[T]):
     """The tensors of one message that has not ended."""
 
     __slots__ = ("count", "held", "keys", "sizes", "tensors")
@@ -56,7 +56,7 @@ class SenderRecord(Generic[T]):
         self.limit = 0
         self.first = 0  # messages below it belonged to a connection that was lost
         self.next = 0
-        self.messages: dict[int, Message[T]] = {}
+        self.messages: dict[int, ArrivedMessage[T]] = {}
         self.unclaimed = unclaimed  # what is in them
         self.ended = NumberSet()
         self.discarded: OrderedDict[int, None] = OrderedDict()
@@ -66,10 +66,10 @@ class SenderRecord(Generic[T]):
         self.ended.add(number)
         if discarded:
             self.discarded[number] = None
-            if len(self.discarded) > _REMEMBERED_DISCARDS:
+            if len(self.discarded) > REMEMBERED_DISCARDS:
                 self.discarded.popitem(last=False)
 
-    def drop(self, number: int) -> Message[T] | None:
+    def drop(self, number: int) -> ArrivedMessage[T] | None:
         """Forget the tensors of a message, and end it."""
         message = self.messages.pop(number, None)
         if message is not None:

@@ -1,6 +1,6 @@
 """Credit for the messages that may wait at a server, counted at both ends of a connection.
 
-    client: Window                               server: Tally
+    client: SendWindow                           server: ReceiveWindow
       sent, in messages and bytes --- messages --->   arrived
       taken  <--- in answers, or alone once half of the window was taken ---  taken
 
@@ -10,10 +10,10 @@ has sent and the server has not taken never exceed the window; their bytes excee
 
 from aiotensor.errors import ProtocolError
 
-__all__ = ["Tally", "Window"]
+__all__ = ["ReceiveWindow", "SendWindow"]
 
 
-class Window:
+class SendWindow:
     """The client's end: the credit that is left.
 
     Args:
@@ -39,30 +39,36 @@ class Window:
         self._sent_bytes += nbytes
 
     def taken(self, messages: int, nbytes: int) -> None:
-        """Update the total that the server has taken.
+        """Update the totals that the server has taken.
 
         Raises:
-            ProtocolError: the total is less than before, or more than was sent.
+            ProtocolError: a total is less than before, or more than was sent.
         """
         if not (self._taken <= messages <= self._sent and self._taken_bytes <= nbytes <= self._sent_bytes):
             raise ProtocolError(f"it took {messages} messages, of {self._sent} that were sent")
         self._taken, self._taken_bytes = messages, nbytes
 
 
-class Tally:
+class ReceiveWindow:
     """The server's end: the messages that wait, and those taken.
 
     Args:
         messages: the most messages that may wait.
         nbytes: the bytes of waiting messages at which the client must stop sending.
+
+    Attributes:
+        waiting: the number of messages that wait.
+        taken: the number of messages that no longer wait.
+        taken_bytes: their bytes.
     """
 
     def __init__(self, messages: int, nbytes: int) -> None:
+        self.waiting = 0
         self.taken = self.taken_bytes = 0
         self._limit = messages
         self._limit_bytes = nbytes
-        self._waiting = self._waiting_bytes = 0
-        self._told = self._told_bytes = 0
+        self._waiting_bytes = 0
+        self._reported = self._reported_bytes = 0
 
     def arrived(self, nbytes: int) -> None:
         """Count a message that begins to wait.
@@ -70,33 +76,28 @@ class Tally:
         Raises:
             ProtocolError: the client had no credit for it.
         """
-        if self._waiting >= self._limit or self._waiting_bytes >= self._limit_bytes:
+        if self.waiting >= self._limit or self._waiting_bytes >= self._limit_bytes:
             raise ProtocolError(
-                f"it sent another message while {self._waiting}, of {self._waiting_bytes} bytes, wait already"
+                f"it sent another message while {self.waiting}, of {self._waiting_bytes} bytes, wait already"
             )
-        self._waiting += 1
+        self.waiting += 1
         self._waiting_bytes += nbytes
 
-    @property
-    def waiting(self) -> int:
-        """The number of messages that wait."""
-        return self._waiting
+    def take(self, nbytes: int) -> bool:
+        """Count a message that no longer waits.
 
-    def take(self, nbytes: int) -> None:
-        """Count a message that no longer waits."""
-        self._waiting -= 1
+        Returns whether to report the totals without an answer, since the client may be waiting for credit.
+        """
+        self.waiting -= 1
         self._waiting_bytes -= nbytes
         self.taken += 1
         self.taken_bytes += nbytes
-
-    def told(self, messages: int, nbytes: int) -> None:
-        """Record the totals that were sent to the client."""
-        self._told, self._told_bytes = max(self._told, messages), max(self._told_bytes, nbytes)
-
-    @property
-    def is_due(self) -> bool:
-        """Return whether to send credit without an answer, since the client may be waiting for it."""
         return (
-            2 * (self.taken - self._told) >= self._limit
-            or 2 * (self.taken_bytes - self._told_bytes) >= self._limit_bytes
+            2 * (self.taken - self._reported) >= self._limit
+            or 2 * (self.taken_bytes - self._reported_bytes) >= self._limit_bytes
         )
+
+    def reported(self, messages: int, nbytes: int) -> None:
+        """Record the totals that were sent to the client."""
+        self._reported = max(self._reported, messages)
+        self._reported_bytes = max(self._reported_bytes, nbytes)

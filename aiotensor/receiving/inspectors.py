@@ -1,90 +1,123 @@
-"""Those who look at a receiver, and the accounts of senders that they wait for.
+"""Inspectors of a receiver, and the statistics of senders that they wait for.
 
-An observer has a connection of its own, on which it says nothing but that it looks. It is told at once what
-the receiver knows. What a sender holds is known to that sender alone, which is asked. Until it has answered
-it is not asked again, and whoever looks meanwhile waits for the same answer: what a stopped sender has to
-read does not grow. Nothing here waits, since an observer knows best for how long it wants to.
+An inspector has its own connection, and receives the knowledge of the receiver at once. Each sender is asked
+for its statistics. It is not asked again before it has replied, and further inspectors wait for the same
+reply: so the frames that a stopped sender has to read do not accumulate. Nothing here waits: inspectors have
+their own limits on waiting times.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
+from typing import Protocol
 
-import msgspec
+from msgspec.structs import replace
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.frames import MAX_ROWS, Account, Inquire, Report, SenderRow, encode
-from aiotensor.transports.base import ReceiverLink
-from aiotensor.types import MAX_NUMBER, ReceiverStatistics
+from aiotensor.protocol.frames import StatisticsReply
+from aiotensor.protocol.inspector import InspectedConnection
+from aiotensor.receiving.sender_peer import SenderPeer
+from aiotensor.runtime.descriptors import close_all
+from aiotensor.transports.base import Transport
 
-__all__ = ["Observers", "reports"]
-
-_INQUIRE = encode(Inquire())
-
-
-def reports(statistics: ReceiverStatistics, senders: Sequence[SenderRow]) -> Iterator[Report]:
-    """Tell of a receiver and its senders, in as many parts as records need."""
-    told = _bounded(statistics)
-    for start in range(0, max(1, len(senders)), MAX_ROWS):
-        end = start + MAX_ROWS
-        yield Report(told, tuple(senders[start:end]), last=end >= len(senders))
+__all__ = ["InspectorEvents", "InspectorPeer", "Inspectors"]
 
 
-def _bounded(statistics: ReceiverStatistics) -> ReceiverStatistics:
-    """Have what is more than a frame can say be the most: a limit may be as large as its user likes."""
-    numbers = msgspec.structs.asdict(statistics).items()
-    large = {name: MAX_NUMBER for name, number in numbers if isinstance(number, int) and number > MAX_NUMBER}
-    return msgspec.structs.replace(statistics, **large)
+class InspectorEvents(Protocol):
+    """The callbacks of an inspector's connection."""
+
+    def inspector_broke_protocol(self, peer: "InspectorPeer", error: ProtocolError) -> None:
+        """Handle an inspector that sent another frame."""
+
+    def inspector_lost(self, peer: "InspectorPeer") -> None:
+        """Handle an inspector that is gone, or cannot be written to."""
 
 
-class Observers:
-    """Who looks at a receiver, and which senders owe an account to whom."""
+class InspectorPeer:
+    """One inspector of a receiver.
+
+    Args:
+        transport: the connection.
+        connection: the rules of the protocol on it.
+        events: the object that is notified.
+    """
+
+    def __init__(
+        self, transport: Transport, connection: InspectedConnection, events: InspectorEvents
+    ) -> None:
+        self.transport = transport
+        self.connection = connection
+        self._events = events
+
+    def flush(self) -> None:
+        """Write the pending frames now."""
+        try:
+            for record in self.connection.data_to_send():
+                self.transport.write(record)
+        except OSError:
+            self._events.inspector_lost(self)
+
+    def record_received(self, data: memoryview, descriptors: list[int]) -> None:
+        """Reject every further frame."""
+        close_all(descriptors)
+        try:
+            self.connection.receive(data)
+        except ProtocolError as error:
+            self._events.inspector_broke_protocol(self, error)
+
+    def connection_lost(self, reason: str) -> None:
+        """Handle an inspector that is gone."""
+        self._events.inspector_lost(self)
+
+    def resume_writing(self) -> None:
+        """Do nothing: frames for inspectors are few and bounded."""
+
+
+class Inspectors:
+    """The inspectors of a receiver, and the senders that have to reply to them."""
 
     def __init__(self) -> None:
-        self._observers: dict[ReceiverLink, None] = {}  # in the order in which they began to look
-        self._asked: dict[ReceiverLink, set[ReceiverLink]] = {}  # senders, and the observers of each
-
-    def __contains__(self, link: ReceiverLink) -> bool:
-        return link in self._observers
+        self._inspectors: dict[InspectorPeer, None] = {}  # the oldest first
+        self._waiting: dict[SenderPeer, set[InspectorPeer]] = {}  # for the reply of each sender
 
     def __len__(self) -> int:
-        return len(self._observers)
+        return len(self._inspectors)
+
+    def __contains__(self, inspector: InspectorPeer) -> bool:
+        return inspector in self._inspectors
 
     @property
-    def oldest(self) -> ReceiverLink | None:
-        """The connection that has looked for longest; None if none looks."""
-        return next(iter(self._observers), None)
+    def oldest(self) -> InspectorPeer | None:
+        """The inspector that connected first; None if there is none."""
+        return next(iter(self._inspectors), None)
 
-    def add(self, observer: ReceiverLink) -> None:
-        """Note that a connection is that of an observer."""
-        self._observers[observer] = None
+    def add(self, inspector: InspectorPeer) -> None:
+        """Add an inspector."""
+        self._inspectors[inspector] = None
 
-    def ask(self, observer: ReceiverLink, senders: Iterable[ReceiverLink]) -> None:
-        """Have the account of each sender handed to an observer, as soon as there is one."""
+    def request(self, inspector: InspectorPeer, senders: Iterable[SenderPeer]) -> None:
+        """Forward the statistics of each sender to an inspector, as soon as they arrive."""
         for sender in senders:
-            asked = self._asked.get(sender)
-            if asked is not None:
-                asked.add(observer)
-                continue
-            self._asked[sender] = {observer}
-            sender.write(_INQUIRE)  # if that fails, it is forgotten right here
+            self._waiting.setdefault(sender, set()).add(inspector)
+            sender.request_statistics()  # if that fails, the sender is forgotten right here
 
-    def answered(self, link: ReceiverLink, sender: str, account: Account) -> None:
-        """Hand the account of a sender to those who look.
+    def forward(self, sender: SenderPeer, reply: StatisticsReply) -> None:
+        """Forward the statistics of a sender to the inspectors that wait for them."""
+        named = replace(reply, sender=sender.sender)
+        for inspector in self._waiting.pop(sender, ()):
+            inspector.connection.forward(named)
+            inspector.flush()
 
-        Raises:
-            ProtocolError: it was not asked for one.
-        """
-        observers = self._asked.pop(link, None)
-        if observers is None:
-            raise ProtocolError("it gave an account that nobody asked for")
-        if observers:
-            record = encode(msgspec.structs.replace(account, sender=sender))
-            for observer in list(observers):
-                observer.write(record)
+    def forget_sender(self, sender: SenderPeer) -> None:
+        """Forget a sender that is gone."""
+        self._waiting.pop(sender, None)
 
-    def forget(self, link: ReceiverLink) -> None:
-        """Note that somebody is gone, a sender or an observer."""
-        self._asked.pop(link, None)
-        if link in self._observers:
-            del self._observers[link]
-            for observers in self._asked.values():
-                observers.discard(link)
+    def forget(self, inspector: InspectorPeer) -> None:
+        """Forget an inspector that is gone."""
+        self._inspectors.pop(inspector, None)
+        for waiting in self._waiting.values():
+            waiting.discard(inspector)
+
+    def close(self) -> None:
+        """Close the connections of all inspectors, which see only their end."""
+        for inspector in list(self._inspectors):
+            inspector.transport.close()
+            self.forget(inspector)

@@ -1,8 +1,8 @@
-"""What is mapped here of the memory of senders, and the living tensors that pin it.
+"""The memory of senders that is mapped here, and the living tensors that lease blocks of it.
 
-A segment stays mapped while its sender has it attached, or a tensor over it lives. A block of it goes back
-to the sender when the tensor over it is freed. Of a segment whose sender is gone, and that no other process
-uses, everything that no tensor lies in is returned to the system.
+A segment stays mapped while its sender is connected, or a tensor over it lives. A block is released to the
+sender when the tensor over it is freed. When a sender is gone, and no other process uses its segment, all
+memory of it that no tensor uses is returned to the system.
 """
 
 import asyncio
@@ -14,144 +14,114 @@ from functools import partial
 
 import msgspec
 
-from aiotensor.errors import ProtocolError, RefusedError
+from aiotensor.errors import RefusedError
 from aiotensor.protocol.pages import gaps
 from aiotensor.runtime.affinity import FreedItems
 from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.runtime.worker import Worker
-from aiotensor.tensors.arena import segment_bytes
 from aiotensor.tensors.mapped import MappedSegment, open_segment
 from aiotensor.tensors.placement import ArrivedTensor
 from aiotensor.tensors.segments import whole_pages
 from aiotensor.tensors.views import Watch, watch_storage
-from aiotensor.transports.base import ReceiverLink
 
-__all__ = ["MAX_SEGMENTS", "Mappings", "Segments"]
-
-# Of one sender, mapped here at once. Ours attach one; without a bound a sender could attach a byte at a time,
-# until this process has no room left in its table of mappings (65530 by default on Linux).
-MAX_SEGMENTS = 8
+__all__ = ["Mappings", "SenderMemory"]
 
 
-class Segments:
-    """What one sender attached, and what living tensors keep of it.
+class SenderMemory:
+    """The segments of one sender.
 
     Args:
-        link: the way to the sender, which is told of its blocks.
+        arena_bytes: the size of the sender's arena in bytes, as it stated it.
+        release: called with the number of each block that the sender may use again.
     """
 
-    def __init__(self, link: ReceiverLink) -> None:
-        self.link = link
-        self.arena_bytes = 0  # as the sender announced it
-        self.mapped: dict[int, MappedSegment] = {}  # what it may place tensors in
-        self.attached: dict[int, _Segment] = {}
-        self.held: set[_Segment] = set()  # those too that are detached, and that living views keep
+    def __init__(self, arena_bytes: int, release: Callable[[int], None]) -> None:
+        self.arena_bytes = arena_bytes
+        self.mapped: dict[int, MappedSegment] = {}  # in which the sender may place tensors
+        self.segments: dict[int, _LeasedSegment] = {}  # also those of a lost sender that living tensors use
+        self.release: Callable[[int], None] | None = release  # None when the sender is gone
 
     @property
     def leases(self) -> int:
-        """Count the blocks of this sender that living tensors pin."""
-        return sum(len(segment.leases) for segment in self.held)
+        """The number of blocks that living tensors lease."""
+        return sum(len(segment.leases) for segment in self.segments.values())
 
     @property
     def leased_bytes(self) -> int:
-        """Count the bytes of the tensors that pin them."""
-        return sum(stop - start for segment in self.held for start, stop in segment.leases.values())
+        """The bytes of the tensors that lease them."""
+        return sum(stop - start for one in self.segments.values() for start, stop in one.leases.values())
 
 
-class _Segment:
-    """A segment that a sender attached, and the views of it that live."""
+class _LeasedSegment:
+    """A segment of a sender, and the living tensors over it."""
 
-    def __init__(self, mapped: MappedSegment, segments: Segments) -> None:
+    def __init__(self, number: int, mapped: MappedSegment, memory: SenderMemory) -> None:
+        self.number = number
         self.mapped = mapped
-        self.segments = segments
-        self.leases: dict[int, tuple[int, int]] = {}  # where each of these tensors begins and ends
-        self.is_attached = True
+        self.memory = memory
+        self.leases: dict[int, tuple[int, int]] = {}  # the first byte of each tensor, and the one after it
         self.is_ours = False  # no other process uses the memory
         self.lingering_bytes = 0
 
 
 class _Lease(msgspec.Struct, frozen=True):
-    """A block that a living tensor pins."""
+    """A block that a living tensor leases."""
 
-    segment: _Segment
+    segment: _LeasedSegment
     block: int
     watch: Watch
 
 
 class Mappings:
-    """The memory of all senders of one receiver; belongs to the event loop's thread."""
+    """The memory of all senders of one receiver; belongs to the running loop."""
 
     def __init__(self) -> None:
         self.leased_bytes = self.peak_leased_bytes = 0
-        self.lingering_bytes = 0  # of segments whose sender is gone, and that living views keep
+        self.lingering_bytes = 0  # of segments whose sender is gone, and that living tensors use
         self._leases: dict[int, _Lease] = {}
-        self._ends: dict[Segments, ProcessEnd] = {}  # of senders that are gone and whose processes may live
+        self._process_ends: dict[SenderMemory, ProcessEnd] = {}  # of processes whose connections have ended
         self._next_lease = 0
         self._is_closed = False
-
-    def open(self, released: Callable[[ReceiverLink, int], None]) -> None:
-        """Move into the running loop.
-
-        Args:
-            released: called with the link and the number of a block that its sender may use again.
-        """
-        self._released = released
         self._freed: FreedItems[int] = FreedItems(asyncio.get_running_loop(), self._leases_ended)
         self._worker = Worker("aiotensor-receiver")
 
     @property
     def leases(self) -> int:
-        """Count the blocks that living tensors pin."""
+        """The number of blocks that living tensors lease."""
         return len(self._leases)
 
     def collect(self) -> None:
-        """Give back the blocks whose tensors were freed until now; of many only some."""
+        """Release the blocks whose tensors were freed until now; if there are many, only some of them."""
         self._freed.collect()
 
     def collect_all(self) -> None:
-        """Give back every block whose tensor was freed until now."""
+        """Release every block whose tensor was freed until now."""
         self._freed.collect_all()
 
     async def settle(self) -> None:
-        """Wait until everything that is to be unmapped is unmapped."""
+        """Wait until the worker has unmapped all segments that are no longer used."""
         await self._worker.settle()
 
     def close(self) -> None:
-        """End the worker; what living tensors keep is unmapped with the last of them."""
+        """End the worker; segments that living tensors use are unmapped with the last of these."""
         self._is_closed = True
-        for end in self._ends.values():
+        for end in self._process_ends.values():
             end.cancel()
-        self._ends.clear()
+        self._process_ends.clear()
         for lease in self._leases.values():
             lease.segment.mapped.close()
         self._worker.close()
 
-    def check(self, segments: Segments, number: int, nbytes: int) -> None:
-        """Refuse a segment that a sender may not attach.
+    def attach(self, memory: SenderMemory, number: int, nbytes: int, descriptor: int) -> None:
+        """Map a segment; the caller keeps the descriptor.
 
         Raises:
-            ProtocolError: it is attached already, or one too many, or larger than what was announced.
-        """
-        held = sum(segment.mapped.nbytes for segment in segments.held)
-        if number in segments.attached:
-            raise ProtocolError(f"it attached segment {number} twice")
-        if len(segments.held) >= MAX_SEGMENTS:
-            raise ProtocolError(f"it attached more than {MAX_SEGMENTS} segments")
-        if held + nbytes > segment_bytes(segments.arena_bytes):
-            raise ProtocolError(
-                f"it attached {held + nbytes} bytes and announced an arena of {segments.arena_bytes}"
-            )
-
-    def attach(self, segments: Segments, number: int, nbytes: int, descriptor: int) -> None:
-        """Map a segment that may be attached; its descriptor stays the caller's.
-
-        Raises:
-            ProtocolError: it is not what the sender says, or not sealed.
-            RefusedError: this process has a limit on its addresses, and too few are left.
-            OSError: it cannot be mapped here for another reason.
+            ProtocolError: the segment differs from the sender's description, or is not sealed.
+            RefusedError: this process has a limit on its address space, and too little of it is free.
+            OSError: the segment cannot be mapped here for another reason.
         """
         try:
-            mapped = segments.mapped[number] = open_segment(descriptor, nbytes)
+            mapped = open_segment(descriptor, nbytes)
         except OSError as error:
             addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
             if error.errno != errno.ENOMEM or addresses == resource.RLIM_INFINITY:
@@ -161,56 +131,48 @@ class Mappings:
                 "the receiver may have (RLIMIT_AS): raise `ulimit -v` of the receiver, lower arena_bytes, or "
                 "set `ulimit -v` for the sender too, whose segment is then only as large as its arena"
             ) from error
-        segment = segments.attached[number] = _Segment(mapped, segments)
-        segments.held.add(segment)
+        memory.mapped[number] = mapped
+        memory.segments[number] = _LeasedSegment(number, mapped, memory)
 
-    def detach(self, segments: Segments, number: int) -> None:
-        """Note that a sender needs a segment no more.
-
-        Raises:
-            ProtocolError: it never attached such a segment.
-        """
-        segment = segments.attached.pop(number, None)
-        if segment is None:
-            raise ProtocolError(f"it detached segment {number}, which it never attached")
-        del segments.mapped[number]
-        self._let_go(segment)
-
-    def let_go(self, segments: Segments) -> None:
-        """Note that a sender is gone."""
-        for segment in segments.attached.values():
-            self._let_go(segment)
-        segments.attached.clear()
-        segments.mapped.clear()
-
-    def take_over(self, segments: Segments) -> None:
-        """Note that a sender that is gone does not use its memory any more, nor does its process."""
-        self._ends.pop(segments, None)
-        for segment in segments.held:
-            segment.is_ours = True
-            self._trim(segment)
-
-    def take_over_after(self, segments: Segments, pid: int) -> None:
-        """Do the same once the sender's process has ended: until then it may use the memory."""
-        if segments.held:
-            self._ends[segments] = ProcessEnd(pid, partial(self.take_over, segments))
-
-    def lease(self, segments: Segments, opened: ArrivedTensor, block: int) -> None:
-        """Keep a block of an attached segment from its sender for as long as a tensor over it lives."""
-        owner = opened.owner
-        if owner is None or opened.segment is None:
+    def lease(self, memory: SenderMemory, arrived: ArrivedTensor, block: int) -> None:
+        """Keep a block from its sender for as long as a tensor over it lives."""
+        owner = arrived.owner
+        if owner is None or arrived.segment is None:
             raise AssertionError("a tensor without a segment leases nothing")
-        segment = segments.attached[opened.segment]
+        segment = memory.segments[arrived.segment]
         number = self._next_lease
         self._next_lease += 1
         watch = watch_storage(owner, self._storage_ended, number)
         self._leases[number] = _Lease(segment, block, watch)
-        segment.leases[number] = (opened.offset, opened.offset + owner.nbytes)
+        segment.leases[number] = (arrived.offset, arrived.offset + owner.nbytes)
         self.leased_bytes += owner.nbytes
         self.peak_leased_bytes = max(self.peak_leased_bytes, self.leased_bytes)
 
+    def sender_gone(self, memory: SenderMemory) -> None:
+        """Unmap the segments of a sender that no tensor uses."""
+        memory.release = None
+        memory.mapped.clear()
+        for segment in list(memory.segments.values()):
+            if segment.leases:
+                # It has more addresses than memory.
+                self._set_lingering(segment, min(segment.mapped.nbytes, whole_pages(memory.arena_bytes)))
+            else:
+                self._unmap(segment)
+
+    def take_over(self, memory: SenderMemory) -> None:
+        """Return unused memory of a sender to the system: its process does not use the memory any more."""
+        self._process_ends.pop(memory, None)
+        for segment in memory.segments.values():
+            segment.is_ours = True
+            self._trim(segment)
+
+    def take_over_after(self, memory: SenderMemory, pid: int) -> None:
+        """Do the same once a process has ended: until then it may use the memory."""
+        if memory.segments:
+            self._process_ends[memory] = ProcessEnd(pid, partial(self.take_over, memory))
+
     def _storage_ended(self, watch: Watch) -> None:
-        """Note that a tensor's storage was freed; in any thread, perhaps inside the garbage collector."""
+        """Handle that a tensor's storage was freed; in any thread, perhaps inside the garbage collector."""
         self._freed(watch.number)
 
     def _leases_ended(self, numbers: Sequence[int]) -> None:
@@ -220,8 +182,9 @@ class Mappings:
             segment = lease.segment
             start, stop = segment.leases.pop(number)
             self.leased_bytes -= stop - start
-            if segment.is_attached:
-                self._released(segment.segments.link, lease.block)
+            release = segment.memory.release
+            if release is not None:
+                release(lease.block)
             else:
                 lingering.add(segment)
         for segment in lingering:
@@ -230,33 +193,24 @@ class Mappings:
             elif segment.is_ours:
                 self._trim(segment)
 
-    def _let_go(self, segment: _Segment) -> None:
-        segment.is_attached = False
-        if segment.leases:
-            # It has more addresses than memory.
-            arena = whole_pages(segment.segments.arena_bytes)
-            self._lingers(segment, min(segment.mapped.nbytes, arena))
-        else:
-            self._unmap(segment)
-
-    def _lingers(self, segment: _Segment, nbytes: int) -> None:
+    def _set_lingering(self, segment: _LeasedSegment, nbytes: int) -> None:
         self.lingering_bytes += nbytes - segment.lingering_bytes
         segment.lingering_bytes = nbytes
 
-    def _trim(self, segment: _Segment) -> None:
-        """Return the memory to the system that no tensor here lies in."""
+    def _trim(self, segment: _LeasedSegment) -> None:
+        """Return the memory that no tensor here uses to the system."""
         if self._is_closed:
             return
         unused = gaps(0, segment.mapped.nbytes, list(segment.leases.values()), mmap.PAGESIZE)
-        self._lingers(segment, segment.mapped.nbytes - sum(length for _, length in unused))
+        self._set_lingering(segment, segment.mapped.nbytes - sum(length for _, length in unused))
         # Much memory takes milliseconds.
-        self._worker.begin("giving memory back", partial(segment.mapped.remove, unused))
+        self._worker.begin("returning memory", partial(segment.mapped.remove, unused))
 
-    def _unmap(self, segment: _Segment) -> None:
-        self._lingers(segment, 0)
-        segments = segment.segments
-        segments.held.discard(segment)
-        if not segments.held and (end := self._ends.pop(segments, None)) is not None:
+    def _unmap(self, segment: _LeasedSegment) -> None:
+        self._set_lingering(segment, 0)
+        memory = segment.memory
+        del memory.segments[segment.number]
+        if not memory.segments and (end := self._process_ends.pop(memory, None)) is not None:
             end.cancel()
         if self._is_closed:
             segment.mapped.close()

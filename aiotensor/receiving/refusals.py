@@ -6,19 +6,20 @@ connection, and the number of connections since the line before.
 
 from aiotensor.runtime.logs import RepeatedEvent, logger_of, others
 
-__all__ = ["Refusals"]
+__all__ = ["SenderRefusalLog"]
 
 logger = logger_of("receiver")
 
 
-class Refusals:
+class SenderRefusalLog:
     """Log the refusals of one receiver; belongs to the running loop."""
 
     def __init__(self) -> None:
         # Functions of the module: a timer that is under way keeps no receiver alive.
         self._refused = RepeatedEvent(_log_refused)
         self._broken = RepeatedEvent(_log_broken)
-        self._cut_off = RepeatedEvent(_log_cut_off)
+        self._replaced = RepeatedEvent(_log_replaced)
+        self._unwritable = RepeatedEvent(_log_unwritable)
 
     def sender_refused(self, sender: str | None, pid: int | None, reason: str) -> None:
         """Log that a sender was refused, because of a limit or of its version."""
@@ -30,11 +31,15 @@ class Refusals:
 
     def replaced(self, pid: int | None, connections: int) -> None:
         """Log that an unidentified connection was closed in favor of a new one."""
-        self._cut_off.add(pid, connections)
+        self._replaced.add(pid, connections)
+
+    def unwritable(self, sender: str, reason: str) -> None:
+        """Log that a sender was lost because writing to it failed."""
+        self._unwritable.add(sender, reason)
 
     def close(self) -> None:
         """Log the events that were only counted so far."""
-        for event in (self._refused, self._broken, self._cut_off):
+        for event in (self._refused, self._broken, self._replaced, self._unwritable):
             event.close()
 
 
@@ -57,7 +62,7 @@ def _log_refused(count: int, sender: str | None, pid: int | None, reason: str) -
 
 def _log_broken(count: int, sender: str | None, pid: int | None, reason: str) -> None:
     logger.error(
-        "sender %s broke the protocol, its link is closed: %s%s",
+        "sender %s broke the protocol, its connection is closed: %s%s",
         sender,
         reason,
         others(count),
@@ -71,7 +76,7 @@ def _log_broken(count: int, sender: str | None, pid: int | None, reason: str) ->
     )
 
 
-def _log_cut_off(count: int, pid: int | None, connections: int) -> None:
+def _log_replaced(count: int, pid: int | None, connections: int) -> None:
     logger.warning(
         "an unidentified connection (pid %s) is closed, since %s newer ones were opened%s",
         pid,
@@ -83,4 +88,14 @@ def _log_cut_off(count: int, pid: int | None, connections: int) -> None:
             "connections": connections,
             "count": count,
         },
+    )
+
+
+def _log_unwritable(count: int, sender: str, reason: str) -> None:
+    logger.error(
+        "sender %s is disconnected, writing to it failed: %s%s",
+        sender,
+        reason,
+        others(count),
+        extra={"event": "sender_cut_off", "sender_id": sender, "reason": reason, "count": count},
     )

@@ -182,16 +182,16 @@ class LoopObject(abc.ABC):
     calls that wait: a task that awaits a method keeps the object alive.
     """
 
-    _affinity: LoopAffinity
+    affinity: LoopAffinity
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._affinity.is_left_in_child(error):  # else closing would replace the exception
+        if not self.affinity.is_left_in_child(error):  # else closing would replace the exception
             await self.aclose()
 
     def __repr__(self) -> str:
-        name, home = type(self).__name__, self.__dict__.get("_affinity")
+        name, home = type(self).__name__, self.__dict__.get("affinity")
         if home is None:  # its `__init__` is running, or has raised
             return f"<{name} new>"
         details = [home.state, *self._details()]
@@ -199,7 +199,7 @@ class LoopObject(abc.ABC):
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # At the end of the interpreter the kernel releases everything, and modules are not usable any more.
-        if not is_finalizing() and (home := self.__dict__.get("_affinity")) is not None:
+        if not is_finalizing() and (home := self.__dict__.get("affinity")) is not None:
             home.freed(self, partial(close_now, self))
 
     @abc.abstractmethod

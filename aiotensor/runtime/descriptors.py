@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-__all__ = ["Descriptor", "ForeignDescriptor", "close_after_fork", "close_all", "copy_of"]
+__all__ = ["Descriptor", "ForeignDescriptor", "close_after_fork", "close_all", "copy_of", "duplicates"]
 
 
 class SupportsClose(Protocol):
@@ -88,6 +88,22 @@ def copy_of(descriptor: int) -> socket.socket:
     except OSError:
         os.close(copy)
         raise
+
+
+def duplicates(descriptors: Iterable[int]) -> list[int]:
+    """Duplicate descriptors; all of them or none.
+
+    Raises:
+        OSError: this process has no descriptors left.
+    """
+    copies: list[int] = []
+    try:
+        for descriptor in descriptors:
+            copies.append(os.dup(descriptor))
+    except OSError:
+        close_all(copies)
+        raise
+    return copies
 
 
 def close_all(descriptors: Iterable[int]) -> None:

@@ -73,7 +73,7 @@ async def in_thread(
     Raises:
         OSError: no thread can be started; nothing was called.
     """
-    call = _Call(partial(work, *arguments))
+    call = _ThreadCall(partial(work, *arguments))
     del work, arguments
     try:
         await anyio.to_thread.run_sync(call, limiter=limiter or thread_limiter())
@@ -84,7 +84,7 @@ async def in_thread(
     return call.outcome()
 
 
-class _Call(Generic[R]):
+class _ThreadCall(Generic[R]):
     """A call, until it is made, and what came of it."""
 
     def __init__(self, work: Callable[[], R]) -> None:

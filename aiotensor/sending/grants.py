@@ -1,4 +1,4 @@
-"""What a sender grants to its messages: a permit each, and shared memory.
+"""The resources of a sender's messages: a permit for each, and shared memory.
 
 Both are granted in the order of the calls. Waiting that could never end is refused: when everything in use is
 held by messages that wait for more, one of them has to give way.
@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from aiotensor.errors import WouldBlockError
 from aiotensor.protocol.credits import Ticket
 from aiotensor.sending.gates import Gate, StuckError
-from aiotensor.sending.holders import Holders, WaitLimits
+from aiotensor.sending.holders import Holders
 from aiotensor.sending.memory import Memory
 from aiotensor.sending.message import Message, innermost_block
+from aiotensor.sending.settings import Settings
 from aiotensor.tensors.allocations import Allocation, Block
-from aiotensor.tensors.arena import Arena, Place
+from aiotensor.tensors.arena import Arena, Extent
 
 __all__ = ["Grants"]
 
@@ -31,66 +31,56 @@ _STUCK_IN_COPY = (
 
 
 class Grants:
-    """Permits and shared memory of one sender; belongs to the event loop's thread.
+    """Permits and shared memory of one sender; belongs to the running loop.
 
     Args:
-        max_messages: the limit of permits.
-        max_bytes: the limit of shared memory.
-        patience: how long calls may wait.
+        settings: the limits of the sender.
+        counts: counts the tensors that are copied.
+        receiver_pid: returns the process id of the receiver, if it is known.
 
     Attributes:
-        messages: those in flight, the oldest first.
+        messages: the messages in flight, the oldest first.
     """
 
-    def __init__(self, max_messages: int, max_bytes: int, patience: WaitLimits) -> None:
-        self.max_bytes = max_bytes
+    def __init__(
+        self,
+        settings: Settings,
+        counts: dict[str, int],
+        receiver_pid: Callable[[], int | None],
+    ) -> None:
+        limits = settings.wait_limits
+        self.max_bytes = settings.max_bytes
         self.messages: dict[Message, None] = {}
-        self.permits: Gate[None] = Gate(
-            max_messages,
-            stuck_elsewhere=None,
-            long_wait_s=patience.long_wait_s,
-            on_long_wait=lambda _: self.holders.log_wait("a permit"),
-            max_wait_s=patience.max_wait_s,
-            overdue=lambda _: self.holders.overdue("no permit was free", 1, 0),
-        )
-        self.memory: Memory  # from `open` on: they belong to a loop
-        self.holders: Holders
-        self._patience = patience
+        self._limits = limits
         # Allocated blocks whose tensors are being sent, and are not freed before that goes on or ends.
         self._await_permits: Counter[int] = Counter()
         self._await_bytes: Counter[int] = Counter()
-
-    def open(
-        self,
-        on_freed: Callable[[int], None],
-        keep_warm_s: float | None,
-        receiver_pid: Callable[[], int | None],
-    ) -> None:
-        """Move into the running loop.
-
-        Args:
-            on_freed: called with each allocated block that was freed; from any thread.
-            keep_warm_s: after how many seconds idle memory is returned to the system; None for never.
-            receiver_pid: returns the process that would have to take the messages.
-        """
+        self.permits: Gate[None] = Gate(
+            settings.max_messages,
+            stuck_elsewhere=None,
+            long_wait_s=limits.long_wait_s,
+            on_long_wait=lambda _: self.holders.log_wait("a permit"),
+            max_wait_s=limits.max_wait_s,
+            overdue=lambda _: self.holders.overdue("no permit was free", 1, 0),
+        )
         self.memory = Memory(
-            self.max_bytes,
+            settings.max_bytes,
             self._gate_over,
-            on_freed,
-            keep_warm_s,
-            self._patience.max_wait_s,
+            settings.keep_warm_s,
+            counts,
+            limits.max_wait_s,
             lambda nbytes: self.holders.overdue("other copies were under way", 0, nbytes),
         )
-        self.holders = Holders(self.messages, self.permits, self.memory, self._patience, receiver_pid)
+        self.holders = Holders(self.messages, self.permits, self.memory, limits, receiver_pid)
 
-    def _gate_over(self, arena: Arena) -> Gate[Place]:
+    def _gate_over(self, arena: Arena) -> Gate[Extent]:
         return Gate(
             self.max_bytes,
             space=arena,
             stuck_elsewhere=self._stuck_in_sends,
-            long_wait_s=self._patience.long_wait_s,
+            long_wait_s=self._limits.long_wait_s,
             on_long_wait=lambda nbytes: self.holders.log_wait(f"{nbytes} bytes of shared memory"),
-            max_wait_s=self._patience.max_wait_s,
+            max_wait_s=self._limits.max_wait_s,
             overdue=lambda nbytes: self.holders.overdue("not enough shared memory was free", 0, nbytes),
         )
 
@@ -156,12 +146,6 @@ class Grants:
         block = await (self.memory.acquire(nbytes) if waiting is None else self.block(nbytes, waiting))
         self.memory.account(block.number, message)
         return block
-
-    def no_room(self, *, is_connected: bool) -> WouldBlockError:
-        """Make the error of a message that waited too long for the receiver."""
-        return self.holders.overdue(
-            "the receiver read nothing" if is_connected else "no receiver was here", 1, 0
-        )
 
 
 @contextmanager

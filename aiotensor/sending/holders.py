@@ -1,17 +1,17 @@
-"""Who holds a sender's permits and memory: for statistics, for the log, and for errors."""
+"""The holders of a sender's permits and memory, for statistics, for the log and for errors."""
 
 import asyncio
 from collections.abc import Callable, Collection
-from typing import NamedTuple
 
 from aiotensor.errors import WouldBlockError
 from aiotensor.runtime.logs import logger_of
 from aiotensor.sending.gates import Gate
 from aiotensor.sending.memory import Memory
 from aiotensor.sending.message import Message
-from aiotensor.types import Holder, Usage, Waits
+from aiotensor.sending.settings import WaitLimits
+from aiotensor.types import Holder, Usage
 
-__all__ = ["Holders", "MemoryUsage", "WaitLimits"]
+__all__ = ["Holders"]
 
 logger = logger_of("sender")
 
@@ -19,37 +19,15 @@ _NAMED_HOLDERS = 8
 _ALLOCATED = "allocated"
 
 
-class WaitLimits(NamedTuple):
-    """After how many seconds a wait is logged, and after how many it ends; None for never."""
-
-    long_wait_s: float | None
-    max_wait_s: float | None
-
-
-class MemoryUsage(NamedTuple):
-    """What a sender has in use of shared memory, and who."""
-
-    in_use: int
-    peak: int
-    warm: int
-    largest_free: int
-    waiting: int
-    longest_wait_s: float
-    holders: list[Holder]
-    waits: Waits
-    tensors_copied: int
-    bytes_copied: int
-
-
 class Holders:
-    """Tell who holds what; it changes nothing.
+    """Report the holders of permits and memory.
 
     Args:
-        messages: those in flight.
-        permits: what they hold one each of.
-        memory: what some of them hold bytes of.
-        patience: how long somebody may wait.
-        receiver_pid: says who would have to take them.
+        messages: the messages in flight.
+        permits: the permits, one for each message.
+        memory: the shared memory.
+        limits: the limits on waiting times.
+        receiver_pid: returns the process id of the receiver, if it is known.
     """
 
     def __init__(
@@ -57,47 +35,34 @@ class Holders:
         messages: Collection[Message],
         permits: Gate[None],
         memory: Memory,
-        patience: WaitLimits,
+        limits: WaitLimits,
         receiver_pid: Callable[[], int | None],
     ) -> None:
         self._messages = messages
         self._permits = permits
         self._memory = memory
-        self._patience = patience
+        self._limits = limits
         self._receiver_pid = receiver_pid
         self._loop = asyncio.get_running_loop()
 
-    def usage(self) -> MemoryUsage:
-        """Count what is in use."""
-        budget, now = self._memory.gate.budget, self._loop.time()
-        copies = self._memory.waiting_since
-        longest = max(
+    def longest_wait_s(self) -> float:
+        """Return the seconds that the longest current wait has lasted."""
+        now = self._loop.time()
+        return max(
             self._permits.longest_wait_s(now),
             self._memory.gate.longest_wait_s(now),
-            now - min(copies, default=now),
-        )
-        return MemoryUsage(
-            budget.in_use,
-            budget.peak,
-            self._memory.warm_bytes,
-            self._memory.largest_free,
-            budget.waiting + len(copies),
-            longest,
-            self.holders(),
-            self._memory.gate.waited.waits(),
-            self._memory.tensors_copied,
-            self._memory.bytes_copied,
+            now - min(self._memory.waiting_since, default=now),
         )
 
-    def holders(self) -> list[Holder]:
-        """List who holds permits and memory, the longest first."""
+    def list(self) -> list[Holder]:
+        """Return the holders of permits and memory, longest first."""
         now = self._loop.time()
         held: dict[Message | None, int] = dict.fromkeys(self._messages, 0)
         allocated_since = now
         for ticket, is_only_allocated in self._memory.holdings():
             holder = ticket.holder if isinstance(ticket.holder, Message) else None
             if is_only_allocated and holder is not None and holder.has_ended:
-                holder = None  # it was allocated in the block of a message, and not sent in it
+                holder = None  # it was allocated in the block of a message, but not sent in it
             held[holder] = held.get(holder, 0) + ticket.amount
             if holder is None:
                 allocated_since = min(allocated_since, ticket.since)
@@ -110,8 +75,8 @@ class Holders:
         return sorted(holders, key=lambda holder: -holder.seconds)
 
     def log_wait(self, what: str) -> None:
-        """Log that somebody has waited for long, and for whom."""
-        holders = self.holders()
+        """Log a long wait, with the holders of what it waits for."""
+        holders = self.list()
         held_by = "; ".join(
             f"{_name(holder)} ({holder.state}, {holder.bytes} bytes, {holder.seconds:.1f} s)"
             for holder in holders[:_NAMED_HOLDERS]
@@ -121,13 +86,13 @@ class Holders:
         pid = self._receiver_pid()
         logger.warning(
             "a send has waited %g s for %s; receiver: %s; held by: %s",
-            self._patience.long_wait_s,
+            self._limits.long_wait_s,
             what,
             "none has answered" if pid is None else f"pid {pid}",
-            held_by or "nobody",
+            held_by or "no message",
             extra={
                 "event": "long_wait",
-                "waited_s": self._patience.long_wait_s,
+                "waited_s": self._limits.long_wait_s,
                 "waited_for": what,
                 "peer_pid": pid,
                 "holders": len(holders),
@@ -136,16 +101,16 @@ class Holders:
         )
 
     def overdue(self, reason: str, messages: int, nbytes: int) -> WouldBlockError:
-        """Make the error of a wait that lasted for too long; arguments are those of `would_block`."""
-        return self.would_block(f"{reason} for {self._patience.max_wait_s:g} s", messages, nbytes)
+        """Return the error of a wait that exceeded `max_wait_s`; arguments are those of `would_block`."""
+        return self.would_block(f"{reason} for {self._limits.max_wait_s:g} s", messages, nbytes)
 
     def would_block(self, reason: str, messages: int, nbytes: int) -> WouldBlockError:
-        """Make the error of a call that would have to wait.
+        """Return the error of a call that would have to wait.
 
         Args:
-            reason: for what.
-            messages: how many permits it asked for.
-            nbytes: how much shared memory it asked for.
+            reason: the reason.
+            messages: the number of permits that it requested.
+            nbytes: the bytes of shared memory that it requested.
         """
         permits, memory = self._permits.budget, self._memory.gate.budget
         return WouldBlockError(

@@ -10,11 +10,12 @@ from aiotensor.errors import AioTensorError
 from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.leases import Leases
 from aiotensor.protocol.pages import Range
+from aiotensor.runtime.affinity import FreedItems
 from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.runtime.worker import Worker
 from aiotensor.sending.gates import Gate
 from aiotensor.tensors.allocations import Allocations, Block
-from aiotensor.tensors.arena import Arena, Place
+from aiotensor.tensors.arena import Arena, Extent
 from aiotensor.tensors.copying import QUICK_BYTES, CopyAbandonedError, copy_in_threads, copy_now
 from aiotensor.tensors.segments import Segment
 from aiotensor.tensors.source import Source
@@ -58,19 +59,20 @@ class Memory:
     def __init__(
         self,
         limit: int,
-        gate: Callable[[Arena], Gate[Place]],
-        on_freed: Callable[[int], None],
+        gate: Callable[[Arena], Gate[Extent]],
         keep_warm_s: float | None,
+        counts: dict[str, int],
         max_wait_s: float | None = None,
         overdue: Callable[[int], AioTensorError] = lambda nbytes: AioTensorError("waited for too long"),
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._arena = Arena(limit, self._loop.time, self._let_go)
+        self._arena = Arena(limit, self._loop.time, self._release_segment)
         self.gate = gate(self._arena)
-        self.allocations = Allocations(on_freed)
-        self._leases: Leases[Ticket[Place]] = Leases()
+        self._freed: FreedItems[int] = FreedItems(self._loop, self.release_allocations)
+        self.allocations = Allocations(self._freed)
+        self._leases: Leases[Ticket[Extent]] = Leases()
         self._worker = Worker("aiotensor-sender")
-        self.tensors_copied = self.bytes_copied = 0
+        self._counts = counts
         self._copies: set[_Copy] = set()
         self._keep_warm_s = keep_warm_s
         self._max_wait_s = max_wait_s
@@ -100,7 +102,7 @@ class Memory:
             idle, cold = self._arena.prepare(block.place)
             filled: list[Range] = []
             try:
-                segment.give_back(idle)
+                segment.return_memory(idle)
                 for one in cold:
                     segment.fill([one])
                     filled.append(one)
@@ -189,14 +191,18 @@ class Memory:
             ProtocolError: no announcement pins such a block.
         """
         for number in numbers:
-            self._give_back(self._leases.unpin(number))
+            self._release(self._leases.unpin(number))
 
     def unpin_owner(self, number: int) -> None:
         """Note that nobody writes to a block any more."""
-        self._give_back(self._leases.disown(number))
+        self._release(self._leases.disown(number))
 
-    def disowned(self, numbers: Iterable[int]) -> None:
-        """Note that callers let go of blocks that they had allocated."""
+    def collect_freed(self) -> None:
+        """Release the blocks of all allocated tensors that were freed until now."""
+        self._freed.collect_all()
+
+    def release_allocations(self, numbers: Iterable[int]) -> None:
+        """Release the blocks of allocated tensors that were freed."""
         for number in numbers:
             self.allocations.forget(number)
             self.unpin_owner(number)
@@ -211,13 +217,13 @@ class Memory:
         sent = [ticket.place for ticket in self._leases.sent() if ticket.place is not None]
         retired = self._arena.detach(sent)
         for ticket in self._leases.unpin_all():
-            self._give_back(ticket)
+            self._release(ticket)
         if retired is not None and retired.used and not self._is_closed:
             self._trim_retired()
             if pid is not None:
                 self._readers[retired] = ProcessEnd(pid, partial(self._reader_ended, retired))
 
-    def holdings(self) -> list[tuple[Ticket[Place], bool]]:
+    def holdings(self) -> list[tuple[Ticket[Extent], bool]]:
         """List what is in use, and whether it was allocated and no announcement pins it."""
         return [
             (ticket, number in self.allocations and not self._leases.is_sent(number))
@@ -274,10 +280,10 @@ class Memory:
         self._readers.clear()
 
     def _count(self, copied: Source) -> None:
-        self.tensors_copied += 1
-        self.bytes_copied += copied.nbytes
+        self._counts["tensors_copied"] += 1
+        self._counts["bytes_copied"] += copied.nbytes
 
-    def _own(self, ticket: Ticket[Place]) -> Block:
+    def _own(self, ticket: Ticket[Extent]) -> Block:
         place = ticket.place
         if place is None:
             raise AssertionError("bytes were granted without a place")
@@ -330,7 +336,7 @@ class Memory:
         """Get memory for a block, and copy a tensor into it; in the worker."""
         copy.has_begun = True
         place = copy.block.place
-        place.segment.give_back(copy.idle)
+        place.segment.return_memory(copy.idle)
         place.segment.make_way(copy.cold)
         for one in copy.cold:
             if copy.is_abandoned:
@@ -347,7 +353,7 @@ class Memory:
         if copy.unpins:
             self.unpin_owner(copy.block.number)
 
-    def _let_go(self, segment: Segment) -> None:
+    def _release_segment(self, segment: Segment) -> None:
         """Unmap a segment: in the worker, behind the copies into it, since much memory takes milliseconds."""
         reader = self._readers.pop(segment, None)
         if reader is not None:
@@ -357,7 +363,7 @@ class Memory:
             free = segment.take_free() if segment.is_attached or segment.is_retired else []
             self._worker.begin("unmapping", partial(_close, segment, free))
 
-    def _give_back(self, ticket: Ticket[Place] | None) -> None:
+    def _release(self, ticket: Ticket[Extent] | None) -> None:
         if ticket is None:
             return
         self.gate.release(ticket)
@@ -383,7 +389,7 @@ class Memory:
             return
         for segment in self._arena.segments():
             if segment.is_retired:
-                self._worker.begin("giving memory back", partial(segment.give_back, segment.take_free()))
+                self._worker.begin("returning memory", partial(segment.return_memory, segment.take_free()))
 
     def _trim(self) -> None:
         """Give back what has been idle for long; come again if something may be by then."""
@@ -392,11 +398,11 @@ class Memory:
             return
         segment, idle = self._arena.take_idle(self._loop.time() - self._keep_warm_s)
         if idle:
-            self._worker.begin("giving memory back", partial(segment.give_back, idle))
+            self._worker.begin("returning memory", partial(segment.return_memory, idle))
         if segment.has_idle:
             self._trimming = self._loop.call_later(self._keep_warm_s, self._trim)
 
 
 def _close(segment: Segment, free: list[Range]) -> None:
-    segment.give_back(free)
+    segment.return_memory(free)
     segment.close()

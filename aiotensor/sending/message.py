@@ -1,4 +1,4 @@
-"""What is on its way: a message, and what can become of it.
+"""The messages of a sender, and the blocks of code in which they are sent.
 
     OPEN --last tensor--> WHOLE --taken--> TAKEN
       |                     |
@@ -19,11 +19,11 @@ from typing import TypeAlias
 from aiotensor.errors import AioTensorError
 from aiotensor.protocol.credits import Ticket
 
-__all__ = ["Message", "State", "enter_block", "innermost_block"]
+__all__ = ["Message", "MessageState", "enter_block", "innermost_block"]
 
 
-class State(enum.Enum):
-    """Where a message is."""
+class MessageState(enum.Enum):
+    """The state of a message; the value is its text in statistics."""
 
     OPEN = "being sent"
     WHOLE = "waiting to be taken"
@@ -33,15 +33,15 @@ class State(enum.Enum):
 
 
 class Message:
-    """A message that holds a permit, or did.
+    """A message of a sender.
 
     Args:
-        permit: to give back when it ends.
+        permit: its permit, which is released when the message ends.
     """
 
     __slots__ = (
         "awaits_bytes",
-        "awaits_room",
+        "awaits_receiver",
         "count",
         "has_bytes",
         "loss",
@@ -53,45 +53,45 @@ class Message:
 
     def __init__(self, permit: Ticket[None]) -> None:
         self.permit = permit
-        self.since = permit.since  # it began then, by the clock of the loop
-        self.state = State.OPEN
+        self.since = permit.since  # by the clock of the loop
+        self.state = MessageState.OPEN
         self.loss: AioTensorError | None = None  # why it is LOST
         self.number: int | None = None  # known with the first announcement
         self.count = 0  # tensors announced
         self.awaits_bytes = 0  # sends that wait for bytes
-        self.awaits_room = 0  # sends that wait for the link
-        self.has_bytes = False  # of shared memory, or had
+        self.awaits_receiver = 0  # sends that wait until the receiver reads
+        self.has_bytes = False  # whether it ever held shared memory
 
     @property
     def has_ended(self) -> bool:
-        """Say whether it gave its permit back."""
-        return self.state is not State.OPEN and self.state is not State.WHOLE
+        """Whether its permit was released."""
+        return self.state is not MessageState.OPEN and self.state is not MessageState.WHOLE
 
 
-# The messages in whose blocks the running code is, the innermost last. Each has a weak reference to its task,
-# since the context belongs to that; None for a thread.
-_Block: TypeAlias = "tuple[weakref.ref[asyncio.Task[object]] | None, Message]"
-_blocks: ContextVar[tuple[_Block, ...]] = ContextVar("aiotensor_blocks", default=())
+# The `async with` blocks of messages that surround the running code, the innermost one last. Each has a weak
+# reference to its task, because tasks started in the block inherit the context; None for a thread.
+_CodeBlock: TypeAlias = "tuple[weakref.ref[asyncio.Task[object]] | None, Message]"
+_code_blocks: ContextVar[tuple[_CodeBlock, ...]] = ContextVar("aiotensor_blocks", default=())
 
 
 def enter_block(message: Message, task: "asyncio.Task[object] | None") -> None:
-    """Note that a task is in the block of a message, or a thread, whose calls then run with its context.
+    """Record that a task or a thread is in the `async with` block of a message.
 
     Args:
-        message: in whose block.
-        task: the running one; None if a thread is in the block.
+        message: the message.
+        task: the running task; None for a thread, whose calls run in the context of this call.
     """
-    outer = [block for block in _blocks.get() if block[1].state is State.OPEN]
-    _blocks.set((*outer, (None if task is None else weakref.ref(task), message)))
+    outer = [block for block in _code_blocks.get() if block[1].state is MessageState.OPEN]
+    _code_blocks.set((*outer, (None if task is None else weakref.ref(task), message)))
 
 
 def innermost_block(messages: Collection[Message]) -> Message | None:
-    """Return the open message in whose block the running task is, of several messages; None for none.
+    """Return the open message among `messages` whose block surrounds the running task; None if there is none.
 
-    Tasks that were started in the block are not in it: it may end before they do.
+    The block does not surround tasks that were started in it, because it may end before they do.
     """
-    for task, message in reversed(_blocks.get()):
+    for task, message in reversed(_code_blocks.get()):
         is_inside = task is None or task() is asyncio.current_task()
-        if is_inside and message.state is State.OPEN and message in messages:
+        if is_inside and message.state is MessageState.OPEN and message in messages:
             return message
     return None

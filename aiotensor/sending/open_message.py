@@ -1,34 +1,46 @@
-"""A message of several tensors, as callers of a sender see it."""
+"""A message of several tensors, as the callers of a sender see it."""
 
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 
 from aiotensor.errors import DiscardedError, TooLargeError, UsageError
 from aiotensor.protocol.frames import MAX_TENSORS
-from aiotensor.sending.message import Message, State, enter_block
+from aiotensor.runtime.affinity import LoopAffinity
+from aiotensor.sending.message import Message, MessageState, enter_block
+from aiotensor.sending.pipeline import Pipeline
+from aiotensor.statistics.counters import ErrorCounter
 from aiotensor.tensors.source import Sendable
 from aiotensor.types import TensorHandle
 
-if TYPE_CHECKING:  # which makes these
-    from aiotensor.sender import TensorSender
-
-__all__ = ["OpenMessage"]
+__all__ = ["OpenMessage", "enter_in_thread", "owner_of"]
 
 _NOT_BEGUN = "this message is not begun yet: use `async with sender.message() as message`"
 
 
 class OpenMessage:
-    """A message that is being sent, made by `TensorSender.message`."""
+    """A message that is being sent, made by `TensorSender.message`.
 
-    def __init__(self, sender: "TensorSender") -> None:
+    Args:
+        owner: the sender, which lives at least as long as the message.
+        pipeline: the pipeline of the sender.
+        affinity: the loop of the sender.
+        errors: counts the errors of calls.
+    """
+
+    def __init__(
+        self, owner: object, pipeline: Pipeline, affinity: LoopAffinity, errors: ErrorCounter
+    ) -> None:
         self._message: Message | None = None
-        self._sender = sender
+        self._owner = owner
+        self._pipeline = pipeline
+        self.affinity = affinity
+        self._errors = errors
         self._is_beginning = False
         self._sending = 0  # sends that have not returned
         self._is_finished = False
@@ -36,35 +48,25 @@ class OpenMessage:
     def __repr__(self) -> str:
         message = self._message
         state = "new" if message is None else f"{message.state.value}, {message.count} tensors"
-        return f"<OpenMessage {state}, of {self._sender!r}>"
+        return f"<OpenMessage {state}, of {self._owner!r}>"
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if is_finalizing() or (message := self._message) is None or message.state is not State.OPEN:
+        if is_finalizing() or (message := self._message) is None or message.state is not MessageState.OPEN:
             return
-        self._sender._affinity.freed(self, partial(self._sender._outgoing.abandon, message))
-
-    @property
-    def sender(self) -> "TensorSender":
-        """The sender whose message it is."""
-        return self._sender
+        self.affinity.freed(self, partial(self._pipeline.messages.abandon, message))
 
     async def __aenter__(self) -> Self:
-        with self._sender._errors:
+        with self._errors:
             if self._is_beginning or self._message is not None:
                 raise UsageError("this message was begun before: begin another with sender.message()")
-            self._sender._check()
+            self._check()
             self._is_beginning = True
             try:
-                self._message = await self._sender._outgoing.begin()
+                self._message = await self._pipeline.messages.begin()
             finally:
                 self._is_beginning = False
             enter_block(self._message, asyncio.current_task())
         return self
-
-    def _enter_in_thread(self) -> None:
-        """Note that this thread is in the block, and not the task that entered it."""
-        if self._message is not None:
-            enter_block(self._message, None)
 
     async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor in shared memory for this message; sending it copies nothing.
@@ -92,9 +94,9 @@ class OpenMessage:
             ClosedError: the sender was closed, perhaps while waiting.
             OSError: the machine has no shared memory or no descriptors left.
         """
-        with self._sender._errors:
-            message = self._open_message()
-            return await self._sender._allocate(shape, dtype, message)
+        with self._errors:
+            self._check()
+            return await self._pipeline.allocate(shape, dtype, self._open_message())
 
     async def send(self, tensor: Sendable) -> TensorHandle:
         """Send one tensor of the message, and return its handle.
@@ -114,7 +116,8 @@ class OpenMessage:
         try:
             if self._message is None:
                 raise UsageError(_NOT_BEGUN)
-            source, plan = self._sender._prepare(tensor)
+            self._check()
+            source, plan = self._pipeline.prepare(tensor)
             message = self._open_message()
             if message.count + self._sending >= MAX_TENSORS:
                 raise TooLargeError(
@@ -124,11 +127,11 @@ class OpenMessage:
                 )
             self._sending += 1
             try:
-                return await self._sender._outgoing.put(message, source, plan, last=False)
+                return await self._pipeline.put(message, source, plan, last=False)
             finally:
                 self._sending -= 1
         except Exception as error:
-            self._sender._errors.add(error)
+            self._errors.add(error)
             raise
 
     def _open_message(self) -> Message:
@@ -137,8 +140,8 @@ class OpenMessage:
         if message is None:
             raise UsageError(_NOT_BEGUN)
         if message.loss is not None:
-            raise self._sender._outgoing.why_not(message)
-        if message.state is not State.OPEN:
+            raise self._pipeline.messages.error(message)
+        if message.state is not MessageState.OPEN:
             raise DiscardedError("this message has ended: begin a new one")
         return message
 
@@ -155,30 +158,44 @@ class OpenMessage:
             UsageError: a send of this message was not awaited; the message is discarded. Or it is not
                 begun yet.
         """
-        message, outgoing = self._message, self._sender._outgoing
-        with self._sender._errors:
+        message, messages = self._message, self._pipeline.messages
+        with self._errors:
             if message is None:
                 raise UsageError(_NOT_BEGUN)
             if self._is_finished:
                 return
             if message.has_ended:
-                raise outgoing.why_not(message)  # it was not whole, so nobody can have taken it
+                raise messages.error(message)  # it was not whole, so no task can have taken it
             if self._sending:
-                outgoing.abandon(message)
+                messages.abandon(message)
                 raise UsageError(
                     "a send of this message was not awaited: await every message.send in its block"
                 )
             self._is_finished = True
-            outgoing.complete(message)
+            messages.complete(message)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        home = self._sender._affinity
-        if self._message is None or home.is_left_in_child(error):
+        if self._message is None or self.affinity.is_left_in_child(error):
             return
         if kind is not None:
-            self._sender._outgoing.abandon(self._message)
+            self._pipeline.messages.abandon(self._message)
         else:
-            home.check_place()
+            self.affinity.check_place()
             self.finish()
+
+    def _check(self) -> None:
+        self.affinity.check()
+        self._pipeline.messages.check()
+
+
+def owner_of(message: OpenMessage) -> object:
+    """Return the `TensorSender` that made a message."""
+    return message._owner
+
+
+def enter_in_thread(message: OpenMessage) -> None:
+    """Record that this thread is in the block of a message, and not the task that entered it."""
+    if message._message is not None:
+        enter_block(message._message, None)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from aiotensor.tensors.arena import Place
+from aiotensor.tensors.arena import Extent
 from aiotensor.tensors.source import Source
 from aiotensor.tensors.views import Watch, watch_storage
 
@@ -16,7 +16,7 @@ class Block(msgspec.Struct, frozen=True):
     """A place in the arena, and the number that it is pinned by."""
 
     number: int
-    place: Place
+    place: Extent
 
 
 class Allocation(msgspec.Struct, frozen=True):

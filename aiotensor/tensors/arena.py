@@ -21,14 +21,14 @@ from aiotensor.protocol.pages import Range
 from aiotensor.tensors.segments import Segment, whole_pages
 from aiotensor.tensors.views import View, view_over
 
-__all__ = ["Arena", "Place", "read_where", "segment_bytes"]
+__all__ = ["Arena", "Extent", "read_where", "segment_bytes"]
 
 _MAX_ADDRESSES = 1 << 44  # of 2**47 that a process has
 
 _WHERE = struct.Struct("<QQ")  # segment, offset
 
 
-class Place(msgspec.Struct, frozen=True):
+class Extent(msgspec.Struct, frozen=True):
     """Where a block is."""
 
     segment: Segment
@@ -59,47 +59,47 @@ class Arena:
     Args:
         nbytes: how many bytes of memory it may have.
         now: the clock that says how long a chunk has been idle.
-        let_go: closes a segment that nothing here needs any more, at once or later.
+        release: closes a segment that nothing here needs any more, at once or later.
     """
 
     def __init__(
-        self, nbytes: int, now: Callable[[], float], let_go: Callable[[Segment], object] = Segment.close
+        self, nbytes: int, now: Callable[[], float], release: Callable[[Segment], object] = Segment.close
     ) -> None:
         self._limit = whole_pages(nbytes)
         self._addresses = _address_bytes(nbytes)
         self._now = now
-        self._let_go = let_go
+        self._release = release
         self._next_number = 0
         self._retired: list[Segment] = []
         self._segment = self._new_segment()
 
-    def allocate(self, nbytes: int) -> Place | None:
+    def allocate(self, nbytes: int) -> Extent | None:
         """Take a block, or None if no free run is long enough."""
         segment = self._segment
         offset = segment.blocks.allocate(nbytes)
         if offset is None:
             return None
         segment.used.add(offset)
-        return Place(segment, offset, nbytes)
+        return Extent(segment, offset, nbytes)
 
-    def prepare(self, place: Place) -> tuple[list[Range], list[Range]]:
+    def prepare(self, place: Extent) -> tuple[list[Range], list[Range]]:
         """Return what its segment is to give back and to fill, so that a block has memory."""
         return place.segment.prepare(place.offset, place.nbytes, self._limit)
 
-    def free(self, place: Place) -> None:
+    def free(self, place: Extent) -> None:
         """Take a block back; its memory stays warm for a while."""
         segment = place.segment
         segment.free(place.offset, place.nbytes, self._now())
         if segment.is_retired and not segment.used and segment in self._retired:
             self._retired.remove(segment)
-            self._let_go(segment)
+            self._release(segment)
 
     @property
     def largest_free(self) -> int:
         """Return the bytes of the longest run of free addresses."""
         return self._segment.blocks.largest_free
 
-    def detach(self, elsewhere: Iterable[Place] = ()) -> Segment | None:
+    def detach(self, elsewhere: Iterable[Extent] = ()) -> Segment | None:
         """Note that the receiver is gone, and return the segment that is retired if it may still read some.
 
         Args:
@@ -116,7 +116,7 @@ class Arena:
         return segment
 
     def take_idle(self, before: float) -> tuple[Segment, list[Range]]:
-        """Return the chunks that were left before a time, and their segment; see `Segment.give_back`."""
+        """Return the chunks that were left before a time, and their segment; see `Segment.return_memory`."""
         return self._segment, self._segment.take_idle(before)
 
     @property
@@ -129,7 +129,7 @@ class Arena:
         segments = list(self.segments())
         self._retired = []
         for segment in segments:
-            self._let_go(segment)
+            self._release(segment)
 
     def segments(self) -> Iterator[Segment]:
         """Go through the present segment and the retired ones."""
@@ -156,7 +156,7 @@ def segment_bytes(arena_bytes: int) -> int:
 
 
 def read_where(payload: bytes) -> tuple[int, int]:
-    """Return the segment and the offset that `Place.describe` named.
+    """Return the segment and the offset that `Extent.describe` named.
 
     Raises:
         ProtocolError: the payload does not name any.

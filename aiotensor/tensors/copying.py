@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from aiotensor.tensors.arena import Place
+from aiotensor.tensors.arena import Extent
 from aiotensor.tensors.gathering import Gathering, gather
 from aiotensor.tensors.raw import RawBytes
 from aiotensor.tensors.source import Source, is_flat
@@ -34,7 +34,7 @@ class CopyAbandonedError(Exception):
     """Nobody wants the copy any more."""
 
 
-def copy_now(source: Source, place: Place) -> None:
+def copy_now(source: Source, place: Extent) -> None:
     """Copy a small source into warm memory, on this thread."""
     target: RawBytes = np.frombuffer(place.view(), np.uint8)
     if is_flat(source):
@@ -43,7 +43,9 @@ def copy_now(source: Source, place: Place) -> None:
         gather(source, target)
 
 
-def copy_in_threads(source: Source, place: Place, is_abandoned: Callable[[], bool], helper: Executor) -> None:
+def copy_in_threads(
+    source: Source, place: Extent, is_abandoned: Callable[[], bool], helper: Executor
+) -> None:
     """Copy a source of any size on this thread and, if it is large, on a helper's too.
 
     Args:
@@ -79,7 +81,7 @@ def copy_in_threads(source: Source, place: Place, is_abandoned: Callable[[], boo
         raise CopyAbandonedError
 
 
-def _flat_steps(source: torch.Tensor, place: Place) -> list[Callable[[], object]]:
+def _flat_steps(source: torch.Tensor, place: Extent) -> list[Callable[[], object]]:
     # These have only addresses: while they are used, the memory under them must live.
     there, here = _address_of(np.frombuffer(place.view(), np.uint8)), source.data_ptr()
     return [
@@ -88,7 +90,7 @@ def _flat_steps(source: torch.Tensor, place: Place) -> list[Callable[[], object]
     ]
 
 
-def _gathering_steps(source: Source, place: Place) -> list[Callable[[], object]]:
+def _gathering_steps(source: Source, place: Extent) -> list[Callable[[], object]]:
     gathering = Gathering(source, np.frombuffer(place.view(), np.uint8))
     return [partial(gathering.copy, box) for box in gathering.boxes]
 

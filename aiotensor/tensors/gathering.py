@@ -67,7 +67,7 @@ class _Tile(NamedTuple):
     inner: int
 
 
-class _Memory:
+class _SourceMemory:
     """Show the memory of a source to numpy, which keeps this alive, and with it the source."""
 
     def __init__(self, source: Source, shape: Sequence[int], strides: Sequence[int], kind: str) -> None:
@@ -104,7 +104,7 @@ class Gathering:
             byte_strides = list(source.array.strides)
         shape, strides = _merged(source.shape, byte_strides)
         raw = np.dtype(_RAW[itemsize])
-        self._source = np.asarray(_Memory(source, shape, strides, raw.str))
+        self._source = np.asarray(_SourceMemory(source, shape, strides, raw.str))
         self._target = target.view(raw).reshape(shape)
         self._signs: Array | None = None  # those that have to be turned, in the target
         if source.is_conj() or source.is_neg():

@@ -28,7 +28,7 @@ _FAILED = ctypes.c_void_p(-1).value
 _MADV_POPULATE_WRITE = 23  # the module `mmap` of Python 3.11 has no name for it
 
 
-class _Memory:
+class _MappedMemory:
     """What every view of a mapping refers to; the mapping ends with this object."""
 
     def __init__(self, address: int, nbytes: int) -> None:
@@ -59,7 +59,7 @@ class Mapping:
         address = _mmap(None, nbytes, protection, flags, descriptor, 0)
         if address is None or address == _FAILED:
             raise _error()
-        memory = _Memory(address, nbytes)
+        memory = _MappedMemory(address, nbytes)
         weakref.finalize(memory, _unmap, os.getpid(), address, nbytes).atexit = False
         self._address = address
         self.view: memoryview = np.asarray(memory).data

@@ -11,8 +11,9 @@ import msgspec
 import torch
 
 from aiotensor.errors import ProtocolError
+from aiotensor.protocol.frames import ARENA, INLINE
 from aiotensor.tensors.allocations import Allocation, Allocations
-from aiotensor.tensors.arena import Place, read_where
+from aiotensor.tensors.arena import Extent, read_where
 from aiotensor.tensors.dtypes import dtype_from_name
 from aiotensor.tensors.inline import MAX_INLINE_BYTES, bytes_of, open_inline
 from aiotensor.tensors.mapped import MappedSegment
@@ -20,7 +21,6 @@ from aiotensor.tensors.source import Source
 from aiotensor.tensors.views import Owner
 
 __all__ = [
-    "ARENA",
     "ArrivedTensor",
     "Placed",
     "Plan",
@@ -30,9 +30,6 @@ __all__ = [
     "place_inline",
     "plan_placement",
 ]
-
-ARENA = "arena"
-INLINE = "inline"
 
 
 class Plan(NamedTuple):
@@ -78,7 +75,7 @@ def place_allocated(source: Source, allocation: Allocation) -> Placed:
     return Placed(ARENA, allocation.block.place.describe(source.data_ptr() - allocation.start))
 
 
-def place_copy(place: Place) -> Placed:
+def place_copy(place: Extent) -> Placed:
     """Name a tensor where it was copied to."""
     return Placed(ARENA, place.describe(0))
 

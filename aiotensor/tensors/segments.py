@@ -27,7 +27,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 class Segment:
     """One memfd, mapped here, and the blocks in it.
 
-    `fill`, `give_back` and `close` may take long, and run in the worker; everything else belongs to the
+    `fill`, `return_memory` and `close` may take long, and run in the worker; everything else belongs to the
     thread of the event loop.
 
     Args:
@@ -109,7 +109,7 @@ class Segment:
             self._left[offset // CHUNK_BYTES : (offset + nbytes - 1) // CHUNK_BYTES + 1] = now
 
     def retire(self, elsewhere: Iterable[int]) -> None:
-        """Place nothing new here, since a receiver that was lost may still read some blocks.
+        """Extent nothing new here, since a receiver that was lost may still read some blocks.
 
         Args:
             elsewhere: the offsets of these blocks.
@@ -157,7 +157,7 @@ class Segment:
         for start, length in ranges:
             with self._changing:
                 mapping = self._mapping
-                self._give_back(start // CHUNK_BYTES, mapping)
+                self._return_memory(start // CHUNK_BYTES, mapping)
                 # Not by touching the pages: where memory is short that would be a signal and not an error.
                 if self.descriptor >= 0:
                     os.posix_fallocate(self.descriptor, start, length)
@@ -188,11 +188,11 @@ class Segment:
         """Return whether there are warm chunks in no block."""
         return any(True for _ in self._idle())
 
-    def give_back(self, ranges: list[Range]) -> None:
+    def return_memory(self, ranges: list[Range]) -> None:
         """Return the memory of ranges to the system, unless they were filled since. Not for the loop."""
         for start, _ in ranges:
             with self._changing:
-                self._give_back(start // CHUNK_BYTES, self._mapping)
+                self._return_memory(start // CHUNK_BYTES, self._mapping)
         if self.is_retired:  # it is sent to no other receiver
             with self._changing:
                 self._descriptor.close()
@@ -208,9 +208,9 @@ class Segment:
                 return
             left -= _total(leaving)
             with self._changing:
-                self._give_back(chunk, self._mapping)
+                self._return_memory(chunk, self._mapping)
 
-    def _give_back(self, chunk: int, mapping: Mapping | None) -> None:
+    def _return_memory(self, chunk: int, mapping: Mapping | None) -> None:
         with self._noting:
             leaving = self._leaving.pop(chunk, ())
         if mapping is not None:

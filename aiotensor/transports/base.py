@@ -1,7 +1,8 @@
-"""The interface of links: ordered, bidirectional channels for records of one sender and one receiver.
+"""The interface of transports: connections that carry records and file descriptors in both directions.
 
-A link carries bytes and file descriptors; it knows neither frames nor tensors. Callbacks report the records
-that arrive and the loss of the other side. Everything here belongs to the event loop's thread.
+A transport preserves the order and the boundaries of records; it knows neither frames nor tensors. Both ends
+of a connection have the same interface. `Connector` and `Listener` make the connections; the roles of the two
+ends depend on the first frame alone. Everything here belongs to the event loop's thread.
 """
 
 from collections.abc import Sequence
@@ -11,144 +12,133 @@ from aiotensor.errors import AioTensorError
 
 __all__ = [
     "MAX_UNREAD_BYTES",
+    "Acceptor",
+    "Connector",
+    "ConnectorEvents",
+    "Handler",
     "Listener",
-    "ReceiverEvents",
-    "ReceiverLink",
-    "SenderEvents",
-    "SenderLink",
+    "Transport",
 ]
 
-# The most bytes that a receiver queues for a sender that does not read its answers. A stopped sender has only
-# its messages in flight to be answered. With the default limit on these messages, and the most tensors in
-# each, the answers to all of them are shorter than this.
+# The most bytes that the accepting side queues for a peer that does not read. A stopped sender has only its
+# messages in flight to be answered. With the default limit on these messages, and the most tensors in each,
+# the answers to all of them are shorter than this.
 MAX_UNREAD_BYTES = 8 << 20
 
 
-class SenderEvents(Protocol):
-    """The callbacks of a sender's link."""
+class Handler(Protocol):
+    """The callbacks of a transport; compare `asyncio.Protocol`."""
 
-    def introduction(self) -> bytes:
-        """Return the first record of a connection."""
+    def record_received(self, data: memoryview, descriptors: list[int]) -> None:
+        """Handle a record, whose data is valid during the call; the handler owns the descriptors."""
 
-    def record_arrived(self, data: bytes | memoryview) -> None:
-        """Handle a record from the receiver; its data is valid during the call."""
+    def connection_lost(self, reason: str) -> None:
+        """Handle the end of the connection, after all records of the peer; not after `Transport.close`."""
 
-    def link_lost(self, error: AioTensorError) -> None:
-        """Handle a lost connection, or a permanent failure to connect; not after `SenderLink.close`."""
+    def resume_writing(self) -> None:
+        """Handle that `Transport.is_writable` is true again."""
 
 
-class SenderLink(Protocol):
-    """A sender's end of a link."""
+class Transport(Protocol):
+    """One end of a connection."""
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether all written records were passed to the kernel."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this end was closed, or the connection was lost."""
 
     @property
     def peer_pid(self) -> int | None:
-        """The receiver's process id according to the kernel; 0 if it has none here, None if unknown."""
+        """The process id of the peer according to the kernel; 0 if it has none here, None if unknown."""
 
-    @property
-    def comes_back(self) -> bool:
-        """Whether the link connects again after a loss."""
+    def start(self, handler: Handler) -> None:
+        """Begin to read, or pass further records to another handler.
 
-    async def open(self, events: SenderEvents) -> None:
-        """Begin to connect; does not wait for a receiver that has not started.
+        Has no effect after the end of the connection.
+        """
+
+    def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send a record without blocking, or queue it; has no effect after the end of the connection.
+
+        The caller keeps the descriptors.
 
         Raises:
-            AccessDeniedError: the receiver belongs to another user.
-            UsageError: the address does not lead to a receiver.
+            OSError: the kernel rejected the record (no memory, no descriptors), or the queue is full; the
+                record was not sent.
+        """
+
+    def read_now(self) -> None:
+        """Read a record immediately, if there is one; not while another one is being read."""
+
+    def close(self) -> None:
+        """Close at once, and discard queued records; closing again has no effect."""
+
+
+class ConnectorEvents(Protocol):
+    """The callbacks of a connector."""
+
+    def connected(self, transport: Transport) -> None:
+        """Handle a new connection; this callback starts it.
+
+        Raises:
+            OSError: writing the first record failed; the connector closes the transport.
+        """
+
+    def connecting_failed(self, error: AioTensorError) -> None:
+        """Handle a permanent failure to connect; `Connector.connect_again` tries again."""
+
+
+class Connector(Protocol):
+    """The connecting side: reaches the listener, and reaches it again after a loss."""
+
+    @property
+    def reconnects(self) -> bool:
+        """Whether another connection is possible after a loss."""
+
+    @property
+    def is_backlogged(self) -> bool:
+        """Whether a process listens, but its backlog was full at the last attempt."""
+
+    def connect(self) -> None:
+        """Connect for the first time, or begin to wait until a process listens.
+
+        Raises:
+            AccessDeniedError: the process that listens belongs to another user.
+            UsageError: the address does not lead to a socket of this library.
             OSError: this process has no descriptors or no memory left.
         """
 
-    @property
-    def is_kept_waiting(self) -> bool:
-        """Whether a receiver listens, but its backlog was full at the last attempt to connect."""
+    def reconnect(self) -> None:
+        """Begin to connect again after a loss, with a delay that increases if connections end quickly."""
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the receiver is connected, and all written records were passed to the kernel."""
-
-    async def ready(self) -> None:
-        """Wait until `is_ready` may have become true, the link was lost or closed, or `wake` is called."""
-
-    def wake(self) -> None:
-        """Wake the tasks that wait in `ready`, so that they check their conditions again."""
-
-    def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send a record to a connected receiver, without blocking. The caller keeps the descriptors.
-
-        Raises:
-            OSError: the kernel rejected it (no memory, no descriptors); nothing was sent.
-        """
-
-    async def flush(self) -> None:
-        """Wait until all written records were passed to the kernel, or the link is closed or lost."""
-
-    def drop(self, *, retry: bool) -> None:
-        """Close the connection without notifying the receiver.
-
-        Args:
-            retry: whether to begin to connect again; if not, only `ready` and `look_again` do so.
-        """
-
-    def look_again(self) -> None:
-        """Try to connect now, if `drop` has stopped the attempts."""
+    def connect_now(self) -> None:
+        """Connect now, if there is no connection and no attempt is scheduled."""
 
     def close(self) -> None:
-        """Close at once, without notifying the receiver; closing again does nothing."""
+        """Stop all attempts; the connections stay open."""
 
 
-class ReceiverLink(Protocol):
-    """A receiver's end of a link to one sender."""
+class Acceptor(Protocol):
+    """The callbacks of a listener."""
 
-    @property
-    def peer_pid(self) -> int | None:
-        """The sender's process id according to the kernel; 0 if it has none here, None if unknown."""
+    def connection_accepted(self, transport: Transport) -> None:
+        """Handle a new connection; this callback starts it, or closes it."""
 
-    def write(self, data: bytes) -> None:
-        """Send a record, without blocking; disconnect a sender that leaves `MAX_UNREAD_BYTES` unread."""
-
-    async def flush(self) -> None:
-        """Wait until all written records were passed to the kernel, or the link is closed or lost."""
-
-    def close(self) -> None:
-        """Close at once; no more records of this sender are read or reported."""
-
-
-class ReceiverEvents(Protocol):
-    """The callbacks of a receiver's listener."""
-
-    def link_opened(self, link: ReceiverLink) -> None:
-        """Handle a new connection; this callback may close it."""
-
-    def record_arrived(
-        self, link: ReceiverLink, data: bytes | memoryview, descriptors: Sequence[int]
-    ) -> None:
-        """Handle a record, whose data is valid during the call; the receiver owns the descriptors."""
-
-    def link_lost(self, link: ReceiverLink, reason: str) -> None:
-        """Handle the loss of a sender, after all records that it sent."""
-
-    def listener_failed(self, error: BaseException) -> None:
+    def listening_failed(self, error: BaseException) -> None:
         """Handle the failure of the listener, from a bug or a system error: no more records arrive."""
 
 
 class Listener(Protocol):
-    """The place where senders find a receiver."""
+    """The accepting side: the address that connectors reach."""
 
-    async def open(self, events: ReceiverEvents, max_record_bytes: int) -> None:
-        """Begin to listen.
-
-        Raises:
-            UsageError: another receiver listens there, or the address is in use otherwise.
-            OSError: this process cannot listen there; see `errno`, and `filename` for the folder of a path.
-        """
-
-    def look(self) -> None:
-        """Accept the pending connections, and read their introductions.
-
-        A caller may have the handle of a sender that has reconnected, before the new connection was read.
-        """
+    def accept_now(self) -> None:
+        """Accept the pending connections immediately."""
 
     def stop(self) -> None:
-        """Accept no more senders and records; existing links can still be written to."""
+        """Accept no more connections; existing ones stay open, but may not deliver further records."""
 
     async def close(self) -> None:
-        """Stop, and close every link."""
+        """Stop, and release everything."""

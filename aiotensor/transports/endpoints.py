@@ -1,51 +1,52 @@
-"""Roads between processes. A new link is one new file and one branch in each function below."""
+"""Endpoints: which transport carries the records for an address or a queue.
 
-from typing import TypeAlias
+A new transport is one module with a connector and a listener, and one branch in `route_to`.
+"""
+
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 from aiotensor.transports.address import label_of, socket_path
-from aiotensor.transports.base import Listener, SenderLink
-from aiotensor.transports.queue import QueueListener, QueueSenderLink
+from aiotensor.transports.base import Acceptor, Connector, ConnectorEvents, Listener
+from aiotensor.transports.queue import QueueConnector, listen_on
 from aiotensor.transports.tensor_queue import TensorQueue
-from aiotensor.transports.unix import UnixListener, UnixSenderLink
+from aiotensor.transports.unix import UnixConnector, listen_at
 
-__all__ = ["Endpoint", "TensorQueue", "connect", "listen", "name_of"]
+__all__ = ["Endpoint", "Route", "TensorQueue", "route_to"]
 
 Endpoint: TypeAlias = str | TensorQueue
 
 
-def connect(endpoint: Endpoint, sender: str) -> SenderLink:
-    """Make a sender's end of the link that an endpoint asks for, not opened yet.
+class Route(NamedTuple):
+    """The way to an endpoint.
+
+    Attributes:
+        label: the name of the endpoint in logs and metrics: its address, or ``queue``.
+        connector: makes the connecting side, with the id of a sender and the object that is notified.
+        listen: begins to listen, for an acceptor and with the longest valid record in bytes. Raises
+            `UsageError` if another receiver listens there or the address is in use otherwise, and `OSError`
+            if this process cannot listen there.
+    """
+
+    label: str
+    connector: Callable[[str, ConnectorEvents], Connector]
+    listen: Callable[[Acceptor, int], Coroutine[Any, Any, Listener]]
+
+
+def route_to(endpoint: Endpoint) -> Route:
+    """Validate an endpoint, and return the way to it; opens nothing.
 
     Raises:
-        TypeError: it is no endpoint.
-        ValueError: it is an address that no link serves.
+        TypeError: it is neither an address nor a queue.
+        ValueError: no transport serves the address.
     """
     if isinstance(endpoint, TensorQueue):
-        return QueueSenderLink(endpoint, sender)
-    return UnixSenderLink(socket_path(_address(endpoint), "unix"))
-
-
-def listen(endpoint: Endpoint) -> Listener:
-    """Make a receiver's end of the link that an endpoint asks for, not opened yet.
-
-    Raises:
-        TypeError: it is no endpoint.
-        ValueError: it is an address that no link serves.
-    """
-    if isinstance(endpoint, TensorQueue):
-        return QueueListener(endpoint)
-    return UnixListener(socket_path(_address(endpoint), "unix"))
-
-
-def name_of(endpoint: Endpoint) -> str:
-    """Return the name of an endpoint in metrics: its address, or ``queue``."""
-    return label_of(endpoint) if isinstance(endpoint, str) else "queue"
-
-
-def _address(endpoint: object) -> str:
+        return Route("queue", partial(QueueConnector, endpoint), partial(listen_on, endpoint))
     if not isinstance(endpoint, str):
         raise TypeError(
             "an endpoint is an address such as 'unix:///run/user/1000/engine.sock' or an "
             f"aiotensor.TensorQueue, got {type(endpoint).__name__!r}"
         )
-    return endpoint
+    path = socket_path(endpoint, "unix")
+    return Route(label_of(endpoint), lambda _, events: UnixConnector(path, events), partial(listen_at, path))

@@ -15,16 +15,16 @@ import socket
 import struct
 import termios
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
-from aiotensor.runtime.descriptors import close_after_fork, close_all
-from aiotensor.runtime.waiting import Waiters
+from aiotensor.runtime.descriptors import close_after_fork, close_all, duplicates
+from aiotensor.transports.base import Handler
 
 __all__ = [
     "RECORDS_A_TURN",
     "RecordReader",
-    "RecordSocket",
+    "SocketTransport",
     "pipe_of",
     "record_pair",
 ]
@@ -35,7 +35,7 @@ _MAX_DESCRIPTORS = 8
 _WRITE_FLAGS = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 _READ_FLAGS = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _INT = struct.Struct("i")
-_UNHEARD = (BrokenPipeError, ConnectionResetError, ConnectionRefusedError)
+_PEER_CLOSED = (BrokenPipeError, ConnectionResetError, ConnectionRefusedError)
 _QUEUED_RECORD_BYTES = 128  # the overhead of a queued record
 RECORDS_A_TURN = 4  # each of many frames; then the other callbacks of the loop run
 
@@ -125,132 +125,109 @@ def _descriptors_of(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     return found.tolist()
 
 
-class _Queued:
-    """The descriptors of queued records, which a forked child must close."""
+class _Queue:
+    """Queued records and their descriptors, which a forked child must close."""
 
-    def __init__(self, outbox: deque[tuple[bytes, Sequence[int]]]) -> None:
-        self._outbox = outbox
+    def __init__(self) -> None:
+        self.records: deque[tuple[bytes, Sequence[int]]] = deque()
         close_after_fork(self)
 
     def close(self) -> None:
-        """Close the child's copies."""
-        ours = [descriptor for _, descriptors in self._outbox for descriptor in descriptors]
-        self._outbox.clear()
-        close_all(ours)
+        """Discard all records."""
+        descriptors = [descriptor for _, each in self.records for descriptor in each]
+        self.records.clear()
+        close_all(descriptors)
 
 
-class RecordSocket:
-    """Write records without blocking, and read them as they arrive.
+class SocketTransport:
+    """A connection over a socket: write records without blocking, and read them as they arrive.
 
     A record is sent at once if the socket accepts it. Otherwise it is queued until the socket is writable.
 
     Args:
         sock: a connected, non-blocking `SOCK_SEQPACKET` socket; belongs to this object.
-        on_record: called with each record, valid during the call, and its descriptors; None to never read.
-        on_closed: called once when the other side is gone, with a reason; not after `close`.
-        max_bytes: the longest valid record that is read.
+        peer_pid: as for `Transport`.
+        reads: whether to read records. Sockets that several processes share for writing are not read, and
+            do not report that the peer has closed.
+        max_record_bytes: the longest valid record that is read.
         max_unsent_bytes: the most bytes in the queue, for a writer that never waits; None for no limit.
     """
 
     def __init__(
         self,
         sock: socket.socket,
+        peer_pid: int | None = None,
         *,
-        on_record: Callable[[memoryview, list[int]], None] | None,
-        on_closed: Callable[[str], None],
-        max_bytes: int = MAX_RECORD_BYTES,
+        reads: bool = True,
+        max_record_bytes: int = MAX_RECORD_BYTES,
         max_unsent_bytes: int | None = None,
     ) -> None:
         close_after_fork(sock)
+        self.peer_pid = peer_pid
+        self.is_writable = True
+        self.is_closed = False
         self._sock = sock
         self._loop = asyncio.get_running_loop()
-        self._on_record = on_record
-        self._on_closed: Callable[[str], None] | None = on_closed
-        self._outbox: deque[tuple[bytes, Sequence[int]]] = deque()
+        self._handler: Handler | None = None
+        self._reader = RecordReader(sock, max_record_bytes) if reads else None
+        self._queue = _Queue()
         self._unsent_bytes = 0
         self._max_unsent_bytes = max_unsent_bytes
-        self._flushers = Waiters()
-        self._is_closed = False
-        self._is_unheard = False  # the other side has closed, but records of it may still be unread
-        self._queued = _Queued(self._outbox)
-        if on_record is not None:
-            self._reader = RecordReader(sock, max_bytes)
-            self._loop.add_reader(sock.fileno(), self._readable)
+        self._peer_has_closed = False  # records of the peer may still be unread
 
-    @property
-    def is_flushed(self) -> bool:
-        """Whether all written records were passed to the kernel."""
-        return not self._outbox
+    def start(self, handler: Handler) -> None:
+        """Begin to read, or pass further records to another handler, as `Transport.start` does."""
+        if self.is_closed:
+            return
+        if self._handler is None and self._reader is not None:
+            self._loop.add_reader(self._sock.fileno(), self._readable)
+        self._handler = handler
 
     def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send or queue a record, and own its descriptors. Does nothing after the end of the socket.
+        """Send or queue a record, as `Transport.write` does.
 
         Raises:
             OSError: the kernel rejected the record (no memory, too many descriptors in transit), or the queue
-                is full; the record is not sent.
+                is full; the record was not sent.
         """
-        if self._is_closed or self._is_unheard:
-            close_all(descriptors)
+        if self.is_closed or self._peer_has_closed:
             return
-        if not self._outbox:
+        if self.is_writable:
             try:
                 if self._send(data, descriptors):
                     return
-            except _UNHEARD as error:
-                close_all(descriptors)
+            except _PEER_CLOSED as error:
                 self._stop_writing(error)
                 return
-            except BaseException:
-                close_all(descriptors)
-                raise
             self._loop.add_writer(self._sock.fileno(), self._writable)
+            self.is_writable = False
         unsent = self._unsent_bytes + len(data) + _QUEUED_RECORD_BYTES
         if self._max_unsent_bytes is not None and unsent > self._max_unsent_bytes:
-            close_all(descriptors)
-            raise OSError(errno.ENOBUFS, "the other side does not read what it is told")
+            raise OSError(errno.ENOBUFS, "the peer does not read its records")
+        self._queue.records.append((data, duplicates(descriptors) if descriptors else ()))
         self._unsent_bytes = unsent
-        self._outbox.append((data, descriptors))
 
-    async def flush(self) -> None:
-        """Wait until all written records were passed to the kernel, or the socket is closed.
-
-        Cancelling does not discard any record.
-        """
-        while self._outbox and not self._is_closed:
-            await self._flushers.wait()
-
-    async def room(self) -> None:
-        """Wait until the queue may be empty, the socket is closed, or `wake` is called."""
-        if self._outbox and not self._is_closed:
-            await self._flushers.wait()
-
-    def wake(self) -> None:
-        """Wake the tasks that wait in `room` and `flush`."""
-        self._flushers.wake()
-
-    def look(self) -> None:
-        """Read a record now, if there is one; not while another is being read."""
+    def read_now(self) -> None:
+        """Read a record immediately, if there is one; not while another one is being read."""
         self._readable()
 
     def close(self) -> None:
         """Close at once, and discard the queued records."""
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         self._loop.remove_writer(self._sock.fileno())
-        if self._on_record is not None:
+        if self._reader is not None and self._handler is not None:
             self._loop.remove_reader(self._sock.fileno())
         self._sock.close()
-        # The callbacks refer to the owner of this socket: without that cycle it is freed at once.
-        self._on_record = self._on_closed = None
-        self._drop_outbox()
+        self._handler = None  # it refers to this object: without that cycle both are freed at once
+        self._queue.close()
 
     def _send(self, data: bytes, descriptors: Sequence[int]) -> bool:
         """Pass one record to the kernel; return False if the socket is not writable."""
         try:
             if descriptors:
                 socket.send_fds(self._sock, [data], list(descriptors), _WRITE_FLAGS)
-                close_all(descriptors)
             else:
                 self._sock.send(data, _WRITE_FLAGS)
         except (BlockingIOError, InterruptedError):
@@ -258,62 +235,56 @@ class RecordSocket:
         return True
 
     def _writable(self) -> None:
+        records = self._queue.records
         try:
-            while self._outbox:
-                if not self._send(*self._outbox[0]):
+            while records:
+                data, descriptors = records[0]
+                if not self._send(data, descriptors):
                     return
-                data, _ = self._outbox.popleft()
+                records.popleft()
+                close_all(descriptors)
                 self._unsent_bytes -= len(data) + _QUEUED_RECORD_BYTES
-            self._loop.remove_writer(self._sock.fileno())
-        except _UNHEARD as error:
+        except _PEER_CLOSED as error:
             self._stop_writing(error)
-            return
         except OSError as error:
             self._end(f"writing failed: {error}")
             return
-        self._flushers.wake()
+        else:
+            self._loop.remove_writer(self._sock.fileno())
+        self.is_writable = True
+        if self._handler is not None:
+            self._handler.resume_writing()
 
     def _stop_writing(self, error: OSError) -> None:
-        """Stop writing, because the other side has closed; its last records are still read, up to the end."""
-        self._is_unheard = True
+        """Stop writing, because the peer has closed; its last records are still read, up to the end."""
+        self._peer_has_closed = True
         self._loop.remove_writer(self._sock.fileno())
-        self._drop_outbox()
-        if self._on_record is None:
-            # Not from here: `on_closed` must not be called inside `write`.
-            self._loop.call_soon(self._end, "nobody reads it any more")
-        elif isinstance(error, ConnectionResetError):
+        self._queue.close()
+        if self._reader is not None and isinstance(error, ConnectionResetError):
             self._reader.was_reset = True
 
     def _readable(self) -> None:
         # One record per callback: an extra read without a result costs more than another poll of the loop.
-        if self._is_closed or self._on_record is None:
+        reader, handler = self._reader, self._handler
+        if reader is None or handler is None:
             return
         try:
-            record = self._reader.read()
+            record = reader.read()
         except EOFError:
             self._end("the other side closed the connection")
         except OSError as error:
             self._end(f"reading failed: {error}")
         else:
             if record is not None:
-                self._on_record(*record)
-        if self._reader.was_reset and self._is_open():
+                handler.record_received(*record)
+        if reader.was_reset and self._handler is not None:
             # uvloop stops watching a socket after an error. No more records arrive; read the rest from here.
             self._loop.remove_reader(self._sock.fileno())
             self._loop.call_soon(self._readable)
 
-    def _is_open(self) -> bool:
-        return not self._is_closed
-
     def _end(self, reason: str) -> None:
-        if not self._is_closed:
-            on_closed = self._on_closed
+        if not self.is_closed:
+            handler = self._handler
             self.close()
-            if on_closed is not None:
-                on_closed(reason)
-
-    def _drop_outbox(self) -> None:
-        ours = [descriptor for _, descriptors in self._outbox for descriptor in descriptors]
-        self._outbox.clear()
-        close_all(ours)
-        self._flushers.wake()
+            if handler is not None:
+                handler.connection_lost(reason)

@@ -37,8 +37,8 @@ class SocketFile:
     """A socket and the path where it listens; belongs to the event loop's thread.
 
     Args:
-        path: where it is to listen.
-        sock: what is to listen; belongs to this object.
+        path: the path.
+        sock: the socket, which belongs to this object.
     """
 
     def __init__(self, path: str, sock: socket.socket) -> None:
@@ -88,7 +88,7 @@ class SocketFile:
     async def _lock(self, folder: int) -> None:
         """Wait for the lock of the folder: two receivers that find one stale socket must not both replace it.
 
-        The lock is taken on the folder and not on a file of its own, which would be left behind.
+        The folder itself is locked, because a separate lock file would be left behind.
         """
         # A thread that waits in the kernel cannot be cancelled and would keep the interpreter from exiting.
         loop = asyncio.get_running_loop()
@@ -155,9 +155,9 @@ class SocketFile:
                         os.unlink(self._path)
                     except OSError as error:
                         raise self._refused(error) from error
-                return  # if not, binding says what is wrong
+                return  # otherwise, binding raises the error
             except PermissionError:
-                return  # a file of another user: binding says so, or that the folder is closed to this one
+                return  # a file of another user, or a closed folder: binding raises the error
             except OSError as error:
                 if error.errno != errno.EPROTOTYPE:
                     raise OSError(error.errno, error.strerror, self._path) from error
@@ -166,7 +166,7 @@ class SocketFile:
         )
 
     def _may_remove(self) -> bool:
-        """Return whether the path is a socket of this user, and not a file of somebody else."""
+        """Return whether the path is a socket of this user."""
         try:
             status = os.lstat(self._path)
         except FileNotFoundError:

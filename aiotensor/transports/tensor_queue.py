@@ -12,40 +12,41 @@ from aiotensor.transports.records import record_pair
 
 __all__ = ["TensorQueue"]
 
-_Connection: TypeAlias = "connection.Connection[Any, Any]"
+_QueueEnd: TypeAlias = "connection.Connection[Any, Any]"
 
 
 class TensorQueue:
-    """Join processes of one family: hand it to spawned children, open a receiver and senders on it.
+    """Connect the processes of one family: pass it to spawned children, open a receiver and senders on it.
 
-    Make it in the parent, pass it as an argument of `multiprocessing` processes started by ``spawn``
-    (or ``forkserver``), and give it to one `TensorReceiver` and to any number of `TensorSender`s, in any
-    of the processes. It holds two descriptors and nothing in the file system.
+    Create it in the parent, pass it as an argument to `multiprocessing` processes started by ``spawn``
+    (or ``forkserver``), and open one `TensorReceiver` and any number of `TensorSender`s on it, in any of the
+    processes. It uses three descriptors and nothing in the file system.
 
-    Whoever holds it can speak for any sender, so hand it to your own code only. What travels over it is
-    not pickled.
+    A process that has the queue can send in the name of any sender, so pass it only to your own code. The
+    tensors are not pickled.
     """
 
     def __init__(self) -> None:
         reader, writer = record_pair()
         self._pid = os.getpid()
-        # Connections: they know how to travel to a spawned child, and close when nobody needs them.
+        # Connections, because `multiprocessing` passes them to spawned children, and they close when they are
+        # garbage-collected.
         self._reader = connection.Connection(reader.detach())
         self._writer = connection.Connection(writer.detach())
-        # An empty file, locked by the one receiver.
-        self._turn = connection.Connection(os.memfd_create("aiotensor-receiver"))
+        # An empty file, which the only receiver locks.
+        self._lock_file = connection.Connection(os.memfd_create("aiotensor-receiver"))
         self._close_after_fork()
 
     def __getstate__(self) -> tuple[object, ...]:
         if context.get_spawning_popen() is None:
             raise UsageError(
-                "a TensorQueue can only be handed to a child process while it is spawned: pass it in "
+                "a TensorQueue can only be passed to a child process while it is spawned: pass it in "
                 "multiprocessing.get_context('spawn').Process(target=..., args=(queue,))"
             )
-        return self._reader, self._writer, self._turn
+        return self._reader, self._writer, self._lock_file
 
-    def __setstate__(self, state: tuple[_Connection, _Connection, _Connection]) -> None:
-        self._reader, self._writer, self._turn = state
+    def __setstate__(self, state: tuple[_QueueEnd, _QueueEnd, _QueueEnd]) -> None:
+        self._reader, self._writer, self._lock_file = state
         self._pid = os.getpid()
         self._close_after_fork()
 
@@ -55,23 +56,27 @@ class TensorQueue:
         return f"<TensorQueue {'closed' if self._reader.closed else 'open'}>"
 
     def close(self) -> None:
-        """Close this process's ends; senders and receivers that are open keep theirs.
+        """Close the ends of this process; open senders and receivers keep theirs.
 
-        Do so in every process once its senders and receivers are open, and in the parent once the
-        children are started: then a sender hears at once of an engine that died before it opened its
-        receiver, since nobody is left who could read the queue.
+        Close the queue in every process after opening its senders and receivers, and in the parent after
+        starting the children. Then a sender is notified at once when the engine dies before it has opened
+        its receiver, because no process is left that could read the queue.
         """
-        for end in (self._reader, self._writer, self._turn):
+        for end in (self._reader, self._writer, self._lock_file):
             end.close()
 
     def _close_after_fork(self) -> None:
-        for end in (self._reader, self._writer, self._turn):
+        for end in (self._reader, self._writer, self._lock_file):
             close_after_fork(end)
 
-    def _lock(self) -> BinaryIO:
-        """Take the turn of the one receiver; the kernel ends it with the file, or with the process."""
-        # Opened anew: a lock belongs to the opened file, and what was inherited is the same one everywhere.
-        file = open(f"/proc/self/fd/{self._turn.fileno()}", "rb", buffering=0)  # noqa: SIM115
+    def lock_for_receiver(self) -> BinaryIO:
+        """Lock the queue for its only receiver, inside the library; closing the file unlocks it.
+
+        Raises:
+            UsageError: the queue has a receiver.
+        """
+        # Opened again, because a lock belongs to the opened file, and inherited descriptors share one.
+        file = open(f"/proc/self/fd/{self._lock_file.fileno()}", "rb", buffering=0)  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -81,7 +86,7 @@ class TensorQueue:
             ) from None
         return file
 
-    def _duplicate(self, end: connection.Connection) -> socket.socket:
+    def _duplicate(self, end: _QueueEnd) -> socket.socket:
         if os.getpid() != self._pid:
             raise UsageError(
                 "this TensorQueue came here by a fork: start processes with "
@@ -90,11 +95,18 @@ class TensorQueue:
         if end.closed:
             raise UsageError("this TensorQueue was closed: make a new one before starting the processes")
         sock = socket.socket(fileno=os.dup(end.fileno()))
-        sock.setblocking(False)  # whatever the application's default timeout is
+        sock.setblocking(False)  # even if the application has set a default timeout
         return sock
 
-    def _duplicate_writer(self) -> socket.socket:
+    def open_writer(self) -> socket.socket:
+        """Return a new socket for the writing end, inside the library; errors are those of `open_reader`."""
         return self._duplicate(self._writer)
 
-    def _duplicate_reader(self) -> socket.socket:
+    def open_reader(self) -> socket.socket:
+        """Return a new socket for the reading end, inside the library.
+
+        Raises:
+            UsageError: the queue was closed, or came here by a fork.
+            OSError: this process has no descriptors left.
+        """
         return self._duplicate(self._reader)

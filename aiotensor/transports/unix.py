@@ -1,34 +1,30 @@
-"""The link over Unix sockets: processes of one user on one machine connect by the path of a socket.
+"""The transport over Unix sockets: processes of one user on one machine connect by the path of a socket.
 
-Each sender has its own connection, a `SOCK_SEQPACKET` socket, so each side is notified at once when the other
-dies. The receiver may start later than its senders, and may be restarted: they connect again.
+Each connection is a `SOCK_SEQPACKET` socket, so each side is notified at once when the other dies. The
+process that listens may start later than the others, and may be restarted: they connect again.
 """
 
 import asyncio
 import errno
-import os
+import math
 import socket
-from collections.abc import Sequence
-from functools import partial
 
-from aiotensor.errors import AccessDeniedError, AioTensorError, PeerLostError, UsageError
-from aiotensor.runtime.descriptors import close_all
+from aiotensor.errors import AccessDeniedError, AioTensorError, UsageError
 from aiotensor.runtime.logs import RepeatedEvent, logger_of
-from aiotensor.runtime.waiting import Waiters
-from aiotensor.transports.base import MAX_UNREAD_BYTES, ReceiverEvents, SenderEvents
-from aiotensor.transports.records import RecordSocket
-from aiotensor.transports.refusals import log_cut_off, log_refused
+from aiotensor.transports.base import MAX_UNREAD_BYTES, Acceptor, ConnectorEvents
+from aiotensor.transports.records import SocketTransport
+from aiotensor.transports.refusals import log_refused
 from aiotensor.transports.socket_file import SocketFile
 from aiotensor.transports.users import check_owner, check_user
 
-__all__ = ["UnixListener", "UnixSenderLink"]
+__all__ = ["UnixConnector", "UnixListener", "listen_at"]
 
 logger = logger_of("transports")
 
 _ACCEPTS_A_TURN = 16  # a flood of connections must not block the loop
 
-# There is no notification when a socket appears at a path, so a sender without a receiver polls for it. A
-# connected pair does nothing while it is idle.
+# There is no notification when a socket appears at a path, so a connector polls for it. A connected pair does
+# nothing while it is idle.
 _FIRST_RETRY_S = 0.005
 _LAST_RETRY_S = 0.25
 
@@ -43,114 +39,46 @@ def _new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
 
 
-class UnixSenderLink:
-    """A sender's end: connects to the receiver once it listens, and again after a loss.
+class UnixConnector:
+    """Connect to the process that listens at a path, and again after a loss.
 
     Args:
-        path: the path of the receiver's socket.
+        path: the path of the socket.
+        events: the object that is notified.
     """
 
-    comes_back = True
+    reconnects = True
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, events: ConnectorEvents) -> None:
+        self.is_backlogged = False
         self._path = path
-        self._sock: RecordSocket | None = None
-        self._events: SenderEvents | None = None
-        self._retry: asyncio.TimerHandle | None = None
-        self._delay = _FIRST_RETRY_S
-        self._connected_at = 0.0
-        self.peer_pid = 0
-        self.is_kept_waiting = False
-        self._is_starved = False  # this process has no descriptors or no memory, and that was logged
-        self._waiters = Waiters()
-
-    async def open(self, events: SenderEvents) -> None:
-        """Connect if the receiver listens, or begin to poll for it."""
-        self._loop = asyncio.get_running_loop()
         self._events = events
-        try:
-            self._connect()
-        except BaseException:
-            self.close()
-            raise
+        self._loop = asyncio.get_running_loop()
+        self._transport: SocketTransport | None = None
+        self._connected_at = math.inf  # when the last connection began, until another attempt is scheduled
+        self._attempt: asyncio.TimerHandle | None = None
+        self._delay = _FIRST_RETRY_S
+        self._is_exhausted = False  # this process has no descriptors or no memory, and that was logged
+        self._is_closed = False
 
-    @property
-    def is_ready(self) -> bool:
-        """Return whether a receiver is connected, and nothing waits to be written."""
-        return self._sock is not None and self._sock.is_flushed
-
-    async def ready(self) -> None:
-        """Wait until `is_ready` may have become true, or the link has changed otherwise."""
-        if self._sock is not None:
-            await self._sock.room()
-        elif self._events is not None:
-            self.look_again()
-            if self._sock is None:
-                await self._waiters.wait()
-
-    def wake(self) -> None:
-        """Wake the tasks that wait in `ready`."""
-        if self._sock is not None:
-            self._sock.wake()
-        self._waiters.wake()
-
-    def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send a record."""
-        if self._sock is None:
-            raise UsageError("no receiver is connected")
-        self._sock.write(data, [os.dup(descriptor) for descriptor in descriptors])
-
-    async def flush(self) -> None:
-        """Wait until all written records were passed to the kernel."""
-        if self._sock is not None:
-            await self._sock.flush()
-
-    def drop(self, *, retry: bool) -> None:
-        """Close the connection, and poll for a new one if `retry` is true."""
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
-            if self._loop.time() - self._connected_at >= _LAST_RETRY_S:
-                # Otherwise the delay grows, even if the receiver accepts each connection and then closes it.
-                self._delay = _FIRST_RETRY_S
-        if retry:
-            self._look_later()
-        self._waiters.wake()
-
-    def look_again(self) -> None:
-        """Try to connect now, if no receiver is connected and no retry is scheduled."""
-        if self._events is not None and self._sock is None and self._retry is None:
-            self._look()
-
-    def close(self) -> None:
-        """Close the connection, and stop polling."""
-        self._events = None
-        if self._retry is not None:
-            self._retry.cancel()
-            self._retry = None
-        self.drop(retry=False)
-
-    def _connect(self) -> None:
-        """Connect now, or schedule a retry.
+    def connect(self) -> None:
+        """Connect if a process listens, or begin to poll for it.
 
         Raises:
-            AccessDeniedError: the receiver belongs to another user.
-            UsageError: the path does not lead to a receiver.
+            AccessDeniedError: the process that listens belongs to another user.
+            UsageError: the path does not lead to a socket of this library.
             OSError: this process has no descriptors or no memory left.
         """
-        events = self._events
-        if events is None:
-            return
         sock = _new_socket()
         try:
             sock.connect(self._path)
-            self.peer_pid = check_user(sock)
+            pid = check_user(sock)
         except (FileNotFoundError, ConnectionRefusedError, BlockingIOError) as error:
             sock.close()  # it has not started, it is gone, or its backlog is full
             check_owner(self._path)
-            self.is_kept_waiting = isinstance(error, BlockingIOError)
-            self._is_starved = False
-            self._look_later()
+            self.is_backlogged = isinstance(error, BlockingIOError)
+            self._is_exhausted = False
+            self._connect_later()
             return
         except PermissionError as error:
             sock.close()
@@ -166,147 +94,114 @@ class UnixSenderLink:
         except BaseException:
             sock.close()
             raise
-        self._sock = RecordSocket(sock, on_record=self._record_arrived, on_closed=self._lost)
+        self._transport = transport = SocketTransport(sock, pid)
         self._connected_at = self._loop.time()
+        self.is_backlogged = False
         try:
-            self._sock.write(events.introduction())
-        except OSError:
-            self.drop(retry=False)  # the receiver accepts no other record first
+            self._events.connected(transport)
+        except BaseException:
+            transport.close()  # the peer accepts no other record first
             raise
-        self.is_kept_waiting = self._is_starved = False
-        self._waiters.wake()
+        self._is_exhausted = False
 
-    def _look(self) -> None:
-        self._retry = None
-        try:
-            self._connect()
-        except AioTensorError as error:
-            if self._events is not None:
-                self._events.link_lost(error)
-            self._waiters.wake()
-        except OSError as error:
-            # There may be descriptors or memory again later; the tasks that wait for a receiver keep waiting.
-            if not self._is_starved:
-                logger.error(
-                    "a receiver cannot be looked for: %s",
-                    error,
-                    extra={"event": "looking_failed", "address": self._path, "reason": str(error)},
-                )
-            self._is_starved = True
-            self._look_later()
+    def reconnect(self) -> None:
+        """Begin to poll for the next process that listens."""
+        self._connect_later()
 
-    def _look_later(self) -> None:
-        if self._events is not None and self._retry is None:
-            if self.is_kept_waiting:
-                self._retry = self._loop.call_later(_FULL_RETRY_S, self._look)
-                return
-            self._retry = self._loop.call_later(self._delay, self._look)
-            self._delay = min(2 * self._delay, _LAST_RETRY_S)
-
-    def _record_arrived(self, data: memoryview, descriptors: list[int]) -> None:
-        if descriptors:
-            close_all(descriptors)  # a receiver sends none
-        if self._events is not None:
-            self._events.record_arrived(data)
-
-    def _lost(self, reason: str) -> None:
-        self.drop(retry=True)
-        if self._events is not None:
-            self._events.link_lost(PeerLostError(reason))
-
-
-class _UnixReceiverLink:
-    """A receiver's end of one connection."""
-
-    def __init__(
-        self,
-        listener: "UnixListener",
-        sock: socket.socket,
-        peer_pid: int,
-        events: ReceiverEvents,
-        max_record_bytes: int,
-    ) -> None:
-        self.peer_pid = peer_pid
-        self._listener = listener
-        self._sock = RecordSocket(
-            sock,
-            on_record=partial(events.record_arrived, self),
-            on_closed=self._lost,
-            max_bytes=max_record_bytes,
-            max_unsent_bytes=MAX_UNREAD_BYTES,
-        )
-
-    def write(self, data: bytes) -> None:
-        """Send a record to the sender; close the connection if that fails."""
-        try:
-            self._sock.write(data)
-        except OSError as error:
-            self._listener._cut_off.add(str(error))
-            self._sock.close()
-            self._lost(f"writing failed: {error}")
-
-    async def flush(self) -> None:
-        """Wait until all written records were passed to the kernel."""
-        await self._sock.flush()
+    def connect_now(self) -> None:
+        """Connect now, if there is no connection and no attempt is scheduled."""
+        if self._attempt is None and (self._transport is None or self._transport.is_closed):
+            self._connect_again()
 
     def close(self) -> None:
-        """Close the connection."""
-        self._sock.close()
-        self._listener._links.discard(self)
+        """Stop polling."""
+        self._is_closed = True
+        if self._attempt is not None:
+            self._attempt.cancel()
+            self._attempt = None
 
-    def look(self) -> None:
-        """Read a record now, if there is one."""
-        self._sock.look()
+    def _connect_again(self) -> None:
+        self._attempt = None
+        if self._is_closed:
+            return
+        try:
+            self.connect()
+        except AioTensorError as error:
+            self._events.connecting_failed(error)
+        except OSError as error:
+            # There may be descriptors or memory again later; calls that wait for the peer keep waiting.
+            if not self._is_exhausted:
+                logger.error(
+                    "connecting to %s failed, and is tried again: %s",
+                    self._path,
+                    error,
+                    extra={"event": "connecting_failed", "address": self._path, "reason": str(error)},
+                )
+            self._is_exhausted = True
+            self._connect_later()
 
-    def _lost(self, reason: str) -> None:
-        self._listener._lost(self, reason)
+    def _connect_later(self) -> None:
+        if self._is_closed or self._attempt is not None:
+            return
+        if self.is_backlogged:
+            self._attempt = self._loop.call_later(_FULL_RETRY_S, self._connect_again)
+            return
+        if self._loop.time() - self._connected_at >= _LAST_RETRY_S:
+            # Otherwise the delay grows, even if the peer accepts each connection and then closes it.
+            self._delay = _FIRST_RETRY_S
+        self._connected_at = math.inf
+        self._attempt = self._loop.call_later(self._delay, self._connect_again)
+        self._delay = min(2 * self._delay, _LAST_RETRY_S)
+
+
+async def listen_at(path: str, acceptor: Acceptor, max_record_bytes: int) -> "UnixListener":
+    """Listen at a path, and replace the socket file of a dead receiver.
+
+    Waiting and errors are those of `SocketFile.take`.
+
+    Args:
+        path: the path to which peers connect.
+        acceptor: the object that is notified.
+        max_record_bytes: the longest valid record of a peer.
+    """
+    sock = _new_socket()
+    file = SocketFile(path, sock)
+    try:
+        await file.take()
+    except BaseException:
+        file.leave()
+        raise
+    return UnixListener(path, sock, file, acceptor, max_record_bytes)
 
 
 class UnixListener:
-    """Listen at a path, and replace the socket file of a dead receiver.
+    """Accept connections at a path.
 
     Args:
-        path: the path to which senders connect.
+        path: the path.
+        sock: the socket that listens there.
+        file: the file of the socket.
+        acceptor: the object that is notified.
+        max_record_bytes: the longest valid record of a peer.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(
+        self, path: str, sock: socket.socket, file: SocketFile, acceptor: Acceptor, max_record_bytes: int
+    ) -> None:
         self._path = path
-        self._sock: socket.socket | None = None
-        self._file: SocketFile | None = None
-        self._links: set[_UnixReceiverLink] = set()
-        self._events: ReceiverEvents | None = None
-        self._pause: asyncio.TimerHandle | None = None
-        # A peer can connect again at any rate.
-        self._refused = RepeatedEvent(log_refused)
-        self._cut_off = RepeatedEvent(log_cut_off)
-
-    async def open(self, events: ReceiverEvents, max_record_bytes: int) -> None:
-        """Listen at the path, and accept connections; waiting and errors are those of `SocketFile.take`."""
-        self._loop = asyncio.get_running_loop()
-        self._max_record_bytes = max_record_bytes
-        sock = _new_socket()
-        file = SocketFile(self._path, sock)
-        try:
-            await file.take()
-        except BaseException:
-            file.leave()
-            raise
+        self._sock: socket.socket | None = sock
         self._file = file
-        self._sock = sock
-        self._events = events
-        self._loop.add_reader(sock.fileno(), self._accept)
-
-    def look(self) -> None:
-        """Accept pending connections, and read a record from each connection."""
-        self._accept()
-        for link in list(self._links):
-            link.look()
+        self._acceptor = acceptor
+        self._max_record_bytes = max_record_bytes
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
+        self._refused = RepeatedEvent(log_refused)  # a peer can connect again at any rate
+        self._loop.add_reader(sock.fileno(), self.accept_now)
 
     def stop(self) -> None:
         """Close the listening socket, and remove its file."""
-        self._events = None
         sock, self._sock = self._sock, None
-        if sock is None or self._file is None:
+        if sock is None:
             return
         if self._pause is not None:
             self._pause.cancel()
@@ -314,16 +209,14 @@ class UnixListener:
         self._file.leave()
 
     async def close(self) -> None:
-        """Stop listening, and close every connection."""
+        """Stop listening."""
         self.stop()
-        for link in list(self._links):
-            link.close()
         self._refused.close()
-        self._cut_off.close()
 
-    def _accept(self) -> None:
+    def accept_now(self) -> None:
+        """Accept the pending connections, but only some in one iteration of the event loop."""
         for _ in range(_ACCEPTS_A_TURN):
-            if self._sock is None or self._events is None:
+            if self._sock is None:
                 return
             try:
                 sock, _ = self._sock.accept()
@@ -332,14 +225,7 @@ class UnixListener:
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                if self._pause is None:
-                    logger.error(
-                        "a sender cannot be accepted: %s",
-                        error,
-                        extra={"event": "accepting_failed", "address": self._path, "reason": str(error)},
-                    )
-                    self._loop.remove_reader(self._sock.fileno())
-                    self._pause = self._loop.call_later(_ACCEPT_PAUSE_S, self._resume)
+                self._pause_accepting(self._sock, error)
                 return
             sock.setblocking(False)
             try:
@@ -348,16 +234,23 @@ class UnixListener:
                 self._refused.add(self._path, str(error))
                 sock.close()
                 continue
-            link = _UnixReceiverLink(self, sock, pid, self._events, self._max_record_bytes)
-            self._links.add(link)
-            self._events.link_opened(link)
+            transport = SocketTransport(
+                sock, pid, max_record_bytes=self._max_record_bytes, max_unsent_bytes=MAX_UNREAD_BYTES
+            )
+            self._acceptor.connection_accepted(transport)
 
-    def _resume(self) -> None:
+    def _pause_accepting(self, sock: socket.socket, error: OSError) -> None:
+        if self._pause is not None:
+            return
+        logger.error(
+            "a connection cannot be accepted: %s",
+            error,
+            extra={"event": "accepting_failed", "address": self._path, "reason": str(error)},
+        )
+        self._loop.remove_reader(sock.fileno())
+        self._pause = self._loop.call_later(_ACCEPT_PAUSE_S, self._resume_accepting)
+
+    def _resume_accepting(self) -> None:
         self._pause = None
         if self._sock is not None:
-            self._loop.add_reader(self._sock.fileno(), self._accept)
-
-    def _lost(self, link: _UnixReceiverLink, reason: str) -> None:
-        self._links.discard(link)
-        if self._events is not None:
-            self._events.link_lost(link, reason)
+            self._loop.add_reader(self._sock.fileno(), self.accept_now)

@@ -6,7 +6,8 @@ from bench.contenders import CONTENDERS
 from bench.goals import GOALS, Goal, Reading, judge
 from bench.records import Result, Verdict
 from bench.workloads import WORKLOADS
-from tests.bench.reports import CHANNEL, KIB, MIB, OURS, result, trips
+from tests.bench.reports import CHANNEL, KIB, OURS, result, trips
+from tests.sending.test_memory import MIB
 
 
 def verdict_of(results: list[Result], place: int = 0) -> Verdict:

@@ -15,7 +15,8 @@ from bench.harness import Step, measure
 from bench.plan import Options, make_plan
 from bench.records import Batch, Effort, Loop, Spec
 from bench.workloads import WORKLOADS
-from tests.bench.reports import MIB, contender
+from tests.bench.reports import contender
+from tests.sending.test_memory import MIB
 
 ContenderOf = Callable[..., Contender]
 

@@ -8,7 +8,8 @@ from bench.plan import Options, Plan, make_plan
 from bench.records import Effort, Skip
 from bench.workloads import WORKLOADS
 from bench.workloads.base import Workload
-from tests.bench.reports import KIB, MIB, contender, workload
+from tests.bench.reports import KIB, contender, workload
+from tests.sending.test_memory import MIB
 
 SIZES = (4 * KIB, MIB)
 

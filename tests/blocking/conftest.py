@@ -8,14 +8,14 @@ import pytest
 from zmq.utils.garbage import GarbageCollectorThread
 
 from aiotensor.transports.endpoints import Endpoint
-from tests import loops
 from tests.blocking.nursery import Nursery
 from tests.blocking.others import APIS, Other, other
 from tests.blocking.waiting import until
 from tests.channel import parties
 from tests.channel.parties import Place
-from tests.conformance.links import LINKS
-from tests.conftest import our_descriptors
+from verification import loops
+from verification.descriptors import our_descriptors
+from verification.places import LINKS
 
 _ENDING_S = 10.0  # more than a thread needs that ends
 

@@ -1,6 +1,6 @@
 """The process in the other role, driven by a thread without an event loop; with the async API, or with this.
 
-What it is asked to do has the same name in both: coroutine functions of `tests.processes.peers` and
+Its functions have the same names in both: coroutine functions of `verification.processes.peers` and
 `tests.channel.peers`, functions of `tests.blocking.works`.
 """
 
@@ -14,11 +14,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from aiotensor.transports.endpoints import Endpoint
-from tests import loops
 from tests.blocking import works
 from tests.blocking.waiting import until
 from tests.channel import peers as channel_peers
-from tests.processes import peers, watch
+from verification import loops
+from verification.processes import peers, watch
 
 __all__ = ["APIS", "Other", "Pending", "other"]
 

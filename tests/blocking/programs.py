@@ -16,15 +16,17 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+import aiotensor
 from aiotensor import ClosedError, TensorHandle, WouldBlockError
 from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
 from aiotensor.blocking.thread import Call
 from tests.blocking import nursery
-from tests.blocking.waiting import is_opening, until
+from tests.blocking.waiting import is_opening, running, until
 from tests.blocking.waits import WAITS
 from tests.channel.parties import Answer, Place, Question
-from tests.pairs import BIG, pattern
-from tests.processes import watch
+from verification import inside
+from verification.patterns import BIG, pattern
+from verification.processes import watch
 
 _NOBODYS = TensorHandle("nobody", 0, 0, "int64", (3,), "cpu")
 
@@ -84,15 +86,18 @@ def go_on_after_a_signal(*place: str) -> None:
 
     _raise_after(gate.set)
     with TensorReceiver(Place(*place).tensors) as receiver, TensorSender(Place(*place).tensors) as sender:
-        threading.Thread(target=lambda: receiver._now(be_busy), daemon=True).start()
+        threading.Thread(target=lambda: receiver.call(be_busy), daemon=True).start()
         is_busy.wait()
         main = threading.get_ident()
         _say_when(lambda: _waits(main), "waits")
+        handle = TensorHandle(sender.id, 0, 0, "int64", (BIG,), "cpu")
         try:
-            receiver.receive(_NOBODYS)
+            receiver.receive(handle)
         except KeyboardInterrupt:
-            _say("waiting", receiver.statistics().waiting, "claims", bool(receiver._inner._mailbox._claims))
-        _say(torch.equal(receiver.receive(sender.send(pattern(1, BIG))), pattern(1, BIG)))
+            _say("waiting", receiver.statistics().waiting)
+        # With a claim of the interrupted call, the iteration would not return the tensor.
+        _say(sender.send(pattern(1, BIG)) == handle)
+        _say(torch.equal(receiver.next().tensor, pattern(1, BIG)))
 
 
 def open_where_somebody_else_does(name: str, *place: str) -> None:
@@ -122,7 +127,7 @@ def close_with_a_busy_loop(*place: str) -> None:
     _raise_after(gate.set)
     main = threading.get_ident()
     receiver = TensorReceiver(Place(*place).tensors).__enter__()
-    _begin(lambda: receiver._now(be_busy))
+    _begin(lambda: receiver.call(be_busy))
     is_busy.wait()
     _say_when(lambda: _waits(main), "waits")
     try:
@@ -136,11 +141,11 @@ def look_at_once(*place: str) -> None:
     with TensorReceiver(Place(*place).tensors), TensorSender(Place(*place).tensors, 2, 8 * BIG) as sender:
         sender.send(pattern(0, BIG))
         _say_when(lambda: sender.statistics().waiting, "waits")
-        permits = sender._inner._outgoing.permits.budget
         try:
             sender.send(pattern(1, BIG))
         except KeyboardInterrupt:
-            _say(permits.in_use, permits.peak)
+            seen = sender.statistics()
+            _say(seen.in_flight, seen.peak_in_flight)
 
 
 def be_interrupted_elsewhere(*place: str) -> None:
@@ -159,14 +164,14 @@ def begin_a_message_at_a_signal(*place: str) -> None:
     """Be interrupted when the permit is granted, but not yet returned to the caller."""
     with TensorReceiver(Place(*place).tensors), TensorSender(Place(*place).tensors, 1) as sender:
         message = sender.message()
-        begin = message._inner.__aenter__
+        begin = message.inner.__aenter__
 
         async def begin_and_interrupt() -> object:
             await begin()
             signal.raise_signal(signal.SIGINT)
-            return message._inner
+            return message.inner
 
-        message._inner.__aenter__ = begin_and_interrupt  # type: ignore[method-assign, assignment]
+        message.inner.__aenter__ = begin_and_interrupt  # type: ignore[method-assign, assignment]
         try:
             message.__enter__()
         except KeyboardInterrupt:
@@ -196,7 +201,7 @@ def close_at_a_signal(*place: str) -> None:
     """Serve until a signal comes, whose handler closes the server in the middle of that."""
     with MessageServer(Place(*place).messages, Question) as server:
         signal.signal(signal.SIGTERM, lambda *_: server.close())
-        _say_when(lambda: server.statistics().answers and server._inner._waiters, "waits")
+        _say_when(lambda: server.statistics().answers and inside.waiters_for_requests(server.inner), "waits")
         server.serve(lambda question: Answer(question.seed))
         _say("served", server.statistics().answers)
 
@@ -256,7 +261,7 @@ def send_into_a_full_link(receiver: int, *place: str) -> None:
         try:
             sender.send(pattern(1, 1000))
         finally:
-            _say_when(lambda: sender._is_closed and _waits(main), "closes")
+            _say_when(lambda: sender.is_closed and _waits(main), "closes")
 
 
 def linger(server: int, *place: str) -> None:
@@ -270,7 +275,7 @@ def linger(server: int, *place: str) -> None:
             with suppress(TimeoutError):
                 while True:
                     client.send(Question(1, pattern(1, 4000)), timeout=0.1)
-            _say_when(lambda: client._is_closed and _waits(main), "closes")
+            _say_when(lambda: client.is_closed and _waits(main), "closes")
     finally:
         _say("closed")
 
@@ -318,6 +323,8 @@ def leave_threads_waiting(*place: str) -> None:
     message = sender.message().__enter__()
     message.send(pattern(1, 3))
     threads = threading.active_count()
+    stack = ExitStack()
+    drains = stack.enter_context(running(aiotensor.TensorSender, "drain"))
     _begin(
         lambda: receiver.receive(_NOBODYS),
         lambda: list(receiver),
@@ -329,8 +336,9 @@ def leave_threads_waiting(*place: str) -> None:
     requests = [server.next(), server.next()]
     left_open.extend(requests)
     _begin(lambda: list(server), lambda: server.serve(lambda _: None))
-    until(lambda: receiver.statistics().waiting == 3 and len(server._inner._waiters) == 2)
-    until(lambda: sender._inner._outgoing._drainers)
+    until(lambda: receiver.statistics().waiting == 3 and inside.waiters_for_requests(server.inner) == 2)
+    until(lambda: drains.count)
+    left_open.append(stack)
     _say(threading.active_count() - threads)
 
 

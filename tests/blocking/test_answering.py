@@ -16,7 +16,8 @@ from tests.blocking.others import Other, other
 from tests.blocking.waiting import in_thread, until
 from tests.blocking.works import answer
 from tests.channel.parties import Answer, Place, Question, said
-from tests.pairs import BIG, pattern
+from verification import inside
+from verification.patterns import BIG, pattern
 
 
 class Answering(NamedTuple):
@@ -92,7 +93,7 @@ def test_the_next_request_is_one_that_is_here(timeout: float | None, stranger: O
             ends.server.next(timeout=timeout or 0)
         stranger.call("open_client", place)
         asked = stranger.begin("ask", 1)
-        until(lambda: ends.server._inner._ready)
+        until(lambda: inside.ready(ends.server.inner))
         assert ends.server.statistics().waiting == 1
         request = ends.server.next(timeout=timeout)
         assert ends.server.statistics().in_hand == 1
@@ -109,7 +110,7 @@ def test_a_large_message_is_here_though_it_takes_longer_to_read(timeout: float, 
         MessageClient(place.messages, reply_type=Answer) as client,
     ):
         asked = in_thread(lambda: client.request(Question(1, pattern(1, 50 * BIG))))
-        until(lambda: server._inner._ready)
+        until(lambda: inside.ready(server.inner))
         request = server.next(timeout=timeout)
         request.reply(answer(request.message))
         assert asked.result().total == int(pattern(1, 50 * BIG).sum())

@@ -14,7 +14,7 @@ from tests.blocking.waiting import in_thread, until
 from tests.blocking.works import is_right
 from tests.channel import parties
 from tests.channel.parties import Answer, Place, Question
-from tests.pairs import BIG, pattern
+from verification.patterns import BIG, pattern
 
 
 class Asking(NamedTuple):

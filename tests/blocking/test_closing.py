@@ -17,8 +17,8 @@ from aiotensor.blocking.portal import BlockingObject
 from tests.blocking.others import Other, other
 from tests.blocking.waiting import in_thread, is_opening, nobody_listens_in, until
 from tests.channel.parties import Answer, Place, Question
-from tests.pairs import BIG, pattern
-from tests.promptly import promptly
+from verification.patterns import BIG, pattern
+from verification.promptly import promptly
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def test_closing_waits_until_the_link_has_taken_what_was_sent(engine: Other, pla
     handle = sender.send(pattern(1, BIG))
     with _full(sender, engine):
         closing = in_thread(sender.close)
-        until(lambda: sender._is_closed)
+        until(lambda: sender.is_closed)
         sender.close()  # again does nothing
         with pytest.raises(ClosedError):
             sender.send(pattern(1, 3))
@@ -80,7 +80,7 @@ def test_a_call_that_cannot_stop_at_once_ends_before_the_loop_does(place: Place)
         await asyncio.sleep(0.1)  # which no closing ends, as it ends no copy
         return 5
 
-    working = in_thread(lambda: receiver._wait(work))
+    working = in_thread(lambda: receiver.wait_for(work))
     has_begun.wait()
     receiver.close()
     assert working.result() == 5

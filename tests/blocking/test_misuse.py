@@ -17,7 +17,7 @@ from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, Ten
 from aiotensor.blocking.portal import BlockingObject
 from tests.blocking.waiting import in_thread
 from tests.channel.parties import Answer, Place, Question
-from tests.pairs import pattern
+from verification.patterns import pattern
 
 _CHILD_S = 20  # after which a child that hangs is ended, also without its parent
 _HANDLE = TensorHandle("nobody", 0, 0, "int64", (3,), "cpu")
@@ -87,7 +87,7 @@ def test_what_is_not_open_says_so(thing: Object) -> None:
     for use in (_uses(thing) | _iterations(thing)).values():
         with pytest.raises(UsageError, match="is not open yet: enter it with `with`"):
             use()
-    assert thing._look(thing._inner.statistics) == thing._inner.statistics()
+    assert thing._look(thing.inner.statistics) == thing.inner.statistics()
 
 
 def test_what_was_closed_says_so(thing: Object) -> None:
@@ -115,7 +115,7 @@ def test_it_is_opened_once(thing: Object) -> None:
     with thing:
         with pytest.raises(UsageError, match="was opened before: make a new one"), thing:
             pass
-        thing._now(lambda: None)  # it is as open as it was
+        thing.call(lambda: None)  # it is as open as it was
     with pytest.raises(ClosedError, match="was opened before"), thing:
         pass
 
@@ -133,7 +133,7 @@ def test_the_thread_of_an_event_loop_must_not_wait(thing: Object) -> None:
     with thing:
         texts = asyncio.run(use())
         assert all("would block the event loop of this thread" in text for text in texts)
-        assert asyncio.run(asyncio.to_thread(lambda: thing._look(thing._inner.statistics))) is not None
+        assert asyncio.run(asyncio.to_thread(lambda: thing._look(thing.inner.statistics))) is not None
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -17,7 +17,8 @@ from aiotensor.blocking import TensorReceiver
 from aiotensor.transports.endpoints import Endpoint
 from tests.blocking.others import Other
 from tests.blocking.waiting import in_thread, until
-from tests.pairs import BIG, beyond, pattern
+from tests.pairs import beyond
+from verification.patterns import BIG, pattern
 
 
 def settled(receiver: TensorReceiver) -> bool:

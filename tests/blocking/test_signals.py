@@ -84,7 +84,7 @@ def test_an_interrupt_of_a_call_that_had_not_begun_leaves_nothing_behind(
     with nursery.program("go_on_after_a_signal", *place) as program:
         assert program.line() == "waits"
         program.signal()
-        assert program.ended() == Ended(0, ["waiting 0 claims False", "True"], "")
+        assert program.ended() == Ended(0, ["waiting 0", "True", "True"], "")
 
 
 def test_when_the_interrupt_is_raised_all_is_given_back(nursery: Nursery, place: Place) -> None:

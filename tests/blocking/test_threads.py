@@ -16,7 +16,7 @@ from tests.blocking.others import Other
 from tests.blocking.waiting import in_thread, until
 from tests.blocking.works import answer, is_right
 from tests.channel.parties import Answer, Place, Question
-from tests.pairs import BIG, pattern
+from verification.patterns import BIG, pattern
 
 _THREADS = 8
 _REQUESTS = 50

@@ -9,7 +9,7 @@ from aiotensor import ClosedError
 from tests.blocking.waiting import in_thread, until
 from tests.blocking.waits import WAITS
 from tests.channel.parties import Place
-from tests.promptly import promptly
+from verification.promptly import promptly
 
 _LIMITED = [name for name, row in WAITS.items() if row.takes_timeout]
 _CLOSED = [name for name in WAITS if name != "request, for a permit"]  # the permit is another's to give

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple
 
+import aiotensor
 from aiotensor import ClosedError, PeerLostError, RemoteError, TensorHandle
 from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
 from aiotensor.blocking.portal import BlockingObject
-from tests.blocking.waiting import in_thread, until
+from tests.blocking.waiting import in_thread, running, until
 from tests.channel.parties import Answer, Place, Question
-from tests.pairs import BIG, pattern
+from verification import inside
+from verification.patterns import BIG, pattern
 
 __all__ = ["WAITS", "Row", "Wait"]
 
@@ -175,13 +177,14 @@ def _allocate(place: Place) -> Iterator[Wait]:
 def _drain(place: Place) -> Iterator[Wait]:
     with TensorSender(place.tensors) as sender:
         sender.send(pattern(0, 3))
-        yield _sending(sender, sender.drain)._replace(is_waiting=lambda: sender._inner._outgoing._drainers)
+        with running(aiotensor.TensorSender, "drain") as drains:
+            yield _sending(sender, sender.drain)._replace(is_waiting=lambda: drains.count)
 
 
 def _receiving(receiver: TensorReceiver, call: Callable[..., object]) -> Wait:
-    def held() -> tuple[int, int, int]:
+    def held() -> tuple[int, int]:
         seen = receiver.statistics()
-        return seen.waiting, seen.leases, len(receiver._inner._arrivals.waiters)
+        return seen.waiting, seen.leases
 
     return Wait(
         call,
@@ -260,7 +263,7 @@ def _request_of_nobody(place: Place) -> Iterator[Wait]:
         def call(timeout: float | None = None) -> Answer:
             return client.request(Question(1), timeout=timeout)
 
-        yield _asking_for(client, call, lambda: client._inner._connections[0]._waiters)
+        yield _asking_for(client, call, lambda: inside.waiters_for_server(client.inner))
 
 
 @contextmanager
@@ -270,16 +273,16 @@ def _send_message_to_nobody(place: Place) -> Iterator[Wait]:
         def call(timeout: float | None = None) -> None:
             client.send(Question(1), timeout=timeout)
 
-        yield _asking_for(client, call, lambda: client._inner._connections[0]._waiters)
+        yield _asking_for(client, call, lambda: inside.waiters_for_server(client.inner))
 
 
 def _answering(server: MessageServer[Question], call: Callable[..., object]) -> Wait:
     def held() -> tuple[int, int, int]:
         seen = server.statistics()
-        return seen.waiting, seen.in_hand, len(server._inner._waiters)
+        return seen.waiting, seen.in_hand, inside.waiters_for_requests(server.inner)
 
     def is_waiting() -> object:
-        return server._inner._waiters and server.statistics().clients
+        return inside.waiters_for_requests(server.inner) and server.statistics().clients
 
     return Wait(call, is_waiting, held, server)
 

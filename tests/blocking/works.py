@@ -1,4 +1,4 @@
-"""What a process with this API does when it is asked to; named as in `tests.processes.peers`."""
+"""Functions of a child process with the blocking API, named as in `verification.processes.peers`."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -10,11 +10,11 @@ import torch
 from aiotensor import TensorHandle
 from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
 from aiotensor.transports.endpoints import Endpoint
-from tests import loops
 from tests.blocking.waiting import in_thread
 from tests.channel import parties
 from tests.channel.parties import Answer, Place, Question
-from tests.pairs import BIG, pattern
+from verification import loops
+from verification.patterns import BIG, pattern
 
 __all__ = ["State", "answer", "main"]
 

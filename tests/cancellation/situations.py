@@ -14,7 +14,7 @@ import pytest
 from aiotensor import TensorQueue, TensorSender, WouldBlockError
 from aiotensor.runtime.descriptors import close_all
 from aiotensor.tensors.copying import QUICK_BYTES
-from tests.pairs import pattern
+from verification.patterns import pattern
 
 __all__ = ["SLOW", "HeldUp", "Unread", "clog", "in_line", "unread"]
 
@@ -97,7 +97,7 @@ class Unread:
 def unread(place: str | TensorQueue) -> Iterator[Unread]:
     """Take the receiver's place at an endpoint, and read nothing unasked."""
     if isinstance(place, TensorQueue):
-        with contextlib.closing(Unread(None, place._duplicate_reader())) as far:
+        with contextlib.closing(Unread(None, place.open_reader())) as far:
             yield far
         return
     path = place.removeprefix("unix://")

@@ -5,7 +5,10 @@ import torch
 
 from tests.cancellation.situations import in_line
 from tests.cancelling import Attempt, cancel_everywhere
-from tests.pairs import BIG, pair, pattern, settled
+from tests.pairs import pair
+from verification.internals import memory_of
+from verification.patterns import BIG, pattern
+from verification.waiting import settled
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
@@ -48,7 +51,7 @@ async def test_cancelled_in_line_for_bytes_it_lets_the_next_one_through() -> Non
 
             def free() -> None:
                 held.clear()
-                sender._freed.collect()  # in this very turn
+                memory_of(sender).collect_freed()  # in this very turn
 
             await allocating.bring(free)
             if await allocating.completed():

@@ -13,7 +13,10 @@ import pytest
 from aiotensor.protocol.mailbox import Key
 from aiotensor.runtime.waiting import Waiters
 from tests.cancelling import Attempt, Way, cancel_everywhere
-from tests.pairs import BIG, Pair, pair, pattern, until
+from tests.pairs import Pair, pair
+from verification.internals import intake_of, memory_of, messages_of
+from verification.patterns import BIG, pattern
+from verification.waiting import until
 
 Seen = list[tuple[str, ...]]
 
@@ -127,15 +130,15 @@ _kept: list[Any] = []
 
 
 async def _keeps_a_permit(pair: Pair) -> None:
-    ticket = await pair.sender._outgoing.permits.acquire(1)
+    ticket = await messages_of(pair.sender).grants.permits.acquire(1)
     await asyncio.sleep(0)  # no `try`
-    pair.sender._outgoing.permits.release(ticket)
+    messages_of(pair.sender).grants.permits.release(ticket)
 
 
 async def _keeps_memory(pair: Pair) -> None:
-    block = await pair.sender._outgoing.memory.acquire(BIG)
+    block = await memory_of(pair.sender).acquire(BIG)
     await asyncio.sleep(0)
-    pair.sender._outgoing.memory.unpin_owner(block.number)
+    memory_of(pair.sender).unpin_owner(block.number)
 
 
 async def _keeps_a_lease(pair: Pair) -> None:
@@ -157,19 +160,19 @@ async def _keeps_a_tensor_unclaimed(pair: Pair) -> None:
 async def _keeps_a_claim(pair: Pair) -> None:
     handle = pair.sender.send_nowait(pattern(0, 3))
     key = Key(handle.sender, handle.message, handle.tensor)
-    pair.receiver._mailbox.claim(key)
+    intake_of(pair.receiver).mailbox.claim(key)
     try:
         await asyncio.sleep(0)
     except asyncio.CancelledError:
         await until(lambda: pair.receiver.statistics().unclaimed_tensors == 1)
         pair.receiver.receive_nowait(handle)
         raise
-    pair.receiver._mailbox.unclaim(key)
+    intake_of(pair.receiver).mailbox.unclaim(key)
     await pair.receiver.receive(handle)
 
 
 async def _keeps_a_place_in_line(pair: Pair) -> None:
-    drainers = pair.sender._outgoing._drainers
+    drainers = messages_of(pair.sender)._drainers
     future = asyncio.get_running_loop().create_future()
     drainers.append(future)
     await asyncio.sleep(0)

@@ -6,7 +6,8 @@ import torch
 from aiotensor import DiscardedError, TensorHandle
 from tests.cancellation.situations import SLOW, HeldUp, in_line
 from tests.cancelling import Attempt, cancel_everywhere
-from tests.pairs import BIG, pair, pattern
+from tests.pairs import pair
+from verification.patterns import BIG, pattern
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 

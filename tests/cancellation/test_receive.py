@@ -16,7 +16,9 @@ from aiotensor import (
 from aiotensor import receiver as receiver_module
 from tests.cancellation.situations import SLOW
 from tests.cancelling import Attempt, Running, Way, cancel_everywhere
-from tests.pairs import BIG, endpoint, pair, pattern, until
+from tests.pairs import endpoint, pair
+from verification.patterns import BIG, pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 

@@ -11,9 +11,12 @@ import torch
 
 from aiotensor import ClosedError, PeerLostError, TensorReceiver, TensorSender
 from aiotensor.tensors.mapped import MappedSegment
-from aiotensor.transports.records import RecordSocket
+from aiotensor.transports.records import SocketTransport
 from tests.cancelling import Attempt, cancel_everywhere
-from tests.pairs import BIG, Links, endpoint, pattern, until
+from tests.pairs import Links, endpoint
+from verification.internals import intake_of, session_of
+from verification.patterns import BIG, pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -151,7 +154,7 @@ async def test_closing_cancelled_while_a_sender_does_not_read_closes_at_once() -
                 near, far = _ends(sender, receiver)
                 loop.remove_reader(near._sock.fileno())  # it does not read any more
                 far._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least there is
-                while far.is_flushed:
+                while far.is_writable:
                     await receiver.receive(await sender.send(pattern(0, 3)))
                 closing = attempt.start(receiver.aclose())
                 await closing.bring(lambda: loop.add_reader(near._sock.fileno(), near._readable))
@@ -162,10 +165,10 @@ async def test_closing_cancelled_while_a_sender_does_not_read_closes_at_once() -
     assert await cancel_everywhere(attempt)
 
 
-def _ends(sender: TensorSender, receiver: TensorReceiver) -> tuple[RecordSocket, RecordSocket]:
+def _ends(sender: TensorSender, receiver: TensorReceiver) -> tuple[SocketTransport, SocketTransport]:
     """Return the sockets of the way back."""
-    near, far = sender._outgoing._link, receiver._incoming.link_of(sender.id)
-    found = [getattr(end, "_pipe", None) or getattr(end, "_sock", None) for end in (near, far)]
-    assert isinstance(found[0], RecordSocket)
-    assert isinstance(found[1], RecordSocket)
+    ends = session_of(sender).transport, intake_of(receiver).senders[sender.id].transport
+    found = [getattr(end, "_pipe", end) for end in ends]
+    assert isinstance(found[0], SocketTransport)
+    assert isinstance(found[1], SocketTransport)
     return found[0], found[1]

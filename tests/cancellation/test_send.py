@@ -9,7 +9,10 @@ import torch
 from aiotensor import TensorReceiver, TensorSender
 from tests.cancellation.situations import SLOW, HeldUp, clog, in_line, unread
 from tests.cancelling import Attempt, Way, cancel_everywhere
-from tests.pairs import BIG, Links, endpoint, pair, pattern, settled
+from tests.pairs import Links, endpoint, pair
+from verification.internals import memory_of
+from verification.patterns import BIG, pattern
+from verification.waiting import settled
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
@@ -121,7 +124,7 @@ async def test_a_send_cancelled_in_line_for_bytes_lets_the_next_one_through(coun
 
             def free() -> None:
                 held.clear()
-                sender._freed.collect()  # in this very turn
+                memory_of(sender).collect_freed()  # in this very turn
 
             await sending.bring(free)
             if await sending.completed():
@@ -202,7 +205,7 @@ async def test_a_copied_send_cancelled_while_the_link_takes_nothing_gives_its_bl
                 await sending.until(lambda: sending.suspensions == 2)
                 await sending.bring(far.read)
                 completed = await sending.completed()
-                await sender._outgoing.memory.settle()
+                await memory_of(sender).settle()
                 seen = sender.statistics()
                 assert seen.in_flight == in_flight + completed
                 assert seen.bytes_in_use == SLOW * 8 * completed

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests import loops
 from tests.channel.parties import Places
+from verification import loops
 
 # Each mode over one kind of address, and the other kind in the plain mode: only the socket is another there.
 _WAYS = {f"{mode} tasks": ("ipc", mode) for mode in loops.MODES} | {"tcp": ("tcp", "plain")}

@@ -15,8 +15,9 @@ import torch
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
-from tests.loops import let_threads_run
-from tests.pairs import pattern
+from verification import inside
+from verification.loops import let_threads_run
+from verification.patterns import pattern
 
 __all__ = [
     "Answer",
@@ -109,10 +110,10 @@ class Channel:
             "requests in hand": served.in_hand,
             "requests in flight": sum(asked.in_flight),
             # Not part of any statistics.
-            "messages whose tensors arrive": len(self.server._arriving),
-            "messages taken halfway": len(self.server._found),
-            "messages of clients": sum(len(one.asked) for one in self.server._clients._clients.values()),
-            "cancels that have not left": sum(one.pipeline.unsent for one in self.client._connections),
+            "messages whose tensors arrive": inside.arriving(self.server),
+            "messages taken halfway": inside.found(self.server),
+            "messages of clients": sum(len(one.requests) for one in inside.clients_of(self.server)),
+            "cancels that have not left": inside.unsent(self.client),
         }
         return {name: amount for name, amount in held.items() if amount}
 

@@ -11,8 +11,9 @@ import torch
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from tests.channel.parties import Answer, Place, Question, answer
-from tests.pairs import BIG, pattern, until
-from tests.processes.peers import Peer, State, fork_and_sleep
+from verification.patterns import BIG, pattern
+from verification.processes.peers import Peer, State, fork_and_sleep
+from verification.waiting import until
 
 __all__ = [
     "Peer",

@@ -11,22 +11,23 @@ import zmq
 
 from aiotensor import PeerLostError, ProtocolError, RemoteError, TooLargeError
 from aiotensor.channel import MessageClient, MessageServer
+from aiotensor.protocol.connection import Close
 from aiotensor.protocol.exchange import (
-    BODY_BYTES,
     VERSION,
     Answer,
     Ask,
     ClientHello,
-    Farewell,
     ServerHello,
     read_from_server,
     write,
 )
+from aiotensor.protocol.parts import BODY_BYTES
 from aiotensor.runtime.worker import in_thread
 from tests.channel import parties
 from tests.channel.parties import Question, channel, place, said, settled
 from tests.channel.rogues import hear, raw
-from tests.pairs import BIG, pattern, until
+from verification.patterns import BIG, pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -72,7 +73,7 @@ async def test_a_message_with_a_large_body_is_refused_before_it_is_sent(
             with pytest.raises(
                 TooLargeError,
                 match=f"the server accepts max_body_bytes={_LIMIT}: put large data into tensors or arrays, "
-                "which travel beside it, or raise this limit",
+                "which are sent beside it, or raise this limit",
             ) as caught:
                 await call(make())
             assert caught.value.limit == _LIMIT
@@ -130,16 +131,7 @@ async def test_a_body_of_the_size_of_the_limit_travels_both_ways(limit: int | No
             assert await asking == body
 
 
-def _asked(size: int, *, is_part: bool) -> list[bytes]:
-    """Return a question with a body of this size, in the header or after it."""
-    body = msgspec.msgpack.encode({"data": bytes(size)})
-    return [write(Ask(0, None)), body] if is_part else [write(Ask(0, memoryview(body)))]
-
-
-@pytest.mark.parametrize("is_part", [True, False], ids=["a part", "in the header"])
-async def test_a_client_that_ignores_the_limit_is_cut_off_and_its_body_is_never_decoded(
-    is_part: bool,
-) -> None:
+async def test_a_client_that_ignores_the_limit_is_disconnected_and_its_body_is_never_decoded() -> None:
     with place() as here, said() as texts:
         async with (
             MessageServer(here.messages, Seen, max_body_bytes=10_000) as server,
@@ -150,10 +142,11 @@ async def test_a_client_that_ignores_the_limit_is_cut_off_and_its_body_is_never_
             hello = read_from_server((await rogue.recv_multipart())[0])
             assert isinstance(hello, ServerHello)
             assert hello.max_body_bytes == 10_000
-            await rogue.send_multipart(_asked(10_000, is_part=is_part))
-            farewell = read_from_server((await rogue.recv_multipart())[0])
-            assert isinstance(farewell, Farewell)
-            assert "it was told max_body_bytes=10000" in farewell.reason
+            body = msgspec.msgpack.encode({"data": bytes(10_000)})
+            await rogue.send_multipart([write(Ask(0, None)), body])
+            close = read_from_server((await rogue.recv_multipart())[0])
+            assert isinstance(close, Close)
+            assert "more than the announced max_body_bytes=10000" in close.reason
             await until(lambda: server.statistics().clients <= 1)
             assert server.statistics().messages_received == 0
             asking = asyncio.create_task(client.request(Seen(1)))
@@ -163,10 +156,8 @@ async def test_a_client_that_ignores_the_limit_is_cut_off_and_its_body_is_never_
         assert any("broke the protocol" in text and "it sent a body of" in text for text in texts)
 
 
-@pytest.mark.parametrize("is_part", [True, False], ids=["a part", "in the header"])
-async def test_a_server_that_ignores_the_limit_is_left_and_its_body_is_never_decoded(is_part: bool) -> None:
+async def test_a_server_that_ignores_the_limit_is_lost_and_its_body_is_never_decoded() -> None:
     body = msgspec.msgpack.encode({"data": bytes(10_000)})
-    header = Answer(0, None) if is_part else Answer(0, memoryview(body))
     with place() as here, said():
         async with (
             raw(zmq.ROUTER, here.messages, binds=True) as rogue,
@@ -178,8 +169,8 @@ async def test_a_server_that_ignores_the_limit_is_left_and_its_body_is_never_dec
             await rogue.send_multipart([identity, write(ServerHello(VERSION, 77))])
             asking = asyncio.create_task(client.request(1))
             await hear(rogue)
-            await rogue.send_multipart([identity, write(header), *([body] if is_part else [])])
-            with pytest.raises(PeerLostError, match="it was told max_body_bytes=10000") as caught:
+            await rogue.send_multipart([identity, write(Answer(0, None)), body])
+            with pytest.raises(PeerLostError, match="more than the announced max_body_bytes=10000") as caught:
                 await asking
             assert isinstance(caught.value.__cause__, ProtocolError)
             assert not decoded
@@ -253,7 +244,7 @@ async def test_packed_tensors_are_decoded_on_the_loop_only_if_there_are_few(
         in_threads.append(work)
         return await in_thread(work, *args)
 
-    monkeypatch.setattr("aiotensor.channel.parcels.in_thread", noted)
+    monkeypatch.setattr("aiotensor.channel.payloads.in_thread", noted)
     record = msgspec.msgpack.encode(["in", ["uint8", [0]], b""])
     body = msgspec.msgpack.encode([msgspec.msgpack.Ext(84, b"\xa2pk")] * count)
     pack = (len(record).to_bytes(2, "big") + record) * count

@@ -9,8 +9,9 @@ import pytest
 
 from aiotensor import PeerLostError
 from aiotensor.channel import Request
+from aiotensor.channel.cancelling import CancelOnce
 from tests.channel.parties import Answer, Channel, Question, channel, said, settled
-from tests.pairs import until
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("way")
 
@@ -212,40 +213,29 @@ async def test_closing_the_server_inside_a_block_cancels_the_rest_of_the_block_o
 
 @pytest.mark.parametrize("first", ["client", "task"])
 async def test_a_cancellation_from_outside_at_the_same_time_goes_on(first: str) -> None:
-    async with channel() as ends:
-        asking, request = await wanted(ends)
-        begun = asyncio.Event()
+    begun, block = asyncio.Event(), CancelOnce()
 
-        async def work() -> None:
-            async with request:
-                begun.set()
-                await asyncio.get_running_loop().create_future()
-            raise AssertionError("the cancellation of the task was lost")
+    async def work() -> None:
+        with block:
+            begun.set()
+            await asyncio.get_running_loop().create_future()
+        raise AssertionError("the cancellation of the task was lost")
 
-        working = asyncio.create_task(work())
-        await begun.wait()
-        if first == "client":
-            request._cancel()
-            working.cancel()
-        else:
-            working.cancel()
-            request._cancel()
-        await asyncio.wait([working])
-        assert working.cancelled()
-        asking.cancel()
-        await asyncio.wait([asking])
-        await settled(ends)
+    working = asyncio.create_task(work())
+    await begun.wait()
+    cancels: list[Callable[[], object]] = [block.cancel, working.cancel]
+    for cancel in cancels if first == "client" else reversed(cancels):
+        cancel()
+    await asyncio.wait([working])
+    assert working.cancelled()
 
 
 async def test_a_timeout_around_a_block_that_expires_at_the_same_time_is_a_timeout() -> None:
-    async with channel() as ends:
-        asking, request = await wanted(ends)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(None) as limit, request:
-                request._cancel()
+    block = CancelOnce()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(None) as limit:
+            with block:
+                block.cancel()
                 limit.reschedule(0)
                 await asyncio.get_running_loop().create_future()
-        assert cancelling() == 0
-        asking.cancel()
-        await asyncio.wait([asking])
-        await settled(ends)
+    assert cancelling() == 0

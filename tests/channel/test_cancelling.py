@@ -17,19 +17,20 @@ from aiotensor.protocol import exchange
 from aiotensor.protocol.exchange import (
     VERSION,
     ClientHello,
+    Credit,
     Failure,
     FromServer,
     ServerHello,
-    Taken,
     read_from_server,
     write,
 )
-from tests import loops
 from tests.cancellation.situations import SLOW
 from tests.cancelling import Attempt, cancel_everywhere
 from tests.channel.parties import Answer, Channel, Question, channel, place, settled
 from tests.channel.rogues import hear, raw
-from tests.pairs import BIG, pattern, until
+from verification import inside, loops
+from verification.patterns import BIG, pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -199,9 +200,9 @@ async def test_a_request_cancelled_in_the_turn_in_which_it_left_and_was_answered
                 body = memoryview(msgspec.msgpack.encode(Answer(1)))
                 outcome = exchange.Answer(1, body, (await sender.send(pattern(1, BIG)),), *taken)
                 await until(lambda: receiver.statistics().unclaimed_tensors == 1)
-            connection = client._connections[0]
-            for header in (Taken(*taken), outcome):
-                connection.message_arrived([zmq.Frame(write(header))])
+            server_there = inside.servers_of(client)[0]
+            for header in (Credit(*taken), outcome):
+                server_there.message_arrived([zmq.Frame(write(header))])
             assert client.statistics().messages_sent == 1  # the second has left, and does not know it yet
             second.cancel()
             await asyncio.wait([second])
@@ -312,12 +313,12 @@ async def test_a_reply_cancelled_in_the_turn_in_which_it_left_arrives_with_its_t
             body = memoryview(msgspec.msgpack.encode(Question(1)))
             await client.send_multipart([write(exchange.Ask(0, body))])
             request = await anext(server)
-            [one] = server._clients._clients.values()
-            send, one.outbox._hand_over = one.outbox._hand_over, lambda *_: False  # the queue is full
+            [one] = inside.clients_of(server)
+            send, one.queue._send = one.queue._send, lambda *_: False  # the queue is full
             replying = asyncio.create_task(request.reply(Answer(1, tensor=pattern(1, BIG))))
-            await until(lambda: len(one.outbox) == 1)
-            one.outbox._hand_over = send
-            one.outbox.flush(is_retry=False)
+            await until(lambda: len(one.queue) == 1)
+            one.queue._send = send
+            one.queue.flush(is_retry=False)
             replying.cancel()
             await asyncio.wait([replying])
             assert replying.cancelled()

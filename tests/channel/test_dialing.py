@@ -14,13 +14,13 @@ from typing import Any, TypeAlias
 import pytest
 import zmq
 
-from aiotensor import AccessDeniedError, UsageError, WouldBlockError
-from aiotensor.channel import MessageClient, MessageServer, connection, dialing, endpoint
+from aiotensor import AccessDeniedError, ClosedError, UsageError, WouldBlockError
+from aiotensor.channel import MessageClient, MessageServer, dialing, listener, remote_server
 from aiotensor.protocol.exchange import VERSION, ServerHello, write
 from tests.channel.parties import Answer, Question, answer, place, said
 from tests.channel.rogues import hear, raw
-from tests.pairs import until
-from tests.promptly import promptly
+from verification.promptly import promptly
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -261,6 +261,22 @@ async def test_a_server_listens_at_the_address_that_its_name_has_here(
                 pass
 
 
+async def test_a_server_that_is_closed_while_its_name_is_resolved_does_not_open(
+    resolver: Resolver, keys: tuple[Keys, Keys]
+) -> None:
+    resolver.silent.add("engine.example")
+    resolver.names["engine.example"] = ["127.0.0.5"]
+    server = MessageServer("tcp://engine.example:0", Question, **keys[0])
+    opening = asyncio.create_task(server.__aenter__())
+    await until(lambda: len(resolver.asked) == 1)
+    with pytest.raises(UsageError, match="is being opened"):
+        await anext(server)
+    await server.aclose()
+    resolver.ends.set()
+    with pytest.raises(ClosedError, match="was closed"):
+        await opening
+
+
 async def test_a_server_listens_at_the_address_of_an_interface(keys: tuple[Keys, Keys]) -> None:
     of_server, of_client = keys
     async with (
@@ -290,7 +306,7 @@ async def test_a_server_whose_name_cannot_be_resolved_says_what_to_write(
             pass
     assert caught.value.errno == errno.EADDRNOTAVAIL
     resolver.silent.add("engine.example")
-    monkeypatch.setattr(endpoint, "_LOOKUP_S", 0.05)
+    monkeypatch.setattr(listener, "_LOOKUP_S", 0.05)
     with pytest.raises(OSError, match=why.format(r"no name server answered for 0\.05 s")):
         async with MessageServer("tcp://engine.example:5555", Question, **keys[0]):
             pass
@@ -310,9 +326,9 @@ async def test_opening_a_server_can_be_cancelled_while_its_name_is_resolved(
 
 @pytest.mark.parametrize("host", ["localhost.example", "localhost.localdomain", "ip6-localhost", "engine"])
 async def test_a_name_is_of_this_machine_only_if_it_is_localhost(host: str) -> None:
-    with pytest.raises(ValueError, match="anybody could connect"):
+    with pytest.raises(ValueError, match="could connect"):
         MessageServer(f"tcp://{host}:5555", Question)
-    with pytest.raises(ValueError, match="anybody could connect"):
+    with pytest.raises(ValueError, match="could connect"):
         MessageClient(f"tcp://{host}:5555", reply_type=Answer)
 
 
@@ -336,15 +352,15 @@ def impostor(treat: Callable[[socket.socket], None]) -> Iterator[tuple[str, list
     accepted: list[socket.socket] = []
 
     def accept() -> None:
-        accepted.append(listener.accept()[0])
+        accepted.append(accepting.accept()[0])
         treat(accepted[-1])
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        loop.add_reader(listener.fileno(), accept)
+    with socket.create_server(("127.0.0.1", 0)) as accepting:
+        loop.add_reader(accepting.fileno(), accept)
         try:
-            yield f"tcp://127.0.0.1:{listener.getsockname()[1]}", accepted
+            yield f"tcp://127.0.0.1:{accepting.getsockname()[1]}", accepted
         finally:
-            loop.remove_reader(listener.fileno())
+            loop.remove_reader(accepting.fileno())
             for sock in accepted:
                 sock.close()
 
@@ -397,7 +413,7 @@ async def test_handshakes_that_take_too_long_say_nothing_about_keys(
     keys: tuple[Keys, Keys], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = {**dialing.DIALING_OPTIONS, zmq.HANDSHAKE_IVL: 100}
-    monkeypatch.setattr(connection, "DIALING_OPTIONS", quick)
+    monkeypatch.setattr(remote_server, "DIALING_OPTIONS", quick)
     # After a clean close, ZeroMQ's thread keeps that as its last error, and reports it for a timeout too.
     with impostor(leave) as (silent, accepted), impostor(close) as (other, ended):
         async with MessageClient([silent, other], reply_type=Answer, linger_s=0, **keys[1]) as client:

@@ -11,10 +11,10 @@ import zmq
 
 from aiotensor import AccessDeniedError
 from aiotensor.channel import MessageClient, MessageServer
-from tests.channel.attackers import ATTACKS, WITHOUT_KEYS, attacked
 from tests.channel.parties import Answer, Place, Places, Question, answer, place
-from tests.pairs import until
 from tests.repeated import check_rate, repeated_lines
+from verification.attackers import ATTACKS, WITHOUT_KEYS, attacked
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -18,10 +18,11 @@ import zmq
 
 from aiotensor import ProtocolError, RemoteError
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.protocol.exchange import BODY_BYTES, VERSION, Ask, ServerHello, write
+from aiotensor.protocol.exchange import VERSION, Ask, ServerHello, write
+from aiotensor.protocol.parts import BODY_BYTES
 from tests.channel.parties import Places, place, said
 from tests.channel.rogues import hear, raw
-from tests.pairs import until
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -17,8 +17,8 @@ from aiotensor.protocol.exchange import VERSION, Answer, Ask, ClientHello, Serve
 from tests.channel import parties, peers
 from tests.channel.parties import Place, Places, Question, place
 from tests.channel.rogues import hear, raw
-from tests.pairs import until
-from tests.processes.peers import Peer, State
+from verification.processes.peers import Peer, State
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

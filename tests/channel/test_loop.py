@@ -14,8 +14,9 @@ from aiotensor.channel import MessageClient, MessageServer
 from tests.channel import peers
 from tests.channel.parties import Answer, Question, place
 from tests.conformance.turns import Calls, Changes, Lengths, Turns, too_long
-from tests.pairs import settled, until
-from tests.processes import watch
+from verification import inside
+from verification.processes import watch
+from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -75,7 +76,9 @@ async def test_no_answer_keeps_the_loop_busy_for_long(fate: str) -> None:
                     if fate == "taken":
                         kept.append(await asking)
                     else:
-                        await until(lambda: request._asked.is_answered)
+                        [client_there] = inside.clients_of(server)
+                        [incoming] = client_there.requests.values()
+                        await until(lambda: incoming.is_answered)
                         asking.cancel()
                     assert await answering
                     later = asyncio.create_task(client.request(Question(2)))

@@ -8,10 +8,12 @@ import zmq
 
 from aiotensor import DiscardedError, WouldBlockError
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.protocol.exchange import VERSION, Ask, ServerHello, Taken, write
+from aiotensor.protocol.exchange import VERSION, Ask, Credit, ServerHello, write
 from tests.channel.parties import Answer, Question, answer, channel, place, settled
 from tests.channel.rogues import hear, raw
-from tests.pairs import BIG, pattern, until
+from verification import inside
+from verification.patterns import BIG, pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -21,9 +23,9 @@ SHORT_S = 0.02
 async def test_a_wait_for_a_server_that_is_not_there_ends_and_a_later_one_is_answered() -> None:
     with place() as here:
         async with MessageClient(here.messages, reply_type=Answer, max_wait_s=SHORT_S) as client:
-            with pytest.raises(WouldBlockError, match=r"has not been there for 0.02 s"):
+            with pytest.raises(WouldBlockError, match=r"was not reached for 0.02 s"):
                 await client.request(Question(1))
-            with pytest.raises(WouldBlockError, match=r"has not been there for 0.02 s"):
+            with pytest.raises(WouldBlockError, match=r"was not reached for 0.02 s"):
                 await client.send(Question(1))
             assert client.statistics().in_flight == (0,)
             async with MessageServer(here.messages, Question) as server:
@@ -37,7 +39,7 @@ async def test_a_wait_for_any_of_several_servers_ends() -> None:
     with place() as one, place() as another:
         addresses = [one.messages, another.messages]
         async with MessageClient(addresses, reply_type=Answer, max_wait_s=SHORT_S) as client:
-            with pytest.raises(WouldBlockError, match=r"none of the 2 servers has been there for 0.02 s"):
+            with pytest.raises(WouldBlockError, match=r"none of the 2 servers was reached for 0.02 s"):
                 await client.request(Question(1))
 
 
@@ -57,7 +59,7 @@ async def test_a_server_that_comes_in_the_turn_in_which_the_wait_for_it_is_overd
             await asyncio.sleep(0)
             threading.Event().wait(2 * SHORT_S)  # the loop is held up until the wait is overdue
             hello = [zmq.Frame(write(ServerHello(VERSION, 77, "", 1, 1000)))]
-            asyncio.get_running_loop().call_soon(client._connections[0].message_arrived, hello)
+            asyncio.get_running_loop().call_soon(inside.servers_of(client)[0].message_arrived, hello)
             await until(lambda: asking.done() or client.statistics().messages_sent == 1)
             assert not asking.done()
             _, question = await hear(server)
@@ -77,12 +79,12 @@ async def test_a_wait_for_room_says_nothing_untrue_of_a_server_that_takes_what_o
             await until(lambda: client.statistics().servers == 1)
             sending = [asyncio.create_task(client.send(Question(number))) for number in range(3)]
             # In the turn in which all of them begin: in a later one, the second might be overdue.
-            taken = [zmq.Frame(write(Taken(1, 0)))]
-            asyncio.get_running_loop().call_soon(client._connections[0].message_arrived, taken)
+            taken = [zmq.Frame(write(Credit(1, 0)))]
+            asyncio.get_running_loop().call_soon(inside.servers_of(client)[0].message_arrived, taken)
             ends = await asyncio.gather(*sending, return_exceptions=True)
             assert ends[:2] == [None, None]
             assert isinstance(ends[2], WouldBlockError)
-            assert "has had no room for this message for 0.02 s" in str(ends[2])
+            assert "has had no capacity for this message for 0.02 s" in str(ends[2])
 
 
 async def test_a_wait_for_room_at_the_server_ends_and_sends_nothing_later() -> None:
@@ -90,7 +92,7 @@ async def test_a_wait_for_room_at_the_server_ends_and_sends_nothing_later() -> N
         await until(lambda: ends.client.statistics().servers == 1)
         asking = [asyncio.create_task(ends.client.request(Question(seed))) for seed in range(2)]
         await until(lambda: ends.server.statistics().waiting == 2)
-        with pytest.raises(WouldBlockError, match=r"has had no room for this message for 0.02 s"):
+        with pytest.raises(WouldBlockError, match=r"has had no capacity for this message for 0.02 s"):
             await ends.client.request(Question(7))
 
         serving = asyncio.create_task(ends.server.serve(answer))

@@ -23,8 +23,8 @@ from aiotensor import (
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.codec import TensorMeta
 from tests.channel.parties import Answer, Question, channel, place
-from tests.pairs import until
 from tests.transports.unix_ends import NOBODY, in_child, needs_root, squatting
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -65,9 +65,7 @@ async def test_an_address_that_names_no_place_is_refused(address: str) -> None:
 @pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]", "192.168.1.7", "example.org", "eth0"])  # noqa: S104
 async def test_beyond_this_machine_there_must_be_keys_and_the_error_says_how(host: str) -> None:
     address = f"tcp://{host}:5555"
-    with pytest.raises(
-        ValueError, match=r"anybody could connect.*secret_key and client_keys.*zmq.curve_keypair"
-    ):
+    with pytest.raises(ValueError, match=r"could connect.*secret_key and client_keys.*zmq.curve_keypair"):
         MessageServer(address, Question)
     public, secret = key_pair()
     MessageServer(address, Question, secret_key=secret, client_keys=[public])
@@ -75,7 +73,7 @@ async def test_beyond_this_machine_there_must_be_keys_and_the_error_says_how(hos
         with pytest.raises(ValueError, match="names no server to connect to"):
             MessageClient(address, reply_type=Answer)
         return
-    with pytest.raises(ValueError, match=r"anybody could connect.*secret_key and server_key"):
+    with pytest.raises(ValueError, match=r"could connect.*secret_key and server_key"):
         MessageClient(address, reply_type=Answer)
     MessageClient(address, reply_type=Answer, secret_key=secret, server_key=public.decode())
 

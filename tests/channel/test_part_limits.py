@@ -10,10 +10,12 @@ import zmq
 from aiotensor import RemoteError, TooLargeError
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.integrations.problems import problem_of
-from aiotensor.protocol.exchange import BODY_BYTES, MAX_HEADER_BYTES, VERSION, Ask, ClientHello, write
+from aiotensor.protocol.exchange import MAX_HEADER_BYTES, VERSION, Ask, ClientHello, write
+from aiotensor.protocol.parts import BODY_BYTES
 from tests.channel.parties import Answer, Question, channel, place, said, settled
 from tests.channel.rogues import raw
-from tests.pairs import BIG, pattern, until
+from verification.patterns import BIG, pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -14,9 +14,10 @@ from aiotensor import PeerLostError, RemoteError, WouldBlockError
 from aiotensor.channel import MessageClient, MessageServer
 from tests.channel import peers
 from tests.channel.parties import Answer, Place, Question, answer, place, said
-from tests.pairs import BIG, pattern, until
-from tests.promptly import promptly
 from tests.transports.unix_ends import no_descriptors
+from verification.patterns import BIG, pattern
+from verification.promptly import promptly
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -18,7 +18,10 @@ from aiotensor.protocol.exchange import VERSION, Ask, ClientHello, write
 from tests.channel import peers
 from tests.channel.parties import Answer, Question, answer, channel, place, said, settled
 from tests.channel.rogues import raw
-from tests.pairs import BIG, pattern, until
+from verification import inside
+from verification.internals import messages_of
+from verification.patterns import BIG, pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -231,10 +234,10 @@ async def test_of_servers_that_refused_one_that_died_since_is_not_waited_for() -
                 await until(lambda: another.statistics().clients == 1)
                 second = MessageClient([here.messages, there.messages], reply_type=Answer)
                 await second.__aenter__()
-                await until(lambda: all(one.is_hopeless for one in second._connections))
-            second._connections[0].refused_at = 0  # so that it is tried again first
+                await until(lambda: all(one.is_hopeless for one in inside.servers_of(second)))
+            inside.servers_of(second)[0].refused_at = 0  # so that it is tried again first
             asking = asyncio.create_task(second.request(Question(2)))
-            await until(lambda: not second._connections[0].is_hopeless)  # the address has no server
+            await until(lambda: not inside.servers_of(second)[0].is_hopeless)  # the address has no server
             await first.aclose()
             assert (await asking).seed == 2
             await second.aclose()
@@ -259,15 +262,15 @@ async def _answers_that_wait() -> AsyncIterator[
             requests = [await anext(server) for _ in range(20)]
             large = Answer(1, tensor=pattern(1, BIG))
             replying = [asyncio.create_task(request.reply(large)) for request in requests]
-            [one] = server._clients._clients.values()
-            await until(lambda: len(one.outbox) > 5)
+            [one] = inside.clients_of(server)
+            await until(lambda: len(one.queue) > 5)
             yield server, client, replying
 
 
 async def test_a_client_that_cuts_itself_off_ends_the_answers_that_wait_for_it() -> None:
     async with _answers_that_wait() as (server, client, replying):
-        [one] = server._clients._clients.values()
-        waiting = len(one.outbox)
+        [one] = inside.clients_of(server)
+        waiting = len(one.queue)
         await client.send_multipart([b"noise"])
         await until(lambda: sum(task.done() for task in replying) >= waiting)
         assert not any(task.result() for task in replying if task.done())
@@ -290,7 +293,7 @@ async def test_a_server_that_closes_gives_back_what_clients_left_that_have_gone(
                 async with MessageClient(here.messages, sender=sender, reply_type=Answer) as client:
                     for seed in range(2):
                         await client.send(Question(seed, pattern(seed, BIG)))
-                    await until(lambda: len(server._ready) == 2)
+                    await until(lambda: len(inside.ready(server)) == 2)
                 await until(lambda: server.statistics().clients == 0)
                 assert server.statistics().waiting == 2
             assert server.statistics().waiting == 0
@@ -327,7 +330,7 @@ async def test_messages_that_wait_for_tensors_without_end_make_place_for_others(
                     await rogue.send_multipart([write(ClientHello(VERSION, 1))])
                     for number in range(10):
                         await rogue.send_multipart([write(Ask(number, body, (never,), wants_answer=False))])
-                    await until(lambda: server.statistics().clients == 1 and len(server._arriving) >= 10)
+                    await until(lambda: server.statistics().clients == 1 and inside.arriving(server) >= 10)
                 await until(lambda: server.statistics().clients == 0)
             assert server.statistics().waiting <= 20
             async with MessageClient(here.messages, reply_type=Answer) as client:
@@ -413,18 +416,19 @@ async def test_a_message_whose_tensors_were_lost_fails_and_others_do_not() -> No
         lost = TensorSender(ends.place.tensors)
         await lost.__aenter__()
         handle = await lost.send(pattern(1, BIG))
-        connection = ends.client._connections[0]
+        server = inside.servers_of(ends.client)[0]
         body = TensorEncoder(lambda _: 0).encode(Question(1, pattern(1, 3)))
-        asked = await connection.ask(0, (handle,), body, wants_answer=True, may_move=False)
+        session = await server.ready()
+        request = await server.ask(session, (handle,), body, wants_answer=True, may_move=False)
         await until(lambda: ends.server.statistics().waiting == 1)
-        lost._outgoing.conversation.close()  # without a closing message, as when a process is killed
+        messages_of(lost).sessions.abort()  # without a closing message, as when a process is killed
         await until(lambda: ends.receiver.statistics().senders == 1)
 
         taking = asyncio.create_task(anext(ends.server))
-        assert asked is not None
-        assert asked.answered is not None
+        assert request is not None
+        assert request.answer is not None
         with pytest.raises(RemoteError) as caught:
-            await asked.answered
+            await request.answer
         assert caught.value.type_name == "PeerLostError"
         await ends.client.send(Question(2))
         assert (await taking).message.seed == 2

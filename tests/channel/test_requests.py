@@ -23,7 +23,9 @@ from aiotensor import (
 )
 from aiotensor.channel import MessageClient, MessageServer, Request
 from tests.channel.parties import Answer, Channel, Question, answer, channel, place, said, settled
-from tests.pairs import BIG, pattern, until
+from verification import inside
+from verification.patterns import BIG, pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("way")
 
@@ -114,9 +116,9 @@ async def test_a_message_may_come_before_its_tensors_and_holds_up_no_other() -> 
     async with channel() as ends:
         handle = await ends.sender.send(pattern(1, BIG))
         late = handle.__class__("f" * 32, 0, 0, handle.dtype, handle.shape, handle.device)
-        connection = ends.client._connections[0]
-        await connection.ready()
-        await connection.ask(0, (late,), [b"\x81\xa4seed\x01"], wants_answer=False, may_move=False)
+        server = inside.servers_of(ends.client)[0]
+        message = [b"\x81\xa4seed\x01"]
+        await server.ask(await server.ready(), (late,), message, wants_answer=False, may_move=False)
         asking = asyncio.create_task(ends.client.request(Question(2)))
 
         request = await anext(ends.server)
@@ -385,7 +387,7 @@ async def test_a_message_that_is_being_decoded_when_its_server_closes_is_let_go_
             go_on.set()
             await asyncio.wait([taking])
             assert taking.cancelled()
-            assert (server.statistics().waiting, len(server._ready), len(server._found)) == (0, 0, 0)
+            assert (server.statistics().waiting, len(inside.ready(server)), inside.found(server)) == (0, 0, 0)
 
 
 async def test_an_object_is_opened_once_and_says_so() -> None:

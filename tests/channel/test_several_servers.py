@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from aiotensor import ClosedError, PeerLostError, TensorQueue, TensorReceiver, TensorSender, WouldBlockError
-from aiotensor.channel import MessageClient, MessageServer, parcels
+from aiotensor.channel import MessageClient, MessageServer, payloads
 from aiotensor.runtime.worker import in_thread
 from tests.channel.parties import Answer, Place, Question, answer, place
 from tests.channel.peers import listening, open_server, process
-from tests.pairs import BIG, pattern, until
-from tests.processes.peers import Peer
+from verification.patterns import BIG, pattern
+from verification.processes.peers import Peer
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -452,7 +453,7 @@ def encoding(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Ev
         await may_end.wait()
         return await in_thread(*work)
 
-    monkeypatch.setattr(parcels, "in_thread", late)
+    monkeypatch.setattr(payloads, "in_thread", late)
     return has_begun, may_end
 
 

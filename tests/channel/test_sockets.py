@@ -10,10 +10,11 @@ import pytest
 import zmq
 
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.channel.context import Context
+from aiotensor.channel.context import ZmqContext
 from aiotensor.channel.sockets import LoopSocket
 from tests.channel.parties import Answer, Question, answer, place
-from tests.pairs import until
+from verification import inside
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -40,14 +41,14 @@ class Told:
 
     def unreachable(self) -> None: ...
 
-    def has_room(self) -> None: ...
+    def writable(self) -> None: ...
 
 
 @contextmanager
 def listening(address: str) -> Iterator[tuple[LoopSocket, Told]]:
     """Open a listening socket like that of a server, without the server."""
     told = Told()
-    with Context() as context:
+    with ZmqContext() as context:
         sock = LoopSocket(context, zmq.ROUTER, {}, told)
         sock.bind(address)
         try:
@@ -59,11 +60,11 @@ def listening(address: str) -> Iterator[tuple[LoopSocket, Told]]:
 async def test_a_connection_that_zeromq_has_closed_is_cut_without_an_error_and_nothing_else_is() -> None:
     with place() as here, listening(here.messages) as (sock, _):
         reader, writer = os.pipe()
-        assert sock.cut(reader)  # the number is that of a pipe now
+        assert sock.reset(reader)  # the number is that of a pipe now
         os.fstat(reader)
         for descriptor in (reader, writer):
             os.close(descriptor)
-        assert sock.cut(reader)
+        assert sock.reset(reader)
 
 
 async def test_a_connection_whose_number_is_another_sockets_by_now_refuses_nobody() -> None:
@@ -74,7 +75,7 @@ async def test_a_connection_whose_number_is_another_sockets_by_now_refuses_nobod
         ):
             serving = asyncio.create_task(server.serve(answer))
             with socket.create_server(("127.0.0.1", 0)) as another:
-                client._connections[0].connected(another.fileno())
+                inside.servers_of(client)[0].connected(another.fileno())
             assert (await client.request(Question(1))).seed == 1
             await server.aclose()
             await serving
@@ -101,12 +102,12 @@ async def test_a_connection_is_cut_by_its_number_while_it_is_there(address: str)
             another.accept()[0] as accepted,
         ):
             for elsewhere in (another, one, accepted):  # as if it had the number now
-                assert sock.cut(elsewhere.fileno())
+                assert sock.reset(elsewhere.fileno())
             accepted.sendall(b"still here")
             assert one.recv(100) == b"still here"
             socket.create_connection(another.getsockname()).close()
             another.accept()[0].close()
-        assert sock.cut(told.connections[0])
+        assert sock.reset(told.connections[0])
         with suppress(ConnectionResetError):
             while await reader.read(100):  # ZeroMQ greets at once
                 pass

@@ -7,7 +7,7 @@ import pytest
 
 from aiotensor import PeerLostError
 from tests.channel.parties import Question, channel, said, settled
-from tests.pairs import BIG, pattern
+from verification.patterns import BIG, pattern
 
 pytestmark = pytest.mark.usefixtures("way")
 

@@ -16,8 +16,9 @@ from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from tests.channel import peers
 from tests.channel.parties import Answer, Place, Question, answer, channel, place
-from tests.channel.peers import State
-from tests.pairs import pattern, until
+from verification.patterns import pattern
+from verification.processes.peers import State
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

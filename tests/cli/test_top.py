@@ -23,14 +23,17 @@ from aiotensor.cli.top.report import as_json, as_lines
 from aiotensor.cli.top.view import as_screen, nobody
 from aiotensor.cli.top.words import brief, short
 from aiotensor.inspection import Inspection, SenderInspection
-from aiotensor.protocol.frames import VERSION, Bye, Welcome
+from aiotensor.protocol.connection import Close
+from aiotensor.protocol.frames import VERSION, Welcome
 from aiotensor.types import Holder, ReceiverStatistics, SenderStatistics
 from tests.cli import commands
 from tests.frames import NO_WAITS
-from tests.fuzz.listening import waiting_at
 from tests.looking import RogueReceiver
-from tests.pairs import BIG, pattern, until
-from tests.processes import peers
+from verification.fuzz.listening import waiting_at
+from verification.internals import inspectors_of
+from verification.patterns import BIG, pattern
+from verification.processes import peers
+from verification.waiting import until
 
 ADDRESS = "unix:///run/user/1000/engine.sock"
 
@@ -65,8 +68,8 @@ async def test_json_says_what_receiver_and_senders_say_themselves_and_how_fast_t
         await until(lambda: receiver.statistics().unclaimed_tensors == 1)
 
         looking = asyncio.create_task(run(address, "--json", "--interval", "1"))
-        await until(lambda: len(receiver._incoming._observers._observers) == 1)  # the first look
-        await until(lambda: not receiver._incoming._observers._observers)
+        await until(lambda: len(inspectors_of(receiver)) == 1)  # the first look
+        await until(lambda: not inspectors_of(receiver))
         await sender.send(pattern(1, BIG))  # in between
         done = await looking
 
@@ -161,7 +164,7 @@ def terminal(*command_line: str, **environment: str) -> Iterator[Screen]:
 
 async def test_on_a_terminal_it_shows_each_receiver_as_it_comes_and_ends_on_ctrl_c(address: str) -> None:
     with terminal(*commands.aiotensor("top", address, "--interval", "0.05")) as screen:
-        await screen.until(f"nobody listens at {address}", "looking for the next one")
+        await screen.until(f"no receiver listens at {address}", "looking for the next one")
         async with TensorSender(address) as sender:
             for number in range(2):
                 async with TensorReceiver(address) as receiver:
@@ -170,7 +173,7 @@ async def test_on_a_terminal_it_shows_each_receiver_as_it_comes_and_ends_on_ctrl
                     await screen.until(f"pid {os.getpid()}", sender.id[:6], f"message {number}", "781K")
                     await anext(receiver)
                     await sender.drain()
-                await screen.until("nobody listens")
+                await screen.until("no receiver listens")
         screen.process.send_signal(signal.SIGINT)
         assert await screen.ended() == 0
         assert b"Aborted" not in screen.written
@@ -213,7 +216,9 @@ async def test_a_receiver_of_nobody_is_one_sentence_and_status_1(address: str) -
         done = await run(address, *arguments)
         assert done.returncode == 1
         assert done.stdout == ""
-        assert done.stderr == f"Error: nobody listens at {address}: start the receiver, or look elsewhere\n"
+        assert (
+            done.stderr == f"Error: no receiver listens at {address}: start it, or inspect another address\n"
+        )
 
 
 async def test_what_a_rogue_says_as_it_refuses_tells_the_terminal_nothing(address: str) -> None:
@@ -223,12 +228,12 @@ async def test_what_a_rogue_says_as_it_refuses_tells_the_terminal_nothing(addres
         with sock:
             sock.setblocking(False)
             rogue = RogueReceiver(sock)
-            await rogue.say(Welcome(VERSION, 7), Bye("\x1b[31mred\x1b]0;title\x07\nError: all is well"))
+            await rogue.say(Welcome(VERSION, 7), Close("\x1b[31mred\x1b]0;title\x07\nError: all is well"))
             done = await running
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr == (
-        "Error: the receiver (pid 7) is gone: it refused to be looked at: "
+        "Error: the receiver (pid 7) is gone: it closed the connection: "
         "?[31mred?]0;title??Error: all is well\n"
     )
 
@@ -441,8 +446,8 @@ def test_what_is_no_number_is_never_written_as_json() -> None:
 
 def test_what_is_not_there_is_said_with_what_is_done() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(nobody("nobody listens at [red]"))
-    assert console.export_text() == "nobody listens at [red]\nlooking for the next one ...\n"
+    console.print(nobody("no receiver listens at [red]"))
+    assert console.export_text() == "no receiver listens at [red]\nlooking for the next one ...\n"
 
 
 @pytest.mark.parametrize(

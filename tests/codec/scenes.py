@@ -10,15 +10,7 @@ import torch
 
 from aiotensor.codec import TensorDecoder, TensorMeta
 from aiotensor.errors import ProtocolError
-from tests.codec.messages import (
-    Box,
-    Crate,
-    Labelled,
-    Options,
-    anything,
-    plain,
-    tensors_in,
-)
+from tests.codec.messages import Box, Crate, Labelled, Options, anything, plain, tensors_in
 
 Received = Sequence[bytes | bytearray | memoryview]
 

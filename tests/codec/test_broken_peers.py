@@ -9,16 +9,7 @@ from hypothesis import strategies as st
 
 from aiotensor.codec import SourceEncoder
 from aiotensor.tensors.dtypes import DTYPES
-from tests.codec.messages import (
-    Box,
-    Crate,
-    Labelled,
-    arrays,
-    body_of,
-    extension,
-    sent,
-    tensors,
-)
+from tests.codec.messages import Box, Crate, Labelled, arrays, body_of, extension, sent, tensors
 from tests.codec.scenes import DECODERS, Scene, every_decoder, read_or_refuse
 from tests.protocol.test_frames import unknown_items
 from tests.tensors.segments import random_tensor

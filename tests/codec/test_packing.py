@@ -13,7 +13,7 @@ from aiotensor.codec.wire import LENGTH_BYTES
 from aiotensor.errors import ProtocolError
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
 from tests.codec.messages import Kind, anything, body_of, extension, kinds, plain, sent
-from tests.pairs import pattern
+from verification.patterns import pattern
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

@@ -35,7 +35,7 @@ from tests.codec.messages import (
 from tests.tensors.segments import random_tensor
 from tests.tensors.test_source import Box as Foreign
 from tests.tensors.test_source import read_only
-from tests.tensors.test_values import VIEWS
+from tests.test_values import VIEWS
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

@@ -12,17 +12,7 @@ from torch.nn import Parameter
 
 from aiotensor.codec import TensorDecoder, TensorEncoder
 from aiotensor.tensors.dtypes import DTYPES
-from tests.codec.messages import (
-    LARGE,
-    Array,
-    address_of,
-    anything,
-    encoded,
-    large,
-    plain,
-    raw,
-    sent,
-)
+from tests.codec.messages import LARGE, Array, address_of, anything, encoded, large, plain, raw, sent
 from tests.tensors.test_source import Box as Foreign
 from tests.tensors.test_source import read_only
 

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from aiotensor.transports.endpoints import Endpoint
-from tests import loops
-from tests.conformance.links import LINKS
 from tests.conformance.makers import PairMaker, pairs_over
+from verification import loops
+from verification.places import LINKS
 
 
 @pytest.fixture(params=loops.MODES, autouse=True)

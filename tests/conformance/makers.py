@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from aiotensor import TensorHandle, TensorReceiver, TensorSender, WouldBlockError
 from aiotensor.transports.endpoints import Endpoint
-from tests.conformance.links import LINKS
-from tests.pairs import pattern, settled
-from tests.processes import peers
-from tests.processes.peers import Peer
+from verification.patterns import pattern
+from verification.places import LINKS
+from verification.processes import peers
+from verification.processes.peers import Peer
+from verification.waiting import settled
 
 __all__ = ["Clogged", "NearReceiver", "NearSender", "PairMaker", "pairs_over", "stopped"]
 

@@ -19,8 +19,9 @@ from aiotensor import (
 )
 from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import PairMaker
-from tests.pairs import BIG, pattern, settled, until
-from tests.processes import peers, watch
+from verification.patterns import BIG, pattern
+from verification.processes import peers, watch
+from verification.waiting import settled, until
 
 _COLUMNS = 100
 
@@ -29,7 +30,7 @@ def _numbers(rows: int) -> torch.Tensor:
     return torch.arange(rows * _COLUMNS, dtype=torch.float32).reshape(rows, _COLUMNS) - 7
 
 
-# A few of those in tests/tensors/test_values.py: one of each way in which values can go astray.
+# A few of those in tests/test_values.py: one of each way in which values can go astray.
 _VALUES: dict[str, Callable[[int], torch.Tensor]] = {
     "a slice": lambda rows: _numbers(rows + 9)[5:-4, 3:-3],
     "transposed": lambda rows: _numbers(rows).t(),

@@ -10,9 +10,10 @@ import torch
 from aiotensor import DiscardedError, RefusedError, TensorHandle, TensorReceiver, WouldBlockError
 from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import PairMaker
-from tests.pairs import BIG, pattern, settled, until
-from tests.processes import peers
-from tests.processes.peers import Peer
+from verification.patterns import BIG, pattern
+from verification.processes import peers
+from verification.processes.peers import Peer
+from verification.waiting import settled, until
 
 
 async def test_messages_that_nobody_takes_never_exceed_their_limit(pairs: PairMaker) -> None:

@@ -16,10 +16,11 @@ from aiotensor import (
 )
 from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import Clogged, PairMaker, stopped
-from tests.pairs import BIG, pattern, settled, until
-from tests.processes import peers, watch
-from tests.processes.allocator import forget_free_memory
-from tests.promptly import promptly
+from verification.patterns import BIG, pattern
+from verification.processes import peers, watch
+from verification.processes.allocator import forget_free_memory
+from verification.promptly import promptly
+from verification.waiting import settled, until
 
 _IMPATIENT = 2000  # callers, of 8 KB each: what piles up would be 16 MB
 _GROWTH_KIB = 1024

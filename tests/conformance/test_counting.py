@@ -16,8 +16,9 @@ from aiotensor import (
     WouldBlockError,
 )
 from tests.conformance.makers import PairMaker
-from tests.pairs import BIG, pattern, settled, until
-from tests.processes import peers
+from verification.patterns import BIG, pattern
+from verification.processes import peers
+from verification.waiting import settled, until
 
 _BIG_BYTES = BIG * 8
 
@@ -161,9 +162,9 @@ async def test_errors_of_a_receiver_are_counted_by_their_type_and_cancelling_is_
         counted = {"AlreadyTakenError": 4, "WouldBlockError": 1, "other": 2}
         assert receiver.statistics().errors == counted
         assert (await anext(receiver)).handle == later
-        waiting = asyncio.create_task(anext(receiver))  # type: ignore[arg-type]
+        waiting = asyncio.create_task(receiver.receive(beyond))
         await until(lambda: receiver.statistics().waiting == 1)
-        receiver._incoming.listener_failed(OSError("the disk is on fire"))
+        api.kill()
         with pytest.raises(PeerLostError):
             await waiting
     with pytest.raises(StopAsyncIteration):  # which is no error

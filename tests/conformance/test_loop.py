@@ -9,11 +9,11 @@ import torch
 
 from aiotensor import TensorHandle
 from aiotensor.transports.endpoints import Endpoint
-from tests.conformance.links import LINKS
 from tests.conformance.makers import PairMaker, pairs_over
 from tests.conformance.turns import Lengths, Turns, too_long
-from tests.pairs import settled, until
-from tests.processes import peers, watch
+from verification.places import LINKS
+from verification.processes import peers, watch
+from verification.waiting import settled, until
 
 _BYTES = 150 << 20
 

@@ -18,10 +18,12 @@ from aiotensor import (
 )
 from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import PairMaker
-from tests.pairs import BIG, beyond, pattern, settled, until
-from tests.processes import peers
-from tests.processes.peers import Peer
-from tests.promptly import promptly
+from tests.pairs import beyond
+from verification.patterns import BIG, pattern
+from verification.processes import peers
+from verification.processes.peers import Peer
+from verification.promptly import promptly
+from verification.waiting import settled, until
 
 
 async def test_a_killed_sender_ends_every_wait_for_its_tensors_within_a_second(pairs: PairMaker) -> None:
@@ -93,7 +95,7 @@ async def test_a_killed_receiver_ends_every_waiting_send_within_a_second(pairs: 
         if pairs.comes_back:
             # A process that is being killed has its listening socket a little longer than its connections.
             await engine.ended()
-            await until(lambda: not sender._outgoing._link.is_ready)
+            await until(lambda: sender.receiver_id is None)
             with pytest.raises(WouldBlockError, match="no receiver"):
                 sender.send_nowait(pattern(3, 5))
         else:

@@ -12,8 +12,9 @@ import torch
 from aiotensor import PeerLostError, TensorHandle, TensorQueue, TensorReceiver, TensorSender, UsageError
 from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import PairMaker
-from tests.pairs import BIG, pattern, settled, until
-from tests.processes import peers
+from verification.patterns import BIG, pattern
+from verification.processes import peers
+from verification.waiting import settled, until
 
 _TURNS = 8
 
@@ -130,7 +131,7 @@ def _report_from_fork(
             lambda: receiver.discard(handle),
         ]
         if isinstance(endpoint, TensorQueue):
-            uses.append(endpoint._duplicate_reader)
+            uses.append(endpoint.open_reader)
         names = []
         for use in uses:
             try:

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-from tests.loops import let_threads_run
 from tests.steps import counted_calls
+from verification.loops import let_threads_run
 
 __all__ = ["Calls", "Changes", "Lengths", "Turns", "too_long"]
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.examples.films import film, is_right
 from tests.examples.programs import PORTS, serving, taken
-from tests.processes import watch
+from verification.processes import watch
 
 pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])  # for the tests; the programs have their own
 

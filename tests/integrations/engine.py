@@ -6,7 +6,7 @@ from aiotensor import TensorHandle, TensorReceiver
 from aiotensor.channel import MessageServer
 from aiotensor.types import ReceiverStatistics, ServerStatistics
 from tests.integrations.totals import Numbers, Total
-from tests.processes.peers import State
+from verification.processes.peers import State
 
 __all__ = ["fail", "held", "open_engine", "serve", "slow_down", "take"]
 

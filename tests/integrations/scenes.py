@@ -11,7 +11,7 @@ import msgspec
 from tests.integrations import engine
 from tests.integrations.sites import Site, http_client, site
 from tests.integrations.totals import Total, total_of
-from tests.processes.peers import Peer, peers
+from verification.processes.peers import Peer, peers
 
 __all__ = ["UPLOAD", "MiB", "Scene", "is_answered", "scene"]
 

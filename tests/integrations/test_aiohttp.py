@@ -17,7 +17,9 @@ from aiohttp.typedefs import Handler
 
 from aiotensor import TensorReceiver, TensorSender, TooLargeError, UnsupportedTensorError, WouldBlockError
 from aiotensor.integrations.aiohttp import problem_middleware, sender_context
-from tests.pairs import endpoint, pattern, until
+from tests.pairs import endpoint
+from verification.patterns import pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -21,9 +21,9 @@ from aiotensor.integrations.fastapi import TensorLifespan
 from aiotensor.integrations.problems import problem_of
 from tests.integrations.test_aiohttp import SENDER, serving
 from tests.integrations.test_fastapi import http, visit_socket
-from tests.pairs import BIG, pattern
-from tests.processes import peers
 from tests.transports.unix_ends import no_descriptors
+from verification.patterns import BIG, pattern
+from verification.processes import peers
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -62,7 +62,7 @@ async def _ask_fastapi(state: peers.State) -> tuple[Answer, Answer, int, tuple[i
 
     @app.post("/handler")
     async def handler(permit: Annotated[OpenMessage, Depends(engine.permit, scope="function")]) -> None:
-        await permit.sender.ready()
+        await engine.opened_sender.ready()
         with no_descriptors():
             await permit.send(pattern(0, BIG))
 

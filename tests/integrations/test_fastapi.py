@@ -27,7 +27,9 @@ from aiotensor import (
 from aiotensor.channel import MessageClient
 from aiotensor.integrations.fastapi import MessageLifespan, TensorLifespan
 from tests.channel.parties import Answer, channel
-from tests.pairs import endpoint, pattern, until
+from tests.pairs import endpoint
+from verification.patterns import pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

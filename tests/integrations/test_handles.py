@@ -16,7 +16,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from aiotensor import TensorHandle, TensorReceiver, TensorSender
 from aiotensor.integrations.fastapi import TensorLifespan
 from tests.integrations.test_fastapi import http
-from tests.pairs import BIG, endpoint, pattern
+from tests.pairs import endpoint
+from verification.patterns import BIG, pattern
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

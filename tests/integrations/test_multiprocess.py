@@ -16,13 +16,13 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 from aiotensor import TensorReceiver, UsageError
 from aiotensor.integrations.prometheus import MultiprocessPublisher
 from aiotensor.statistics import registry
-from tests.conformance.links import LINKS
 from tests.integrations.scraping import at, scrape
-from tests.loops import let_threads_run
-from tests.pairs import pattern
-from tests.processes import peers
-from tests.processes.peers import Peer, State
 from tests.statistics.objects import Counted
+from verification.loops import let_threads_run
+from verification.patterns import pattern
+from verification.places import LINKS
+from verification.processes import peers
+from verification.processes.peers import Peer, State
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -17,9 +17,9 @@ from aiohttp.test_utils import TestClient, TestServer
 from fastapi import FastAPI
 
 from aiotensor import TensorReceiver
-from tests.conformance.links import LINKS
 from tests.integrations.scraping import at, parse
-from tests.pairs import until
+from verification.places import LINKS
+from verification.waiting import until
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS: list[str] = re.findall(

@@ -24,12 +24,13 @@ from aiotensor import (
 )
 from aiotensor.integrations.prometheus import AioTensorCollector
 from tests.channel import parties
-from tests.conformance.links import LINKS
 from tests.integrations.scraping import Numbers, at, new_registry, parse, scrape, scrape_all
-from tests.pairs import BIG, pattern, settled, until
-from tests.processes import peers, watch
-from tests.processes.peers import State
 from tests.statistics.objects import close, open_counted
+from verification.patterns import BIG, pattern
+from verification.places import LINKS
+from verification.processes import peers, watch
+from verification.processes.peers import State
+from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from aiotensor import OpenMessage, TensorReceiver
 from aiotensor.integrations.fastapi import TensorLifespan
 from tests.channel.parties import Place, place
-from tests.pairs import pattern
+from verification.patterns import pattern
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -7,7 +7,9 @@ import pytest
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.integrations.serving import serving
-from tests.pairs import endpoint, pattern, until
+from tests.pairs import endpoint
+from verification.patterns import pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

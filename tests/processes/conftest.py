@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conformance.links import LINKS
+from verification.places import LINKS
 
 
 @pytest.fixture

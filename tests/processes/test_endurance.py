@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
-from tests.pairs import pattern
-from tests.processes import peers, watch
-from tests.processes.allocator import forget_free_memory
+from verification.patterns import pattern
+from verification.processes import peers, watch
+from verification.processes.allocator import forget_free_memory
 
 _SENDS = int(os.environ.get("AIOTENSOR_SENDS", "100000"))
 _CLONE_NEWNS = 0x20000

@@ -10,10 +10,11 @@ import torch
 
 from aiotensor import TensorHandle, TensorReceiver, TensorSender
 from aiotensor.transports.endpoints import Endpoint
-from tests.conformance.links import LINKS
-from tests.pairs import pattern, settled, until
-from tests.processes import peers, watch
-from tests.processes.peers import Peer, State
+from verification.patterns import pattern
+from verification.places import LINKS
+from verification.processes import peers, watch
+from verification.processes.peers import Peer, State
+from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

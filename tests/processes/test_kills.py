@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from aiotensor import PeerLostError, TensorHandle, TensorReceiver, TensorSender
-from tests.pairs import BIG, pattern, settled, until
-from tests.processes import peers, watch
-from tests.processes.peers import Peer
-from tests.promptly import promptly
+from verification.internals import memory_of
+from verification.patterns import BIG, pattern
+from verification.processes import peers, watch
+from verification.processes.peers import Peer
+from verification.promptly import promptly
+from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -120,9 +122,9 @@ async def test_a_sender_survives_its_killed_receivers(address: str, moments: ran
             await settled(sender)
             gc.collect()
             assert sender.statistics().receivers_lost > lost
-            await until(lambda: not sender._outgoing._link.is_ready)
-            # The worker unmaps what the dead one may have read.
-            await sender._outgoing.memory.settle()
+            await until(lambda: sender.receiver_id is None)
+            # The worker unmaps the memory that the dead receiver may have read.
+            await memory_of(sender).settle()
             left.append((watch.memfds(me), watch.descriptors(me)))
         assert {mapped for mapped, _ in left} <= {0, 1}, left  # the segment that the next receiver gets
         assert len({count - mapped for mapped, count in left[1:]}) == 1, left

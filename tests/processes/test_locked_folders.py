@@ -18,7 +18,7 @@ from aiotensor import TensorReceiver
 from aiotensor.channel import MessageServer
 from aiotensor.transports import socket_file
 from tests.channel.parties import Place, Places, place
-from tests.pairs import until
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from aiotensor import DiscardedError, PeerLostError, TensorQueue, TensorReceiver, TensorSender, UsageError
-from tests.pairs import BIG, beyond, pattern, until
-from tests.processes import peers
+from tests.pairs import beyond
+from verification.patterns import BIG, pattern
+from verification.processes import peers
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

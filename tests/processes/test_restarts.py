@@ -11,9 +11,10 @@ from aiotensor import (
     TensorSender,
     WouldBlockError,
 )
-from tests.pairs import BIG, pattern, settled, until
-from tests.processes import peers
-from tests.processes.peers import Peer
+from verification.patterns import BIG, pattern
+from verification.processes import peers
+from verification.processes.peers import Peer
+from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -12,9 +12,10 @@ import torch
 
 from aiotensor import PeerLostError, RefusedError, TensorHandle, TensorQueue, TensorReceiver, TensorSender
 from aiotensor.codec import TensorDecoder, TensorEncoder
-from tests.pairs import BIG, endpoint, pattern
-from tests.processes import peers, watch
+from tests.pairs import endpoint
 from tests.transports.unix_ends import no_descriptors
+from verification.patterns import BIG, pattern
+from verification.processes import peers, watch
 
 MIB, GIB = 1 << 20, 1 << 30
 

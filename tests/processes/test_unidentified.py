@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from aiotensor import TensorReceiver, TensorSender
-from aiotensor.protocol.frames import MAX_RECORD_BYTES, VERSION, Bye, Hello, decode_to_sender, encode
-from aiotensor.receiving.incoming import MAX_UNIDENTIFIED
-from aiotensor.sending.conversation import Conversation
-from tests.pairs import BIG, pattern, until
-from tests.processes import peers
+from aiotensor.protocol.connection import Close
+from aiotensor.protocol.frames import MAX_RECORD_BYTES, TO_SENDER, VERSION, Hello, decode, encode
+from aiotensor.receiving.intake import MAX_UNIDENTIFIED
+from aiotensor.sending.session import Session
 from tests.repeated import check_rate
+from verification.patterns import BIG, pattern
+from verification.processes import peers
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -36,7 +38,7 @@ def _record(kind: str) -> bytes | None:
         case "nonsense":
             return os.urandom(MAX_RECORD_BYTES)
         case "many frames":
-            return encode(*[Bye()] * 8000)
+            return encode(*[Close()] * 8000)
         case "a hello":
             return encode(Hello(VERSION, os.getpid(), secrets.token_hex(16), 1 << 40, 0))
     return None
@@ -107,23 +109,23 @@ async def test_a_flood_of_connections_keeps_no_sender_out_and_costs_none_its_ten
 async def test_a_sender_that_is_replaced_before_its_hello_arrives_reconnects(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    introduce: Callable[[Conversation], bytes] = Conversation.introduction
+    begin: Callable[..., None] = Session.__init__
     async with peers.peers(address, 1) as [engine]:
         await engine.call(peers.open_receiver)
         with contextlib.ExitStack() as stack:
 
-            def introduce_late(conversation: Conversation) -> bytes:
-                """Let others connect first, until the receiver has closed one of them and so this one."""
+            def begin_late(session: Session, *args: object) -> None:
+                """Connect others first, until the receiver has closed one of them and therefore this one."""
                 monkeypatch.undo()
                 others = [_connected(address) for _ in range(MAX_UNIDENTIFIED + 1)]
                 for other in others:
                     stack.enter_context(other)
-                [bye] = decode_to_sender(others[0].recv(MAX_RECORD_BYTES))
-                assert isinstance(bye, Bye)
+                [bye] = decode(TO_SENDER, others[0].recv(MAX_RECORD_BYTES))
+                assert isinstance(bye, Close)
                 assert bye.retry
-                return introduce(conversation)
+                begin(session, *args)
 
-            monkeypatch.setattr(Conversation, "introduction", introduce_late)
+            monkeypatch.setattr(Session, "__init__", begin_late)
             async with TensorSender(address) as sender:
                 await sender.ready()
                 assert sender.statistics().receivers_lost == 1

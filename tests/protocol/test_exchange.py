@@ -6,8 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from aiotensor.errors import ProtocolError
+from aiotensor.protocol.connection import Close
 from aiotensor.protocol.exchange import (
-    BODY_BYTES,
     MAX_HEADER_BYTES,
     VERSION,
     Answer,
@@ -15,8 +15,8 @@ from aiotensor.protocol.exchange import (
     Cancel,
     Cause,
     ClientHello,
+    Credit,
     Failure,
-    Farewell,
     FromClient,
     FromServer,
     ServerHello,
@@ -26,6 +26,7 @@ from aiotensor.protocol.exchange import (
     write,
 )
 from aiotensor.protocol.frames import MAX_DIMENSIONS, MAX_TENSORS
+from aiotensor.protocol.parts import BODY_BYTES
 from aiotensor.types import TensorHandle
 
 numbers = st.integers(0, 2**63 - 1)
@@ -55,7 +56,8 @@ from_servers = st.one_of(
     st.builds(ServerHello, st.integers(0, 99), numbers, st.just(""), counts, counts, limits, limits),
     st.builds(Answer, numbers, st.none() | bodies, handles),
     st.builds(Failure, numbers, st.text(max_size=64), st.text(max_size=200)),
-    st.builds(Farewell, st.text(max_size=200)),
+    st.builds(Credit, numbers, numbers, numbers),
+    st.builds(Close, st.text(max_size=200), st.booleans()),
 )
 
 
@@ -117,7 +119,7 @@ def test_a_header_out_of_bounds_is_refused(wrong: object) -> None:
 def test_a_header_that_is_longer_than_any_of_an_honest_peer_is_refused_unread(
     read: Callable[[bytes], FromClient | FromServer],
 ) -> None:
-    frame = ["ask", 0, None, [], True] if read is read_from_client else ["taken", 0, 0, 0]
+    frame = ["ask", 0, None, [], True] if read is read_from_client else ["credit", 0, 0, 0]
     read(msgspec.msgpack.encode([*frame, [1]]))  # a later version may add something
     with pytest.raises(ProtocolError, match=f"at most {MAX_HEADER_BYTES} are read"):
         read(msgspec.msgpack.encode([*frame, [1] * MAX_HEADER_BYTES]))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.window import Tally, Window
+from aiotensor.protocol.window import ReceiveWindow, SendWindow
 
 MAX_BYTES = 100
 
@@ -19,7 +19,7 @@ class CreditMachine(RuleBasedStateMachine):
     @initialize(messages=st.integers(1, 6), nbytes=st.integers(1, MAX_BYTES))
     def begin(self, messages: int, nbytes: int) -> None:
         self.limits = messages, nbytes
-        self.window, self.tally = Window(*self.limits), Tally(*self.limits)
+        self.window, self.received = SendWindow(*self.limits), ReceiveWindow(*self.limits)
         self.there: deque[int] = deque()  # messages, by their bytes
         self.waiting: list[int] = []
         self.back: deque[tuple[int, int]] = deque()  # what the server has taken, as it says
@@ -33,31 +33,30 @@ class CreditMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.there)
     @rule()
     def arrive(self) -> None:
-        self.tally.arrived(self.there[0])  # never refused, whatever the order of the rest
+        self.received.arrived(self.there[0])  # never refused, whatever the order of the rest
         self.waiting.append(self.there.popleft())
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.waiting) - 1))
-        self.tally.take(self.waiting.pop(index))
-        if self.tally.is_due:
-            self.say()
+        if self.received.take(self.waiting.pop(index)):
+            self.report()
 
     @rule()
-    def say(self) -> None:
+    def report(self) -> None:
         """Report the taken messages to the client, as an answer does."""
-        self.back.append((self.tally.taken, self.tally.taken_bytes))
-        self.tally.told(*self.back[-1])
+        self.back.append((self.received.taken, self.received.taken_bytes))
+        self.received.reported(*self.back[-1])
 
     @precondition(lambda self: self.back)
     @rule()
-    def hear(self) -> None:
+    def learn(self) -> None:
         self.window.taken(*self.back.popleft())
 
     @rule(ahead=st.integers(1, 3))
-    def hear_of_more_than_was_sent(self, ahead: int) -> None:
-        sent = self.tally.taken + len(self.waiting) + len(self.there)
+    def learn_of_more_than_was_sent(self, ahead: int) -> None:
+        sent = self.received.taken + len(self.waiting) + len(self.there)
         with pytest.raises(ProtocolError, match=f"it took {sent + ahead} messages, of {sent} "):
             self.window.taken(sent + ahead, 0)
 
@@ -69,7 +68,7 @@ class CreditMachine(RuleBasedStateMachine):
         assert sum(underway[:-1]) < nbytes or not underway
 
     @invariant()
-    def the_window_opens_once_all_is_taken_and_heard(self) -> None:
+    def the_window_opens_once_all_is_taken_and_reported(self) -> None:
         if not (self.there or self.waiting or self.back):
             assert self.window.credit > 0
 
@@ -80,16 +79,16 @@ TestAnyOrderOfSendingAndTaking.settings = settings(deadline=None)
 
 @pytest.mark.parametrize(("messages", "nbytes"), [(1, 1000), (1000, 1)])
 def test_one_message_too_many_is_an_offence(messages: int, nbytes: int) -> None:
-    tally = Tally(messages, nbytes)
-    tally.arrived(5)
+    window = ReceiveWindow(messages, nbytes)
+    window.arrived(5)
     with pytest.raises(ProtocolError, match="another message while 1, of 5 bytes, wait already"):
-        tally.arrived(5)
-    tally.take(5)
-    tally.arrived(5)
+        window.arrived(5)
+    window.take(5)
+    window.arrived(5)
 
 
 def test_what_was_taken_is_never_taken_back() -> None:
-    window = Window(5, 100)
+    window = SendWindow(5, 100)
     window.sent(10)
     window.sent(10)
     window.taken(2, 20)
@@ -99,7 +98,7 @@ def test_what_was_taken_is_never_taken_back() -> None:
 
 
 def test_the_last_message_may_be_of_any_size() -> None:
-    window = Window(5, 100)
+    window = SendWindow(5, 100)
     window.sent(99)
     opened = [window.credit > 0]
     window.sent(1 << 30)
@@ -110,15 +109,14 @@ def test_the_last_message_may_be_of_any_size() -> None:
     assert opened == [True, False, False, True]
 
 
-def test_credit_is_told_when_half_of_it_was_taken_and_no_sooner() -> None:
-    tally = Tally(10, 1000)
+def test_credit_is_reported_when_half_of_it_was_taken_and_no_sooner() -> None:
+    window = ReceiveWindow(10, 1000)
     for number in range(1, 6):
-        tally.arrived(1)
-        tally.take(1)
-        assert tally.is_due == (number == 5)
-    tally.told(5, 5)
-    tally.told(4, 4)  # an answer that was made before, and left later
-    assert not tally.is_due
-    tally.arrived(600)
-    tally.take(600)
-    assert tally.is_due
+        window.arrived(1)
+        assert window.take(1) == (number == 5)
+    window.reported(5, 5)
+    window.reported(4, 4)  # an answer that was made before, and sent later
+    window.arrived(1)
+    assert not window.take(1)
+    window.arrived(600)
+    assert window.take(600)

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from aiotensor import Delivery, TensorHandle, TensorReceiver, TensorSender, blocking
-from tests.pairs import BIG, endpoint, pair, pattern, until
+from tests.pairs import endpoint, pair
+from verification.patterns import BIG, pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

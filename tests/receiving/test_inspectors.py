@@ -3,37 +3,40 @@
 import asyncio
 import contextlib
 import os
+from collections.abc import Sequence
 
 import pytest
 
 from aiotensor import PeerLostError, TensorReceiver, TensorSender
 from aiotensor.inspection import inspect
+from aiotensor.protocol.connection import Close
 from aiotensor.protocol.frames import (
     MAX_RECORD_BYTES,
     VERSION,
-    Account,
-    Bye,
     Hello,
-    Inquire,
-    Look,
-    Report,
-    ToObserver,
+    Inspect,
+    ReceiverReport,
+    StatisticsReply,
+    StatisticsRequest,
+    ToInspector,
     Welcome,
     encode,
 )
-from aiotensor.receiving.incoming import MAX_UNIDENTIFIED
+from aiotensor.receiving.intake import MAX_UNIDENTIFIED
 from aiotensor.transports import unix
-from tests.accepting import accepted_at
-from tests.frames import ACCOUNT
+from tests.frames import REPLY
 from tests.looking import PATIENCE_S, look_at, observers, observing
-from tests.pairs import BIG, pattern, until
-from tests.processes import peers
 from tests.transports.unwritable import Unwritable
+from verification.descriptors import accepted_at
+from verification.internals import awaited_replies, inspectors_of, intake_of, session_of
+from verification.patterns import BIG, pattern
+from verification.processes import peers
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
-_REPLACED = Bye(
+_REPLACED = Close(
     f"a newer connection replaced it: at most {MAX_UNIDENTIFIED} may be unidentified or inspect", retry=True
 )
 
@@ -81,32 +84,31 @@ async def test_a_stopped_sender_is_asked_once_however_often_somebody_looks(addre
                     async with observing(address) as passing:
                         await passing.reports()
                 await until(lambda: observers(receiver) == 2)
-                assert written == [encode(Inquire())]
+                assert written == [encode(StatisticsRequest())]
                 child.go_on()
                 for observer in (first, second):
                     [account] = await observer.read() or []
-                    assert isinstance(account, Account)
+                    assert isinstance(account, StatisticsReply)
                     assert account.sender == name
         finally:
             child.go_on()
         # The sender also answers the inquiry of the observers that are gone, once, and within the protocol.
         assert (await look_at(address)).senders[0].statistics is not None
-        assert written == [encode(Inquire())] * 2
+        assert written == [encode(StatisticsRequest())] * 2
         assert receiver.statistics().senders == 1
 
 
 def _written_to(receiver: TensorReceiver, sender: str) -> list[bytes]:
     """Record the records that the receiver writes to a sender from now on."""
-    link = receiver._incoming.link_of(sender)
-    assert link is not None
+    transport = intake_of(receiver).senders[sender].transport
     written: list[bytes] = []
-    write = link.write
+    write = transport.write
 
-    def noted(data: bytes) -> None:
+    def noted(data: bytes, descriptors: Sequence[int] = ()) -> None:
         written.append(data)
-        write(data)
+        write(data, descriptors)
 
-    link.write = noted  # type: ignore[method-assign]
+    transport.write = noted  # type: ignore[method-assign]
     return written
 
 
@@ -119,7 +121,7 @@ async def test_a_sender_that_dies_before_it_has_answered_owes_nothing_any_more(a
             await observer.reports()
             child.kill()
             await until(lambda: receiver.statistics().senders == 0)
-            assert not receiver._incoming._observers._asked
+            assert not awaited_replies(receiver)
             assert observers(receiver) == 1
         await until(lambda: observers(receiver) == 0)
 
@@ -132,9 +134,9 @@ async def test_those_who_look_at_once_are_all_answered(address: str) -> None:
         found = await asyncio.gather(*(look_at(address) for _ in range(20)))
 
         assert all(one.senders[0].statistics is not None for one in found)
-        assert set(written) == {encode(Inquire())}
+        assert set(written) == {encode(StatisticsRequest())}
         assert len(written) < 20
-        assert not receiver._incoming._observers._asked
+        assert not awaited_replies(receiver)
         await until(lambda: observers(receiver) == 0)
 
 
@@ -181,7 +183,7 @@ async def test_those_who_look_make_room_for_whoever_comes_the_first_of_them_firs
         await stack.enter_async_context(observing(address))
         async with TensorSender(address) as sender:
             await receiver.receive(await sender.send(pattern(0, 3)))
-        assert [type(frame) for frame in await crowd[1].read_all()] == [Bye]
+        assert [type(frame) for frame in await crowd[1].read_all()] == [Close]
 
 
 async def test_where_none_inspects_a_new_connection_replaces_the_oldest_unidentified_one(
@@ -198,7 +200,7 @@ async def test_where_none_inspects_a_new_connection_replaces_the_oldest_unidenti
         async with TensorSender(address) as sender:
             await receiver.receive(await sender.send(pattern(0, 3)))
         assert await silent[0].read_all() == [_REPLACED]
-        await silent[1].say(encode(Look(VERSION, 1)))
+        await silent[1].say(encode(Inspect(VERSION, 1)))
         assert await silent[1].reports()
         assert receiver.statistics().senders_refused == 1
         [record] = caplog.records
@@ -226,7 +228,7 @@ async def test_those_who_go_in_the_middle_of_a_look_are_forgotten_at_once(addres
                 async with observing(address) as observer:
                     await observer.reports()
                 await until(lambda: observers(receiver) == 0)
-                assert list(receiver._incoming._observers._asked.values()) == [set()]
+                assert awaited_replies(receiver) == [set()]
             looking = asyncio.create_task(look_at(address))
             await until(lambda: observers(receiver) == 1)
             looking.cancel()
@@ -234,7 +236,7 @@ async def test_those_who_go_in_the_middle_of_a_look_are_forgotten_at_once(addres
             await until(lambda: observers(receiver) == 0)
         finally:
             child.go_on()
-        await until(lambda: not receiver._incoming._observers._asked)  # it has answered correctly
+        await until(lambda: not awaited_replies(receiver))  # it has replied correctly
         assert receiver.statistics().senders == 1
 
 
@@ -254,12 +256,14 @@ async def test_who_looks_and_does_not_read_harms_nobody_and_is_not_waited_for(
         # Neither is an inspector whose socket is full: records that the kernel does not accept are queued, up
         # to a limit.
         monkeypatch.setattr(unix, "MAX_UNREAD_BYTES", 1 << 20)
-        before = set(receiver._incoming._observers._observers)
+        before = set(inspectors_of(receiver))
         await stack.enter_async_context(observing(address))
         await until(lambda: observers(receiver) == MAX_UNIDENTIFIED - 1)
-        [deaf] = set(receiver._incoming._observers._observers) - before
-        while deaf in receiver._incoming._observers:
-            deaf.write(bytes(60_000))
+        [deaf] = set(inspectors_of(receiver)) - before
+        report = StatisticsReply(sender.statistics(), "x" * 64)
+        while deaf in inspectors_of(receiver):
+            deaf.connection.forward(report)
+            deaf.flush()
         await sender.send(pattern(1, 3))
         await anext(receiver)
         assert receiver.statistics().senders_lost == 0
@@ -268,37 +272,37 @@ async def test_who_looks_and_does_not_read_harms_nobody_and_is_not_waited_for(
 async def test_one_who_cannot_be_told_anything_is_forgotten_and_nobody_is_asked(address: str) -> None:
     async with TensorReceiver(address) as receiver, TensorSender(address):
         await until(lambda: receiver.statistics().senders == 1)
-        link = Unwritable(receiver)
-        receiver._incoming.link_opened(link)
-        receiver._incoming.record_arrived(link, encode(Look(VERSION, 1)), [])
+        transport = Unwritable()
+        intake_of(receiver).connection_accepted(transport)
+        transport.receive(encode(Inspect(VERSION, 1)))
         assert observers(receiver) == 0
-        assert not receiver._incoming._observers._asked
+        assert not awaited_replies(receiver)
 
 
 async def test_a_sender_that_cannot_be_asked_is_lost_and_the_others_are_asked(address: str) -> None:
     async with TensorReceiver(address) as receiver, TensorSender(address) as honest:
         await until(lambda: receiver.statistics().senders == 1)
-        link = Unwritable(receiver)
-        receiver._incoming.link_opened(link)
-        link.write = lambda data: None  # type: ignore[method-assign]
-        receiver._incoming.record_arrived(link, encode(Hello(VERSION, 7, "s", 4, 1)), [])
-        del link.write
+        transport = Unwritable()
+        intake_of(receiver).connection_accepted(transport)
+        transport.is_broken = False
+        transport.receive(encode(Hello(VERSION, 7, "s", 4, 1)))
+        transport.is_broken = True
         async with observing(address) as observer:
             [report] = await observer.reports()
             assert [row.sender for row in report.senders] == [honest.id, "s"]
             [account] = await observer.read() or []
-            assert isinstance(account, Account)
+            assert isinstance(account, StatisticsReply)
             assert account.sender == honest.id
-        assert not receiver._incoming._observers._asked
+        assert not awaited_replies(receiver)
         assert receiver.statistics().senders_lost == 1
 
 
 async def test_a_receiver_that_closes_waits_for_nobody_who_looks(address: str) -> None:
     async with TensorReceiver(address) as receiver, observing(address) as observer:
         [report] = await observer.reports()
-        [link] = receiver._incoming._observers._observers
+        [inspector] = inspectors_of(receiver)
         for _ in range(20):
-            link.write(encode(report) + bytes(60_000))  # unread until the receiver has closed
+            inspector.transport.write(encode(report) + bytes(60_000))  # unread until the receiver has closed
         async with asyncio.timeout(PATIENCE_S):
             await receiver.aclose()
 
@@ -318,20 +322,17 @@ async def test_a_look_at_a_receiver_that_goes_says_so(address: str) -> None:
 
 
 async def test_nothing_is_done_while_nobody_looks(address: str) -> None:
-    async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
+    async with TensorReceiver(address) as receiver, TensorSender(address):
         await until(lambda: receiver.statistics().senders == 1)
         await look_at(address)
         await until(lambda: observers(receiver) == 0)
-        accountant = sender._outgoing.conversation._accountant
-        assert accountant._telling is not None
-        assert accountant._telling.done()
         assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("aiotensor")]
 
 
 # Violations of the protocol
 
 
-async def _is_cut_off(address: str, *records: bytes) -> list[ToObserver]:
+async def _is_cut_off(address: str, *records: bytes) -> list[ToInspector]:
     """Send records, and return all replies until the end of the connection."""
     async with observing(address, looks=False) as observer:
         for record in records:
@@ -342,41 +343,26 @@ async def _is_cut_off(address: str, *records: bytes) -> list[ToObserver]:
 @pytest.mark.parametrize(
     "second",
     [
-        encode(Look(VERSION, 1)),
+        encode(Inspect(VERSION, 1)),
         encode(Hello(VERSION, 1, "s", 1, 1)),
-        encode(ACCOUNT),
-        encode(Bye()),
+        encode(REPLY),
+        encode(Close()),
         b"nonsense",
     ],
     ids=["a look", "an introduction", "an account", "a goodbye", "nonsense"],
 )
-@pytest.mark.parametrize("together", [False, True])
 async def test_whoever_looks_may_say_nothing_else(
-    second: bytes, together: bool, address: str, caplog: pytest.LogCaptureFixture
+    second: bytes, address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
         await until(lambda: receiver.statistics().senders == 1)
-        look = encode(Look(VERSION, 1))
-        if together and second != b"nonsense":
-            frames = await _is_cut_off(address, b"\x92" + look[1:] + second[1:])
-        else:
-            frames = await _is_cut_off(address, look, second)
-        assert [type(frame) for frame in frames[:2]] == [Welcome, Report]
+        frames = await _is_cut_off(address, encode(Inspect(VERSION, 1)), second)
+        assert [type(frame) for frame in frames[:2]] == [Welcome, ReceiverReport]
         assert "broke the protocol" in caplog.text
         await until(lambda: observers(receiver) == 0)
         assert receiver.statistics().senders == 1
         assert receiver.statistics().senders_lost == 0
         await receiver.receive(await sender.send(pattern(0, 3)))
-
-
-async def test_a_sender_that_looks_breaks_the_protocol(
-    address: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with TensorReceiver(address) as receiver:
-        [welcome] = await _is_cut_off(address, encode(Hello(VERSION, 1, "s", 1, 1), Look(VERSION, 1)))
-        assert isinstance(welcome, Welcome)
-        assert "introduced itself twice" in caplog.text
-        assert receiver.statistics().senders_lost == 1
 
 
 async def test_an_account_that_nobody_asked_for_breaks_the_protocol(
@@ -385,14 +371,17 @@ async def test_an_account_that_nobody_asked_for_breaks_the_protocol(
     async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
         await until(lambda: receiver.statistics().senders == 1)
         await look_at(address)
-        sender._outgoing.conversation._outbox.add(ACCOUNT)  # a second answer to one question
+        session_of(sender).connection.reply(sender.statistics())  # a second reply to one request
+        session_of(sender).flush()
         await until(lambda: receiver.statistics().senders_lost == 1)
-        assert "an account that nobody asked for" in caplog.text
+        assert "statistics without a request" in caplog.text
 
 
 async def test_another_version_is_told_by_both_sides(address: str, caplog: pytest.LogCaptureFixture) -> None:
     async with TensorReceiver(address) as receiver:
-        [welcome] = await _is_cut_off(address, encode(Look(VERSION + 1, 1)))
+        welcome, close = await _is_cut_off(address, encode(Inspect(VERSION + 1, 1)))
+        assert isinstance(close, Close)
+        assert close.is_refusal
         assert welcome == Welcome(VERSION, os.getpid(), MAX_RECORD_BYTES, receiver.id)
-        assert f"speaks version {VERSION + 1}, this receiver speaks {VERSION}" in caplog.text
+        assert f"speaks version {VERSION + 1} of the protocol, this side speaks {VERSION}" in caplog.text
         await until(lambda: observers(receiver) == 0)

@@ -15,7 +15,10 @@ from aiotensor import (
 )
 from aiotensor.channel import MessageClient, MessageServer
 from tests.channel.parties import Answer, Question, answer, place
-from tests.pairs import BIG, beyond, endpoint, pattern, settled, until
+from tests.pairs import beyond, endpoint
+from verification import inside
+from verification.patterns import BIG, pattern
+from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -102,16 +105,14 @@ async def test_a_message_whose_tensors_never_come_is_answered_and_what_comes_lat
             MessageClient(here.messages, reply_type=Answer) as client,
         ):
             serving = asyncio.create_task(server.serve(answer))
-            connection = client._connections[0]
-            await connection.ready()
+            there = inside.servers_of(client)[0]
+            session = await there.ready()
             handle = await astray.send(pattern(0, BIG))
-            asked = await connection.ask(
-                connection.session, (handle,), [b"\x80"], wants_answer=True, may_move=False
-            )
-            assert asked is not None
-            assert asked.answered is not None
+            request = await there.ask(session, (handle,), [b"\x80"], wants_answer=True, may_move=False)
+            assert request is not None
+            assert request.answer is not None
             with pytest.raises(RemoteError, match="no sender of this id has connected here") as no:
-                await asked.answered
+                await request.answer
             assert no.value.type_name == "WouldBlockError"
             assert (server.statistics().waiting, server.statistics().failures) == (0, 1)
             assert receiver.statistics().messages_discarded == 1
@@ -141,7 +142,7 @@ async def test_a_wait_that_is_over_at_once_sets_no_timer(monkeypatch: pytest.Mon
             handle = await sender.send(pattern(0, 3))
             await receiver.arrived(handle)
             timers: list[object] = []
-            monkeypatch.setattr("aiotensor.receiver.at_most", lambda *_: timers.append(1))
+            monkeypatch.setattr("aiotensor.receiving.taking.at_most", lambda *_: timers.append(1))
             await receiver.arrived(handle)
             assert torch.equal(await receiver.receive(handle), pattern(0, 3))
             assert not timers

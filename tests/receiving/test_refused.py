@@ -20,23 +20,26 @@ from aiotensor import (
     TensorSender,
     WouldBlockError,
 )
+from aiotensor.protocol.connection import Close
 from aiotensor.protocol.frames import (
     MAX_RECORD_BYTES,
     VERSION,
     Attach,
-    Bye,
+    FromSender,
     Hello,
+    Opening,
     Put,
-    ToReceiver,
     Welcome,
-    decode_to_receiver,
+    encode,
 )
 from aiotensor.transports.endpoints import Endpoint
 from tests.frames import put
-from tests.fuzz.listening import waiting_at
-from tests.looking import RogueReceiver
-from tests.pairs import endpoint, pattern, until
-from tests.receiving.test_protocol_errors import Rogue
+from tests.looking import RogueReceiver, read_record
+from tests.pairs import endpoint
+from tests.rogues import RogueSender, rogue_sender
+from verification.fuzz.listening import waiting_at
+from verification.patterns import pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -90,17 +93,17 @@ async def test_waits_for_the_tensors_of_a_sender_of_another_version_end_with_the
     with endpoint() as place:
         async with TensorReceiver(place) as receiver, TensorSender(place) as honest:
             await honest.ready()
-            rogue = Rogue(place)
+            rogue = RogueSender(place)
             handle = TensorHandle(rogue.id, 0, 0, "uint8", (3,), "cpu")
             waiting = asyncio.create_task(receiver.receive(handle))
-            await rogue.open(version=VERSION + 1)
-            await rogue.lost.wait()
-            welcome, bye = rogue.heard
+            rogue.connect(encode(rogue.hello(version=VERSION + 1)))
+            await rogue.is_lost.wait()
+            welcome, close = rogue.received
             assert isinstance(welcome, Welcome)
             assert (welcome.version, welcome.is_admitted) == (VERSION, False)
-            assert isinstance(bye, Bye)
-            assert bye.is_refusal
-            assert "install the same aiotensor" in bye.reason
+            assert isinstance(close, Close)
+            assert close.is_refusal
+            assert "install the same aiotensor" in close.reason
             for receiving in (waiting, receiver.arrived(handle)):
                 with pytest.raises(RefusedError, match=f"version {VERSION + 1} of the protocol") as no:
                     await receiving
@@ -116,11 +119,12 @@ async def test_send_nowait_raises_a_refusal_only_while_that_receiver_may_be_ther
             await first.ready()
             with pytest.raises(RefusedError):
                 await second.ready()
+            lost = second.statistics().receivers_lost  # 2 if it was refused before `ready` as well
             with pytest.raises(RefusedError, match="max_senders=1"):
-                second.send_nowait(pattern(0, 3))  # it asks again, and the answer has not come
+                second.send_nowait(pattern(0, 3))  # it connects again, and the answer has not arrived
             with pytest.raises(RefusedError, match="max_senders=1"):
                 second.send_nowait(pattern(0, 3))
-        await until(lambda: second.statistics().receivers_lost == 2)
+        await until(lambda: second.statistics().receivers_lost == lost + 1)
         with pytest.raises(WouldBlockError, match="no receiver is here"):
             second.send_nowait(pattern(0, 3))
         async with TensorReceiver(address) as receiver:
@@ -162,7 +166,7 @@ async def _refuse(sender: TensorSender, address: str) -> None:
     with waiting_at(address) as listener:
         ready = asyncio.create_task(sender.ready())
         async with _accepted(listener) as (_, receiver):
-            await receiver.say(Welcome(VERSION, 7), Bye("max_senders=1", is_refusal=True))
+            await receiver.say(Welcome(VERSION, 7), Close("max_senders=1", is_refusal=True))
             with pytest.raises(RefusedError):
                 await ready
 
@@ -175,9 +179,9 @@ async def _accepted(listener: socket.socket) -> AsyncIterator[tuple[socket.socke
         yield sock, RogueReceiver(sock)
 
 
-async def _read(sock: socket.socket) -> list[ToReceiver]:
+async def _read(sock: socket.socket) -> list[Opening | FromSender]:
     record = await asyncio.get_running_loop().sock_recv(sock, MAX_RECORD_BYTES)
-    return list(decode_to_receiver(record))
+    return read_record(record)
 
 
 async def test_a_receiver_of_another_version_refuses_every_wait_of_the_sender(address: str) -> None:
@@ -212,30 +216,25 @@ async def test_what_a_sender_sent_before_it_was_refused_stays_lost_with_its_conn
 
 async def _come_back_in_vain(place: Endpoint) -> None:
     async with TensorReceiver(place, max_senders=1) as receiver:
-        before, after = Rogue(place), Rogue(place)
-        after.id = before.id
-        await before.open()
-        before.say(put(last=True))
-        await until(lambda: receiver.statistics().unclaimed_tensors == 1)
-        before.link.close()
+        async with rogue_sender(place) as before:
+            before.write(put(last=True))
+            await until(lambda: receiver.statistics().unclaimed_tensors == 1)
         await until(lambda: receiver.statistics().senders == 0)
         async with TensorSender(place) as other:
             await other.ready()
-            await after.open(first_message=1)
-            await after.lost.wait()
+            async with rogue_sender(place, sender=before.id, first_message=1) as after:
+                await after.is_lost.wait()
         with pytest.raises(PeerLostError):
             await receiver.receive(TensorHandle(before.id, 0, 0, "uint8", (3,), "cpu"))
         with pytest.raises(RefusedError, match="max_senders=1"):
             await receiver.receive(TensorHandle(before.id, 1, 0, "uint8", (3,), "cpu"))
 
 
-async def test_a_receiver_that_has_no_descriptors_left_is_no_refusal() -> None:
+async def test_a_sender_whose_memory_does_not_arrive_is_disconnected_and_not_refused() -> None:
     with endpoint("unix") as place:
-        async with TensorReceiver(place):
-            rogue = Rogue(place)
-            await rogue.open()
-            rogue.say(Attach(0, "arena", 4096))
-            await rogue.lost.wait()
-            [bye] = [frame for frame in rogue.heard if isinstance(frame, Bye)]
-            assert "ulimit -n" in bye.reason
-            assert not bye.is_refusal
+        async with TensorReceiver(place), rogue_sender(place) as rogue:
+            rogue.write(Attach(0, "arena", 4096))
+            await rogue.is_lost.wait()
+            [close] = [frame for frame in rogue.received if isinstance(frame, Close)]
+            assert "ulimit -n" in close.reason
+            assert not close.is_refusal

@@ -20,12 +20,14 @@ import zmq
 from aiotensor import PeerLostError, TensorHandle, TensorQueue, TensorReceiver, TensorSender, blocking
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.protocol.exchange import VERSION, Ask, ClientHello, write
-from tests import loops
 from tests.blocking import waiting
 from tests.channel.parties import Answer, Place, Question, answer, place
 from tests.channel.rogues import raw
-from tests.pairs import BIG, endpoint, pattern, settled, until
-from tests.processes import peers, watch
+from tests.pairs import endpoint
+from verification import loops
+from verification.patterns import BIG, pattern
+from verification.processes import peers, watch
+from verification.waiting import settled, until
 
 ARENA = 1 << 20
 

@@ -5,7 +5,7 @@ import itertools
 import weakref
 
 from aiotensor.runtime.logs import RepeatedEvent
-from tests.pairs import until
+from verification.waiting import until
 
 _SHORT_S = 0.001
 

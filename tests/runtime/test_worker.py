@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from aiotensor.runtime.worker import Worker, in_thread
-from tests.pairs import until
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -19,7 +19,9 @@ from aiotensor import (
     WouldBlockError,
 )
 from aiotensor.protocol.frames import MAX_DIMENSIONS
-from tests.pairs import BIG, endpoint, pair, pattern, settled, until
+from tests.pairs import endpoint, pair
+from verification.patterns import BIG, pattern
+from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 

@@ -20,8 +20,10 @@ from aiotensor import (
     WouldBlockError,
 )
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
-from aiotensor.transports.records import RecordSocket
-from tests.pairs import BIG, pair, pattern, settled, until
+from aiotensor.transports.records import SocketTransport
+from tests.pairs import pair
+from verification.patterns import BIG, pattern
+from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
@@ -128,7 +130,7 @@ async def test_a_record_that_the_kernel_refuses_is_told_to_whoever_sends(
     async with pair() as (sender, receiver):
         await receiver.receive(await sender.send(pattern(0, 3)))
         tensors = [await sender.allocate((count,), torch.int64) for count in counts]
-        monkeypatch.setattr(RecordSocket, "write", refuse)
+        monkeypatch.setattr(SocketTransport, "write", refuse)
         with pytest.raises(PeerLostError, match="No buffer space"):
             async with sender.message() as message:
                 for tensor in tensors:

@@ -11,8 +11,11 @@ import torch
 from aiotensor import PeerLostError, TensorReceiver, TensorSender, WouldBlockError
 from aiotensor.sending.gates import Gate
 from tests.cancellation.situations import clog, unread
-from tests.model.stepping import Steps
-from tests.pairs import BIG, endpoint, pattern, settled, until
+from tests.pairs import endpoint
+from verification.internals import memory_of
+from verification.model.stepping import Steps
+from verification.patterns import BIG, pattern
+from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
@@ -86,7 +89,7 @@ async def test_a_big_one_that_has_waited_for_too_long_lets_the_small_ones_behind
             await until(lambda: sender.statistics().waiting == 1)
             small = asyncio.create_task(sender.send(pattern(3, BIG // 4)))
             await until(lambda: sender.statistics().waiting == 2)
-            _let_the_first_be_overdue(sender._outgoing.memory.gate)
+            _let_the_first_be_overdue(memory_of(sender).gate)
             with pytest.raises(WouldBlockError):
                 await big
             assert torch.equal(await receiver.receive(await small), pattern(3, BIG // 4))

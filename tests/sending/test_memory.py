@@ -11,7 +11,9 @@ import torch
 from aiotensor.runtime.worker import Worker
 from aiotensor.sending.gates import Gate
 from aiotensor.sending.memory import Memory
-from tests.pairs import until
+from aiotensor.statistics.counters import new_counts
+from aiotensor.types import SenderStatistics
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -19,7 +21,7 @@ MIB = 1 << 20
 
 
 def new_memory(nbytes: int, keep_warm_s: float | None = 0.01) -> Memory:
-    return Memory(nbytes, lambda arena: Gate(nbytes, space=arena), lambda number: None, keep_warm_s)
+    return Memory(nbytes, lambda arena: Gate(nbytes, space=arena), keep_warm_s, new_counts(SenderStatistics))
 
 
 async def test_idle_memory_goes_back_to_the_system_after_a_while_and_then_nothing_is_scheduled() -> None:

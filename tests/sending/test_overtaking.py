@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from aiotensor import TensorSender, WouldBlockError
-from tests.pairs import pair, settled, until
+from tests.pairs import pair
+from verification.internals import memory_of
+from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -21,7 +23,7 @@ LARGE = torch.zeros(1, dtype=torch.uint8).expand(64 * MIB)  # which takes no mem
 @asynccontextmanager
 async def busy_with_long_work(sender: TensorSender) -> AsyncIterator[None]:
     """Have the worker of a sender do something that takes as long as the block."""
-    worker, begun, go_on = sender._outgoing.memory._worker, threading.Event(), threading.Event()
+    worker, begun, go_on = memory_of(sender)._worker, threading.Event(), threading.Event()
 
     def work() -> None:
         begun.set()

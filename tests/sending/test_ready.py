@@ -14,10 +14,14 @@ from aiotensor import (
     WouldBlockError,
     blocking,
 )
-from aiotensor.protocol.frames import MAX_RECORD_BYTES, VERSION, Bye, Welcome
-from tests.fuzz.listening import waiting_at
+from aiotensor.protocol.connection import Close
+from aiotensor.protocol.frames import MAX_RECORD_BYTES, VERSION, Welcome
 from tests.looking import RogueReceiver
-from tests.pairs import endpoint, pattern, until
+from tests.pairs import endpoint
+from verification.fuzz.listening import waiting_at
+from verification.internals import messages_of
+from verification.patterns import pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -46,9 +50,9 @@ async def test_a_welcome_is_no_admission() -> None:
             with sock:
                 sock.setblocking(False)
                 await RogueReceiver(sock).say(Welcome(VERSION, 7))
-                await until(lambda: sender._outgoing.conversation.receiver_pid == 7)
+                await until(lambda: messages_of(sender).sessions.receiver_pid == 7)
                 assert not probe.done()
-                await RogueReceiver(sock).say(Bye("max_senders=0", is_refusal=True))
+                await RogueReceiver(sock).say(Close("max_senders=0", is_refusal=True))
                 with pytest.raises(
                     RefusedError, match=r"the receiver \(pid 7\) refused .*max_senders=0"
                 ) as no:

@@ -16,42 +16,37 @@ BEFORE = "    messages_sent: Annotated[Number, counter("
 LINE = '    tensors_retried: Annotated[Number, counter("Tensors that were sent again.")]\n'
 ROW = "| `aiotensor_sender_tensors_retried_total` | counter | `endpoint` | Tensors that were sent again. |"
 
-# Counts in an open object, closes it, and prints the metrics before and after.
+# Where it is counted: for each message that was sent.
+COUNTED = '        self.counts["messages_sent"] += 1\n'
+COUNT = '        self.counts["tensors_retried"] += 3\n'
+
+# Sends a tensor, inspects the receiver, and prints the metrics before and after the sender is closed.
 PROGRAM = """
 import asyncio
 import json
+import sys
 
+import torch
+from aiotensor import TensorReceiver, TensorSender
+from aiotensor.inspection import inspect
 from aiotensor.integrations.prometheus import AioTensorCollector
-from aiotensor.statistics import registry
-from aiotensor.statistics.counters import WaitCounter, new_counts, snapshot
-from aiotensor.types import SenderStatistics
 from prometheus_client import REGISTRY, generate_latest
 
 
-class Sender:
-    def __init__(self):
-        self.counts = new_counts(SenderStatistics)
-
-    def statistics(self):
-        waits = WaitCounter().waits()
-        gauges = dict.fromkeys(set(SenderStatistics.__struct_fields__) - set(self.counts), 0)
-        others = {"holders": (), "permit_waits": waits, "memory_waits": waits, "errors": {}}
-        return snapshot(SenderStatistics, self.counts, **{**gauges, **others})
-
-
-async def main():
+async def main(address):
     REGISTRY.register(AioTensorCollector())
-    sender = Sender()
-    entry = registry.add(sender, "unix:///run/sender", asyncio.get_running_loop())
-    sender.counts["tensors_retried"] += 3
-    scrapes = [generate_latest().decode()]
-    registry.remove(entry)
-    await asyncio.sleep(0)
-    scrapes.append(generate_latest().decode())
-    print(json.dumps({"field": sender.statistics().tensors_retried, "scrapes": scrapes}))
+    async with TensorReceiver(address) as receiver:
+        async with TensorSender(address) as sender:
+            await receiver.receive(await sender.send(torch.zeros(3)))
+            field = sender.statistics().tensors_retried
+            [inspected] = (await inspect(address, patience_s=30)).senders
+            scrapes = [generate_latest().decode()]
+        await asyncio.sleep(0)
+        scrapes.append(generate_latest().decode())
+    print(json.dumps({"field": field, "frame": inspected.statistics.tensors_retried, "scrapes": scrapes}))
 
 
-asyncio.run(main())
+asyncio.run(main(sys.argv[1]))
 """
 
 
@@ -67,6 +62,10 @@ def copy_with_a_line_more(tmp_path_factory: pytest.TempPathFactory) -> Path:
     before, found, after = types.read_text().partition(BEFORE)  # of the sender, which is the first
     assert found
     types.write_text(before + LINE + found + after)
+    in_flight = folder / "aiotensor" / "sending" / "in_flight.py"
+    text = in_flight.read_text()
+    assert COUNTED in text
+    in_flight.write_text(text.replace(COUNTED, COUNTED + COUNT))
     return folder
 
 
@@ -82,17 +81,18 @@ def run(folder: Path, *arguments: str) -> str:
     ).stdout
 
 
-def test_a_counter_that_one_line_declares_is_exported_and_survives_closing(
-    copy_with_a_line_more: Path,
+def test_a_counter_that_one_line_declares_is_inspected_and_exported_and_survives_closing(
+    copy_with_a_line_more: Path, tmp_path: Path
 ) -> None:
-    printed = json.loads(run(copy_with_a_line_more, "-c", PROGRAM))
-    assert printed["field"] == 3
+    address = f"unix://{tmp_path}/receiver"
+    printed = json.loads(run(copy_with_a_line_more, "-c", PROGRAM, address))
+    assert printed["field"] == printed["frame"] == 3
     for scrape in printed["scrapes"]:
         families = {family.name: family for family in text_string_to_metric_families(scrape)}
         family = families["aiotensor_sender_tensors_retried"]
         assert (family.type, family.documentation) == ("counter", "Tensors that were sent again.")
         [sample] = family.samples
-        assert (sample.labels, sample.value) == ({"endpoint": "unix:///run/sender"}, 3)
+        assert (sample.labels, sample.value) == ({"endpoint": address}, 3)
     assert ["aiotensor_sender_permits_in_use{" in scrape for scrape in printed["scrapes"]] == [True, False]
 
 

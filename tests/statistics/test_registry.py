@@ -13,12 +13,14 @@ from aiotensor.errors import ClosedError, UsageError
 from aiotensor.runtime.affinity import LoopAffinity
 from aiotensor.statistics import registry
 from aiotensor.statistics.registry import HasStatistics, Snapshot
-from aiotensor.transports.endpoints import name_of
+from aiotensor.transports.endpoints import route_to
 from aiotensor.types import ClientStatistics, ReceiverStatistics
 from tests.channel.parties import Answer, Question, place
-from tests.pairs import endpoint, pattern, until
+from tests.pairs import endpoint
 from tests.runtime.test_affinity import forks, in_a_fork
 from tests.statistics.objects import PATIENCE_S, Counted, answers_at, close, open_counted, present
+from verification.patterns import pattern
+from verification.waiting import until
 
 # Endpoints
 
@@ -68,13 +70,13 @@ async def test_an_object_that_could_not_be_opened_is_not_found(nothing_left_behi
 
 def test_a_queue_has_the_same_name_in_every_process() -> None:
     queue = TensorQueue()
-    assert name_of(queue) == "queue"
-    assert name_of("unix:///run/s") == "unix:///run/s"
+    assert route_to(queue).label == "queue"
+    assert route_to("unix:///run/s").label == "unix:///run/s"
     queue.close()
 
 
 def test_the_name_of_a_path_that_is_not_utf_8_can_be_encoded() -> None:
-    assert name_of("unix:///run/ä\udcff") == "unix:///run/ä\\udcff"
+    assert route_to("unix:///run/ä\udcff").label == "unix:///run/ä\\udcff"
 
 
 # Counts of closed objects

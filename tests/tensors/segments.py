@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from aiotensor.protocol.pages import Range
-from aiotensor.tensors.arena import Arena, Place
+from aiotensor.tensors.arena import Arena, Extent
 from aiotensor.tensors.mapped import MappedSegment, open_segment
 from aiotensor.tensors.raw import new_tensor
 from aiotensor.tensors.segments import Segment
@@ -49,7 +49,7 @@ def segment_of(nbytes: int = 8 * MIB) -> Iterator[Segment]:
         segment.close()
 
 
-def place_in(arena: Arena, nbytes: int) -> Place:
+def place_in(arena: Arena, nbytes: int) -> Extent:
     """Allocate a block, in a segment that is open."""
     place = arena.allocate(nbytes)
     assert place is not None
@@ -68,7 +68,7 @@ def filled(segment: Segment, *ranges: Range) -> None:
     segment.filled([], list(ranges))
 
 
-def warm(place: Place) -> Place:
+def warm(place: Extent) -> Extent:
     """Get memory for a block."""
     idle, cold = place.segment.prepare(place.offset, place.nbytes, place.segment.nbytes)
     assert not idle

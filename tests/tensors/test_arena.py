@@ -7,7 +7,6 @@ import torch
 
 from aiotensor.tensors.arena import Arena, segment_bytes
 from aiotensor.tensors.segments import Segment
-from tests.processes import watch
 from tests.steps import steps_of
 from tests.tensors.segments import (
     MIB,
@@ -21,6 +20,7 @@ from tests.tensors.segments import (
     segment_of,
     warm,
 )
+from verification.processes import watch
 
 
 def test_blocks_do_not_overlap_and_come_from_one_segment_until_it_is_full() -> None:
@@ -147,7 +147,7 @@ def test_a_retired_segment_has_no_descriptor_any_more() -> None:
         before = open_files()
         place = warm(place_in(arena, MIB))
         arena.detach([place])
-        place.segment.give_back([])
+        place.segment.return_memory([])
 
         assert open_files() == before
         filled(place.segment, chunk(1))  # what was begun before goes on

@@ -11,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiotensor.errors import ProtocolError
-from aiotensor.tensors.arena import Place, read_where
+from aiotensor.tensors.arena import Extent, read_where
 from aiotensor.tensors.copying import copy_now
 from aiotensor.tensors.dtypes import DTYPES
 from aiotensor.tensors.mapped import open_segment
 from aiotensor.tensors.placement import open_tensor, place_copy
 from aiotensor.tensors.segments import Segment
-from tests.processes import watch
 from tests.tensors.segments import (
     MIB,
     arena_of,
@@ -31,13 +30,14 @@ from tests.tensors.segments import (
     segment_of,
     warm,
 )
+from verification.processes import watch
 
 # How a place is named
 
 
 @given(segment=st.integers(0, 2**63 - 1), offset=st.integers(0, 2**40), inner=st.integers(0, 2**40))
 def test_the_other_side_reads_the_place_that_was_named(segment: int, offset: int, inner: int) -> None:
-    place = Place(Segment(segment, MIB), offset, 64)
+    place = Extent(Segment(segment, MIB), offset, 64)
 
     assert read_where(place.describe(inner)) == (segment, offset + inner)
 

@@ -13,14 +13,7 @@ from hypothesis import strategies as st
 
 from aiotensor.tensors import mapping
 from aiotensor.tensors.segments import Segment, whole_pages
-from tests.tensors.segments import (
-    MIB,
-    PAGE,
-    chunk,
-    filled,
-    open_files,
-    segment_of,
-)
+from tests.tensors.segments import MIB, PAGE, chunk, filled, open_files, segment_of
 
 
 @contextmanager
@@ -124,7 +117,7 @@ def test_the_last_chunk_ends_where_the_segment_ends() -> None:
         assert segment.has_idle
         idle = segment.take_idle(0)
         assert idle == [chunk(0), chunk(2, MIB // 2)]
-        segment.give_back(idle)
+        segment.return_memory(idle)
         assert bytes_given(segment) == 0
 
 
@@ -144,7 +137,7 @@ def test_memory_that_is_given_back_is_free_and_reads_as_zero_when_it_comes_again
         idle = segment.take_idle(math.inf)
         filled(segment, chunk(1))  # a block came to lie there before it was given back
         segment.view(MIB, MIB)[:] = b"y" * MIB
-        segment.give_back(idle)
+        segment.return_memory(idle)
 
         assert bytes_given(segment) == segment.warm.nbytes == MIB
         filled(segment, chunk(0))
@@ -258,7 +251,7 @@ def test_where_memory_would_exceed_its_limit_what_lies_idle_is_given_back_first(
 
         assert idle == [chunk(1)]
         assert cold == [chunk(3), chunk(4)]
-        segment.give_back(idle)
+        segment.return_memory(idle)
         segment.fill(cold)
         segment.filled(cold, cold)
         assert bytes_given(segment) == segment.warm.nbytes == 4 * MIB
@@ -303,7 +296,7 @@ def test_memory_is_not_given_back_from_a_chunk_that_is_being_filled() -> None:
         segment.filled(cold, cold)
         assert segment.warm.has(*rest)
         segment.view(*rest)[:] = b"x" * (MIB // 2)  # of a block that has come since
-        segment.give_back([rest])
+        segment.return_memory([rest])
         assert bytes(segment.view(*rest)) == b"x" * (MIB // 2)
         assert segment.take_free() == [rest]
 
@@ -314,7 +307,7 @@ def test_a_view_outlives_its_segment_and_nothing_is_given_back_under_it() -> Non
         view = segment.view(0, 5)
         view[:] = b"hello"
         idle = segment.take_idle(0)
-    segment.give_back(idle)
+    segment.return_memory(idle)
 
     assert bytes(view) == b"hello"
 

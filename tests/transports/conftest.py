@@ -1,4 +1,4 @@
-"""What the tests of links share."""
+"""Fixtures of the tests of transports."""
 
 import shutil
 import tempfile
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    """Name a place for a socket."""
+    """Return a path for a socket."""
     folder = tempfile.mkdtemp(prefix="aiotensor-")  # the folders of pytest are too long for a socket
     yield Path(folder, "s")
     shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""One end of a pair of record sockets, as its tests see it."""
+"""Ends of connections that record their events, and sockets at the other end."""
 
 import asyncio
 import contextlib
@@ -7,25 +7,55 @@ import socket
 from collections.abc import Callable
 
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
-from aiotensor.transports.records import RecordSocket
+from aiotensor.transports.base import Transport
+from aiotensor.transports.records import SocketTransport
 
 
 class End:
-    """A `RecordSocket`, what it read, and how it ended."""
+    """The handler of a transport.
 
-    def __init__(self, sock: socket.socket, *, reads: bool = True) -> None:
+    Args:
+        transport: the transport, which this object starts.
+        when_record: called after each record.
+        when_lost: called when the connection is lost.
+
+    Attributes:
+        arrived: the records and their descriptors.
+        lost: the reasons of `connection_lost`.
+        was_lost: set by the first of them.
+        resumed: set by `resume_writing`.
+        resumptions: the number of these calls.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        when_record: Callable[[], None] = lambda: None,
+        when_lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.transport = transport
         self.arrived: asyncio.Queue[tuple[bytes, list[int]]] = asyncio.Queue()
-        self.closed: list[str] = []
-        self.was_closed = asyncio.Event()
-        on_record: Callable[[memoryview, list[int]], None] | None = self._on_record if reads else None
-        self.socket = RecordSocket(sock, on_record=on_record, on_closed=self._on_closed)
+        self.lost: list[str] = []
+        self.was_lost = asyncio.Event()
+        self.resumed = asyncio.Event()
+        self.resumptions = 0
+        self._when_record = when_record
+        self._when_lost = when_lost
+        transport.start(self)
 
-    def _on_record(self, data: memoryview, descriptors: list[int]) -> None:
-        self.arrived.put_nowait((bytes(data), descriptors))  # the record is valid during this call
+    def record_received(self, data: memoryview, descriptors: list[int]) -> None:
+        self.arrived.put_nowait((bytes(data), descriptors))  # the data is valid during this call
+        self._when_record()
 
-    def _on_closed(self, reason: str) -> None:
-        self.closed.append(reason)
-        self.was_closed.set()
+    def connection_lost(self, reason: str) -> None:
+        self.lost.append(reason)
+        self.was_lost.set()
+        self._when_lost()
+
+    def resume_writing(self) -> None:
+        assert self.transport.is_writable
+        self.resumptions += 1
+        self.resumed.set()
 
     async def read(self) -> bytes:
         """Wait for a record without descriptors."""
@@ -34,17 +64,22 @@ class End:
         return data
 
 
-def fill(end: End) -> int:
-    """Write numbered records until the kernel takes no more; return how many."""
+def end_of(sock: socket.socket, *, reads: bool = True, max_unsent_bytes: int | None = None) -> End:
+    """Return a started end over a socket."""
+    return End(SocketTransport(sock, reads=reads, max_unsent_bytes=max_unsent_bytes))
+
+
+def fill(transport: Transport) -> int:
+    """Write numbered records until one of them is queued, and return their number."""
     count = 0
-    while end.socket.is_flushed:
-        end.socket.write(count.to_bytes(4) + bytes(1000))
+    while transport.is_writable:
+        transport.write(count.to_bytes(4) + bytes(1000))
         count += 1
     return count
 
 
 def read_all(sock: socket.socket) -> list[int]:
-    """Read the numbers of the records that are there."""
+    """Read the numbers of the available records."""
     numbers: list[int] = []
     while True:
         try:
@@ -57,13 +92,13 @@ def read_all(sock: socket.socket) -> list[int]:
 
 
 async def turns(count: int = 3) -> None:
-    """Let everything run that is ready to."""
+    """Run some iterations of the event loop."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 def is_open(descriptor: int) -> bool:
-    """Say whether a number stands for an open file."""
+    """Return whether a descriptor is open."""
     try:
         os.fstat(descriptor)
     except OSError:
@@ -72,11 +107,11 @@ def is_open(descriptor: int) -> bool:
 
 
 def open_sockets() -> set[str]:
-    """Name the sockets that are open."""
+    """Return the open sockets of this process."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one that lists them
-            what = os.readlink(f"/proc/self/fd/{name}")
-            if what.startswith("socket:"):
-                found.add(f"{name} {what}")
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing
+            kind = os.readlink(f"/proc/self/fd/{name}")
+            if kind.startswith("socket:"):
+                found.add(f"{name} {kind}")
     return found

@@ -14,7 +14,7 @@ from aiotensor.cli.doctor.command import doctor
 from aiotensor.inspection import inspect
 from aiotensor.transports.address import label_of, socket_path
 from tests.channel.parties import Answer, Question, answer
-from tests.pairs import pattern
+from verification.patterns import pattern
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

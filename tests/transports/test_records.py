@@ -1,7 +1,8 @@
+"""Records over sockets: order, boundaries, descriptors, and the queue of a full socket."""
+
 import asyncio
 import contextlib
 import os
-import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
 
@@ -9,38 +10,46 @@ import pytest
 
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
 from aiotensor.runtime.descriptors import close_all
-from aiotensor.transports.records import RecordReader, RecordSocket, record_pair
-from tests.transports.ends import End, fill, is_open, open_sockets, read_all, turns
+from aiotensor.transports.records import RecordReader, SocketTransport, record_pair
+from tests.transports.ends import End, end_of, fill, is_open, open_sockets, read_all, turns
+from tests.transports.unix_ends import no_descriptors
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_open() -> Iterator[None]:
-    before = open_sockets()  # the loop comes and goes in between
+    before = open_sockets()
     yield
     assert open_sockets() == before
 
 
 @pytest.fixture
 async def pair() -> AsyncIterator[tuple[End, socket.socket]]:
-    """One end on the loop, and the bare socket at the other end."""
+    """Return an end on the loop, and the socket at the other end."""
     near, far = record_pair()
-    end = End(near)
+    end = end_of(near)
     with far:
         yield end, far
-        end.socket.close()
+        end.transport.close()
+
+
+@pytest.fixture
+def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
+    near, far = record_pair()
+    with near, far:
+        yield near, far
 
 
 async def test_records_stay_whole_and_in_order_both_ways() -> None:
-    one, other = map(End, record_pair())
+    one, other = map(end_of, record_pair())
     for number in range(200):
-        one.socket.write(bytes([number]) * (number + 1))
-        other.socket.write(bytes([number]))
+        one.transport.write(bytes([number]) * (number + 1))
+        other.transport.write(bytes([number]))
 
     assert [await other.read() for _ in range(200)] == [bytes([n]) * (n + 1) for n in range(200)]
     assert [await one.read() for _ in range(200)] == [bytes([n]) for n in range(200)]
-    one.socket.close()
-    await other.was_closed.wait()
-    assert one.closed == []
+    one.transport.close()
+    await other.was_lost.wait()
+    assert one.lost == []
 
 
 async def test_the_largest_record_arrives_whole(pair: tuple[End, socket.socket]) -> None:
@@ -49,7 +58,7 @@ async def test_the_largest_record_arrives_whole(pair: tuple[End, socket.socket])
     far.send(record)
     assert await end.read() == record
 
-    end.socket.write(record)
+    end.transport.write(record)
     assert far.recv(2 * MAX_RECORD_BYTES) == record
 
 
@@ -76,13 +85,13 @@ async def test_what_arrives_in_many_records_leaves_the_loop_to_others_in_between
     assert [first, *[await end.read() for _ in range(99)]] == [bytes([number]) for number in range(100)]
 
 
-async def test_descriptors_travel_with_their_record_and_ours_are_closed(
+async def test_descriptors_travel_with_their_record_and_the_caller_keeps_its_own(
     pair: tuple[End, socket.socket],
 ) -> None:
     end, far = pair
     reading_end, writing_end = os.pipe()
-    end.socket.write(b"a pipe", [writing_end])
-    assert not is_open(writing_end)
+    end.transport.write(b"a pipe", [writing_end])
+    os.close(writing_end)  # which fails if it is closed
 
     data, [arrived], _, _ = socket.recv_fds(far, 100, 8)
     os.write(arrived, b"through the pipe")
@@ -107,45 +116,37 @@ async def test_descriptors_that_arrive_are_given_with_their_record_and_to_no_chi
         os.close(descriptor)
 
 
-async def test_what_else_the_kernel_tells_of_a_record_is_no_descriptor(
-    pair: tuple[End, socket.socket],
+async def test_other_ancillary_data_is_not_taken_for_descriptors() -> None:
+    near, far = record_pair()
+    end = end_of(near)
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # adds the ids of the writer
+    with far:
+        far.send(b"signed")
+        assert await end.read() == b"signed"
+    end.transport.close()
+
+
+def test_descriptors_for_which_there_is_no_room_are_missing_and_the_record_is_not(
+    sockets: tuple[socket.socket, socket.socket],
 ) -> None:
-    end, far = pair
-    end.socket._sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # who wrote it, for example
-    far.send(b"signed")
-
-    assert await end.read() == b"signed"
-
-
-async def test_descriptors_for_which_there_is_no_room_are_missing_and_the_record_is_not(
-    pair: tuple[End, socket.socket],
-) -> None:
-    end, far = pair
+    near, far = sockets
     socket.send_fds(far, [b"two"], [0, 0])
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.dup(0)
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))  # no number is free below it
-    try:
-        record = RecordReader(end.socket._sock).read()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with no_descriptors():
+        record = RecordReader(near).read()
 
     assert record is not None
     assert (bytes(record[0]), record[1]) == (b"two", [])
 
 
-async def test_a_reader_says_that_there_is_nothing_yet(pair: tuple[End, socket.socket]) -> None:
-    end, _ = pair
-
-    assert RecordReader(end.socket._sock).read() is None
+def test_a_reader_returns_none_while_there_is_no_record(sockets: tuple[socket.socket, socket.socket]) -> None:
+    assert RecordReader(sockets[0]).read() is None
 
 
-async def test_an_empty_record_is_no_end_and_hands_its_descriptors_over(
-    pair: tuple[End, socket.socket],
+def test_an_empty_record_is_no_end_and_carries_its_descriptors(
+    sockets: tuple[socket.socket, socket.socket],
 ) -> None:
-    end, far = pair
-    reader = RecordReader(end.socket._sock)
+    near, far = sockets
+    reader = RecordReader(near)
     before = open_sockets()
     socket.send_fds(far, [b""], [far.fileno()] * 2)
     record = reader.read()
@@ -172,144 +173,195 @@ async def test_an_empty_record_is_no_end_also_when_the_other_side_has_closed(beh
     assert [record for record in read if record] == [record for record in behind if record]
 
 
-async def test_a_record_that_would_queue_beyond_the_limit_is_refused_and_nothing_of_it_is_kept() -> None:
+async def test_a_record_beyond_the_limit_of_the_queue_is_refused_and_its_descriptors_are_not_kept() -> None:
     near, far = record_pair()
-    end = RecordSocket(near, on_record=None, on_closed=lambda reason: None, max_unsent_bytes=100_000)
+    end = end_of(near, max_unsent_bytes=100_000)
+    reading_end, writing_end = os.pipe()
     written = 0
     with far, pytest.raises(OSError, match="does not read"):
         while True:
-            end.write(bytes(1000), [os.dup(far.fileno())])
+            end.transport.write(bytes(1000), [writing_end])
             written += 1
-    assert written * 1000 > 100_000  # what the kernel has does not count
+    assert written * 1000 > 100_000  # bytes that the kernel accepted do not count
     with pytest.raises(OSError, match="does not read"):
-        end.write(bytes(1000))
-    end.close()
+        end.transport.write(bytes(1000))
+    end.transport.close()
+    os.close(writing_end)
+    assert os.read(reading_end, 1) == b"", "no copy of the descriptor is open"
+    os.close(reading_end)
 
 
-async def test_what_was_sent_after_all_leaves_room_in_the_queue() -> None:
+async def test_sent_records_leave_room_in_the_queue() -> None:
     near, far = record_pair()
-    end = RecordSocket(near, on_record=None, on_closed=lambda reason: None, max_unsent_bytes=100_000)
+    end = end_of(near, max_unsent_bytes=100_000)
+    counts = []
     with far:
         for _ in range(5):
+            end.resumed.clear()
+            counts.append(0)
             with contextlib.suppress(OSError):
                 while True:
-                    end.write(bytes(1000))
-            while not end.is_flushed:
-                with contextlib.suppress(BlockingIOError):
-                    far.recv(1000)
+                    end.transport.write(bytes(1000))
+                    counts[-1] += 1
+            while not end.resumed.is_set():
+                read_all(far)
                 await turns(1)
-        assert end._unsent_bytes == 0
-    end.close()
+            read_all(far)
+    assert min(counts) == max(counts) > 0
+    end.transport.close()
 
 
-async def test_writing_does_not_block_on_a_socket_that_another_process_made_block(
+async def test_writing_does_not_block_on_a_socket_that_another_process_made_blocking() -> None:
+    near, far = record_pair()
+    end = end_of(near)
+    os.set_blocking(near.fileno(), True)  # as any process with a copy of the descriptor may do
+    with far:
+        fill(end.transport)
+        assert not end.transport.is_writable
+        end.transport.close()
+
+
+async def test_a_record_that_cannot_be_queued_because_no_descriptor_is_left_is_refused(
     pair: tuple[End, socket.socket],
 ) -> None:
-    end, _ = pair
-    os.set_blocking(end.socket._sock.fileno(), True)  # what a copy of the descriptor can do anywhere
-    fill(end)
-    assert not end.socket.is_flushed
+    end, far = pair
+    count = fill(end.transport)
+    with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
+        end.transport.write(b"a socket, twice", [far.fileno()] * 2)
+    end.transport.write(count.to_bytes(4))
+
+    numbers = read_all(far)
+    await end.resumed.wait()
+    assert [*numbers, *read_all(far)] == list(range(count + 1))
+
+
+async def test_read_now_reads_a_record_before_the_event_loop_does(pair: tuple[End, socket.socket]) -> None:
+    end, far = pair
+    end.transport.read_now()
+    assert end.arrived.empty()
+    far.send(b"first")
+    far.send(b"second")
+    end.transport.read_now()
+    assert end.arrived.get_nowait() == (b"first", [])
+    assert end.arrived.empty()
+    assert await end.read() == b"second"
+
+
+async def test_read_now_reports_the_end_of_the_connection(pair: tuple[End, socket.socket]) -> None:
+    end, far = pair
+    far.close()
+    end.transport.read_now()
+    assert end.lost == ["the other side closed the connection"]
+    end.transport.read_now()
+    assert len(end.lost) == 1
+
+
+async def test_nothing_is_read_before_a_handler_is_set() -> None:
+    near, far = record_pair()
+    transport = SocketTransport(near)
+    with far:
+        far.send(b"early")
+        transport.read_now()
+        await turns()
+        end = End(transport)
+        assert await end.read() == b"early"
+    transport.close()
+
+
+async def test_further_records_go_to_another_handler_once_it_is_set(pair: tuple[End, socket.socket]) -> None:
+    first, far = pair
+    far.send(b"for the first")
+    assert await first.read() == b"for the first"
+    second = End(first.transport)
+    far.send(b"for the second")
+    assert await second.read() == b"for the second"
+    far.close()
+    await second.was_lost.wait()
+
+    assert first.arrived.empty()
+    assert first.lost == []
+
+
+async def test_a_handler_may_set_another_one_while_it_handles_a_record() -> None:
+    near, far = record_pair()
+    ends: list[End] = []
+    first = End(SocketTransport(near), lambda: ends.append(End(first.transport)))
+    with far:
+        for number in range(3):
+            far.send(bytes([number]))
+        assert await first.read() == b"\0"
+        assert [await ends[0].read() for _ in range(2)] == [b"\1", b"\2"]
+    first.transport.close()
 
 
 # A full socket
 
 
-async def test_what_a_full_socket_does_not_take_is_sent_in_order_when_there_is_room(
+async def test_records_that_a_full_socket_does_not_accept_are_sent_in_order_once_it_does(
     pair: tuple[End, socket.socket],
 ) -> None:
     end, far = pair
-    count = fill(end)
+    count = fill(end.transport)
     for number in range(count, count + 50):
-        end.socket.write(number.to_bytes(4))
-    flushing = asyncio.create_task(end.socket.flush())
+        end.transport.write(number.to_bytes(4))
     await turns()
-    assert not flushing.done()
+    assert not end.resumed.is_set()
 
-    numbers = read_all(far)
-    while not flushing.done():
-        await asyncio.sleep(0)
+    numbers: list[int] = []
+    while not end.resumed.is_set():
         numbers += read_all(far)
-    assert end.socket.is_flushed
+        await asyncio.sleep(0)
+    assert end.transport.is_writable
     assert [*numbers, *read_all(far)] == list(range(count + 50))
+    assert end.resumptions == 1
 
 
-async def test_no_record_overtakes_one_that_waits_for_room(pair: tuple[End, socket.socket]) -> None:
+async def test_no_record_overtakes_a_queued_one(pair: tuple[End, socket.socket]) -> None:
     end, far = pair
-    count = fill(end)
+    count = fill(end.transport)
     numbers = read_all(far)
-    end.socket.write(count.to_bytes(4))  # there is room for it, but it is not its turn
-    await end.socket.flush()
+    end.transport.write(count.to_bytes(4))  # the socket would accept it
+    await end.resumed.wait()
 
     assert [*numbers, *read_all(far)] == list(range(count + 1))
 
 
-async def test_a_queued_record_takes_its_descriptors_along(pair: tuple[End, socket.socket]) -> None:
+async def test_a_queued_record_carries_copies_of_its_descriptors(pair: tuple[End, socket.socket]) -> None:
     end, far = pair
-    fill(end)
+    fill(end.transport)
     reading_end, writing_end = os.pipe()
-    end.socket.write(b"a pipe", [writing_end])
+    end.transport.write(b"a pipe", [writing_end])
     assert is_open(writing_end)
+    os.close(writing_end)
 
     read_all(far)
-    await end.socket.flush()
-    assert not is_open(writing_end)
-    descriptors: list[int] = []
-    while not descriptors:
-        _, descriptors, _, _ = socket.recv_fds(far, 2000, 8)
-    for descriptor in (reading_end, *descriptors):
-        os.close(descriptor)
+    await end.resumed.wait()
+    arrived: list[int] = []
+    while not arrived:
+        _, arrived, _, _ = socket.recv_fds(far, 2000, 8)
+    close_all(arrived)
+    assert os.read(reading_end, 1) == b"", "the copy was closed once it was sent"
+    os.close(reading_end)
 
 
-async def test_flushing_what_is_flushed_does_not_wait(pair: tuple[End, socket.socket]) -> None:
-    end, _ = pair
-    others_ran: list[bool] = []
-    asyncio.get_running_loop().call_soon(others_ran.append, True)
-    await end.socket.flush()
-
-    assert not others_ran
-
-
-async def test_cancelling_a_flush_loses_nothing_and_leaves_the_other_flushers(
+async def test_writing_resumes_again_after_each_time_the_queue_was_emptied(
     pair: tuple[End, socket.socket],
 ) -> None:
     end, far = pair
-    count = fill(end)
-    cancelled, patient = (asyncio.create_task(end.socket.flush()) for _ in range(2))
-    await turns()
-    cancelled.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await cancelled
-    assert not patient.done()
-
-    numbers = read_all(far)
-    await patient
-    assert numbers + read_all(far) == list(range(count))
+    for times in range(1, 4):
+        fill(end.transport)
+        end.resumed.clear()
+        read_all(far)
+        await end.resumed.wait()
+        assert end.resumptions == times
 
 
-@pytest.mark.parametrize("first", ["close", "cancel"])
-async def test_a_flusher_cancelled_in_the_turn_in_which_it_ends_is_cancelled(
-    first: str, pair: tuple[End, socket.socket]
-) -> None:
-    end, _ = pair
-    fill(end)
-    flushing, other = (asyncio.create_task(end.socket.flush()) for _ in range(2))
-    await turns()
-    if first == "close":
-        end.socket.close()
-        flushing.cancel()
-    else:
-        flushing.cancel()
-        end.socket.close()
-
-    with pytest.raises(asyncio.CancelledError):
-        await flushing
-    await other
-
-
-async def test_an_idle_socket_is_not_watched_for_room(pair: tuple[End, socket.socket]) -> None:
-    end, far = pair
-    fill(end)
-    read_all(far)
-    await end.socket.flush()
-
-    assert not asyncio.get_running_loop().remove_writer(end.socket._sock.fileno())
+async def test_an_idle_socket_is_not_watched_for_writing() -> None:
+    near, far = record_pair()
+    end = end_of(near)
+    with far:
+        fill(end.transport)
+        read_all(far)
+        await end.resumed.wait()
+        assert not asyncio.get_running_loop().remove_writer(near.fileno())
+        end.transport.close()

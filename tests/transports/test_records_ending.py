@@ -1,144 +1,183 @@
+"""Records over sockets: the end of a connection, from either side."""
+
 import asyncio
-import errno
+import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from aiotensor.transports.records import RECORDS_A_TURN, RecordReader, RecordSocket, record_pair
-from tests.transports.ends import End, fill, is_open, open_sockets, turns
+from aiotensor.runtime.descriptors import close_all
+from aiotensor.transports.records import RECORDS_A_TURN, SocketTransport, record_pair
+from tests.transports.ends import End, end_of, fill, open_sockets, turns
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_open() -> Iterator[None]:
-    before = open_sockets()  # the loop comes and goes in between
+    before = open_sockets()
     yield
     assert open_sockets() == before
 
 
 @pytest.fixture
 async def pair() -> AsyncIterator[tuple[End, socket.socket]]:
-    """One end on the loop, and the bare socket at the other end."""
+    """Return an end on the loop, and the socket at the other end."""
     near, far = record_pair()
-    end = End(near)
+    end = end_of(near)
     with far:
         yield end, far
-        end.socket.close()
+        end.transport.close()
 
 
-async def test_the_end_is_told_once_after_the_last_record(pair: tuple[End, socket.socket]) -> None:
+class Pipe:
+    """A pipe whose writing end is written to a transport; `check_closed` fails if a copy of it is open."""
+
+    def __init__(self) -> None:
+        self._reading_end, self.writing_end = os.pipe()
+
+    def check_closed(self) -> None:
+        os.close(self.writing_end)
+        assert os.read(self._reading_end, 1) == b""
+        os.close(self._reading_end)
+
+
+async def test_the_end_is_reported_once_after_the_last_record(pair: tuple[End, socket.socket]) -> None:
     end, far = pair
-    far.send(b"last words")
+    far.send(b"last")
     far.close()
-    await end.was_closed.wait()
-    end.socket.write(b"to nobody")
+    await end.was_lost.wait()
+    end.transport.write(b"to nobody")
     await turns()
 
-    assert await end.read() == b"last words"
-    assert end.closed == ["the other side closed the connection"]
+    assert await end.read() == b"last"
+    assert end.lost == ["the other side closed the connection"]
 
 
-async def test_last_words_arrive_also_from_one_who_has_not_read_everything(
+async def test_the_last_record_arrives_from_a_peer_that_had_not_read_everything(
     pair: tuple[End, socket.socket],
 ) -> None:
     end, far = pair
-    end.socket.write(b"never read")
-    far.send(b"last words")
+    end.transport.write(b"never read")
+    far.send(b"last")
     far.close()
-    await end.was_closed.wait()
+    await end.was_lost.wait()
 
     assert end.arrived.qsize() == 1
 
 
-async def test_many_last_words_arrive_whole_from_one_who_has_not_read_everything(
+async def test_the_last_records_arrive_from_a_peer_that_had_not_read_everything(
     pair: tuple[End, socket.socket],
 ) -> None:
     end, far = pair
-    end.socket.write(b"never read")
+    end.transport.write(b"never read")
     for number in range(5 * RECORDS_A_TURN):
         far.send(bytes([number]))
     far.close()
-    await end.was_closed.wait()
+    await end.was_lost.wait()
 
     assert end.arrived.qsize() == 5 * RECORDS_A_TURN
 
 
-async def test_last_words_arrive_whole_although_writing_failed_before_they_were_read(
+async def test_the_last_records_arrive_although_writing_failed_before_they_were_read(
     pair: tuple[End, socket.socket],
 ) -> None:
     end, far = pair
     for number in range(5 * RECORDS_A_TURN):
         far.send(bytes([number]))
     far.close()
-    end.socket.write(b"to nobody")
-    end.socket.write(b"to nobody either")
-    await end.was_closed.wait()
+    end.transport.write(b"to nobody")
+    end.transport.write(b"to nobody either")
+    await end.was_lost.wait()
 
     words = [await end.read() for _ in range(end.arrived.qsize())]
     assert words == [bytes([number]) for number in range(5 * RECORDS_A_TURN)]
-    assert end.closed == ["the other side closed the connection"]
+    assert end.lost == ["the other side closed the connection"]
 
 
-async def test_last_words_arrive_whole_although_what_waited_for_room_has_failed(
+async def test_the_last_records_arrive_although_queued_ones_could_not_be_sent(
     pair: tuple[End, socket.socket],
 ) -> None:
     end, far = pair
-    fill(end)
-    reading_end, writing_end = os.pipe()
-    end.socket.write(b"queued", [reading_end, writing_end])
+    pipe = Pipe()
+    fill(end.transport)
+    end.transport.write(b"queued", [pipe.writing_end])
     for number in range(5 * RECORDS_A_TURN):
         far.send(bytes([number]))
     far.close()
-    await end.socket.flush()
-    await end.was_closed.wait()
+    await end.was_lost.wait()
 
     assert end.arrived.qsize() == 5 * RECORDS_A_TURN
-    assert not is_open(reading_end)
-    assert not is_open(writing_end)
+    assert end.lost == ["the other side closed the connection"]
+    pipe.check_closed()
 
 
-async def test_an_end_that_never_reads_learns_by_writing() -> None:
+async def test_writing_resumes_although_the_peer_has_closed_with_records_in_the_queue() -> None:
     near, far = record_pair()
-    end = End(near, reads=False)
+    end = end_of(near, reads=False)
+    pipe = Pipe()
+    fill(end.transport)
+    end.transport.write(b"queued", [pipe.writing_end])
     far.close()
-    reading_end, writing_end = os.pipe()
-    end.socket.write(b"to nobody", [reading_end, writing_end])
-    end.socket.write(b"to nobody either")
-    assert end.closed == [], "not from within the call that writes"
-    await end.was_closed.wait()
+    await end.resumed.wait()
+
+    assert end.transport.is_writable
+    assert not end.transport.is_closed, "a socket that does not read is closed by its owner only"
+    end.transport.write(b"to nobody", [pipe.writing_end])
+    await turns()
+    assert end.lost == []
+    end.transport.close()
+    pipe.check_closed()
+
+
+async def test_writing_to_a_peer_that_has_closed_reports_the_loss_only_after_the_call(
+    pair: tuple[End, socket.socket],
+) -> None:
+    end, far = pair
+    far.send(b"last")
+    far.close()
+    end.transport.write(b"to nobody")
+    assert end.lost == []
+    assert not end.transport.is_closed
+    await end.was_lost.wait()
+
+    assert await end.read() == b"last"
+    assert end.transport.is_closed
+
+
+async def test_writing_and_starting_after_the_end_have_no_effect(pair: tuple[End, socket.socket]) -> None:
+    end, far = pair
+    far.close()
+    await end.was_lost.wait()
+    pipe = Pipe()
+    end.transport.write(b"too late", [pipe.writing_end])
+    end.transport.start(end)
+    end.transport.read_now()
     await turns()
 
-    assert end.closed == ["nobody reads it any more"]
-    assert not is_open(reading_end)
-    assert not is_open(writing_end)
+    assert end.lost == ["the other side closed the connection"]
+    pipe.check_closed()
 
 
-async def test_what_waited_for_room_learns_of_the_end_and_its_descriptors_are_closed() -> None:
+async def test_a_transport_that_was_never_started_can_be_closed() -> None:
     near, far = record_pair()
-    end = End(near, reads=False)
-    fill(end)
-    reading_end, writing_end = os.pipe()
-    end.socket.write(b"queued", [reading_end, writing_end])
-    flushing = asyncio.create_task(end.socket.flush())
-    far.close()
-    await flushing
-    await end.was_closed.wait()
-
-    assert end.closed == ["nobody reads it any more"]
-    assert not is_open(reading_end)
-    assert not is_open(writing_end)
+    transport = SocketTransport(near)
+    with far:
+        fill(transport)
+        transport.close()
+        transport.start(End(transport))
+        assert transport.is_closed
 
 
-async def test_nothing_is_told_after_closing(pair: tuple[End, socket.socket]) -> None:
+async def test_nothing_is_reported_after_closing(pair: tuple[End, socket.socket]) -> None:
     end, far = pair
     far.send(b"unread")
-    end.socket.close()
-    end.socket.close()
+    end.transport.close()
+    end.transport.close()
     far.close()
     await turns(5)
 
-    assert end.closed == []
+    assert end.lost == []
     assert end.arrived.empty()
 
 
@@ -148,109 +187,130 @@ async def test_closing_in_the_turn_in_which_the_socket_became_full_leaves_nothin
     end, _ = pair
     errors: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-    fill(end)
-    end.socket.close()
+    fill(end.transport)
+    end.transport.close()
     await turns()
 
     assert errors == []
 
 
-async def test_the_handler_of_a_record_may_close_the_socket() -> None:
+async def test_the_handler_of_a_record_may_close_the_transport() -> None:
     near, far = record_pair()
-    arrived: list[bytes] = []
-    has_closed = asyncio.Event()
-
-    def take_one(data: memoryview, _: list[int]) -> None:
-        arrived.append(bytes(data))
-        sock.close()
-        has_closed.set()
-
-    sock = RecordSocket(near, on_record=take_one, on_closed=pytest.fail)
+    end = End(SocketTransport(near), lambda: end.transport.close())
     with far:
         far.send(b"first")
         far.send(b"second")
-        await has_closed.wait()
+        assert await end.read() == b"first"
         await turns()
 
-    assert arrived == [b"first"]
+    assert end.arrived.empty()
+    assert end.lost == []
 
 
-async def test_closing_wakes_all_flushers_and_drops_what_waits_with_its_descriptors(
+class _ClosesWhenResumed(End):
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.transport.close()
+
+
+async def test_the_handler_of_writing_that_resumes_may_close_the_transport() -> None:
+    near, far = record_pair()
+    end = _ClosesWhenResumed(SocketTransport(near))
+    fill(end.transport)
+    with far:
+        while far.recv(2000):
+            await asyncio.sleep(0)
+    assert (end.resumptions, end.lost) == (1, [])
+
+
+async def test_closing_discards_queued_records_and_closes_their_descriptors(
     pair: tuple[End, socket.socket],
 ) -> None:
     end, _ = pair
-    fill(end)
-    reading_end, writing_end = os.pipe()
-    end.socket.write(b"queued", [reading_end, writing_end])
-    flushing = [asyncio.create_task(end.socket.flush()) for _ in range(3)]
+    pipe = Pipe()
+    fill(end.transport)
+    end.transport.write(b"queued", [pipe.writing_end] * 2)
+    end.transport.close()
     await turns()
-    end.socket.close()
-    await asyncio.gather(*flushing)
 
-    assert not is_open(reading_end)
-    assert not is_open(writing_end)
-    await end.socket.flush()
+    pipe.check_closed()
+    assert (end.resumptions, end.lost) == (0, [])
 
 
-async def test_writing_after_closing_does_nothing_but_closes_the_descriptors(
-    pair: tuple[End, socket.socket],
-) -> None:
+async def test_writing_after_closing_has_no_effect(pair: tuple[End, socket.socket]) -> None:
     end, far = pair
-    end.socket.close()
-    reading_end, writing_end = os.pipe()
-    end.socket.write(b"too late", [reading_end, writing_end])
+    pipe = Pipe()
+    end.transport.close()
+    end.transport.write(b"too late", [pipe.writing_end])
 
-    assert not is_open(reading_end)
-    assert not is_open(writing_end)
     assert far.recv(100) == b""
+    pipe.check_closed()
 
 
-async def test_a_record_that_the_kernel_refuses_raises_and_closes_its_descriptors(
+async def test_a_record_that_the_kernel_refuses_raises_and_the_next_one_is_sent(
     pair: tuple[End, socket.socket],
 ) -> None:
     end, far = pair
-    reading_end, writing_end = os.pipe()
+    pipe = Pipe()
     with pytest.raises(OSError, match="Message too long"):
-        end.socket.write(bytes(1 << 24), [reading_end, writing_end])
+        end.transport.write(bytes(1 << 24), [pipe.writing_end])
+    end.transport.write(b"the next one")
 
-    assert not is_open(reading_end)
-    assert not is_open(writing_end)
-    end.socket.write(b"the next one")
     assert far.recv(100) == b"the next one"
+    pipe.check_closed()
 
 
-async def test_reading_that_fails_ends_the_socket_with_the_reason(
-    pair: tuple[End, socket.socket], monkeypatch: pytest.MonkeyPatch
+async def test_a_queued_record_that_the_kernel_refuses_ends_the_connection_with_the_reason(
+    pair: tuple[End, socket.socket],
 ) -> None:
-    def fail(_: RecordReader) -> None:
-        raise OSError(errno.ENOMEM, "no memory")
-
     end, far = pair
-    monkeypatch.setattr(RecordReader, "read", fail)
-    far.send(b"x")
-    await end.was_closed.wait()
+    fill(end.transport)
+    end.transport.write(bytes(1 << 24))
+    while not end.lost:
+        with contextlib.suppress(BlockingIOError):
+            far.recv(2000)
+        await asyncio.sleep(0)
 
-    assert end.closed == ["reading failed: [Errno 12] no memory"]
+    assert end.lost == ["writing failed: [Errno 90] Message too long"]
+    assert end.transport.is_closed
+
+
+async def test_reading_that_fails_ends_the_connection_with_the_reason() -> None:
+    near, far = record_pair()
+    end = end_of(near)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, near.fileno())  # as a library does that closes a descriptor which is not its own
+    os.close(null)
+    with far:
+        end.transport.read_now()
+
+    assert end.lost == ["reading failed: [Errno 88] Socket operation on non-socket"]
+    assert end.transport.is_closed
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-async def test_a_forked_child_does_not_keep_the_other_side_from_hearing_of_the_end(
+async def test_a_forked_child_keeps_neither_the_connection_nor_queued_descriptors(
     pair: tuple[End, socket.socket],
 ) -> None:
     end, far = pair
-    reading_end, writing_end = os.pipe()
+    pipe = Pipe()
+    fill(end.transport)
+    end.transport.write(b"queued", [pipe.writing_end])
+    gate, open_gate = os.pipe()
     ready, is_ready = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.close(writing_end)
+        os.close(open_gate)
+        os.close(pipe.writing_end)
         os.write(is_ready, b"x")
-        os.read(reading_end, 1)  # for as long as the parent looks
+        os.read(gate, 1)  # until the parent has closed its end
         os._exit(0)
     try:
         os.read(ready, 1)
-        end.socket.close()
-        assert far.recv(100) == b""
+        end.transport.close()
+        pipe.check_closed()
+        while far.recv(2000):
+            pass
     finally:
-        for number in (writing_end, reading_end, ready, is_ready):
-            os.close(number)
-        os.waitpid(pid, 0)  # noqa: ASYNC222 - it ends at once
+        close_all([open_gate, gate, ready, is_ready])
+        os.waitpid(pid, 0)  # noqa: ASYNC222 - it exits at once

@@ -15,9 +15,9 @@ import pytest
 
 from aiotensor import TensorReceiver, UsageError
 from aiotensor.channel import MessageServer
-from tests.pairs import until
 from tests.runtime.test_affinity import forks, in_a_fork
 from tests.transports.unix_ends import in_child, leave_stale
+from verification.waiting import until
 
 _NOBODY = 65534
 

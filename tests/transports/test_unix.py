@@ -1,25 +1,25 @@
-"""The socket link: how the two sides find each other."""
+"""Connections at a path: how the two sides find each other."""
 
 # ruff: noqa: ASYNC240 - the paths of tests are quick
 import asyncio
 import errno
-import itertools
 import os
 import socket
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from aiotensor.errors import PeerLostError, UsageError
-from aiotensor.transports.records import RecordSocket
-from aiotensor.transports.unix import UnixSenderLink
+from aiotensor.errors import UsageError
+from aiotensor.transports.base import Transport
 from tests.transports.ends import open_sockets, turns
-from tests.transports.unix_ends import Receiver, Sender, connecting, leave_stale, listening
+from tests.transports.unix_ends import Receiver, Sender, connecting, leave_stale, listening, recorded_delays
 
 # Between attempts to reach a receiver that keeps no connection.
-_DELAYS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.25)
+_DELAYS_S = [0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.25, 0.25]
+
+_FULL_DELAY_S = 0.01  # while the backlog is full
 
 
 @pytest.fixture(autouse=True)
@@ -29,138 +29,153 @@ def nothing_is_left_open() -> Iterator[None]:
     assert open_sockets() == before
 
 
-def look_now(sender: Sender) -> None:
-    """Do what its timer would do a little later."""
-    assert sender.link._retry is not None
-    sender.link._retry.cancel()
-    sender.link._look()
-
-
 # Connecting
 
 
 async def test_records_go_both_ways_after_the_introduction(path: Path) -> None:
-    async with listening(path) as receiver, connecting(path) as sender:
-        assert sender.is_ready()
-        sender.link.write(b"there")
-        assert await receiver.arrived.get() == b"introduction 1"
-        assert await receiver.arrived.get() == b"there"
-        receiver.links[0].write(b"back")
-        assert await sender.arrived.get() == b"back"
-        sender.link.close()
-        assert await receiver.lost.get() == "the other side closed the connection"
-        assert sender.lost.empty()
+    async with listening(path) as receiver:
+        with connecting(path) as sender:
+            near, far = sender.connections[0], await receiver.accepted.get()
+            near.transport.write(b"there")
+            assert [await far.read() for _ in range(2)] == [b"introduction 1", b"there"]
+            far.transport.write(b"back")
+            assert await near.read() == b"back"
+        await far.was_lost.wait()
+        assert far.lost == ["the other side closed the connection"]
+        assert near.lost == []
+
+
+async def test_both_ends_know_the_process_of_the_other(path: Path) -> None:
+    async with listening(path) as receiver:
+        with connecting(path) as sender:
+            far = await receiver.accepted.get()
+            assert sender.connections[0].transport.peer_pid == far.transport.peer_pid == os.getpid()
 
 
 async def test_a_sender_that_is_first_connects_when_the_receiver_appears(path: Path) -> None:
-    async with connecting(path) as sender:
-        assert not sender.is_ready()
-        with pytest.raises(UsageError, match="no receiver"):
-            sender.link.write(b"to nobody")
-        waiting = [asyncio.create_task(sender.link.ready()) for _ in range(2)]
-        await turns()
-        assert not any(wait.done() for wait in waiting)
+    with connecting(path) as sender:
+        assert not sender.is_connected()
         async with listening(path) as receiver:
-            await asyncio.gather(*waiting)
-            assert sender.is_ready()
-            assert await receiver.arrived.get() == b"introduction 1"
+            await sender.next_connection.get()
+            assert sender.is_connected()
+            assert await (await receiver.accepted.get()).read() == b"introduction 1"
 
 
 async def test_a_sender_finds_the_next_receiver_and_introduces_itself_again(path: Path) -> None:
-    async with listening(path) as first, connecting(path) as sender:
-        assert await first.arrived.get() == b"introduction 1"
-        await first.listener.close()
-        assert isinstance(await sender.lost.get(), PeerLostError)
-        assert not sender.is_ready()
-        async with listening(path) as second:
-            await sender.link.ready()
-            assert await second.arrived.get() == b"introduction 2"
+    async with listening(path) as first:
+        with connecting(path) as sender:
+            assert await (await first.accepted.get()).read() == b"introduction 1"
+            await first.end()
+            await sender.connections[0].was_lost.wait()
+            assert not sender.is_connected()
+            async with listening(path) as second:
+                assert await (await second.accepted.get()).read() == b"introduction 2"
 
 
-async def test_a_sender_that_could_not_introduce_itself_says_so_once_and_tries_again_from_the_start(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_a_connection_without_an_introduction_is_closed_and_the_first_attempt_raises(
+    path: Path,
 ) -> None:
-    def refuse(self: RecordSocket, data: bytes, descriptors: Sequence[int]) -> bool:
-        raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
-
-    monkeypatch.setattr(RecordSocket, "_send", refuse)
     async with listening(path) as receiver:
         sender = Sender(path)
+        sender.error = OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
         with pytest.raises(OSError, match="buffer"):
-            await sender.link.open(sender)
-        assert await receiver.lost.get()
-    async with connecting(path) as sender, listening(path) as receiver:
-        for _ in range(3):
-            assert await receiver.lost.get()  # a connection that was of no use
-        assert not sender.is_ready()
-        assert caplog.text.count("cannot be looked for") == 1
-        monkeypatch.undo()
-        while not sender.is_ready():
-            await sender.link.ready()
-        sender.link.write(b"there")
-        assert await receiver.arrived.get() == f"introduction {sender.introductions}".encode()
-        assert await receiver.arrived.get() == b"there"
+            sender.connector.connect()
+        await (await receiver.accepted.get()).was_lost.wait()
+        sender.close()
+
+
+async def test_a_sender_that_cannot_introduce_itself_tries_again_and_logs_that_once(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with connecting(path) as sender:
+        sender.error = OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+        async with listening(path) as receiver:
+            for _ in range(3):
+                await (await receiver.accepted.get()).was_lost.wait()
+            assert caplog.text.count("is tried again") == 1
+            sender.error = None
+            await sender.next_connection.get()
+            while not receiver.ends[-1].arrived.qsize():
+                await receiver.accepted.get()
+                await turns()
+            assert await receiver.ends[-1].read() == f"introduction {sender.attempts}".encode()
 
 
 async def test_a_sender_that_lacks_memory_to_connect_tries_again(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    refused = asyncio.Event()
+
     def refuse(sock: socket.socket, address: str) -> None:
+        refused.set()
         raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
 
-    async with connecting(path) as sender, listening(path):
-        with monkeypatch.context() as patch:
-            patch.setattr(socket.socket, "connect", refuse)
-            look_now(sender)
-        assert not sender.is_ready()
-        assert sender.lost.empty()
-        look_now(sender)
-        assert sender.is_ready()
+    with connecting(path) as sender:
+        async with listening(path):
+            with monkeypatch.context() as patch:
+                patch.setattr(socket.socket, "connect", refuse)
+                await refused.wait()
+            assert not sender.is_connected()
+            await sender.next_connection.get()
+            assert sender.failures.empty()
 
 
-async def test_a_sender_looks_for_a_receiver_only_while_there_is_none(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with connecting(path) as sender:
-        delays = []
-        for _ in range(10):
-            delays.append(sender.link._delay)
-            look_now(sender)
-        assert delays == sorted(delays)
-        assert delays[0] < delays[-1] == delays[-2] == 0.25
+async def test_a_sender_polls_with_growing_delays_only_while_there_is_no_receiver(path: Path) -> None:
+    with recorded_delays() as delays, connecting(path) as sender:
+        await delays.reach(len(_DELAYS_S))
+        assert delays == _DELAYS_S
         async with listening(path) as receiver:
-            look_now(sender)
-            assert sender.looks_at() is None
-            await receiver.arrived.get()
-            receiver.links[0].write(b"welcome")
-            await sender.arrived.get()
-            assert sender.looks_at() is None
-            await asyncio.sleep(0.3)  # a receiver that stays for longer than the longest delay
-            sender.link.drop(retry=True)
-            assert sender.looks_at()
-            assert sender.link._delay == 0.01  # it begins anew
-            await sender.link.ready()
-            assert sender.looks_at() is None
-        sender.link.close()
-        assert sender.looks_at() is None
+            await sender.next_connection.get()
+            far = await receiver.accepted.get()
+            far.transport.write(b"welcome")
+            await sender.connections[0].read()
+            count = len(delays)
+            await turns(20)
+            assert len(delays) == count
+
+
+async def test_the_delay_begins_again_after_a_connection_that_lasted(path: Path) -> None:
+    async with listening(path) as receiver:
+        with connecting(path) as sender:
+            far = await receiver.accepted.get()
+            await asyncio.sleep(0.3)  # nothing to wait for: it lasts if it outlives the longest delay
+            with recorded_delays() as delays:
+                far.transport.close()
+                await sender.connections[0].was_lost.wait()
+                assert delays == _DELAYS_S[:1]
+
+
+async def test_the_delay_begins_again_after_a_connection_that_lasted_and_was_closed_by_this_side(
+    path: Path,
+) -> None:
+    async with listening(path) as receiver:
+        with connecting(path) as sender:
+            await receiver.end()
+            await sender.connections[0].was_lost.wait()
+            with recorded_delays() as delays:
+                await delays.reach(4)
+            await receiver.listen()
+            await sender.next_connection.get()
+            await sender.next_connection.get()
+            await asyncio.sleep(0.3)  # as above
+            sender.connections[1].transport.close()
+            await receiver.end()
+            with recorded_delays() as delays:
+                sender.connector.connect_now()
+                assert delays == _DELAYS_S[:1]
 
 
 async def test_a_receiver_that_closes_every_connection_at_once_is_tried_less_and_less_often(
     path: Path,
 ) -> None:
-    loop = asyncio.get_running_loop()
-    times = []
-    async with listening(path) as receiver, connecting(path) as sender:
-        for _ in range(8):
-            assert await receiver.arrived.get()
-            times.append(loop.time())
-            receiver.links[0].write(b"welcome")
-            await sender.arrived.get()
-            receiver.links.pop().close()
-            await sender.lost.get()
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    # No timer ends early, however slow the machine is.
-    assert all(gap > 0.9 * least for gap, least in zip(gaps, _DELAYS_S, strict=True)), gaps
+    async with listening(path) as receiver:
+        with recorded_delays() as delays, connecting(path):
+            for _ in _DELAYS_S:
+                far = await receiver.accepted.get()
+                assert await far.read()
+                far.transport.close()
+            await delays.reach(len(_DELAYS_S))
+            assert delays == _DELAYS_S
 
 
 async def test_a_sender_tries_a_full_backlog_at_a_steady_rate(path: Path) -> None:
@@ -169,63 +184,102 @@ async def test_a_sender_tries_a_full_backlog_at_a_steady_rate(path: Path) -> Non
         listener.listen(0)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
             other.connect(str(path))
-            async with connecting(path) as sender:
-                for _ in range(10):
-                    assert sender.link.is_kept_waiting
-                    wait = sender.looks_at()
-                    assert wait is not None
-                    assert wait - asyncio.get_running_loop().time() < 0.02
-                    look_now(sender)
+            with recorded_delays() as delays, connecting(path) as sender:
+                assert sender.connector.is_backlogged
+                await delays.reach(10)
+                assert delays == [_FULL_DELAY_S] * 10
                 listener.accept()[0].close()
-                await sender.link.ready()
-                assert not sender.link.is_kept_waiting
+                await sender.next_connection.get()
+                assert not sender.connector.is_backlogged
 
 
-async def test_a_dropped_receiver_that_is_not_retried_is_looked_for_on_demand_only(path: Path) -> None:
-    async with listening(path) as receiver, connecting(path) as sender:
-        sender.link.drop(retry=False)
-        assert sender.looks_at() is None
-        assert await receiver.lost.get()
-        assert not receiver.links
-        assert not sender.is_ready()
-        await sender.link.ready()
-        assert sender.is_ready()
-        assert [await receiver.arrived.get() for _ in range(2)] == [b"introduction 1", b"introduction 2"]
+async def test_a_sender_that_is_not_told_to_reconnect_connects_on_demand(path: Path) -> None:
+    async with listening(path) as receiver:
+        with recorded_delays() as delays, connecting(path) as sender:
+            sender.connector.connect_now()
+            assert len(sender.connections) == 1, "there is a connection already"
+            sender.connections[0].transport.close()
+            await (await receiver.accepted.get()).was_lost.wait()
+            assert delays == []
+            sender.connector.connect_now()
+            assert sender.is_connected()
+            assert await (await receiver.accepted.get()).read() == b"introduction 2"
 
 
-async def test_a_receiver_that_is_gone_after_a_drop_is_looked_for_while_somebody_asked(path: Path) -> None:
-    async with listening(path), connecting(path) as sender:
-        sender.link.drop(retry=False)
-    async with connecting(path) as sender:
-        waiting = asyncio.create_task(sender.link.ready())
-        await turns()
-        assert sender.looks_at()
-        sender.link.close()
-        await waiting
+async def test_a_sender_that_finds_no_receiver_on_demand_polls_for_it(path: Path) -> None:
+    with connecting(path) as sender:
+        async with listening(path):
+            await sender.next_connection.get()
+            sender.connections[0].transport.close()
+        with recorded_delays() as delays:
+            for _ in range(3):
+                sender.connector.connect_now()
+            assert len(delays) == 1, "an attempt is scheduled"
+        async with listening(path):
+            await sender.next_connection.get()
 
 
-async def test_dropping_wakes_who_waits_for_room(path: Path) -> None:
-    async with listening(path) as receiver, connecting(path) as sender:
-        await receiver.arrived.get()
-        asyncio.get_running_loop().remove_reader(receiver.links[0]._sock._sock.fileno())  # type: ignore[attr-defined]
-        while sender.is_ready():
-            sender.link.write(bytes(10_000))
-        waiting = [asyncio.create_task(wait()) for wait in (sender.link.ready, sender.link.flush)]
-        await turns()
-        assert not any(wait.done() for wait in waiting)
-        sender.link.drop(retry=False)
-        await asyncio.gather(*waiting)
+async def test_a_closed_connector_makes_no_further_attempt(path: Path) -> None:
+    with connecting(path) as sender:
+        sender.connector.close()
+        async with listening(path) as receiver:
+            with recorded_delays() as delays:
+                sender.connector.connect_now()
+                sender.connector.reconnect()
+                assert delays == []
+            with connecting(path):  # so the first attempt would have been accepted, too
+                await receiver.accepted.get()
+            assert not sender.connections
+            assert receiver.accepted.empty()
 
 
-async def test_what_is_no_socket_of_a_receiver_is_refused_by_a_sender(path: Path) -> None:
+async def test_connections_stay_open_when_their_connector_is_closed(path: Path) -> None:
+    async with listening(path) as receiver:
+        with connecting(path) as sender:
+            sender.connector.close()
+            far = await receiver.accepted.get()
+            far.transport.write(b"back")
+            assert await sender.connections[0].read() == b"back"
+            far.transport.close()
+            await sender.connections[0].was_lost.wait()
+            await turns()
+            assert not sender.is_connected()
+
+
+async def test_a_failure_on_connection_other_than_an_os_error_closes_it_too(path: Path) -> None:
+    class Broken(Sender):
+        def connected(self, transport: Transport) -> None:
+            raise ValueError("a bug")
+
+    async with listening(path) as receiver:
+        sender = Broken(path)
+        with pytest.raises(ValueError, match="a bug"):
+            sender.connector.connect()
+        await (await receiver.accepted.get()).was_lost.wait()
+        sender.close()
+
+
+async def test_a_socket_of_another_kind_is_refused_by_a_sender(path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
         stream.bind(str(path))
         stream.listen()
-        with pytest.raises(UsageError, match="nothing can be sent to"):
-            await UnixSenderLink(str(path)).open(Sender(path))
+        with pytest.raises(UsageError, match="nothing can be sent to"), connecting(path):
+            pass
 
 
-# The place
+async def test_existing_connections_stay_open_after_listening_has_stopped(path: Path) -> None:
+    async with listening(path) as receiver:
+        with connecting(path) as sender:
+            far = await receiver.accepted.get()
+            receiver.listener.stop()
+            assert not path.exists()
+            far.transport.write(b"back")
+            assert await sender.connections[0].read() == b"back"
+            far.transport.close()
+            await sender.connections[0].was_lost.wait()
+
+
+# The path
 
 
 async def test_only_this_user_may_connect_and_nothing_is_left_after_closing(path: Path) -> None:
@@ -238,18 +292,20 @@ async def test_only_this_user_may_connect_and_nothing_is_left_after_closing(path
 
 async def test_the_socket_of_a_dead_receiver_is_taken_over(path: Path) -> None:
     leave_stale(path)
-    async with connecting(path) as sender, listening(path):
-        await sender.link.ready()
-        assert sender.is_ready()
+    with connecting(path) as sender:
+        async with listening(path):
+            await sender.next_connection.get()
 
 
 async def test_the_place_of_a_living_receiver_is_refused(path: Path) -> None:
-    async with listening(path) as receiver, connecting(path) as sender:
-        with pytest.raises(UsageError, match="a receiver listens at"):
-            await Receiver(path).listener.open(receiver, 1 << 16)
-        assert await receiver.arrived.get() == b"introduction 1"
-        assert sender.is_ready()
-        assert path.exists()
+    async with listening(path) as receiver:
+        with connecting(path) as sender:
+            with pytest.raises(UsageError, match="a receiver listens at"):
+                await Receiver(path).listen()
+            assert await (await receiver.accepted.get()).read() == b"introduction 1"
+            assert receiver.accepted.empty()
+            assert sender.is_connected()
+            assert path.exists()
 
 
 async def test_a_living_receiver_is_told_from_a_dead_one_also_when_it_is_too_busy_to_accept(
@@ -258,10 +314,10 @@ async def test_a_living_receiver_is_told_from_a_dead_one_also_when_it_is_too_bus
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as busy:
         busy.bind(str(path))
         busy.listen(0)
-        async with connecting(path), connecting(path) as second:
-            assert not second.is_ready()  # it waits for its turn
+        with connecting(path), connecting(path) as second:
+            assert not second.is_connected()  # the backlog is full
             with pytest.raises(UsageError, match="a receiver listens at"):
-                await Receiver(path).listener.open(Receiver(path), 1 << 16)
+                await Receiver(path).listen()
     assert path.exists()
 
 
@@ -281,7 +337,7 @@ async def test_what_is_no_receivers_socket_is_never_removed(kind: str, path: Pat
         stream.listen()
     before = path.lstat()
     with stream, pytest.raises(UsageError):
-        await Receiver(path).listener.open(Receiver(path), 1 << 16)
+        await Receiver(path).listen()
     assert path.lstat().st_ino == before.st_ino
     if "file" in kind:
         assert path.read_text() == "precious"
@@ -290,10 +346,11 @@ async def test_what_is_no_receivers_socket_is_never_removed(kind: str, path: Pat
 async def test_the_socket_of_another_receiver_is_not_removed_at_close(path: Path) -> None:
     async with listening(path) as first:
         path.unlink()
-        async with listening(path) as second, connecting(path):
-            await first.listener.close()
-            assert path.exists()
-            assert await second.arrived.get() == b"introduction 1"
+        async with listening(path) as second:
+            with connecting(path):
+                await first.end()
+                assert path.exists()
+                assert await (await second.accepted.get()).read() == b"introduction 1"
         assert not path.exists()
 
 
@@ -301,12 +358,10 @@ async def test_of_two_receivers_at_one_stale_place_exactly_one_wins(path: Path) 
     for _ in range(20):
         leave_stale(path)
         receivers = [Receiver(path) for _ in range(4)]
-        opened = await asyncio.gather(
-            *(receiver.listener.open(receiver, 1 << 16) for receiver in receivers), return_exceptions=True
-        )
+        opened = await asyncio.gather(*(receiver.listen() for receiver in receivers), return_exceptions=True)
         assert [type(one) for one in opened if one is not None] == [UsageError] * 3
-        async with connecting(path):
-            assert await receivers[opened.index(None)].arrived.get() == b"introduction 1"
-        for receiver in receivers:
-            await receiver.listener.close()
+        winner = receivers[opened.index(None)]
+        with connecting(path):
+            assert await (await winner.accepted.get()).read() == b"introduction 1"
+        await winner.end()
         assert not path.exists()

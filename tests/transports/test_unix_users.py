@@ -1,11 +1,12 @@
-"""The socket link between users, and without descriptors. In children, which may change what they are."""
+"""Connections between users, and without descriptors: in child processes, which may change their user."""
 
 # ruff: noqa: ASYNC240 - the paths of tests are quick
 import asyncio
 import logging.handlers
 import os
 import socket
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,17 +16,16 @@ from aiotensor.errors import AccessDeniedError
 from tests.steps import counted_calls
 from tests.transports.unix_ends import (
     NOBODY,
-    Receiver,
-    Sender,
     connecting,
     in_child,
     listening,
     needs_root,
     no_descriptors,
+    recorded_delays,
     squatting,
 )
 
-_PATIENCE_S = 20.0  # for what would otherwise be waited for without end
+_PATIENCE_S = 20.0  # so that a test fails rather than hangs
 
 
 def _connect_as_nobody(path: Path) -> str:
@@ -34,13 +34,11 @@ def _connect_as_nobody(path: Path) -> str:
 
 
 async def _connect(path: Path) -> str:
-    sender = Sender(path)
     try:
-        await sender.link.open(sender)
+        with connecting(path):
+            return "connected"
     except AccessDeniedError as error:
         return str(error)
-    sender.link.close()
-    return "connected"
 
 
 def _connect_raw_as_nobody(path: Path) -> bytes:
@@ -62,14 +60,14 @@ async def test_another_user_may_not_connect(path: Path) -> None:
     path.parent.chmod(0o755)
     async with listening(path) as receiver:
         assert "may not connect" in await in_child(_connect_as_nobody, path)
-        assert not receiver.links
+        assert not receiver.ends
 
 
 @needs_root
 async def test_another_user_may_not_enter_the_folder(path: Path) -> None:
     async with listening(path) as receiver:
         assert "may not connect" in await in_child(_connect_as_nobody, path)
-        assert not receiver.links
+        assert not receiver.ends
 
 
 @needs_root
@@ -79,7 +77,7 @@ async def test_a_sender_refuses_a_receiver_that_is_another_user(path: Path) -> N
         path.chmod(0o666)
         answer = await in_child(_connect_as_nobody, path)
         assert f"runs as user 0, this process as user {NOBODY}" in answer
-        assert receiver.arrived.empty()
+        assert not receiver.ends
 
 
 @needs_root
@@ -87,13 +85,13 @@ async def test_a_receiver_refuses_a_sender_that_is_another_user(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path.parent.chmod(0o755)
-    async with listening(path) as receiver, connecting(path):
-        assert await receiver.arrived.get() == b"introduction 1"
-        path.chmod(0o666)
-        assert await in_child(_connect_raw_as_nobody, path) == b""
-        assert f"runs as user {NOBODY}, this process as user 0" in caplog.text
-        assert len(receiver.links) == 1
-        assert receiver.arrived.empty()
+    async with listening(path) as receiver:
+        with connecting(path):
+            await receiver.accepted.get()
+            path.chmod(0o666)
+            assert await in_child(_connect_raw_as_nobody, path) == b""
+            assert f"runs as user {NOBODY}, this process as user 0" in caplog.text
+            assert len(receiver.ends) == 1
 
 
 @needs_root
@@ -103,7 +101,7 @@ async def test_root_does_not_send_to_another_users_receiver(path: Path) -> None:
     listening_there = asyncio.create_task(in_child(_listen_as_nobody, path, done))
     while not path.exists():
         await asyncio.sleep(0.01)
-    assert f"user {NOBODY}" in await _connect(path)  # its file is there before it listens
+    assert f"user {NOBODY}" in await _connect(path)  # the file exists before the process listens
     done.touch()
     assert await listening_there == 0
 
@@ -115,7 +113,7 @@ def _listen_as_nobody(path: Path, done: Path) -> int:
         async with listening(path) as receiver:
             while not done.exists():
                 await asyncio.sleep(0.01)
-            return receiver.arrived.qsize()
+            return len(receiver.ends)
 
     return asyncio.run(listen())
 
@@ -134,11 +132,12 @@ async def test_a_sender_refuses_a_path_of_another_user_where_nothing_accepts(
 async def test_a_sender_that_waits_refuses_another_user_who_takes_the_path_and_accepts_nothing(
     listens: bool, path: Path
 ) -> None:
-    async with connecting(path) as sender, squatting(path, socket.SOCK_SEQPACKET, listens=listens):
-        async with asyncio.timeout(_PATIENCE_S):
-            error = await sender.lost.get()
-        assert isinstance(error, AccessDeniedError)
-        assert f"the file belongs to user {NOBODY}" in str(error)
+    with connecting(path) as sender:
+        async with squatting(path, socket.SOCK_SEQPACKET, listens=listens):
+            async with asyncio.timeout(_PATIENCE_S):
+                error = await sender.failures.get()
+            assert isinstance(error, AccessDeniedError)
+            assert f"the file belongs to user {NOBODY}" in str(error)
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
@@ -157,39 +156,34 @@ def _accept_without_descriptors(path: Path, loop: str) -> tuple[bool, int, int]:
 async def _accept_later(path: Path) -> tuple[bool, int, int]:
     async with listening(path) as receiver:
         clients = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
-        with no_descriptors():
+        with no_descriptors(), _complaints() as complaints:
             for client in clients:
                 client.connect(str(path))
                 client.send(b"hello")
-            tries = _count_pauses(receiver)
-            while not tries:
+            while not complaints:
                 await asyncio.sleep(0)
-            receiver.listener.look()  # in vain, and it changes nothing
+            receiver.listener.accept_now()  # fails too, and changes nothing
             with counted_calls() as calls:
-                await asyncio.sleep(0.5)  # nothing is waited for: what is shown is that nothing happens
-            counted = len(tries)
-        receiver.listener.look()  # who asks need not wait until the pause is over
-        assert len(receiver.links) == len(clients)
-        accepted = [await receiver.arrived.get() for _ in clients] == [b"hello"] * 2
+                await asyncio.sleep(0.5)  # nothing to wait for: shown is that nothing happens
+            counted = len(complaints)
+        receiver.listener.accept_now()  # does not wait until the pause is over
+        assert len(receiver.ends) == len(clients)
+        accepted = [await end.read() for end in receiver.ends] == [b"hello"] * 2
         for client in clients:
             client.close()
         return accepted, counted, calls.number
 
 
-def _count_pauses(receiver: Receiver) -> list[float]:
-    """Note when it gives up accepting for a while."""
-    loop = asyncio.get_running_loop()
-    pauses: list[float] = []
-    accept = receiver.listener._accept
-
-    def counted() -> None:
-        accept()
-        pauses.append(time.monotonic())
-
-    sock = receiver.listener._sock
-    assert sock is not None
-    loop.add_reader(sock.fileno(), counted)
-    return pauses
+@contextmanager
+def _complaints() -> Iterator[list[logging.LogRecord]]:
+    """Collect the records of the transports' logger."""
+    handler = logging.handlers.BufferingHandler(100)
+    logger = logging.getLogger("aiotensor.transports")
+    logger.addHandler(handler)
+    try:
+        yield handler.buffer
+    finally:
+        logger.removeHandler(handler)
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
@@ -203,18 +197,14 @@ def _look_without_descriptors(path: Path, loop: str) -> tuple[str, int]:
 
 
 async def _look_later(path: Path) -> tuple[str, int]:
-    complaints = logging.handlers.BufferingHandler(100)
-    logging.getLogger("aiotensor.transports").addHandler(complaints)
-    async with listening(path) as first, connecting(path) as sender:
-        await first.arrived.get()
-        await first.listener.close()
-        with no_descriptors():
-            await sender.lost.get()
-            waiting = asyncio.create_task(sender.link.ready())
-            while sender.link._delay < 0.1:  # it has looked a few times, in vain
-                await asyncio.sleep(0.01)
-            assert not waiting.done()
-        async with listening(path) as second:
-            introduction = await second.arrived.get()
-            await waiting
-    return introduction.decode(), len(complaints.buffer)
+    async with listening(path) as first:
+        with connecting(path) as sender:
+            await first.accepted.get()
+            await first.end()
+            with no_descriptors(), recorded_delays() as delays, _complaints() as complaints:
+                await sender.connections[0].was_lost.wait()
+                await delays.reach(5)  # several attempts have failed
+                assert not sender.is_connected()
+            async with listening(path) as second:
+                end = await second.accepted.get()
+                return (await end.read()).decode(), len(complaints)

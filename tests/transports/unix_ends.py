@@ -1,22 +1,20 @@
-"""Both ends of the socket link, as its tests see them."""
+"""Listeners and connectors at a path, other users, and processes without descriptors."""
 
 import asyncio
 import multiprocessing
 import os
 import resource
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import pytest
 
-from aiotensor.errors import AioTensorError
-from aiotensor.runtime.descriptors import close_all
-from aiotensor.transports.base import ReceiverLink
-from aiotensor.transports.unix import UnixListener, UnixSenderLink
+from aiotensor.transports.unix import UnixConnector, listen_at
+from tests.transports.parties import Accepting, Connecting
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,82 +27,89 @@ _children = multiprocessing.get_context("forkserver")
 _children.set_forkserver_preload(["pytest", "torch", "uvloop", "aiotensor"])
 
 
-class Receiver:
-    """A listener, and what it was told."""
+class Receiver(Accepting):
+    """The owner of a listener at a path."""
 
     def __init__(self, path: Path) -> None:
-        self.listener = UnixListener(str(path))
-        self.links: list[ReceiverLink] = []
-        self.arrived: asyncio.Queue[bytes] = asyncio.Queue()
-        self.lost: asyncio.Queue[str] = asyncio.Queue()
+        super().__init__()
+        self._path = path
 
-    def link_opened(self, link: ReceiverLink) -> None:
-        self.links.append(link)
+    async def listen(self) -> None:
+        """Begin to listen."""
+        self.listener = await listen_at(str(self._path), self, 1 << 16)
 
-    def record_arrived(
-        self, link: ReceiverLink, data: bytes | memoryview, descriptors: Sequence[int]
-    ) -> None:
-        assert link in self.links
-        close_all(descriptors)
-        self.arrived.put_nowait(bytes(data))
-
-    def link_lost(self, link: ReceiverLink, reason: str) -> None:
-        self.links.remove(link)
-        self.lost.put_nowait(reason)
-
-    def listener_failed(self, error: BaseException) -> None:
-        pytest.fail(str(error))
+    async def end(self) -> None:
+        """Stop listening, and close the connections."""
+        await self.listener.close()
+        self.close()
 
 
-class Sender:
-    """A sender's link, and what it was told."""
+class Sender(Connecting):
+    """The owner of a connector to a path."""
 
     def __init__(self, path: Path) -> None:
-        self.link = UnixSenderLink(str(path))
-        self.introductions = 0
-        self.arrived: asyncio.Queue[bytes] = asyncio.Queue()
-        self.lost: asyncio.Queue[AioTensorError] = asyncio.Queue()
-
-    def is_ready(self) -> bool:
-        return self.link.is_ready
-
-    def looks_at(self) -> float | None:
-        """Say when it will look for a receiver next."""
-        return None if self.link._retry is None else self.link._retry.when()
-
-    def introduction(self) -> bytes:
-        self.introductions += 1
-        return f"introduction {self.introductions}".encode()
-
-    def record_arrived(self, data: bytes | memoryview) -> None:
-        self.arrived.put_nowait(bytes(data))
-
-    def link_lost(self, error: AioTensorError) -> None:
-        self.lost.put_nowait(error)
+        super().__init__(lambda events: UnixConnector(str(path), events))
 
 
 @asynccontextmanager
 async def listening(path: Path) -> AsyncIterator[Receiver]:
     receiver = Receiver(path)
-    await receiver.listener.open(receiver, 1 << 16)
+    await receiver.listen()
     try:
         yield receiver
     finally:
-        await receiver.listener.close()
+        await receiver.end()
 
 
-@asynccontextmanager
-async def connecting(path: Path) -> AsyncIterator[Sender]:
+@contextmanager
+def connecting(path: Path) -> Iterator[Sender]:
     sender = Sender(path)
-    await sender.link.open(sender)
     try:
+        sender.connector.connect()
         yield sender
     finally:
-        sender.link.close()
+        sender.close()
+
+
+class Delays(list[float]):
+    """The delays of the calls that were scheduled on an event loop, in seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._has_more = asyncio.Event()
+
+    def add(self, delay: float) -> None:
+        """Add a delay."""
+        self.append(delay)
+        self._has_more.set()
+
+    async def reach(self, count: int) -> None:
+        """Wait until there are as many."""
+        while len(self) < count:
+            self._has_more.clear()
+            await self._has_more.wait()
+
+
+@contextmanager
+def recorded_delays() -> Iterator[Delays]:
+    """Record the delays of all `call_later` of the running loop; `asyncio.sleep` uses it, too."""
+    loop: Any = asyncio.get_running_loop()
+    call_later, delays = loop.call_later, Delays()
+
+    def record(delay: float, *args: Any, **kwargs: Any) -> asyncio.TimerHandle:
+        delays.add(delay)
+        handle: asyncio.TimerHandle = call_later(delay, *args, **kwargs)
+        return handle
+
+    loop.call_later = record
+    try:
+        yield delays
+    finally:
+        del loop.call_later
 
 
 def leave_stale(path: Path) -> None:
-    """Leave what a receiver leaves that is killed."""
+    """Leave the socket file of a killed receiver."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.bind(str(path))
         sock.listen()
@@ -112,12 +117,12 @@ def leave_stale(path: Path) -> None:
 
 @asynccontextmanager
 async def squatting(path: Path, kind: socket.SocketKind, *, listens: bool) -> AsyncIterator[None]:
-    """Have another user occupy a path, and accept no connection there.
+    """Occupy a path as another user, and accept no connection there.
 
     Args:
-        path: of the socket, in a folder that this opens to everybody.
-        kind: of the socket.
-        listens: whether there is a listener, whose backlog is full then.
+        path: the path of the socket; its folder becomes writable for all users.
+        kind: the kind of the socket.
+        listens: whether the socket listens; its backlog is full then.
     """
     path.parent.chmod(0o777)
     is_there, is_over = path.with_name("there"), path.with_name("over")
@@ -156,7 +161,7 @@ async def _seen(path: Path) -> None:
 
 @contextmanager
 def no_descriptors() -> Iterator[None]:
-    """Have no descriptor left in this process; for one that runs nothing else."""
+    """Leave this process without free descriptors; only for a process without other threads."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
     os.close(free)
@@ -168,7 +173,7 @@ def no_descriptors() -> Iterator[None]:
 
 
 async def in_child(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Run a function of a test in a process of its own, and return what it returns."""
+    """Run a function in a child process, and return its result."""
     ours, theirs = _children.Pipe()
     process = _children.Process(target=_child, args=(theirs, work, args, kwargs))
     process.start()

@@ -1,21 +1,37 @@
-"""A link that nothing can be written to."""
+"""A transport that nothing can be written to."""
 
-from aiotensor import TensorReceiver
+import errno
+from collections.abc import Sequence
+
+from aiotensor.transports.base import Handler
 
 __all__ = ["Unwritable"]
 
 
 class Unwritable:
-    """A link that the kernel refuses to write to, as it does where memory is short."""
+    """A transport whose records the kernel rejects while `is_broken`, as it does where memory is short."""
 
     peer_pid = 0
+    is_writable = True
 
-    def __init__(self, receiver: TensorReceiver) -> None:
-        self._events = receiver._incoming
+    def __init__(self) -> None:
+        self.is_broken = True
+        self.is_closed = False
+        self._handler: Handler | None = None
 
-    def write(self, data: bytes) -> None:
-        self._events.link_lost(self, "writing failed")
+    def start(self, handler: Handler) -> None:
+        self._handler = handler
 
-    async def flush(self) -> None: ...
+    def receive(self, data: bytes) -> None:
+        """Deliver a record of the peer."""
+        assert self._handler is not None
+        self._handler.record_received(memoryview(data), [])
 
-    def close(self) -> None: ...
+    def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
+        if self.is_broken:
+            raise OSError(errno.ENOMEM, "no memory")
+
+    def read_now(self) -> None: ...
+
+    def close(self) -> None:
+        self.is_closed = True

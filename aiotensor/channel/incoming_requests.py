@@ -1,0 +1,307 @@
+"""The requests of a server, from their arrival to their answers."""
+
+import asyncio
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from aiotensor.channel.disposal import Disposal
+from aiotensor.channel.fair_queue import FairQueue
+from aiotensor.channel.payloads import QUICK_TENSORS, Handles, discard, pack, unpack
+from aiotensor.channel.remote_client import IncomingRequest, RemoteClient, RequestState
+from aiotensor.channel.request import Request, cause_of
+from aiotensor.channel.zero_copy import ZeroCopyBuffers
+from aiotensor.codec import TensorDecoder
+from aiotensor.errors import ClosedError, ProtocolError, UsageError, WouldBlockError
+from aiotensor.protocol.exchange import Cause
+from aiotensor.receiver import TensorReceiver, has_seen
+from aiotensor.runtime.affinity import FreedItems, LoopAffinity
+from aiotensor.runtime.waiting import Waiters
+from aiotensor.sender import TensorSender
+
+__all__ = ["IncomingRequests"]
+
+M = TypeVar("M")
+
+
+class IncomingRequests(Generic[M]):
+    """Queue requests until they are taken, and answer them; belongs to the running loop.
+
+    Args:
+        decoder: the decoder for the messages.
+        receiver: receives the tensors that clients send by a sender; None for none.
+        senders: send the tensors of answers, each to the receiver of one client.
+        affinity: the `LoopAffinity` of the server.
+        counts: the counts of the server.
+
+    Attributes:
+        waiters: the tasks that wait for a request.
+        ready: the requests whose tensors have arrived.
+        waiting: the number of requests that were not taken.
+        waiting_bytes: their bytes, except for tensors.
+        disposal: frees large messages.
+    """
+
+    def __init__(
+        self,
+        decoder: TensorDecoder[M],
+        receiver: TensorReceiver | None,
+        senders: Sequence[TensorSender],
+        affinity: LoopAffinity,
+        counts: dict[str, int],
+    ) -> None:
+        self.waiters = Waiters()
+        self.ready = FairQueue()
+        self.waiting = self.waiting_bytes = 0
+        self.disposal = Disposal()
+        self.affinity = affinity
+        self._decoder = decoder
+        self._receiver = receiver
+        self._senders = senders
+        self._counts = counts
+        self._buffers = ZeroCopyBuffers()
+        self._arriving: dict[IncomingRequest, asyncio.Task[None]] = {}  # waiting for tensors
+        self._found: dict[IncomingRequest, list[torch.Tensor]] = {}  # taken before decoding was cancelled
+        self._in_hand: set[IncomingRequest] = set()
+        self._dropped: FreedItems[IncomingRequest] = FreedItems(
+            asyncio.get_running_loop(), self._requests_dropped
+        )
+
+    @property
+    def in_hand(self) -> int:
+        """The number of requests that were taken and have not ended."""
+        return len(self._in_hand)
+
+    def close(self) -> None:
+        """Release all requests that wait, and end the waits for requests."""
+        for incoming in (*self.ready, *self._arriving):  # of clients that have disconnected
+            self._drop(incoming)
+        self._in_hand.clear()
+        self.waiters.wake()
+
+    # From clients
+
+    def add(self, incoming: IncomingRequest) -> None:
+        """Queue a new request, after its tensors have arrived."""
+        self._counts["messages_received"] += 1
+        self.waiting += 1
+        self.waiting_bytes += incoming.nbytes
+        if not incoming.handles:
+            self._make_ready(incoming)
+        elif self._receiver is None:
+            self._refuse(
+                incoming, ProtocolError("this server has no receiver for tensors that a sender sends")
+            )
+        else:
+            waiting = self._await_tensors(incoming, self._receiver)
+            task = asyncio.get_running_loop().create_task(waiting)
+            if not task.done():  # an eager task may be
+                self._arriving[incoming] = task
+
+    def cancel(self, incoming: IncomingRequest) -> None:
+        """Release a request that its client cancelled or left, and cancel the block that answers it."""
+        self._counts["cancelled"] += 1
+        state = incoming.state
+        incoming.client.end(incoming)
+        if state is RequestState.WAITING:
+            self._stop_waiting(incoming)
+        else:
+            self._end(incoming)
+            if incoming.block is not None:
+                incoming.block.cancel()
+
+    def cancel_arriving(self, client: RemoteClient) -> bool:
+        """Cancel the requests of a disconnected client, if all of them still wait for tensors.
+
+        Tensors are sent before their message, so tensors that are still missing may never arrive.
+        """
+        left = [incoming for incoming in client.requests.values() if incoming.state is RequestState.WAITING]
+        if not all(incoming in self._arriving for incoming in left):
+            return False
+        for incoming in left:
+            self.cancel(incoming)
+        return True
+
+    def is_void(self, incoming: IncomingRequest) -> bool:
+        """Return whether a request waits for tensors of a sender that has never connected."""
+        receiver = self._receiver
+        if receiver is None or incoming not in self._arriving:
+            return False
+        return not all(has_seen(receiver, handle.sender) for handle in incoming.handles)
+
+    async def _await_tensors(self, incoming: IncomingRequest, receiver: TensorReceiver) -> None:
+        error: Exception | None = None
+        try:
+            for handle in incoming.handles:
+                await receiver.arrived(handle)
+        except Exception as caught:  # noqa: BLE001 - any error is sent to the client and logged
+            error = caught
+            if isinstance(error, WouldBlockError):  # tensors that arrive later would never be taken
+                for handle in incoming.handles:
+                    receiver.discard(handle)
+        self._arriving.pop(incoming, None)
+        if error is None:
+            self._make_ready(incoming)
+        else:
+            self._refuse(incoming, error)
+        del error  # its traceback refers to this frame
+
+    def _make_ready(self, incoming: IncomingRequest) -> None:
+        self.ready.add(incoming)
+        self.waiters.wake()
+
+    # Taking
+
+    async def take(self, owner: object) -> tuple[IncomingRequest, Request[M]] | None:
+        """Take the next request, or return None if it has ended; cancelling puts it back in front.
+
+        Args:
+            owner: the server, which the request keeps open.
+        """
+        incoming = self.ready.take()
+        try:
+            found = self._found.pop(incoming, None) or []
+            try:
+                if incoming.handles and self._receiver is not None:
+                    await _take_tensors(self._receiver, incoming.handles, found)
+                message: M = await unpack(self._decoder, incoming.parts, found)
+            except asyncio.CancelledError:
+                if incoming.state is RequestState.WAITING and self.affinity.is_closed:
+                    self._drop(incoming)
+                elif incoming.state is RequestState.WAITING:
+                    self._found[incoming] = found
+                    self.ready.put_back(incoming)
+                    self.waiters.wake()
+                raise
+        except Exception as error:  # noqa: BLE001 - decoding runs code of the user's type
+            self._refuse(incoming, error)
+            return None
+        if incoming.state is RequestState.WAITING and self.affinity.is_closed:
+            self._drop(incoming)
+        if incoming.state is not RequestState.WAITING:
+            # It was cancelled during decoding.
+            box = [message]
+            del message
+            self.free(incoming, box)
+            return None
+        incoming.state = RequestState.IN_HAND
+        self._in_hand.add(incoming)
+        request = Request(incoming, message, self, owner)
+        dropped = self._dropped
+        incoming.request = weakref.ref(request, lambda _: dropped(incoming))  # does not keep the server open
+        self._stopped_waiting(incoming)  # last: sending credit may reveal that the client is gone
+        return incoming, request
+
+    def _refuse(self, incoming: IncomingRequest, error: Exception) -> None:
+        """Answer a waiting request with an error, and release it."""
+        if incoming.state is RequestState.WAITING:
+            cause = cause_of(error)
+            incoming.client.log_refusal(error, cause.text)
+            self._counts["failures"] += 1
+            incoming.client.fail(incoming, cause)
+            self._stop_waiting(incoming)
+
+    def _drop(self, incoming: IncomingRequest) -> None:
+        """Release a waiting request without notifying its client."""
+        incoming.client.end(incoming)
+        self._stop_waiting(incoming)
+
+    def _stop_waiting(self, incoming: IncomingRequest) -> None:
+        """Release a waiting request and its tensors."""
+        self._stopped_waiting(incoming)
+        self._found.pop(incoming, None)
+        task = self._arriving.pop(incoming, None)
+        if task is not None:
+            task.cancel()
+        self.ready.remove(incoming)
+        if self._receiver is not None and incoming.handles:
+            with suppress(ClosedError, ValueError):
+                self._receiver.discard(incoming.handles[0])
+
+    def _stopped_waiting(self, incoming: IncomingRequest) -> None:
+        self.waiting -= 1
+        self.waiting_bytes -= incoming.nbytes
+        self.disposal.free_parts(incoming.parts)
+        incoming.client.take(incoming)
+
+    # Answering
+
+    async def answer(self, incoming: IncomingRequest, box: list[object]) -> bool:
+        """Send the answer in a box, and return whether a client waited for it."""
+        self.affinity.check()
+        sender = incoming.client.sender_among(self._senders)
+        was_wanted = incoming.is_wanted and await self._send_answer(incoming, box, sender)
+        if not was_wanted:
+            self.affinity.check()  # the server may have been closed
+        self._counts["answers"] += was_wanted
+        self._end(incoming)
+        return was_wanted
+
+    def fail(self, incoming: IncomingRequest, cause: Cause) -> bool:
+        """Send a failure in place of an answer, and return whether the client still waited for it."""
+        self.affinity.check()
+        was_wanted = incoming.client.fail(incoming, cause)
+        self._counts["failures"] += was_wanted
+        self._end(incoming)
+        return was_wanted
+
+    def fail_unstarted(self, incoming: IncomingRequest) -> None:
+        """Fail a request if the task that was to answer it was cancelled before it began."""
+        if incoming.block is None and incoming.is_wanted:
+            self.fail(incoming, cause_of(asyncio.CancelledError()))
+
+    def free(self, incoming: IncomingRequest, box: list[Any]) -> None:
+        """Empty a box that holds a client's message, in a thread if freeing it may take long."""
+        if incoming.is_large:
+            self.disposal.free(box)
+
+    async def _send_answer(
+        self, incoming: IncomingRequest, box: list[object], sender: TensorSender | None
+    ) -> bool:
+        payload = await pack(box, has_sender=sender is not None)
+        parts = payload.parts
+        handles: Handles = ()
+        try:
+            incoming.client.connection.check(parts)
+            if sender is None and self._senders and len(parts) > 1:
+                incoming.client.log_no_sender()
+            if sender is not None and payload.tensors:
+                handles = await payload.send_tensors(sender)
+            released = self._buffers.watch(parts)
+            was_wanted = await incoming.client.answer(incoming, parts, handles)
+        finally:
+            payload.tensors.clear()
+            self.disposal.free_parts(parts)
+            if not incoming.is_answered:
+                discard(sender, handles)
+        if released is not None and was_wanted:
+            await released
+        return was_wanted
+
+    def _end(self, incoming: IncomingRequest) -> None:
+        """Mark a taken request as finished."""
+        incoming.request = None
+        self._in_hand.discard(incoming)
+        incoming.client.end(incoming)
+
+    def _requests_dropped(self, dropped: list[IncomingRequest]) -> None:
+        """Fail the requests that were garbage-collected without an answer."""
+        for incoming in dropped:
+            if incoming in self._in_hand and not self.affinity.is_closed:
+                if incoming.is_wanted:
+                    incoming.client.log_dropped_request()
+                # A signal or a cancellation may come between taking a request and entering its block.
+                self.fail(
+                    incoming, Cause(UsageError.__name__, "it was dropped without an answer", is_loss=True)
+                )
+
+
+async def _take_tensors(receiver: TensorReceiver, handles: Handles, found: list[torch.Tensor]) -> None:
+    """Append the missing tensors of a message to `found`; yields to the loop between many."""
+    for count in range(len(found), len(handles)):
+        if count and not count % QUICK_TENSORS:
+            await asyncio.sleep(0)
+        found.append(receiver.receive_nowait(handles[count]))

@@ -1,0 +1,208 @@
+"""The connection events of a ZeroMQ socket."""
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import math
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import zmq
+
+from aiotensor.channel.context import ZmqContext
+from aiotensor.runtime.descriptors import ForeignDescriptor, copy_of
+
+__all__ = ["ConnectionEvents", "Monitor"]
+
+# The most events that are handled in one iteration of the loop, so that its other callbacks run. Any process
+# that reaches the address can cause events. If the other callbacks take longer than this, more events are
+# handled: they get up to half of the time.
+_EVENTS_A_TURN = 32
+_EVENTS_MOST_S = 0.02
+
+_NOBLOCK = int(zmq.NOBLOCK)  # each operation on an enum takes as long as a call into ZeroMQ
+
+_numbers = itertools.count()
+
+_LINGER_NEVER = struct.pack("ii", 1, 0)  # closing discards unsent data, and sends a reset
+
+_EVENT = struct.Struct("=HI")  # the event's type and its value
+_DENIED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_WATCHED = (
+    _DENIED
+    | zmq.EVENT_LISTENING
+    | zmq.EVENT_CONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_ACCEPTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_DISCONNECTED
+)
+
+
+class ConnectionEvents(Protocol):
+    """The callbacks of the owner of a socket for its connections."""
+
+    def connected(self, descriptor: int) -> None:
+        """Handle a new connection with this descriptor; the handshake follows."""
+
+    def handshaken(self) -> None:
+        """Handle the end of a handshake: the connection is ready."""
+
+    def unreachable(self) -> None:
+        """Handle a failed attempt to connect; ZeroMQ retries after its interval."""
+
+    def refused(self, *, is_final: bool, error: int) -> None:
+        """Handle a failed handshake; it is final if the keys of the two sides do not match.
+
+        Otherwise `error` is the errno of ZeroMQ's thread: EPIPE if the peer closed the connection, and that
+        of an earlier failure if the handshake took too long.
+        """
+
+    def disconnected(self, descriptor: int) -> None:
+        """Handle the end of a connection."""
+
+
+class Monitor:
+    """Report the connection events of a socket to its owner; belongs to the running loop.
+
+    Args:
+        context: the context of the socket.
+        sock: the socket.
+        events: the owner, whose callbacks are called.
+        caught_up: called when all events were reported, before the calls that `after_events` has postponed.
+
+    Attributes:
+        postponed: the calls that `after_events` has postponed.
+
+    Raises:
+        zmq.ZMQError: the process has no descriptors left.
+    """
+
+    def __init__(
+        self,
+        context: ZmqContext,
+        sock: "zmq.Socket[bytes]",
+        events: ConnectionEvents,
+        caught_up: Callable[[], None],
+    ) -> None:
+        self.postponed: deque[Callable[[], None]] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._events = events
+        self._caught_up = caught_up
+        self._is_closed = self._is_reporting = self._has_more = False
+        self._paused_at = math.inf  # when reading events stopped, though more were waiting
+        self._connections: dict[int, ForeignDescriptor] = {}  # and the listener, by their descriptors
+        self._local: object = None  # the path or port where the socket listens
+        with contextlib.ExitStack() as made:
+            self._socket = made.enter_context(context.socket(zmq.PAIR))
+            # Unlimited: when this queue is full, ZeroMQ waits with a lock that closing needs, with the GIL.
+            self._socket.rcvhwm = 0
+            address = f"inproc://aiotensor-{next(_numbers)}"  # names are never reused
+            sock.monitor(address, _WATCHED)
+            self._socket.connect(address)
+            made.pop_all()
+        self._descriptor = int(self._socket.get(zmq.FD))
+        self._loop.add_reader(self._descriptor, self.report)
+
+    def begin(self) -> None:
+        """Begin to report: the descriptor reports nothing before the first event was read."""
+        self._loop.call_soon(self.report)
+
+    def report(self) -> None:
+        """Report events; after a time limit, the rest follows in the next iterations."""
+        if self._is_reporting:
+            return
+        self._is_reporting = True
+        now = time.monotonic()
+        # With long iterations, a fixed number of events for each would not keep up with a flood.
+        until = now + min(now - self._paused_at, _EVENTS_MOST_S)
+        count = 0
+        try:
+            while not self._is_closed and self.report_one():
+                count += 1
+                if count % _EVENTS_A_TURN == 0 and time.monotonic() >= until:
+                    self._paused_at = time.monotonic()
+                    if not self._has_more:
+                        self._has_more = True
+                        self._loop.call_soon(self._report_more)
+                    return
+        finally:
+            self._is_reporting = False
+        self._paused_at = math.inf
+        self._caught_up()
+        while self.postponed and not self._is_closed:
+            self.postponed.popleft()()
+
+    def _report_more(self) -> None:
+        self._has_more = False
+        self.report()
+
+    def after_events(self, callback: Callable[[], None]) -> None:
+        """Call a function once all events up to now have been reported.
+
+        Usually this calls it at once. During a flood of connections it is called in a later iteration of the
+        event loop, in the order of these calls.
+        """
+        self.postponed.append(callback)
+        if not self._has_more:
+            self.report()
+
+    def report_one(self) -> bool:
+        """Report an event, and return whether there was one."""
+        try:
+            data, _ = self._socket.recv_multipart(_NOBLOCK)
+        except zmq.Again:
+            return False
+        event, value = _EVENT.unpack(data)
+        if event == zmq.EVENT_LISTENING:
+            self._connections[value] = ForeignDescriptor(value)
+            with contextlib.suppress(OSError), copy_of(value) as listener:
+                self._local = _local_address(listener)
+        elif event & (zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED):
+            self._connections[value] = ForeignDescriptor(value)
+            self._events.connected(value)
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._events.handshaken()
+        elif event & (_DENIED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
+            self._events.refused(is_final=bool(event & _DENIED), error=value)
+        elif event == zmq.EVENT_CONNECT_RETRIED:
+            self._events.unreachable()
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._connections.pop(value, None)
+            self._events.disconnected(value)
+        return True
+
+    def reset(self, descriptor: int) -> bool:
+        """Reset an accepted connection; return whether it has ended or is about to end."""
+        # On a copy: ZeroMQ may close the descriptor at any time, and its number may be reused.
+        try:
+            copy = copy_of(descriptor)
+        except OSError as error:
+            return error.errno not in (errno.EMFILE, errno.ENFILE)
+        with contextlib.suppress(OSError), copy:
+            if self._local is not None and _local_address(copy) == self._local:
+                # ZeroMQ reads the end of the stream and closes the socket, which sends a reset. To a client
+                # with keys, an end without a reset means that the keys do not match.
+                copy.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NEVER)
+                copy.shutdown(socket.SHUT_RD)
+        return True
+
+    def close(self) -> None:
+        """Report no more events; call it before the socket is closed."""
+        self._is_closed = True
+        self._loop.remove_reader(self._descriptor)
+        self._connections.clear()
+        self.postponed.clear()
+        self._socket.close(0)
+
+
+def _local_address(sock: socket.socket) -> object:
+    """Return the path or port that a socket is bound to."""
+    name = sock.getsockname()
+    return name[1] if isinstance(name, tuple) else name  # the host differs if the listener has a wildcard

@@ -1,0 +1,262 @@
+"""A client and its requests, as the server sees them.
+
+The states of a request:
+
+    WAITING --taken by the iteration--> IN_HAND --answered, failed--> ENDED
+       |                                   |
+       '-----------------------------------'--cancelled, or its client lost--> ENDED
+"""
+
+import asyncio
+import enum
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+
+from aiotensor.channel.cancelling import CancelOnce
+from aiotensor.channel.payloads import QUICK_BODY_BYTES, Handles
+from aiotensor.channel.send_queue import SendQueue
+from aiotensor.errors import AioTensorError, ProtocolError
+from aiotensor.protocol.exchange import Ask, Cause
+from aiotensor.protocol.parts import Parts
+from aiotensor.protocol.server import ServerConnection
+from aiotensor.runtime.logs import logger_of
+from aiotensor.sender import TensorSender, capacity_of
+from aiotensor.tensors.copying import QUICK_BYTES
+
+__all__ = ["MAX_UNREAD", "IncomingRequest", "Load", "RemoteClient", "RequestState"]
+
+logger = logger_of("channel")
+
+# The most messages that may queue for a client that does not read them: answers, each with a task that waits
+# until it is sent, and failures, for which no task waits.
+MAX_UNREAD = 4096
+
+# The least time between attempts of a sender to connect to a client's receiver that refused it; until it
+# succeeds, answers contain their tensors.
+_AT_MOST_EVERY_S = 1.0
+
+
+class RequestState(enum.Enum):
+    """The state of a request."""
+
+    WAITING = "waiting"
+    IN_HAND = "in hand"
+    ENDED = "ended"
+
+
+class Load:
+    """The unfinished requests of all clients of a server."""
+
+    __slots__ = ("requests",)
+
+    def __init__(self) -> None:
+        self.requests = 0
+
+
+class IncomingRequest:
+    """A message of a client.
+
+    Args:
+        client: the client that sent it.
+        ask: its frame.
+        parts: its body, and the buffers beside it.
+
+    Attributes:
+        number: its number, unique for that client.
+        wants_answer: whether the client expects an answer.
+        handles: the handles of its tensors that a sender has sent.
+        nbytes: the bytes of its parts.
+        is_large: whether freeing the decoded message may take long.
+        is_answered: whether an answer was sent.
+        request: refers to the object for the user, once it is taken; notices that it is garbage-collected.
+        block: cancels the task that answers it, once the task has entered its block.
+    """
+
+    __slots__ = (
+        "block",
+        "client",
+        "handles",
+        "is_answered",
+        "is_large",
+        "nbytes",
+        "number",
+        "parts",
+        "request",
+        "state",
+        "wants_answer",
+    )
+
+    def __init__(self, client: "RemoteClient", ask: Ask, parts: list[memoryview]) -> None:
+        self.client = client
+        self.number = ask.number
+        self.wants_answer = ask.wants_answer
+        self.handles: Handles = ask.handles
+        self.parts = parts
+        self.nbytes = sum(map(len, parts))
+        self.is_large = self.nbytes > QUICK_BYTES or len(parts[0]) > QUICK_BODY_BYTES
+        self.state = RequestState.WAITING
+        self.is_answered = False
+        self.request: weakref.ref[object] | None = None
+        self.block: CancelOnce | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Return whether the client waits for an answer."""
+        return self.wants_answer and self.state is not RequestState.ENDED
+
+
+class RemoteClient:
+    """A connected client.
+
+    Args:
+        identity: the identity that ZeroMQ assigned to its connection.
+        connection: the state of the connection.
+        send: passes a message to ZeroMQ, and returns whether ZeroMQ accepted it; the second argument is
+            whether this is a retry.
+        load: counts the requests of all clients.
+        disconnect: called with this client if it leaves too many messages unread.
+
+    Attributes:
+        queue: the messages that wait to be sent to it.
+        requests: its unfinished requests, by their numbers.
+    """
+
+    def __init__(
+        self,
+        identity: bytes,
+        connection: ServerConnection,
+        send: Callable[[Parts, bool], bool],
+        load: Load,
+        disconnect: Callable[["RemoteClient"], None],
+    ) -> None:
+        self.identity = identity
+        self.connection = connection
+        self.queue = SendQueue(send)
+        self.requests: dict[int, IncomingRequest] = {}
+        self._load = load
+        self._disconnect = disconnect
+        self._retry_senders_at = 0.0
+        self._has_logged_no_sender = False
+
+    @property
+    def pid(self) -> int:
+        """The process id of the client, as the client states it."""
+        return self.connection.peer_pid or 0
+
+    @property
+    def _others(self) -> int:
+        """The number of unfinished requests of other clients."""
+        return self._load.requests - len(self.requests)
+
+    def add(self, ask: Ask, parts: list[memoryview]) -> IncomingRequest:
+        """Add a request that has arrived.
+
+        Args:
+            ask: its frame.
+            parts: its body, and the buffers beside it.
+        """
+        incoming = self.requests[ask.number] = IncomingRequest(self, ask, parts)
+        self._load.requests += 1
+        return incoming
+
+    def take(self, incoming: IncomingRequest) -> None:
+        """Return the credit for a request that no longer waits: it was taken, or never will be."""
+        incoming.parts = []
+        if self.connection.take(incoming.nbytes):
+            self.post(self.connection.credit(self._others))
+
+    def end(self, incoming: IncomingRequest) -> None:
+        """Mark a request as finished."""
+        incoming.state = RequestState.ENDED
+        if self.requests.pop(incoming.number, None) is not None:
+            self._load.requests -= 1
+
+    async def answer(self, incoming: IncomingRequest, parts: Parts, handles: Handles) -> bool:
+        """Send an answer once ZeroMQ accepts it, and return whether the client still waited for it.
+
+        Args:
+            incoming: the request to answer; sending the answer ends it.
+            parts: the body of the answer, and the buffers beside it.
+            handles: the handles of its tensors that a sender has sent.
+        """
+        if not incoming.is_wanted:
+            return False
+        answer, message = self.connection.answer(incoming.number, parts, handles, self._others)
+
+        def sent() -> None:  # not called if the answering task is cancelled first
+            self.connection.answered(answer)
+            incoming.is_answered = True
+            self.end(incoming)
+
+        return await self.queue.put(message, sent)
+
+    def fail(self, incoming: IncomingRequest, cause: Cause) -> bool:
+        """Send a failure in place of an answer, and return whether the client still waited for it."""
+        was_wanted = incoming.is_wanted
+        self.end(incoming)
+        if was_wanted:
+            self.post(self.connection.fail(incoming.number, cause, self._others))
+        return was_wanted
+
+    def post(self, message: Parts) -> None:
+        """Send or queue a message; disconnect a client that leaves too many messages unread."""
+        self.queue.post(message)
+        if len(self.queue) > MAX_UNREAD and not self.connection.is_closed:
+            self._disconnect(self)
+
+    def sender_among(self, senders: Sequence[TensorSender]) -> TensorSender | None:
+        """Return the sender that is connected to its receiver; if there is none, others try to connect."""
+        if not (self.connection.receiver and senders):
+            return None
+        for sender in senders:
+            if sender.receiver_id == self.connection.receiver:
+                return sender
+        now = asyncio.get_running_loop().time()
+        if now >= self._retry_senders_at:
+            self._retry_senders_at = now + _AT_MOST_EVERY_S
+            for sender in senders:
+                capacity_of(sender).connect_now()
+        return None
+
+    def log_no_sender(self) -> None:
+        """Log, once, that answers contain their tensors for lack of a connected sender."""
+        if self.connection.receiver and not self._has_logged_no_sender:
+            self._has_logged_no_sender = True
+            logger.warning(
+                "tensors for process %s are sent inside the answers: no sender is connected to its receiver",
+                self.pid,
+                extra={"event": "detour_taken", "peer_pid": self.pid},
+            )
+
+    def log_dropped_request(self) -> None:
+        """Log that one of its requests was garbage-collected without an answer."""
+        logger.warning(
+            "a request of process %s was dropped without an answer: answer each one in its block",
+            self.pid,
+            extra={"event": "request_dropped", "peer_pid": self.pid},
+        )
+
+    def log_refusal(self, error: Exception, text: str) -> None:
+        """Log that one of its requests cannot be taken.
+
+        Args:
+            error: the reason.
+            text: the text of the error.
+        """
+        is_foreseen = isinstance(error, AioTensorError | ValueError)
+        # Discarded tensors, and tensors lost with their sender, are not errors of this process.
+        is_fault = isinstance(error, ProtocolError) or not is_foreseen
+        logger.log(
+            logging.ERROR if is_fault else logging.INFO,
+            "a message of process %s is refused: %s",
+            self.pid,
+            text,
+            exc_info=None if is_foreseen else error,
+            extra={
+                "event": "message_refused",
+                "peer_pid": self.pid,
+                "error": type(error).__name__,
+                "reason": text,
+            },
+        )

@@ -1,0 +1,184 @@
+"""One connection of a client to a server, and the messages that it carries, from the call until the answer.
+
+Messages are sent in the order of the calls, within the server's credit. Cancellations need no credit, and
+overtake messages that wait for it.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+from aiotensor.channel.cancelling import CancelOnce
+from aiotensor.channel.payloads import Handles, ReceivedAnswer
+from aiotensor.channel.send_queue import SendQueue, flush_all
+from aiotensor.channel.sockets import LoopSocket
+from aiotensor.errors import AioTensorError, PeerLostError, RemoteError, again
+from aiotensor.protocol.client import ClientConnection
+from aiotensor.protocol.exchange import Answer, Credit, Failure
+from aiotensor.protocol.parts import Parts
+
+__all__ = ["SentRequest", "ServerSession"]
+
+R = TypeVar("R")
+
+
+class SentRequest(NamedTuple):
+    """A message that was sent.
+
+    Attributes:
+        session: the connection that carries it.
+        number: its number.
+        answer: the future of its answer; None if it expects none.
+    """
+
+    session: "ServerSession"
+    number: int
+    answer: "asyncio.Future[ReceivedAnswer] | None"
+
+    def cancel(self) -> None:
+        """Notify the server that a request was cancelled, and drop its answer if it has arrived."""
+        self.session.cancel(self)
+
+
+class ServerSession:
+    """Send messages over one connection, and return their answers; belongs to the running loop.
+
+    Args:
+        sock: the socket, which is connected to one server.
+        connection: the state of the connection, which is open.
+        wait_limit: returns a context manager that limits the wait for credit and queue space.
+        drop: called with an answer whose request was cancelled.
+
+    Attributes:
+        connection: the state of the connection.
+    """
+
+    def __init__(
+        self,
+        sock: LoopSocket,
+        connection: ClientConnection,
+        wait_limit: Callable[[], AbstractAsyncContextManager[None]],
+        drop: Callable[[ReceivedAnswer], None],
+    ) -> None:
+        self.connection = connection
+        self._socket = sock
+        self._drop = drop
+        self._queue = SendQueue(self._send, wait_limit)
+        self._cancellations = SendQueue(sock.send)
+        self._answers: dict[int, asyncio.Future[ReceivedAnswer]] = {}  # by the numbers of the requests
+        self._sending: set[CancelOnce] = set()
+
+    @property
+    def credit(self) -> int:
+        """The number of messages that can be sent at once."""
+        return 0 if self._queue else self.connection.window.credit
+
+    @property
+    def unanswered(self) -> int:
+        """The number of requests that were sent and have no answer."""
+        return len(self._answers)
+
+    async def sending(self, tensors: Awaitable[R]) -> R | None:
+        """Wait until the tensors of a message are sent; return None if the server is lost before."""
+        with CancelOnce() as wait:
+            self._sending.add(wait)
+            try:
+                return await tensors
+            finally:
+                self._sending.discard(wait)
+        return None
+
+    async def ask(self, handles: Handles, parts: Parts, *, wants_answer: bool) -> SentRequest | None:
+        """Wait for credit and queue space, and send a message.
+
+        Cancelling removes an unsent message, and notifies the server of a sent one.
+
+        Args:
+            handles: the handles of its tensors.
+            parts: its body, and the buffers beside it.
+            wants_answer: whether it expects an answer.
+
+        Returns None if the server was lost before.
+
+        Raises:
+            WouldBlockError: the message could not be sent within `max_wait_s`.
+            TooLargeError: the server does not accept a body or a part of this size.
+        """
+        number, message = self.connection.ask(parts, handles, wants_answer=wants_answer)
+        answer = asyncio.get_running_loop().create_future() if wants_answer else None
+        request = SentRequest(self, number, answer)
+        try:
+            was_sent = await self._queue.put(message, partial(self._sent, request, sum(map(len, parts))))
+        except BaseException:
+            self.cancel(request)  # it may have been sent in this iteration
+            parts = message = ()  # the error's traceback refers to this frame
+            raise
+        return request if was_sent else None
+
+    def _sent(self, request: SentRequest, nbytes: int) -> None:
+        _, number, answer = request
+        self.connection.sent(number, nbytes)
+        if answer is not None:
+            self._answers[number] = answer
+
+    def cancel(self, request: SentRequest) -> None:
+        """Notify the server that a request was cancelled, and drop its answer if it has arrived."""
+        _, number, answer = request
+        if answer is None:
+            return
+        if self._answers.pop(number, None) is not None:
+            self._cancellations.post(self.connection.cancel(number))
+        elif answer.done() and not answer.cancelled() and answer.exception() is None:
+            self._drop(answer.result())
+
+    def flush(self) -> None:
+        """Send messages that the socket did not accept before."""
+        flush_all(lambda: [queue for queue in (self._cancellations, self._queue) if queue])
+
+    def handle(self, frame: Answer | Failure | Credit, parts: list[memoryview]) -> None:
+        """Handle a frame of the server.
+
+        Args:
+            frame: the frame.
+            parts: the body and the buffers of an answer.
+        """
+        match frame:
+            case Answer(number, _, handles):
+                self._answered(number, ReceivedAnswer(handles, parts))
+            case Failure(number):
+                answer = self._answers.pop(number, None)
+                if answer is not None and not answer.done():
+                    answer.set_exception(self._error_of(frame))
+        if self._queue:
+            self._queue.flush(is_retry=False)  # there may be credit now
+
+    def _answered(self, number: int, received: ReceivedAnswer) -> None:
+        """Pass an answer on to its request, or drop it if the request was cancelled."""
+        answer = self._answers.pop(number, None)
+        if answer is None or answer.done():
+            self._drop(received)
+        else:
+            answer.set_result(received)
+
+    def _error_of(self, failure: Failure) -> PeerLostError | RemoteError:
+        what = f"{failure.type_name}: {failure.text}"
+        if not failure.is_loss:
+            return RemoteError(what, type_name=failure.type_name)
+        pid = self.connection.peer_pid
+        return PeerLostError(f"the server (pid {pid}) stopped its work on this request: {what}", pid=pid)
+
+    def end(self, error: AioTensorError) -> None:
+        """Fail the requests that were sent; the others go to another server, or wait for the next one."""
+        lost, self._answers = self._answers, {}
+        for answer in lost.values():
+            if not answer.done():
+                answer.set_exception(again(error))
+        self._cancellations.clear()
+        self._queue.clear()
+        for wait in self._sending:
+            wait.cancel()
+
+    def _send(self, parts: Parts, is_retry: bool) -> bool:
+        return self.connection.window.credit > 0 and self._socket.send(parts, is_retry)

@@ -1,0 +1,125 @@
+"""Both ends of the connection of an inspector, which reads the statistics of a receiver and its senders.
+
+The inspector's end, `InspectorConnection`:
+
+    OPENING --Welcome--> OPEN --Close; violation--> CLOSED
+       |                                              ^
+       '--Welcome of another version; Close; violation'
+
+It receives each `ReceiverReport`, up to the last one, and then one `StatisticsReply` of each sender. The
+receiver's end, `InspectedConnection`, is open from the `Inspect` on, and accepts no further frame.
+"""
+
+from collections.abc import Sequence
+
+from aiotensor.errors import ProtocolError
+from aiotensor.protocol.connection import Close, ConnectionState, mismatch
+from aiotensor.protocol.frames import (
+    FROM_SENDER,
+    LEAST_FRAME_BYTES,
+    MAX_RECORD_BYTES,
+    MAX_ROWS,
+    TO_INSPECTOR,
+    VERSION,
+    FromSender,
+    Inspect,
+    ReceiverReport,
+    SenderSummary,
+    StatisticsReply,
+    ToInspector,
+    Welcome,
+    bounded,
+    encode,
+)
+from aiotensor.protocol.records import RecordConnection
+from aiotensor.types import ReceiverStatistics
+
+__all__ = ["InspectedConnection", "InspectorConnection"]
+
+
+class InspectorConnection(RecordConnection[ToInspector, Inspect]):
+    """The inspector's end.
+
+    Args:
+        pid: the process id of the inspector.
+
+    Attributes:
+        receiver_id: the id of the receiver.
+        statistics: of the receiver; None before the first report.
+        senders: the senders in the reports, by their ids.
+        replies: the replies of the senders that have replied, by their ids.
+        has_reports: whether the last report has arrived.
+    """
+
+    def __init__(self, pid: int) -> None:
+        super().__init__("inspector", "the receiver", TO_INSPECTOR, MAX_RECORD_BYTES, LEAST_FRAME_BYTES)
+        self.receiver_id = ""
+        self.statistics: ReceiverStatistics | None = None
+        self.senders: dict[str, SenderSummary] = {}
+        self.replies: dict[str, StatisticsReply] = {}
+        self.has_reports = False
+        self._records.append(encode(Inspect(VERSION, pid)))
+
+    @property
+    def has_replies(self) -> bool:
+        """Whether every sender has replied."""
+        return self.has_reports and len(self.replies) == len(self.senders)
+
+    def _validate(self, frame: ToInspector) -> None:
+        match frame:
+            case Welcome():
+                self.receiver_id = frame.receiver
+                self.accept_hello(frame.version, frame.pid, VERSION)
+                self.state = ConnectionState.OPEN
+            case ReceiverReport():
+                self.check_open()
+                if self.has_reports:
+                    raise ProtocolError("it sent a report after the last one")
+                self.statistics, self.has_reports = frame.statistics, frame.last
+                self.senders.update((row.sender, row) for row in frame.senders)
+            case StatisticsReply():
+                if not self.has_reports or frame.sender not in self.senders:
+                    raise ProtocolError("it forwarded a reply of a sender that it did not report")
+                if frame.sender in self.replies:
+                    raise ProtocolError("it forwarded two replies of one sender")
+                self.replies[frame.sender] = frame
+            case Close():
+                self.state = ConnectionState.CLOSED
+
+
+class InspectedConnection(RecordConnection[FromSender, ToInspector]):
+    """The receiver's end.
+
+    Args:
+        inspect: the first frame of the inspector.
+        welcome: the answer to it.
+
+    Attributes:
+        mismatch: the reason to refuse the inspector because of its version, if any.
+    """
+
+    def __init__(self, inspect: Inspect, welcome: Welcome) -> None:
+        super().__init__("receiver", "the inspector", FROM_SENDER, welcome.max_frame_bytes, MAX_RECORD_BYTES)
+        self.peer_pid = inspect.pid
+        self.state = ConnectionState.OPEN
+        self.mismatch = mismatch(inspect.version, VERSION)
+        self._send(welcome)
+
+    def report(self, statistics: ReceiverStatistics, senders: Sequence[SenderSummary]) -> None:
+        """Send what the receiver knows."""
+        for start in range(0, max(1, len(senders)), MAX_ROWS):
+            rows = tuple(senders[start : start + MAX_ROWS])
+            last = start + MAX_ROWS >= len(senders)
+            self._send(ReceiverReport(bounded(statistics), rows, last), MAX_RECORD_BYTES)
+
+    def forward(self, reply: StatisticsReply) -> None:
+        """Forward the reply of a sender."""
+        self._send(reply, MAX_RECORD_BYTES)
+
+    def close(self, reason: str = "", *, is_refusal: bool = False, retry: bool = False) -> None:
+        """Send the last frame."""
+        self._send(Close(reason, is_refusal, retry))
+        self.state = ConnectionState.CLOSED
+
+    def _validate(self, frame: FromSender) -> None:
+        raise ProtocolError("it sent another frame after its `Inspect`")

@@ -1,0 +1,96 @@
+"""The parts of a message, as ZeroMQ carries them, and their limits.
+
+    header | body, unless the header contains it | a buffer for each large tensor | all small tensors
+
+Both hellos state the largest part, a body or a buffer, that their sender accepts, and the largest body. A
+message that exceeds them is not sent. If a peer sends one nevertheless, ZeroMQ closes the connection in the
+case of a large part, and the reader of a large body closes it without decoding the body.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+from aiotensor.errors import ProtocolError, TooLargeError
+from aiotensor.protocol.frames import MAX_TENSORS
+
+__all__ = ["BODY_BYTES", "MAX_PARTS", "PartLimits", "Parts", "check_parts", "parts_of"]
+
+Parts: TypeAlias = Sequence[bytes | memoryview]
+
+# A body of at least this size is sent as a separate part, so that it is not copied into the header.
+BODY_BYTES = 64 * 1024
+
+MAX_PARTS = MAX_TENSORS + 3
+
+
+class PartLimits(NamedTuple):
+    """The limits of one side on the messages that it accepts; None for no limit.
+
+    Attributes:
+        part_bytes: the largest part, in bytes.
+        body_bytes: the largest body, in bytes.
+    """
+
+    part_bytes: int | None = None
+    body_bytes: int | None = None
+
+
+def check_parts(parts: Parts, limits: PartLimits, peer: str) -> None:
+    """Refuse to send a message that the peer does not accept.
+
+    Args:
+        parts: the body, and the buffers beside it.
+        limits: the limits of the peer.
+        peer: "client" or "server", for the text of the error.
+
+    Raises:
+        TooLargeError: the body or another part is too large, or there are too many.
+    """
+    # The buffer of packed tensors is `bytes`, and does not count as a tensor.
+    tensors = len(parts) - 1 - (len(parts) > 1 and isinstance(parts[-1], bytes))
+    if tensors > MAX_TENSORS:
+        raise TooLargeError(
+            f"a message without a sender has at most {MAX_TENSORS} large tensors, this one has {tensors}: "
+            "send several messages",
+            limit=MAX_TENSORS,
+            requested=tensors,
+        )
+    size, limit = len(parts[0]), limits.body_bytes
+    if limit is not None and size > limit:
+        raise TooLargeError(
+            f"the body of this message has {size} bytes, and the {peer} accepts max_body_bytes={limit}: "
+            "put large data into tensors or arrays, which are sent beside it, or raise this limit",
+            limit=limit,
+            requested=size,
+        )
+    limit = limits.part_bytes
+    if limit is not None and (largest := max(map(len, parts))) > limit:
+        what = "the body" if size == largest else "a tensor, or the small ones together,"
+        raise TooLargeError(
+            f"{what} of this message has {largest} bytes, and the {peer} accepts max_part_bytes={limit}: "
+            f"send several messages, or tensors by a sender, or raise that limit of the {peer}",
+            limit=limit,
+            requested=largest,
+        )
+
+
+def parts_of(body: memoryview | None, following: list[memoryview], limits: PartLimits) -> list[memoryview]:
+    """Return the body and the buffers of a message that arrived.
+
+    Args:
+        body: the body in the header; None if it is the first part after the header.
+        following: the parts after the header.
+        limits: the limits announced to the peer. ZeroMQ enforces the limit on parts.
+
+    Raises:
+        ProtocolError: there is no body, or it is too large.
+    """
+    parts = following if body is None else [body, *following]
+    if not parts:
+        raise ProtocolError("it sent a message without a body")
+    if limits.body_bytes is not None and len(parts[0]) > limits.body_bytes:
+        raise ProtocolError(
+            f"it sent a body of {len(parts[0])} bytes, more than the announced max_body_bytes="
+            f"{limits.body_bytes}"
+        )
+    return parts

@@ -1,0 +1,208 @@
+"""A receiver's end of one connection to a sender.
+
+    OPENING --admit--> OPEN --Close, either way; violation--> CLOSED
+       |                                                        ^
+       '--refuse; violation-------------------------------------'
+
+The `Hello` has arrived when the object is made. A message, as the sender announces it:
+
+    --Put--> begun --End, or the last Put--> whole --taken--> (ended)
+               |                               |
+               '-------------------------------'--discard, or Discard by the sender--> (ended)
+
+Numbers of messages and of their tensors increase without gaps. A sender may continue a message that this
+side has discarded, because it does not know that yet; its owner drops such tensors.
+"""
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from aiotensor.errors import ProtocolError
+from aiotensor.protocol.connection import Close, ConnectionState, mismatch
+from aiotensor.protocol.frames import (
+    ARENA,
+    FROM_SENDER,
+    MAX_HOLDERS,
+    MAX_NUMBERS,
+    MAX_RECORD_BYTES,
+    MAX_TENSORS,
+    VERSION,
+    Attach,
+    Discard,
+    Discarded,
+    End,
+    FromSender,
+    Hello,
+    Put,
+    Release,
+    StatisticsReply,
+    StatisticsRequest,
+    Taken,
+    ToSender,
+    Welcome,
+)
+from aiotensor.protocol.records import RecordConnection
+
+__all__ = ["MAX_SEGMENTS", "ReceiverConnection"]
+
+# The most segments of one sender. A sender of this library attaches one. Without a limit, a sender could
+# attach a page at a time until this process has no mappings left (65530 by default on Linux).
+MAX_SEGMENTS = 8
+
+_WHOLE = -1
+
+
+class ReceiverConnection(RecordConnection[FromSender, ToSender]):
+    """A receiver's end of one connection to a sender.
+
+    Args:
+        hello: the first frame of the sender.
+        welcome: the answer to it, if the sender is admitted.
+        max_segment_bytes: the most bytes of address space that the segments of the sender may have.
+
+    Attributes:
+        hello: the first frame of the sender.
+        mismatch: the reason to refuse the sender because of its version, if any.
+        segments: the sizes of attached segments in bytes, by their numbers.
+    """
+
+    def __init__(self, hello: Hello, welcome: Welcome, max_segment_bytes: int) -> None:
+        super().__init__("receiver", "the sender", FROM_SENDER, welcome.max_frame_bytes, MAX_RECORD_BYTES)
+        self.hello = hello
+        self.peer_pid = hello.pid
+        self.mismatch = mismatch(hello.version, VERSION)
+        self.segments: dict[int, int] = {}
+        self._welcome = welcome
+        self._max_segment_bytes = max_segment_bytes
+        self._next_message = hello.first_message
+        self._messages: dict[int, int] = {}  # the count of tensors that arrived, or _WHOLE
+        self._taken: list[int] = []
+        self._discarded: list[int] = []
+        self._released: list[int] = []
+        self._awaits_statistics = False
+
+    @property
+    def in_flight(self) -> int:
+        """The number of messages that have begun to arrive, and have not ended."""
+        return len(self._messages)
+
+    # Commands
+
+    def admit(self) -> None:
+        """Admit the sender."""
+        self._send(self._welcome)
+        self.state = ConnectionState.OPEN
+
+    def refuse(self, reason: str, *, is_refusal: bool = True) -> None:
+        """Close the connection with a reason; see `Close` for `is_refusal`."""
+        if self.state is ConnectionState.OPENING:  # the sender reads the version in the `Welcome`
+            self._send(replace(self._welcome, is_admitted=False))
+        self.close(reason, is_refusal=is_refusal)
+
+    def taken(self, message: int) -> None:
+        """Return the permit of a message whose tensors were all taken."""
+        if self._messages.pop(message, None) is not None:
+            self._taken.append(message)
+
+    def discard(self, message: int) -> None:
+        """Return the permit of a message that no task will take."""
+        if self._messages.pop(message, None) is not None:
+            self._discarded.append(message)
+
+    def release(self, block: int) -> None:
+        """Return a block, once for each `Put` that named it."""
+        self._released.append(block)
+
+    def request_statistics(self) -> bool:
+        """Request the statistics of the sender; return False if it has not replied to the last request."""
+        if self._awaits_statistics:
+            return False
+        self._awaits_statistics = True
+        self._send(StatisticsRequest())
+        return True
+
+    def close(self, reason: str = "", *, is_refusal: bool = False) -> None:
+        """Send the last frame, after all others."""
+        self._send_answers()
+        self._send(Close(reason, is_refusal))
+        self.state = ConnectionState.CLOSED
+
+    def data_to_send(self) -> Sequence[bytes]:
+        """Return the records to write now."""
+        if self._taken or self._discarded or self._released:
+            self._send_answers()
+        return super().data_to_send()
+
+    def _send_answers(self) -> None:
+        for make, numbers in ((Taken, self._taken), (Discarded, self._discarded), (Release, self._released)):
+            if numbers:
+                for start in range(0, len(numbers), MAX_NUMBERS):
+                    self._send(make(tuple(numbers[start : start + MAX_NUMBERS])))
+                numbers.clear()
+
+    # Frames of the sender
+
+    def _validate(self, frame: FromSender) -> None:
+        if self.state is not ConnectionState.OPEN:
+            self.check_open()
+        match frame:
+            case Put():
+                number = frame.message
+                count = self._messages.get(number)
+                if count is None:
+                    if number != self._next_message:
+                        self._check_begun(number)
+                        return  # this side has discarded the message
+                    count = self._begin()
+                if frame.tensor != count or count >= MAX_TENSORS:  # _WHOLE is no number of a tensor
+                    raise ProtocolError(f"it sent tensor {frame.tensor} of message {number} out of order")
+                self._messages[number] = _WHOLE if frame.last else count + 1
+            case End():
+                count = self._messages.get(frame.message)
+                if count is None:
+                    self._check_begun(frame.message)
+                elif count != frame.count:  # _WHOLE is no count
+                    raise ProtocolError(f"it ended message {frame.message} with a wrong count of tensors")
+                else:
+                    self._messages[frame.message] = _WHOLE
+            case Discard():
+                self._check_begun(frame.message)
+                self._messages.pop(frame.message, None)
+            case Attach():
+                self._validate_attach(frame)
+            case StatisticsReply():
+                if not self._awaits_statistics:
+                    raise ProtocolError("it sent statistics without a request")
+                if len(frame.statistics.holders) > MAX_HOLDERS:
+                    raise ProtocolError(f"it sent statistics with more than {MAX_HOLDERS} holders")
+                self._awaits_statistics = False
+            case Close():
+                self.state = ConnectionState.CLOSED
+
+    def _begin(self) -> int:
+        """Begin the next message, and return the number of its first tensor."""
+        if len(self._messages) >= self.hello.max_concurrent_videos:
+            raise ProtocolError(
+                f"it has more than its limit of {self.hello.max_concurrent_videos} messages in flight"
+            )
+        self._next_message += 1
+        return 0
+
+    def _check_begun(self, number: int) -> None:
+        if not self.hello.first_message <= number < self._next_message:
+            raise ProtocolError(
+                f"it sent a frame of message {number} while the next one is {self._next_message}"
+            )
+
+    def _validate_attach(self, attach: Attach) -> None:
+        if attach.placement != ARENA:
+            raise ProtocolError(f"it attached memory for {attach.placement!r}, which is unknown here")
+        if attach.segment in self.segments:
+            raise ProtocolError(f"it attached segment {attach.segment} twice")
+        if len(self.segments) >= MAX_SEGMENTS:
+            raise ProtocolError(f"it attached more than {MAX_SEGMENTS} segments")
+        nbytes = sum(self.segments.values()) + attach.nbytes
+        if nbytes > self._max_segment_bytes:
+            raise ProtocolError(f"it attached {nbytes} bytes and stated an arena of {self.hello.arena_bytes}")
+        self.segments[attach.segment] = attach.nbytes

@@ -1,0 +1,108 @@
+"""Connections whose records contain several frames: limits on records, and the order of frames in them."""
+
+import abc
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+
+from aiotensor.errors import ProtocolError
+from aiotensor.protocol.connection import Close, Connection, ConnectionState
+from aiotensor.protocol.frames import DECODE_ERRORS, MAX_FRAMES, MAX_RECORD_BYTES, encode_record, unreadable
+
+__all__ = ["RecordConnection"]
+
+Received = TypeVar("Received")
+Sent = TypeVar("Sent")
+
+# Counted for each frame in addition to its payload. It exceeds the actual size of nearly all frames, so that
+# no record has more than `MAX_FRAMES`.
+_FRAME_BYTES = MAX_RECORD_BYTES // MAX_FRAMES
+
+
+class RecordConnection(Connection, abc.ABC, Generic[Received, Sent]):
+    """One end of a connection whose records contain several frames.
+
+    Args:
+        role: as for `Connection`.
+        peer: as for `Connection`.
+        decoder: decodes the records of the peer.
+        max_received_bytes: the longest valid record of the peer.
+        max_sent_bytes: the longest record that the peer accepts.
+
+    Attributes:
+        has_full_record: whether a record is full, and should be written before further commands.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        peer: str,
+        decoder: "msgspec.msgpack.Decoder[list[Received]]",
+        max_received_bytes: int,
+        max_sent_bytes: int,
+    ) -> None:
+        super().__init__(role, peer)
+        self.has_full_record = False
+        self._max_sent_bytes = max_sent_bytes
+        self._decode = decoder.decode
+        self._max_received_bytes = max_received_bytes
+        self._records: list[bytes] = []
+        self._frames: list[Sent] = []  # of the next record
+        self._nbytes = 0
+
+    def receive(self, data: bytes | memoryview) -> list[Received]:
+        """Validate a record, and return its frames in order, up to a `Close`.
+
+        An error ends the connection, and no frame of its record is returned.
+
+        Raises:
+            ProtocolError: a frame violates the protocol.
+            RefusedError: the peer has another version.
+        """
+        if self.state is ConnectionState.CLOSED:
+            return []
+        try:
+            if len(data) > self._max_received_bytes:
+                raise ProtocolError(f"it sent a record of more than {self._max_received_bytes} bytes")
+            frames = self._decode(data)
+            for count, frame in enumerate(frames, 1):
+                self._validate(frame)
+                if isinstance(frame, Close):
+                    return frames[:count]
+        except ProtocolError:
+            self.state = ConnectionState.CLOSED
+            raise
+        except DECODE_ERRORS as error:
+            self.state = ConnectionState.CLOSED
+            raise unreadable(error) from error
+        return frames
+
+    @abc.abstractmethod
+    def _validate(self, frame: Received) -> None:
+        """Apply the rules of the role to a frame of the peer.
+
+        Raises:
+            ProtocolError: the frame violates them.
+            RefusedError: the peer has another version.
+        """
+
+    def data_to_send(self) -> Sequence[bytes]:
+        """Return the records to write now."""
+        records, self._records, self.has_full_record = self._records, [], False
+        if self._frames:
+            records.append(encode_record(self._frames))
+            self._frames, self._nbytes = [], 0
+        return records
+
+    def _send(self, frame: Sent, payload_bytes: int = 0) -> None:
+        """Add a frame to the next record; has no effect on a closed connection."""
+        if self.state is ConnectionState.CLOSED:
+            return
+        nbytes = payload_bytes + _FRAME_BYTES
+        if self._nbytes + nbytes > self._max_sent_bytes and self._frames:
+            self._records.append(encode_record(self._frames))
+            self._frames, self._nbytes = [], 0
+            self.has_full_record = True
+        self._frames.append(frame)
+        self._nbytes += nbytes

@@ -1,0 +1,141 @@
+"""A sender's end of one connection to a receiver.
+
+    OPENING --Welcome, admitted--> OPEN --Close, either way; violation--> CLOSED
+       |                                                                    ^
+       '--Welcome of another version; Close, either way; violation----------'
+
+A sender that is not admitted receives the reason in a `Close` after the `Welcome`. A message of the sender,
+whose number is assigned by its first `Put`:
+
+    --Put--> begun --End, or the last Put--> whole --Taken--> (ended)
+               |                               |
+               '-------------------------------'--Discard, or Discarded by the receiver--> (ended)
+
+Messages may be announced before the `Welcome`. A receiver may answer a message that this side has discarded
+in the meantime; its owner ignores such an answer.
+"""
+
+from msgspec.structs import replace
+
+from aiotensor.errors import ProtocolError
+from aiotensor.protocol.connection import Close, ConnectionState
+from aiotensor.protocol.frames import (
+    LEAST_FRAME_BYTES,
+    MAX_HOLDERS,
+    MAX_RECORD_BYTES,
+    TO_SENDER,
+    VERSION,
+    Attach,
+    Discard,
+    Discarded,
+    End,
+    FromSender,
+    Hello,
+    Put,
+    StatisticsReply,
+    Taken,
+    ToSender,
+    Welcome,
+    bounded,
+    encode,
+)
+from aiotensor.protocol.records import RecordConnection
+from aiotensor.types import SenderStatistics
+
+__all__ = ["SenderConnection"]
+
+_WHOLE = -1
+_REPLY_BYTES = 4096  # more than a `StatisticsReply` of this library has
+
+
+class SenderConnection(RecordConnection[ToSender, FromSender]):
+    """A sender's end of one connection.
+
+    Args:
+        hello: the first frame; `data_to_send` returns it first.
+
+    Attributes:
+        next_message: the number of the next message; also of the first message of the next connection.
+        receiver_id: the id of the receiver; None until the `Welcome`.
+    """
+
+    def __init__(self, hello: Hello) -> None:
+        super().__init__("sender", "the receiver", TO_SENDER, MAX_RECORD_BYTES, LEAST_FRAME_BYTES)
+        self.next_message = hello.first_message
+        self.receiver_id: str | None = None
+        self._first_message = hello.first_message
+        self._messages: dict[int, int] = {}  # the count of tensors announced, or _WHOLE
+        self._records.append(encode(hello))
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether the receiver has admitted this sender, and neither side has closed the connection."""
+        return self.state is ConnectionState.OPEN
+
+    # Commands
+
+    def attach(self, segment: int, placement: str, nbytes: int) -> bytes:
+        """Return the record that shares a segment; write it after all earlier ones, with the descriptor."""
+        return encode(Attach(segment, placement, nbytes))
+
+    def put(self, put: Put) -> None:
+        """Announce a tensor of a message that has not ended. A new message has the number `next_message`."""
+        number = put.message
+        if number == self.next_message:
+            self.next_message += 1
+        self._messages[number] = _WHOLE if put.last else put.tensor + 1
+        self._send(put, len(put.payload))
+
+    def end(self, message: int) -> None:
+        """Complete a message to which at least one tensor belongs."""
+        self._send(End(message, self._messages[message]))
+        self._messages[message] = _WHOLE
+
+    def discard(self, message: int) -> None:
+        """Withdraw a message that has not ended; answers to it are ignored from now on."""
+        del self._messages[message]
+        self._send(Discard(message))
+
+    def reply(self, statistics: SenderStatistics) -> None:
+        """Reply to a `StatisticsRequest`, with the longest holders only."""
+        holders = statistics.holders[:MAX_HOLDERS]
+        self._send(StatisticsReply(bounded(replace(statistics, holders=holders))), _REPLY_BYTES)
+
+    def close(self, *, uses_memory: bool) -> None:
+        """Send the last frame.
+
+        Args:
+            uses_memory: whether tensors allocated by this sender still exist. If so, the receiver must not
+                return any memory to the system, not even memory that it does not use itself.
+        """
+        self._send(Close(uses_memory=uses_memory))
+        self.state = ConnectionState.CLOSED
+
+    # Frames of the receiver
+
+    def _validate(self, frame: ToSender) -> None:
+        match frame:
+            case Taken() | Discarded():
+                if self.state is not ConnectionState.OPEN:
+                    self.check_open()
+                for number in frame.messages:
+                    count = self._messages.pop(number, None)
+                    if count is None:  # discarded by this side, or never sent
+                        self._check_sent(number)
+                    elif count != _WHOLE and isinstance(frame, Taken):
+                        raise ProtocolError(f"it took message {number}, which was not whole")
+            case Close():
+                self.state = ConnectionState.CLOSED
+            case Welcome():
+                self.receiver_id = frame.receiver
+                self.accept_hello(frame.version, frame.pid, VERSION)
+                # Never above the limit of this side's sockets, even if the receiver accepts longer records.
+                self._max_sent_bytes = min(frame.max_frame_bytes, MAX_RECORD_BYTES)
+                if frame.is_admitted:
+                    self.state = ConnectionState.OPEN
+            case _:
+                self.check_open()
+
+    def _check_sent(self, number: int) -> None:
+        if not self._first_message <= number < self.next_message:
+            raise ProtocolError(f"it answered message {number}, which was never sent")

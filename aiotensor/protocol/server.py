@@ -1,0 +1,209 @@
+"""The server's end of the connection to one client of messages.
+
+    OPENING --ClientHello, then accept--> OPEN --close; reject; disconnected--> CLOSED
+       |                                                                          ^
+       '--reject, after a ClientHello or a violation; disconnected----------------'
+
+A message of the client:
+
+    --Ask--> waiting --taken--> in hand --answer or fail--> (ended)
+                |                  |
+                '------------------'--fail; Cancel; disconnected--> (ended)
+
+A rejected client gets a `Close` in place of the hello of the server, which would make it send messages. Its
+owner ignores all messages that arrive on a closed connection, until the client has read the `Close`.
+"""
+
+from typing import NamedTuple
+
+from aiotensor.errors import ProtocolError
+from aiotensor.protocol.connection import Close, Connection, ConnectionState
+from aiotensor.protocol.exchange import (
+    VERSION,
+    Answer,
+    Ask,
+    Cancel,
+    Cause,
+    ClientHello,
+    Credit,
+    FromClient,
+    ServerHello,
+    failure,
+    read_from_client,
+    write,
+)
+from aiotensor.protocol.parts import BODY_BYTES, MAX_PARTS, PartLimits, Parts, check_parts, parts_of
+from aiotensor.protocol.window import ReceiveWindow
+from aiotensor.types import TensorHandle
+
+__all__ = ["ClientLimits", "ServerConnection"]
+
+_MAX_REASON = 1024
+
+
+class ClientLimits(NamedTuple):
+    """The limits of a server on its clients; None for no limit.
+
+    Attributes:
+        clients: the most clients at once.
+        waiting: the most messages of each client that may wait to be taken.
+        waiting_bytes: the bytes of these messages at which the client stops sending.
+        parts: the largest part, and the largest body, of a message.
+    """
+
+    clients: int | None
+    waiting: int
+    waiting_bytes: int
+    parts: PartLimits
+
+
+class ServerConnection(Connection):
+    """The server's end of the connection to one client.
+
+    Its commands return messages to send, of which the first part is the header.
+
+    Args:
+        limits: the limits of the server.
+
+    Attributes:
+        limits: the largest part, and the largest body, that the client accepts.
+        receiver: the id of the client's receiver; "" for none.
+        refusal: the reason to reject the client because of its version; None if there is none.
+        window: the messages of the client that wait.
+    """
+
+    def __init__(self, limits: ClientLimits) -> None:
+        super().__init__("server", "the client")
+        self.limits = PartLimits()
+        self.receiver = ""
+        self.refusal: str | None = None
+        self.window = ReceiveWindow(limits.waiting, limits.waiting_bytes)
+        self._own_limits = limits
+        self._next_number = 0
+
+    # Commands
+
+    def accept(self, pid: int, receiver: str) -> Parts:
+        """Accept the client after its hello.
+
+        Args:
+            pid: the process id of this server.
+            receiver: the id of the server's receiver; "" for none.
+        """
+        self.state = ConnectionState.OPEN
+        limits = self._own_limits
+        return [
+            write(ServerHello(VERSION, pid, receiver, limits.waiting, limits.waiting_bytes, *limits.parts))
+        ]
+
+    def reject(self, reason: str, *, is_refusal: bool = False) -> Parts:
+        """Close the connection because of an error of the client, or of a limit.
+
+        Args:
+            reason: the reason, for the client.
+            is_refusal: whether a new attempt fails too, because of a limit or of the version of the client.
+        """
+        self.state = ConnectionState.CLOSED
+        return [write(Close(reason[:_MAX_REASON], is_refusal))]
+
+    def close(self) -> Parts:
+        """Close the connection because the server closes."""
+        self.state = ConnectionState.CLOSED
+        return [write(Close())]
+
+    def disconnected(self) -> None:
+        """End the connection because the socket has ended."""
+        self.state = ConnectionState.CLOSED
+
+    def check(self, parts: Parts) -> None:
+        """Check that the client accepts an answer.
+
+        Args:
+            parts: the body, and the buffers beside it.
+
+        Raises:
+            TooLargeError: a part of it is too large, or it has too many.
+        """
+        check_parts(parts, self.limits, "client")
+
+    def take(self, nbytes: int) -> bool:
+        """Count a message that no longer waits; return whether to send the message of `credit`.
+
+        Args:
+            nbytes: the bytes of its body and buffers.
+        """
+        return self.window.take(nbytes) and self.state is ConnectionState.OPEN
+
+    def credit(self, others: int) -> Parts:
+        """Return the credit for the messages that no longer wait.
+
+        Args:
+            others: the number of unfinished messages of other clients.
+        """
+        window = self.window
+        window.reported(window.taken, window.taken_bytes)
+        return [write(Credit(window.taken, window.taken_bytes, others))]
+
+    def answer(
+        self, number: int, parts: Parts, handles: tuple[TensorHandle, ...], others: int
+    ) -> tuple[Answer, Parts]:
+        """Answer a message. Call `answered` with the returned frame once the returned message was sent.
+
+        Args:
+            number: the number of the message.
+            parts: the body of the answer, and the buffers beside it; checked by `check`.
+            handles: the handles of its tensors that a sender has sent.
+            others: the number of unfinished messages of other clients.
+        """
+        is_separate = len(parts[0]) >= BODY_BYTES
+        body = None if is_separate else memoryview(parts[0])
+        frame = Answer(number, body, handles, self.window.taken, self.window.taken_bytes, others)
+        return frame, [write(frame), *(parts if is_separate else parts[1:])]
+
+    def answered(self, answer: Answer) -> None:
+        """Record that an answer was sent, and the credit in it."""
+        self.window.reported(answer.taken, answer.taken_bytes)
+
+    def fail(self, number: int, cause: Cause, others: int) -> Parts:
+        """Answer a message with an error.
+
+        Args:
+            number: the number of the message.
+            cause: the error.
+            others: the number of unfinished messages of other clients.
+        """
+        window = self.window
+        window.reported(window.taken, window.taken_bytes)
+        return [write(failure(number, cause, window.taken, window.taken_bytes, others))]
+
+    # Messages of the client
+
+    def receive(self, message: list[memoryview]) -> tuple[FromClient, list[memoryview]]:
+        """Validate a message, and return its frame, and the body and buffers of an `Ask`.
+
+        After a `ClientHello` the owner calls `accept` or `reject`; after an error it calls `reject`.
+
+        Raises:
+            ProtocolError: the client violated the protocol.
+        """
+        if not 0 < len(message) <= MAX_PARTS:
+            raise ProtocolError(f"it sent a message of {len(message)} parts: there are 1 to {MAX_PARTS}")
+        frame = read_from_client(message[0])
+        parts: list[memoryview] = []
+        match frame:
+            case Ask(number):
+                self.check_open()
+                if number < self._next_number:
+                    raise ProtocolError(f"it sent message {number} after message {self._next_number - 1}")
+                parts = parts_of(frame.body, message[1:], self._own_limits.parts)
+                self.window.arrived(sum(map(len, parts)))
+                self._next_number = number + 1
+            case Cancel(number):
+                self.check_open()
+                if number >= self._next_number:
+                    raise ProtocolError(f"it cancelled message {number}, which it never sent")
+            case ClientHello():
+                self.refusal = self.record_hello(frame.version, frame.pid, VERSION)
+                self.receiver = frame.receiver
+                self.limits = PartLimits(frame.max_part_bytes, frame.max_body_bytes)
+        return frame, parts

@@ -1,0 +1,173 @@
+"""Taking tensors from the mailbox of a receiver: waiting, reserving, and returning permits."""
+
+from functools import partial
+
+import torch
+
+from aiotensor.errors import ClosedError, PeerLostError, RefusedError, WouldBlockError
+from aiotensor.protocol.mailbox import Key
+from aiotensor.receiving.intake import Intake
+from aiotensor.runtime.affinity import LoopAffinity
+from aiotensor.runtime.waiting import Waiters, at_most
+from aiotensor.transports.base import Listener
+from aiotensor.types import Delivery, TensorHandle, Usage
+
+__all__ = ["Taking", "key_of"]
+
+
+class Taking:
+    """Take tensors by their handles or in the order of arrival; belongs to the event loop's thread.
+
+    Args:
+        intake: the connections and the tensors of the receiver.
+        listener: accepts the connections.
+        affinity: states whether the receiver is closed.
+        counts: counts the tensors that are taken.
+        max_wait_s: the limit on waiting for a tensor in seconds; None for no limit.
+
+    Attributes:
+        mailbox: the mailbox of the intake.
+    """
+
+    def __init__(
+        self,
+        intake: Intake,
+        listener: Listener,
+        affinity: LoopAffinity,
+        counts: dict[str, int],
+        max_wait_s: float | None,
+    ) -> None:
+        self.intake = intake
+        self.mailbox = intake.mailbox
+        self._arrivals = intake.arrivals
+        self._listener = listener
+        self.affinity = affinity
+        self._counts = counts
+        self._max_wait_s = max_wait_s
+
+    async def close(self) -> None:
+        """End all waits, notify the senders, and release everything."""
+        self._arrivals.wake_all()
+        # Senders that receive a `Close` connect to the next receiver, and must not find this one again.
+        self._listener.stop()
+        try:
+            await self.intake.close()
+        finally:
+            await self._listener.close()
+
+    async def hold(self, key: Key) -> Delivery:
+        """Wait for a tensor, and reserve it; errors are those of `TensorReceiver.receive`."""
+        item = self.find(key)
+        if item is not None:
+            return item
+        if self._max_wait_s is None:
+            return await self._wait(key)
+        try:
+            async with at_most(self._max_wait_s, partial(self._overdue, key)):
+                return await self._wait(key)
+        except WouldBlockError:
+            item = self.find(key)  # it may have arrived in the iteration in which the time ran out
+            if item is None:
+                raise
+            return item
+
+    def find(self, key: Key) -> Delivery | None:
+        """Reserve a tensor if it is here."""
+        try:
+            return self.mailbox.hold(key)
+        except (PeerLostError, RefusedError):
+            # Its sender may have connected again, and its handle may be here before its hello was read.
+            self._listener.accept_now()
+            self.intake.read_now()
+        return self.mailbox.hold(key)
+
+    def take(self, key: Key, item: Delivery) -> torch.Tensor:
+        """Take a reserved tensor; after the last one of a message, return the permit to the sender."""
+        if self.mailbox.finish(key):
+            peer = self.intake.senders.get(key.sender)
+            if peer is not None:
+                peer.taken(key.message)
+        self._counts["tensors_taken"] += 1
+        self._counts["bytes_taken"] += item.tensor.nbytes
+        return item.tensor
+
+    def put_back(self, key: Key) -> None:
+        """Return a reserved tensor to the mailbox."""
+        self._arrivals.wake(self.mailbox.put_back(key))
+
+    def unclaim(self, key: Key) -> None:
+        """Withdraw a claim; an iteration may return the tensor now."""
+        self.mailbox.unclaim(key)
+        self._arrivals.wake_iterators()
+
+    async def change(self) -> None:
+        """Wait until a tensor for an iteration may be here, or the receiver is closed.
+
+        Raises:
+            PeerLostError: no more tensors will arrive.
+        """
+        self._arrivals.raise_if_failed()
+        await self._arrivals.iterators.wait()
+
+    def discard(self, key: Key) -> None:
+        """Discard the whole message of a tensor, even before it arrives."""
+        had_arrived, keys = self.mailbox.discard(key.sender, key.message)
+        peer = self.intake.senders.get(key.sender)
+        if had_arrived and peer is not None:
+            peer.discard(key.message)
+        self._arrivals.wake(keys)
+
+    def not_here(self, key: Key) -> WouldBlockError:
+        """Return the error for a tensor that has not arrived.
+
+        Raises:
+            PeerLostError: no more tensors will arrive.
+        """
+        self._arrivals.raise_if_failed()
+        return WouldBlockError(f"{_name(key)} has not arrived", messages=Usage(requested=1))
+
+    async def _wait(self, key: Key) -> Delivery:
+        while True:
+            self._arrivals.raise_if_failed()
+            waiters = self._arrivals.waiters.setdefault(key, Waiters())
+            try:
+                await waiters.wait()
+            finally:
+                if not waiters and self._arrivals.waiters.get(key) is waiters:
+                    del self._arrivals.waiters[key]
+            if self.affinity.is_closed:
+                raise ClosedError("this TensorReceiver was closed")
+            item = self.find(key)
+            if item is not None:
+                return item
+
+    def _overdue(self, key: Key) -> WouldBlockError:
+        if self.mailbox.has_joined(key.sender):
+            reason = "its sender is connected, and has not sent the whole message"
+        else:
+            reason = "no sender of this id has connected here: it is not open, or sends to another endpoint"
+        return WouldBlockError(
+            f"{_name(key)} has not arrived within {self._max_wait_s:g} s: {reason}",
+            messages=Usage(requested=1),
+        )
+
+
+def key_of(handle: TensorHandle) -> Key:
+    """Return the key of a handle.
+
+    Raises:
+        TypeError: it is not a handle.
+        ValueError: its numbers are negative.
+    """
+    if not isinstance(handle, TensorHandle):
+        raise TypeError(
+            f"a handle is what `send` returned, an aiotensor.TensorHandle, got {type(handle).__name__!r}: "
+            "decode it with its type, for example msgspec.msgpack.decode(data, type=aiotensor.TensorHandle)"
+        )
+    if handle.message < 0 or handle.tensor < 0:
+        raise ValueError(f"no sender made this handle, its numbers are negative: {handle}")
+    return Key(handle.sender, handle.message, handle.tensor)
+
+
+def _name(key: Key) -> str:
+    return f"tensor {key.tensor} of message {key.message} of sender {key.sender}"

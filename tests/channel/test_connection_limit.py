@@ -1,0 +1,39 @@
+"""Connections of a server, as ZeroMQ reports them: it may deliver the last message of one after the first of
+the next one with the same descriptor.
+"""
+
+from aiotensor.channel.connection_limit import ConnectionLimit
+from aiotensor.channel.refusal_log import ClientRefusalLog
+
+CLIENT = b"client"
+OTHERS = range(100, 200)
+
+
+def _limit(cut: list[int]) -> ConnectionLimit:
+    def close(descriptor: int) -> bool:
+        cut.append(descriptor)
+        return True
+
+    return ConnectionLimit(None, {CLIENT}.__contains__, close, ClientRefusalLog())
+
+
+async def test_a_late_message_of_an_ended_connection_leaves_the_client_its_connection() -> None:
+    cut: list[int] = []
+    limit = _limit(cut)
+    limit.opened(5)
+    assert limit.identify(5, CLIENT) == []
+    assert limit.identify(5, b"late") == []
+    for descriptor in OTHERS:
+        limit.opened(descriptor)
+    limit.enforce()
+    assert cut == list(OTHERS)[: len(cut)] != []  # the oldest of the others, and not the client's
+    assert limit.closed(5) == [CLIENT, b"late"]
+
+
+async def test_a_peer_that_is_no_client_replaces_earlier_ones_with_its_descriptor() -> None:
+    limit = _limit([])
+    limit.opened(5)
+    assert limit.identify(5, b"first") == []
+    assert limit.identify(5, b"second") == [b"first"]
+    assert limit.closed(5) == [b"second"]
+    assert limit.identify(5, b"third") is None

@@ -1,0 +1,341 @@
+from typing import Any
+
+import msgspec
+import pytest
+
+from aiotensor.errors import ProtocolError
+from aiotensor.protocol.connection import Close
+from aiotensor.protocol.frames import (
+    FROM_SENDER,
+    LEAST_FRAME_BYTES,
+    MAX_HOLDERS,
+    MAX_RECORD_BYTES,
+    MAX_ROWS,
+    OPENING,
+    TO_INSPECTOR,
+    TO_SENDER,
+    VERSION,
+    Hello,
+    Put,
+    ReceiverReport,
+    SenderSummary,
+    StatisticsReply,
+    Welcome,
+    bounded,
+    decode,
+    encode,
+)
+from aiotensor.statistics.counters import ERROR_NAMES
+from aiotensor.types import (
+    MAX_BOUNDS,
+    MAX_ERROR_NAMES,
+    MAX_NUMBER,
+    Holder,
+    ReceiverStatistics,
+    SenderStatistics,
+    Waits,
+)
+from tests.frames import receiver_statistics, record_of, sender_statistics
+
+HELLO = ["hello", VERSION, 1, "s", 1, 1]
+PUT = ["put", 0, 0, "uint8", [2, 3], "cpu", "inline", b"123456"]
+
+
+def fields_of(statistics: object) -> dict[str, Any]:
+    """Return statistics as the values that their frame contains."""
+    fields: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(statistics))
+    return fields
+
+
+# Statistics
+
+
+def test_a_report_of_the_most_senders_with_any_names_fits_into_a_record() -> None:
+    largest: dict[str, Any] = dict.fromkeys(ReceiverStatistics.__struct_fields__, MAX_NUMBER)
+    largest["errors"] = dict.fromkeys(ERROR_NAMES, MAX_NUMBER)
+    row = SenderSummary("\N{GRINNING FACE}" * 64, *[MAX_NUMBER] * 7)
+    report = ReceiverReport(ReceiverStatistics(**largest), (row,) * MAX_ROWS)
+
+    assert len(encode(report)) <= MAX_RECORD_BYTES
+    assert decode(TO_INSPECTOR, encode(report)) == [report]
+
+
+def test_the_longest_reply_fits_into_the_shortest_record_that_every_receiver_accepts() -> None:
+    bounds = tuple(2.0**63 - 2048 * (MAX_BOUNDS - number) for number in range(MAX_BOUNDS))
+    longest_waits = Waits(bounds, (MAX_NUMBER,) * (MAX_BOUNDS + 1), 2.0**63)
+    error_names = [f"{number:02}" + "\N{GRINNING FACE}" * 62 for number in range(MAX_ERROR_NAMES)]
+    holder = Holder(MAX_NUMBER, "\N{GRINNING FACE}" * 64, MAX_NUMBER, 2.0**63)
+    largest: dict[str, Any] = {
+        **dict.fromkeys(SenderStatistics.__struct_fields__, MAX_NUMBER),
+        "longest_wait_s": 2.0**63,
+        "permit_waits": longest_waits,
+        "memory_waits": longest_waits,
+        "errors": dict.fromkeys(error_names, MAX_NUMBER),
+        "holders": (holder,) * MAX_HOLDERS,
+    }
+    reply = StatisticsReply(SenderStatistics(**largest), "\N{GRINNING FACE}" * 64)
+
+    assert len(encode(reply)) <= LEAST_FRAME_BYTES
+    assert decode(FROM_SENDER, encode(reply)) == [reply]
+
+
+def test_numbers_beyond_the_range_of_frames_are_bounded() -> None:
+    statistics = bounded(sender_statistics(arena_bytes=2**70, waiting=3))
+    assert statistics == sender_statistics(arena_bytes=MAX_NUMBER, waiting=3)
+    unlimited = receiver_statistics(max_senders=None, mapped_bytes=2**63)
+    assert bounded(unlimited) == receiver_statistics(max_senders=None, mapped_bytes=MAX_NUMBER)
+
+
+WRONG_SECONDS = (float("nan"), float("inf"), -0.5, 2.0**64, None)
+NUMBERS_OF_SENDERS = sorted(
+    set(SenderStatistics.__struct_fields__)
+    - {"longest_wait_s", "permit_waits", "memory_waits", "errors", "holders"}
+)
+
+
+def _waited(**changes: object) -> dict[str, object]:
+    """Return three waits as they are encoded, with some fields changed."""
+    return {"bounds_s": [0.5], "counts": [1, 2], "total_s": 3.0, **changes}
+
+
+def _holder(*changes: tuple[str, object]) -> dict[str, object]:
+    return {"message": 0, "state": "open", "bytes": 0, "seconds": 0.0, **dict(changes)}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((field, wrong) for field in NUMBERS_OF_SENDERS for wrong in (-1, 2**63, None)),
+        *(("longest_wait_s", wrong) for wrong in WRONG_SECONDS),
+        ("permit_waits", None),
+        (
+            "memory_waits",
+            _waited(bounds_s=[float(n) for n in range(MAX_BOUNDS + 1)], counts=[0] * (MAX_BOUNDS + 2)),
+        ),
+        ("memory_waits", {"bounds_s": [], "counts": [0]}),
+        *(
+            ("permit_waits", _waited(counts=counts))
+            for counts in ([], [1], [1, 2, 3], [1, -2], [1, 2**63], [1, None])
+        ),
+        *(("memory_waits", _waited(bounds_s=[wrong])) for wrong in WRONG_SECONDS),
+        *(("memory_waits", _waited(total_s=wrong)) for wrong in WRONG_SECONDS),
+        *(("memory_waits", _waited(bounds_s=bounds, counts=[0] * 3)) for bounds in ([1.0, 0.5], [1.0, 1.0])),
+        ("errors", {"x" * 65: 1}),
+        ("errors", {"OSError": -1}),
+        ("errors", {f"E{number}": 1 for number in range(MAX_ERROR_NAMES + 1)}),
+        ("errors", None),
+        ("holders", [_holder()] * 1025),
+        ("holders", [_holder(("message", -1))]),
+        ("holders", [_holder(("state", "x" * 65))]),
+        ("holders", [_holder(("bytes", -1))]),
+        ("holders", [_holder(("seconds", -0.5))]),
+        ("holders", [{"message": 0}]),
+        ("holders", None),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_reply_with_one_wrong_field_is_refused(field: str, value: object) -> None:
+    fields = fields_of(sender_statistics(holders=(Holder(None, "allocated", 1, 0.5),), errors={"OSError": 1}))
+    decode(FROM_SENDER, record_of(["statistics reply", fields, "s"]))  # valid without the change
+
+    fields[field] = value
+    with pytest.raises(ProtocolError):
+        decode(FROM_SENDER, record_of(["statistics reply", fields, "s"]))
+
+
+@pytest.mark.parametrize("sender", ["x" * 65, None, 0], ids=repr)
+def test_a_reply_with_a_wrong_sender_is_refused(sender: object) -> None:
+    with pytest.raises(ProtocolError):
+        decode(FROM_SENDER, record_of(["statistics reply", fields_of(sender_statistics()), sender]))
+
+
+NOTHING = fields_of(receiver_statistics())
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        ["receiver report", {}, []],
+        ["receiver report", None, []],
+        ["receiver report", NOTHING, [["s", *[0] * 7]] * (MAX_ROWS + 1)],
+        ["receiver report", NOTHING, [["", *[0] * 7]]],
+        ["receiver report", NOTHING, [["s", -1, *[0] * 6]]],
+        ["receiver report", dict.fromkeys(NOTHING, "0"), []],
+        ["receiver report", NOTHING, [], None],
+        *(["receiver report", {**NOTHING, field: -1}, []] for field in NOTHING),
+        *(
+            ["receiver report", {**NOTHING, field: 2**63}, []]
+            for field in ("senders", "unclaimed_bytes", "bytes_taken")
+        ),
+        ["receiver report", {**NOTHING, "errors": {"OSError": -1}}, []],
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_report_with_one_wrong_field_is_refused(items: object) -> None:
+    decode(
+        TO_INSPECTOR, record_of(["receiver report", NOTHING, [["s", *[0] * 7]], True])
+    )  # this one is valid
+
+    with pytest.raises(ProtocolError):
+        decode(TO_INSPECTOR, record_of(items))
+
+
+# Fields of the other frames
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        ["hello", VERSION, -1, "s", 1, 1],
+        ["hello", VERSION, 1, "", 1, 1],
+        ["hello", VERSION, 1, "x" * 65, 1, 1],
+        ["hello", VERSION, 1, b"s", 1, 1],
+        ["hello", VERSION, 1, "s", 0, 1],
+        ["hello", VERSION, 1, "s", 2**63, 1],
+        ["hello", VERSION, 1, "s", 1, -1],
+        ["hello", VERSION, 1, "s", 1, 2**63],
+        ["hello", VERSION, 1, "s", 1, 1, -1],
+        ["hello", VERSION, 1, "s", 1, 1, 2**63],
+        ["hello", VERSION, 1, "s", 1, 1, None],
+        ["hello", "1", 1, "s", 1, 1],
+        ["hello", VERSION, 1, "s", 1],
+        ["inspect", VERSION],
+        ["inspect", VERSION, -1],
+        ["inspect", "1", 1],
+    ],
+    ids=repr,
+)
+def test_a_first_frame_with_a_wrong_field_is_refused(items: object) -> None:
+    with pytest.raises(ProtocolError):
+        decode(OPENING, record_of(items))
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        ["attach", -1, "arena", 1],
+        ["attach", 2**63, "arena", 1],
+        ["attach", 0, "", 1],
+        ["attach", 0, "x" * 65, 1],
+        ["attach", 0, "arena", -1],
+        ["attach", 0, "arena", 2**63],
+        ["attach", 0, "arena"],
+        ["end", -1, 1],
+        ["end", 0, -1],
+        ["end", 2**63, 1],
+        ["end", 0, 1.5],
+        ["end", 0],
+        ["discard", -1],
+        ["discard", None],
+        ["discard", True],
+        ["discard"],
+        ["discarded", [0]],
+        ["detach", 0],
+        ["statistics reply"],
+        ["close", "x" * 1025],
+        ["close", 0],
+        ["close", None],
+        ["close", "", 1],
+        ["close", "", False, None],
+        ["close", "", False, False, 1],
+        [],
+        {"type": "close"},
+        "close",
+        None,
+    ],
+    ids=repr,
+)
+def test_a_number_out_of_bounds_or_a_wrong_type_is_refused(items: object) -> None:
+    with pytest.raises(ProtocolError):
+        decode(FROM_SENDER, record_of(items))
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        ["welcome", VERSION, -1],
+        ["welcome", VERSION, 1, LEAST_FRAME_BYTES - 1],
+        ["welcome", VERSION, 1, 0],
+        ["welcome", VERSION, 1, -1],
+        ["welcome", VERSION, 1, None],
+        ["welcome", VERSION, 1, LEAST_FRAME_BYTES, "x" * 65],
+        ["welcome", VERSION, 1, LEAST_FRAME_BYTES, "r", 1],
+        ["welcome", "1", 1],
+        ["welcome", VERSION],
+        ["close", "x" * 1025],
+        ["close", 0],
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("decoder", [TO_SENDER, TO_INSPECTOR], ids=["to sender", "to inspector"])
+def test_frames_of_a_receiver_with_a_wrong_field_are_refused(decoder: Any, items: object) -> None:
+    with pytest.raises(ProtocolError):
+        decode(decoder, record_of(items))
+
+
+def test_optional_fields_have_defaults() -> None:
+    assert decode(OPENING, record_of(HELLO)) == [Hello(VERSION, 1, "s", 1, 1, first_message=0)]
+    assert decode(TO_SENDER, record_of(["welcome", VERSION, 1])) == [
+        Welcome(VERSION, 1, LEAST_FRAME_BYTES, receiver="", is_admitted=False)
+    ]
+    close = Close(reason="", is_refusal=False, retry=False, uses_memory=True)
+    assert decode(TO_SENDER, record_of(["close"])) == [close]
+    assert decode(FROM_SENDER, record_of(["close"])) == [close]
+
+
+def test_the_longest_reason_is_decoded() -> None:
+    assert decode(TO_SENDER, encode(Close("x" * 1024))) == [Close("x" * 1024)]
+
+
+def test_a_put_without_its_optional_fields_has_their_defaults() -> None:
+    [frame] = decode(FROM_SENDER, record_of(PUT))
+
+    assert frame == Put(0, 0, "uint8", (2, 3), "cpu", "inline", b"123456", None, False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        (1, -1),
+        (1, 2**63),
+        (2, -1),
+        (2, 2**63),
+        (3, ""),
+        (3, "x" * 65),
+        (3, b"uint8"),
+        (4, [-1]),
+        (4, [2**63]),
+        (4, [1] * 65),
+        (4, 3),
+        (5, ""),
+        (5, "x" * 65),
+        (6, ""),
+        (6, "x" * 65),
+        (7, "text"),
+        (7, None),
+        (8, -1),
+        (8, 2**63),
+        (9, None),
+        (10, 1),
+        (11, "yes"),
+    ],
+    ids=str,
+)
+def test_a_put_with_one_wrong_field_is_refused(field: int, value: object) -> None:
+    items: list[object] = [*PUT, None, False, False, False]
+    decode(FROM_SENDER, record_of(items))  # valid without the change
+
+    items[field] = value
+    with pytest.raises(ProtocolError):
+        decode(FROM_SENDER, record_of(items))
+
+
+@pytest.mark.parametrize("tag", ["taken", "discarded", "release"])
+@pytest.mark.parametrize(
+    "value", [[-1], [2**63], [0] * 4097, 0, None, ["0"]], ids=lambda value: str(value)[:9]
+)
+def test_numbers_out_of_bounds_and_too_many_are_refused(tag: str, value: object) -> None:
+    decode(TO_SENDER, record_of([tag, [0, 1]]))
+
+    with pytest.raises(ProtocolError):
+        decode(TO_SENDER, record_of([tag, value]))

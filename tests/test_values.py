@@ -1,0 +1,181 @@
+"""Values arrive bit for bit, or are refused before anything is taken for them."""
+
+import array
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiotensor import UnsupportedTensorError
+from aiotensor.tensors.dtypes import DTYPES
+from aiotensor.tensors.raw import new_tensor
+from tests.pairs import pair
+from verification.waiting import settled
+
+pytestmark = [
+    pytest.mark.usefixtures("nothing_left_behind"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+]
+
+SMALL, LARGE = (3, 4), (300, 70)
+
+
+def random_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Make a tensor of any bits at all, the odd NaNs among them (a bool has only two values)."""
+    tensor = new_tensor(shape, dtype)
+    high = 2 if dtype == torch.bool else 256
+    raw = torch.randint(0, high, (tensor.nbytes,), dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    as_bytes = [
+        tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in (one, other)
+    ]
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*as_bytes)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+async def test_every_dtype_arrives_bit_for_bit(name: str) -> None:
+    async with pair() as (sender, receiver):
+        for shape in (SMALL, LARGE, (0, 3), ()):
+            source = random_bits(DTYPES[name], shape)
+            handle = await sender.send(source)
+            received = await receiver.receive(handle)
+            assert handle.dtype == name
+            assert type(received) is torch.Tensor
+            assert same_bits(received, source)
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda tensor: tensor.t(),
+    "every third row": lambda tensor: tensor[::3],
+    "a column": lambda tensor: tensor[:, 1],
+    "a slice": lambda tensor: tensor[1:3, 1:3],
+    "expanded": lambda tensor: tensor[:1].expand(300, -1),
+    "permuted": lambda tensor: tensor.reshape(2, -1, 2).permute(2, 0, 1),
+    "overlapping": lambda tensor: tensor.reshape(-1).unfold(0, 5, 2),
+    "channels last": lambda tensor: tensor.reshape(1, 2, -1, 2).contiguous(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("shape", [(6, 4), LARGE], ids=str)
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.bfloat16, torch.complex64, torch.float8_e4m3fn], ids=str
+)
+async def test_views_of_any_strides_arrive_as_they_look(
+    view: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    async with pair() as (sender, receiver):
+        source = VIEWS[view](random_bits(dtype, shape))
+        assert same_bits(await receiver.receive(await sender.send(source)), source)
+
+
+@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=str)
+async def test_conjugate_and_negative_views_arrive_with_their_values(shape: tuple[int, ...]) -> None:
+    async with pair() as (sender, receiver):
+        source = torch.randn(shape, dtype=torch.complex64)
+        for view in (source.conj(), source.conj().t(), source.conj().imag, source.conj().conj()):
+            received = await receiver.receive(await sender.send(view))
+            assert torch.equal(received, view)
+            assert not received.is_conj()
+            assert not received.is_neg()
+        assert source.conj().imag.is_neg()
+
+
+@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=str)
+async def test_a_leaf_that_requires_a_gradient_arrives_so(shape: tuple[int, ...]) -> None:
+    async with pair() as (sender, receiver):
+        leaf = torch.randn(shape, requires_grad=True)
+        received = await receiver.receive(await sender.send(leaf))
+        assert received.requires_grad
+        assert received.is_leaf
+        assert torch.equal(received, leaf)
+        for flag in (True, False):
+            parameter = torch.nn.Parameter(torch.randn(shape), requires_grad=flag)
+            received = await receiver.receive(await sender.send(parameter))
+            assert type(received) is torch.nn.Parameter
+            assert received.requires_grad is flag
+
+
+async def test_tensors_larger_than_one_piece_arrive_whole() -> None:
+    async with pair() as (sender, receiver):
+        source = torch.randint(0, 256, (3, 9 << 20), dtype=torch.uint8)
+        for view in (source, source.t(), source[:, ::2], source[0]):
+            assert torch.equal(await receiver.receive(await sender.send(view)), view)
+
+
+async def test_numpy_arrays_and_dlpack_objects_are_sent_as_they_are() -> None:
+    async with pair() as (sender, receiver):
+        readonly = np.arange(50_000, dtype=np.uint16)
+        readonly.flags.writeable = False
+        for source in (
+            readonly,
+            readonly[::-1],
+            np.asfortranarray(np.ones((3, 4))),
+            np.array(3.0),
+        ):
+            received = await receiver.receive(await sender.send(source))
+            assert np.array_equal(received.numpy(), source)
+
+        class Exporter:
+            def __init__(self) -> None:
+                self.tensor = torch.arange(5)
+
+            def __dlpack__(self, **options: object) -> object:
+                return self.tensor.__dlpack__()
+
+            def __dlpack_device__(self) -> tuple[int, int]:
+                return (1, 0)
+
+        assert torch.equal(await receiver.receive(await sender.send(Exporter())), torch.arange(5))
+        with pytest.raises(TypeError):
+            await sender.send(array.array("i", [1]))  # type: ignore[arg-type]
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "a result of a computation with a gradient": (
+        lambda: torch.ones(3, requires_grad=True) * 2,
+        "detach",
+    ),
+    "a sparse tensor": (lambda: torch.ones(3).to_sparse(), "to_dense"),
+    "a tensor of too many dimensions": (lambda: torch.zeros([1] * 65), "reshape"),
+    "an empty tensor beyond all addresses": (lambda: torch.empty((0, 2**62), dtype=torch.float64), "smaller"),
+    "a tensor without memory": (lambda: torch.empty(3, device="meta"), "cpu"),
+    "an array of objects": (lambda: np.array([object()]), "dtype"),
+    "an array of another byte order": (lambda: np.arange(3, dtype=">i4"), "newbyteorder"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_what_cannot_arrive_as_it_is_is_refused_before_anything_is_taken(name: str) -> None:
+    make, remedy = REFUSED[name]
+    async with pair(max_concurrent_videos=1) as (sender, receiver):
+        held = await sender.send(torch.zeros(1))  # no permit is free: a refusal does not wait for one
+        with pytest.raises(UnsupportedTensorError, match=remedy):
+            await sender.send(make())  # type: ignore[arg-type]
+        await receiver.receive(held)
+        await settled(sender)
+        handle = await sender.send(torch.ones(2))  # the link is as good as before
+        assert torch.equal(await receiver.receive(handle), torch.ones(2))
+
+
+@settings(deadline=None, max_examples=25)
+@given(data=st.data())
+async def test_any_strided_view_of_any_dtype_arrives_bit_for_bit(data: st.DataObject) -> None:
+    dtype = data.draw(
+        st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.complex64, torch.float64])
+    )
+    shape = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
+    source = random_bits(dtype, tuple(shape))
+    source = source.permute(*data.draw(st.permutations(range(source.dim()))))
+    for axis, size in enumerate(source.shape):
+        start = data.draw(st.integers(0, size - 1))
+        step = data.draw(st.integers(1, 3))
+        source = source.narrow(axis, start, size - start)[(slice(None),) * axis + (slice(None, None, step),)]
+    async with pair() as (sender, receiver):
+        assert same_bits(await receiver.receive(await sender.send(source)), source)

@@ -1,0 +1,108 @@
+"""The owners of a listener and of a connector, over any transport."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from aiotensor.errors import AioTensorError
+from aiotensor.transports.base import Connector, ConnectorEvents, Transport
+from aiotensor.transports.endpoints import Endpoint, route_to
+from tests.transports.ends import End
+
+__all__ = ["Accepting", "Connecting", "connected_over"]
+
+_SENDER = "0123456789abcdef" * 2  # an id
+_MAX_RECORD_BYTES = 1 << 16
+
+
+class Accepting:
+    """The owner of a listener.
+
+    Attributes:
+        ends: all accepted connections.
+        accepted: the same, to wait for the next one.
+    """
+
+    def __init__(self) -> None:
+        self.ends: list[End] = []
+        self.accepted: asyncio.Queue[End] = asyncio.Queue()
+
+    def connection_accepted(self, transport: Transport) -> None:
+        end = End(transport)
+        self.ends.append(end)
+        self.accepted.put_nowait(end)
+
+    def listening_failed(self, error: BaseException) -> None:
+        pytest.fail(str(error))
+
+    def close(self) -> None:
+        """Close the accepted connections."""
+        for end in self.ends:
+            end.transport.close()
+
+
+class Connecting:
+    """The owner of a connector: connects again after each loss, and writes a first record.
+
+    Args:
+        make_connector: makes the connector.
+
+    Attributes:
+        connections: all connections.
+        next_connection: the same, to wait for the next one.
+        failures: the permanent failures to connect.
+        error: raised instead of writing the introduction; None to write it.
+        attempts: the number of connections, including those without an introduction.
+    """
+
+    def __init__(self, make_connector: Callable[[ConnectorEvents], Connector]) -> None:
+        self.connections: list[End] = []
+        self.next_connection: asyncio.Queue[End] = asyncio.Queue()
+        self.failures: asyncio.Queue[AioTensorError] = asyncio.Queue()
+        self.error: OSError | None = None
+        self.attempts = 0
+        self.connector = make_connector(self)
+
+    def is_connected(self) -> bool:
+        """Return whether the last connection is open."""
+        return bool(self.connections) and not self.connections[-1].transport.is_closed
+
+    def connected(self, transport: Transport) -> None:
+        self.attempts += 1
+        if self.error is not None:
+            raise self.error
+        end = End(transport, when_lost=self.connector.reconnect)
+        transport.write(f"introduction {self.attempts}".encode())
+        self.connections.append(end)
+        self.next_connection.put_nowait(end)
+
+    def connecting_failed(self, error: AioTensorError) -> None:
+        self.failures.put_nowait(error)
+
+    def close(self) -> None:
+        """Close the connector and the connections."""
+        self.connector.close()
+        for end in self.connections:
+            end.transport.close()
+
+
+@asynccontextmanager
+async def connected_over(endpoint: Endpoint) -> AsyncIterator[tuple[End, End]]:
+    """Return a connected end and the accepted one, after the introduction."""
+    route = route_to(endpoint)
+    accepting = Accepting()
+    listener = await route.listen(accepting, _MAX_RECORD_BYTES)
+    try:
+        connecting = Connecting(lambda events: route.connector(_SENDER, events))
+        try:
+            connecting.connector.connect()
+            accepted = await accepting.accepted.get()
+            assert await accepted.read() == b"introduction 1"
+            yield connecting.connections[0], accepted
+        finally:
+            connecting.close()
+    finally:
+        await listener.close()
+        accepting.close()

@@ -1,0 +1,79 @@
+"""A short run of chaos; `make chaos` makes long ones."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verification.chaos.plan import ENGINES, FAMILIES, SLOTS, FaultKind, plan_round
+
+ROOT = Path(__file__).parent.parent.parent
+_SECONDS = 20  # of rounds; with the beginning and the end of the processes it takes a few more
+_SECONDS_OF_ENGINES = 8
+
+ONLY_OF_ENGINES = (FaultKind.ATTACK, FaultKind.PARTITION)
+
+
+@pytest.mark.timeout(300)
+def test_no_tensor_is_lost_or_duplicated_and_no_call_hangs_when_processes_fail() -> None:
+    _run(_SECONDS)
+
+
+@pytest.mark.timeout(300)
+def test_no_request_reaches_two_engines_when_processes_and_the_network_fail() -> None:
+    _run(_SECONDS_OF_ENGINES, "--family", "engines")
+
+
+def _run(seconds: int, *words: str) -> None:
+    seed = int(os.environ.get("AIOTENSOR_SEED", "0")) or random.SystemRandom().getrandbits(32)
+    print(f"AIOTENSOR_SEED={seed}")  # noqa: T201 - pytest shows it with a failure
+    program = ["-m", "verification.chaos", "--seed", str(seed), *words]
+    command = [sys.executable, *program, "--seconds", str(seconds)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    again = f"AIOTENSOR_SEED={seed} or: python {' '.join(program)}"
+    assert run.returncode == 0, f"{again}\n{run.stdout}\n{run.stderr}"
+    assert run.stderr == "", again
+
+
+def test_a_round_is_planned_from_its_seed_and_number_alone() -> None:
+    assert [plan_round(5, number) for number in range(50)] == [plan_round(5, number) for number in range(50)]
+    assert plan_round(5, 7) != plan_round(6, 7) != plan_round(6, 8)
+
+
+def test_every_fault_is_planned_for_senders_and_for_the_receiver() -> None:
+    rounds = [plan for n in range(2000) if FAMILIES[(plan := plan_round(1, n)).family] != "network"]
+    planned = {(fault.kind, fault.target is None) for plan in rounds for fault in plan.faults}
+    only_senders_grow_arenas = {(kind, True) for kind in (FaultKind.NO_SPACE, FaultKind.FILE_SIZE)}
+    kinds = [kind for kind in FaultKind if kind not in ONLY_OF_ENGINES]
+    assert planned | only_senders_grow_arenas == {(kind, who) for kind in kinds for who in (True, False)}
+
+
+def test_every_client_and_engine_is_killed_stopped_and_closed_and_every_engine_attacked() -> None:
+    planned = {
+        (fault.kind, fault.target) for n in range(1000) for fault in plan_round(1, n, "engines").faults
+    }
+    ends = (FaultKind.KILL, FaultKind.STOP, FaultKind.CLOSE)
+    assert planned >= {(kind, target) for kind in ends for target in range(SLOTS + ENGINES)}
+    assert planned >= {(FaultKind.ATTACK, SLOTS + number) for number in range(ENGINES)}
+    assert (FaultKind.PARTITION, None) in planned
+
+
+def test_a_round_of_one_family_is_the_same_when_only_that_family_is_played() -> None:
+    for number in range(50):
+        plan = plan_round(5, number)
+        assert plan_round(5, number, plan.family) == plan
+
+
+def test_no_message_of_any_round_has_the_pattern_of_another() -> None:
+    orders = [
+        order
+        for number in range(200)
+        for sender in plan_round(3, number).senders
+        for part in sender.parts
+        for order in part
+    ]
+    tokens = [order.key + index for order in orders for index in range(len(order.counts))]
+    assert len(set(tokens)) == len(tokens)

@@ -1,0 +1,103 @@
+"""Sequences of operations of users, peers and the kernel in any order, over both links, on both loops.
+
+The suite runs the same sequences each time, and few of them; `make model` runs others for a given time.
+"""
+
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import settings
+from hypothesis.stateful import rule, run_state_machine_as_test
+
+from verification.model.__main__ import main
+from verification.model.machines import MACHINES, SETTINGS, WholeProtocol
+
+pytestmark = pytest.mark.timeout(900)  # hypothesis takes minutes to shrink a failure
+
+_QUEUE = "queue, asyncio"  # the machine of every fourth round, from round 0 on
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_no_sequence_of_operations_breaks_the_protocol(name: str) -> None:
+    some = settings(SETTINGS, max_examples=100, derandomize=True)
+    run_state_machine_as_test(MACHINES[name], settings=some)
+
+
+class _Choices:
+    """Stands for the choices of hypothesis in a rule."""
+
+    def __init__(self, choice: object) -> None:
+        self._choice = choice
+
+    def draw(self, strategy: object) -> Any:
+        return self._choice
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize("name", MACHINES)
+def test_an_allocation_may_get_memory_that_a_closing_receiver_releases(name: str, is_killed: bool) -> None:
+    machine = MACHINES[name]()
+    try:
+        machine.begin(has_receiver=True)
+        machine.open_sender(limit=1, arena_bytes=64 << 10)
+        sender: Any = _Choices(machine.senders[1])
+        machine.allocate(data=sender, count=3000)
+        machine.send_a_message(data=sender, several=[3, 3000])
+        machine.allocate(data=sender, count=3000)  # waits for the memory of the message
+        machine.end_the_receiver(is_killed=is_killed, is_quiet=True)
+        assert not machine.of(machine.senders[1])
+    finally:
+        machine.teardown()
+
+
+class _WrongModel(WholeProtocol):
+    """A model that denies the limit of the first sender."""
+
+    @rule()
+    def deny_a_limit(self) -> None:
+        assert all(sender.limit != 2 for sender in self.senders), "a limit of 2"
+
+
+class _Forgetful(WholeProtocol):
+    """A machine that never awaits a coroutine, which no rule can notice."""
+
+    @rule()
+    def forget_to_await(self) -> None:
+        draining = self.senders[0].sender.drain()
+        del draining
+
+
+def _run(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(main, arguments, catch_exceptions=False)
+    return done.exit_code, done.stdout
+
+
+def test_a_round_without_a_difference_ends_with_status_0() -> None:
+    status, text = _run("--seed", "7", "--round", "1")
+    assert status == 0
+    assert text.startswith("seed 7\nrounds of up to 20 sequences: 1, in ")
+
+
+def test_a_difference_is_printed_with_its_sequence_and_the_command_that_repeats_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(MACHINES, _QUEUE, _WrongModel)
+    status, text = _run("--seed", "7")
+    assert status == 1
+    sequence = text[text.index("\nstate = ") :]
+    assert sequence.splitlines()[-4:] == [
+        "state.deny_a_limit()",
+        "state.teardown()",
+        "",
+        "to repeat it: python -m verification.model --seed 7 --round 0",
+    ]
+    again = _run("--seed", "7", "--round", "0")[1]
+    assert again[again.index("\nstate = ") :] == sequence
+
+
+def test_an_error_that_nothing_raises_is_printed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MACHINES, _QUEUE, _Forgetful)
+    status, text = _run("--seed", "7", "--round", "0")
+    assert status == 1
+    assert "RuntimeWarning: coroutine 'TensorSender.drain' was never awaited" in text

@@ -1,0 +1,10 @@
+"""Programs that verify aiotensor for a given time, and the processes, networks and loops that they share.
+
+- `python -m verification.chaos` injects faults while tensors travel, and accounts for every tensor.
+- `python -m verification.fuzz` sends valid and invalid messages to every kind of peer.
+- `python -m verification.soak` runs a long load, and checks that no resource grows.
+- `python -m verification.model` compares random sequences of operations with a model.
+
+Each takes `--seconds` and `--seed`, and ends with status 1 if it finds an error. `tests/verification` has a
+short run of each.
+"""

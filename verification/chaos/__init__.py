@@ -1,0 +1,1 @@
+"""Faults while tensors travel, and an account of every tensor."""

@@ -1,0 +1,94 @@
+"""The private state of a process of the run, besides its open ends."""
+
+import asyncio
+import contextlib
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from verification.chaos.journal import Journal
+from verification.processes.allocator import forget_free_memory, keep_no_large_pieces
+from verification.processes.peers import State
+
+__all__ = ["ARENA_BYTES", "MAX_MAPPED_BYTES", "begin", "here", "say_where", "tidy", "token_of"]
+
+ARENA_BYTES = 16 << 20
+MAX_MAPPED_BYTES = 4 * ARENA_BYTES  # three senders, and the remains of a killed one
+_PIECE = 8192  # elements
+
+
+class Here:
+    """The journal and the settings of this process."""
+
+    def __init__(self) -> None:
+        self.journal: Journal
+        self.collects_in_finalizers = False
+        self.jumped_s = 0.0  # by how much the loop's clock is ahead
+        self.uses: list[Callable[[], object]] = []  # of open ends other than senders and receivers
+
+
+here = Here()
+
+
+async def begin(state: State, folder: str, name: str) -> None:
+    """Redirect the journal, the log and the standard error of this process to its files."""
+    silence = os.open(f"{folder}/{name}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(silence, sys.stderr.fileno())
+    os.close(silence)
+    warnings.simplefilter("always")
+    log = logging.FileHandler(f"{folder}/{name}.log")
+    log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.getLogger("aiotensor").addHandler(log)
+    logging.getLogger("aiotensor").setLevel(logging.INFO)
+    logging.getLogger("aiotensor").propagate = False  # asyncio's own complaints go to stderr
+    faulthandler.register(signal.SIGUSR1)  # to locate a hang
+    here.journal = Journal(f"{folder}/{name}.journal")
+    # asyncio's loop calls its `time` for its timers; uvloop reads the kernel's clock and has no such hook.
+    loop = asyncio.get_running_loop()
+    if isinstance(loop, asyncio.BaseEventLoop):
+        loop.time = lambda: time.monotonic() + here.jumped_s  # type: ignore[method-assign]
+    keep_no_large_pieces()
+    gc.freeze()  # a collection at every allocation then visits few objects
+
+
+async def tidy(state: State) -> None:
+    """Return free memory to the system, so that only used memory remains."""
+    del state
+    forget_free_memory()
+
+
+async def say_where(state: State) -> None:
+    """Print what every task waits for to the standard error."""
+    for task in asyncio.all_tasks():
+        awaited: Any = task.get_coro()
+        while awaited is not None:
+            frame = getattr(awaited, "cr_frame", None)
+            where = f"{frame.f_code.co_qualname}:{frame.f_lineno}" if frame is not None else repr(awaited)
+            print(f"{task.get_name()} {where}", file=sys.stderr)  # noqa: T201
+            awaited = getattr(awaited, "cr_await", None)
+    for sender in state.senders:
+        print(sender.statistics(), file=sys.stderr)  # noqa: T201
+    for receiver in state.receivers:
+        print(receiver.statistics(), file=sys.stderr)  # noqa: T201
+    for use in here.uses:
+        with contextlib.suppress(Exception):
+            print(use(), file=sys.stderr)  # noqa: T201
+
+
+def token_of(tensor: torch.Tensor) -> int | None:
+    """Return the token whose pattern a tensor has, or None if it has none; takes little memory."""
+    token = int(tensor[0])
+    for start in range(0, tensor.numel(), _PIECE):
+        piece = tensor[start : start + _PIECE]
+        if not torch.equal(piece, torch.arange(start, start + piece.numel()) * 31 + token):
+            return None
+    return token

@@ -1,0 +1,127 @@
+"""The journal of a process: a record of its operations, which survives `kill -9`."""
+
+import os
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import msgspec
+
+__all__ = [
+    "Answered",
+    "Began",
+    "Broken",
+    "Dropped",
+    "Ended",
+    "Event",
+    "Heard",
+    "Journal",
+    "Replied",
+    "Sent",
+    "Taken",
+    "Withdrawn",
+    "read",
+]
+
+
+class Began(msgspec.Struct, tag=True, frozen=True):
+    """A message with a number of tensors is about to be sent."""
+
+    key: int
+    tensors: int
+
+
+class Sent(msgspec.Struct, tag=True, frozen=True):
+    """A tensor has got its handle, after a number of losses of its sender's receivers."""
+
+    token: int
+    sender: str
+    message: int
+    tensor: int
+    losses: int
+
+
+class Ended(msgspec.Struct, tag=True, frozen=True):
+    """Sending a message ended: with "whole", or with the name of an error."""
+
+    key: int
+    how: str
+    text: str = ""
+
+
+class Withdrawn(msgspec.Struct, tag=True, frozen=True):
+    """The sender is about to discard a message."""
+
+    key: int
+
+
+class Taken(msgspec.Struct, tag=True, frozen=True):
+    """A tensor was received, with the pattern of this token, under this handle."""
+
+    token: int
+    sender: str
+    message: int
+    tensor: int
+
+
+class Dropped(msgspec.Struct, tag=True, frozen=True):
+    """The receiver is about to discard a message."""
+
+    sender: str
+    message: int
+
+
+class Answered(msgspec.Struct, tag=True, frozen=True):
+    """At the end, a request for a handle raised this error."""
+
+    sender: str
+    message: int
+    tensor: int
+    error: str
+
+
+class Heard(msgspec.Struct, tag=True, frozen=True):
+    """A server has taken the question with this key, and its tensors had the right values."""
+
+    key: int
+
+
+class Replied(msgspec.Struct, tag=True, frozen=True):
+    """A server has answered the question with this key, while its client waited for the answer."""
+
+    key: int
+
+
+class Broken(msgspec.Struct, tag=True, frozen=True):
+    """The process itself detected an error."""
+
+    text: str
+
+
+Event: TypeAlias = Began | Sent | Ended | Withdrawn | Taken | Dropped | Answered | Heard | Replied | Broken
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Event).decode
+
+
+class Journal:
+    """Write events to a file, each in one system call, so that a kill neither loses nor truncates one.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def __call__(self, event: Event) -> None:
+        os.write(self._file, _encode(event) + b"\n")
+
+    def begin_anew(self) -> None:
+        """Forget the last round."""
+        os.ftruncate(self._file, 0)
+
+
+def read(path: str) -> Sequence[Event]:
+    """Return the events of a journal."""
+    with open(path, "rb") as file:
+        return [_decode(line) for line in file]

@@ -1,0 +1,369 @@
+"""Run a round: start it, inject its faults, wait until it ends, and check the result."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Iterable
+from contextlib import asynccontextmanager
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from aiotensor import ReceiverStatistics, SenderStatistics, TensorHandle
+from verification.chaos import faults, sending, taking
+from verification.chaos.audit import Account, Tally, audit
+from verification.chaos.family import WATCHDOG_S, Family, GoneError, Member, RoundError
+from verification.chaos.here import ARENA_BYTES, MAX_MAPPED_BYTES
+from verification.chaos.journal import Sent
+from verification.chaos.plan import SLOTS, Fault, FaultKind, Round
+from verification.processes import watch
+from verification.promptly import allowed_s
+
+__all__ = ["Play", "Segments", "Times"]
+
+T = TypeVar("T")
+
+_TOLD_WITHIN_S = 1.0
+_RESOURCES = (FaultKind.NO_SPACE, FaultKind.FILE_SIZE, FaultKind.NO_ADDRESSES, FaultKind.NO_DESCRIPTORS)
+
+
+def _is_late(took: float) -> bool:
+    return took > _TOLD_WITHIN_S and took > allowed_s(_TOLD_WITHIN_S)
+
+
+class Times(msgspec.Struct):
+    """The longest times of a run, in seconds."""
+
+    senders_told: float = 0.0  # from the loss of their receiver until no call waits
+    receiver_told: float = 0.0  # from the loss of a sender until the receiver reports it
+    recovered: float = 0.0  # from the end of the faults until a tensor of every sender has arrived
+    reached: float = 0.0  # from the end of the faults until every client has reached every engine
+    settled: float = 0.0  # until every permit and block has been released
+    paused: float = 0.0  # the longest stall of a client, an engine or the run itself
+
+
+class Segments(NamedTuple):
+    """The number of memory segments that a process may have mapped: its own, and those of other processes."""
+
+    own: int
+    others: int
+
+    def allows(self, mapped: int, descriptors: int) -> bool:
+        """Return whether these numbers of mappings, and of descriptors of such memory, are allowed."""
+        return descriptors <= self.own and 0 <= mapped - descriptors <= self.others  # a mapping has none
+
+
+class Play:
+    """One round of one family."""
+
+    def __init__(self, plan: Round, family: Family, times: Times) -> None:
+        self.plan = plan
+        self.family = family
+        self.times = times
+        self.gone: list[tuple[Member, int | None]] = []  # with their slots
+        self.new: list[Member] = []
+        self.programs: set[asyncio.Task[None]] = set()
+        self.receiver_is_old = True
+        self.lingering: list[int] = []
+        self.faults_ended = 0.0
+
+    async def run(self, tally: Tally) -> list[str]:
+        family, plan = self.family, self.plan
+        await asyncio.gather(*(member.call(family.sending.begin_round) for member in family.members))
+        await self.begin()
+        for slot, sender in enumerate(family.senders):
+            self._send(sender, slot, 0)
+        try:
+            async with asyncio.timeout(3 * WATCHDOG_S), _all_of(self.inject(fault) for fault in plan.faults):
+                pass
+            self.faults_ended = time.monotonic()
+            if family.has_ended:
+                self._give_up_new()
+            while self.programs:
+                await asyncio.gather(*self.programs)
+                self.programs = {program for program in self.programs if not program.done()}
+        finally:
+            for program in self.programs:
+                program.cancel()
+            for pid in self.lingering:
+                os.kill(pid, signal.SIGKILL)
+        living = [(slot, sender) for slot, sender in enumerate(family.senders) if not sender.is_killed]
+        if not family.has_ended:
+            await self.recover(living)
+        settling = time.monotonic()
+        problems = await self.settle([sender for _, sender in living])
+        self.times.settled = max(self.times.settled, time.monotonic() - settling)
+        accounts = [
+            Account(member.name, slot, member.is_killed, member.events(), member.losses, member in self.new)
+            for member, slot in [
+                *self.gone,
+                *((member, slot) for slot, member in family.by_slot if not member.is_killed),
+            ]
+        ]
+        problems += self.audit(accounts, tally)
+        problems += await self._look_around()
+        if problems:
+            members = [*dict.fromkeys([*(member for member, _ in self.gone), *family.members])]
+            problems += [f"log of {member.name}: {line}" for member in members for line in member.logged]
+        for member, _ in self.gone:
+            await member.close()
+        return problems
+
+    # The round
+
+    async def begin(self) -> None:
+        """Start the receiver according to the plan."""
+        family = self.family
+        firsts = {sender.id: sender.first for sender in family.senders}
+        await family.receiver.call(family.taking.take, self.plan.taker, firsts)
+
+    def member(self, target: int | None) -> Member:
+        """Return the process that a fault affects."""
+        return self.family.receiver if target is None else self.family.senders[target]
+
+    async def end(self, fault: Fault, member: Member) -> None:
+        """Kill a process and replace it, or close and reopen it."""
+        if fault.target is None:
+            await self._end_receiver(fault.kind)
+        elif fault.kind is FaultKind.CLOSE:
+            member.id = await member.call(self.family.sending.reopen, self.plan.senders[fault.target])
+        else:
+            await self._kill_sender(fault.target)
+
+    def _send(self, sender: Member, slot: int, part: int) -> None:
+        program = asyncio.create_task(self._program(sender, slot, part))
+        self.programs.add(program)
+
+    async def _program(self, sender: Member, slot: int, part: int) -> None:
+        with contextlib.suppress(GoneError):
+            await sender.call(
+                self.family.sending.send_all,
+                self.plan.senders[slot],
+                part,
+                pauses=self.plan.ends_the_receiver and part == 0,
+            )
+
+    async def inject(self, fault: Fault) -> None:
+        """Inject a fault when it is due."""
+        await asyncio.sleep(fault.at_ms / 1000)
+        member = self.member(fault.target)
+        with contextlib.suppress(GoneError):
+            match fault.kind:
+                case FaultKind.KILL | FaultKind.KILL_WITH_FORK:
+                    if fault.kind is FaultKind.KILL_WITH_FORK:
+                        self.lingering.append(await member.call(faults.fork_and_linger))
+                    await self.end(fault, member)
+                case FaultKind.CLOSE:
+                    await self.end(fault, member)
+                case FaultKind.STOP:
+                    await member.stop(fault.for_ms / 1000)
+                case FaultKind.FORK:
+                    went_on = await member.call(faults.fork)
+                    if went_on:
+                        raise RoundError(f"{member.name}: {went_on} uses went on in a forked child")
+                case _:
+                    await member.call(faults.suffer, fault.kind, fault.for_ms / 1000, self.plan.number)
+
+    async def _kill_sender(self, slot: int) -> None:
+        family, sender, receiver = self.family, self.family.senders[slot], self.family.receiver
+        watched = self.receiver_is_old and not self.plan.has(slot, (FaultKind.CLOSE,))
+        at = sender.kill()
+        self.gone.append((sender, slot))
+        if watched:
+            with contextlib.suppress(GoneError):
+                pid, took = await _timed(receiver, at, receiver.call(family.taking.heard, sender.id))
+                if self.receiver_is_old:
+                    self.times.receiver_told = max(self.times.receiver_told, took)
+                    if _is_late(took) or pid != sender.pid:
+                        raise RoundError(
+                            f"the end of {sender.name} was told after {took:.3f} s, naming {pid}"
+                        )
+        if not family.has_ended:
+            await self.replace_sender(slot)
+
+    async def replace_sender(self, slot: int) -> None:
+        """Start a new process in place of a killed one."""
+        family = self.family
+        replacement = await family.new_sender(self.plan, slot)
+        self.new.append(replacement)
+        family.senders[slot] = replacement
+        self._send(replacement, slot, 1)
+
+    async def _end_receiver(self, kind: FaultKind) -> None:
+        family, old = self.family, self.family.receiver
+        senders = [sender for sender in family.senders if sender not in self.new]
+        self.receiver_is_old = False
+        if family.is_queue:
+            family.has_ended = True
+        if kind is FaultKind.CLOSE:
+            await old.call(family.taking.close)
+            at = time.monotonic()
+        else:
+            at = old.kill()
+            self.gone.append((old, None))
+        async with _all_of(self._told(sender, at) for sender in senders):
+            if family.is_queue:
+                return
+            if kind is FaultKind.CLOSE:
+                new = old
+            else:
+                new = await family.new_receiver(self.plan)
+        await new.call(family.taking.open_receiver, self.plan.taker)
+        await new.call(family.taking.take, self.plan.taker, {})
+        family.receiver = new
+
+    async def _told(self, sender: Member, at: float) -> None:
+        with contextlib.suppress(GoneError):
+            _, took = await _timed(sender, at, sender.call(self.family.sending.told))
+            self.times.senders_told = max(self.times.senders_told, took)
+            if _is_late(took):
+                raise RoundError(f"{sender.name} was told of the end of its receiver after {took:.3f} s")
+
+    def _give_up_new(self) -> None:
+        """Kill the senders whose hello may still be on a queue that no process reads any more."""
+        for slot, sender in enumerate(self.family.senders):
+            if sender in self.new and not sender.is_killed:
+                sender.kill()
+                self.gone.append((sender, slot))
+
+    # Its end
+
+    async def recover(self, living: list[tuple[int, Member]]) -> None:
+        """Check that a tensor of every sender arrives."""
+        family, healed = self.family, time.monotonic()
+        await family.receiver.call(family.taking.stop)
+        # Concurrently: a probe may wait for a permit that `ask` releases, and `ask` may wait for a sender.
+        await asyncio.gather(
+            self.ask(), *(family.probe(sender, self.plan.senders[slot]) for slot, sender in living)
+        )
+        self.times.recovered = max(self.times.recovered, time.monotonic() - healed)
+
+    async def ask(self) -> None:
+        """Request every tensor that has a handle from the receiver."""
+        family = self.family
+        senders = {*family.senders}
+        if self.receiver_is_old:  # a new one does not know the senders killed before it started
+            senders |= {member for member, slot in self.gone if slot is not None}
+        handles = [
+            TensorHandle(event.sender, event.message, event.tensor, "int64", (1,), "cpu")
+            for sender in senders
+            for event in sender.events()
+            if isinstance(event, Sent)
+        ]
+        await family.receiver.call(taking.answer, handles)
+
+    async def settle(self, living: list[Member]) -> list[str]:
+        """Wait until nothing is held, and return the problems found."""
+        family = self.family
+        problems = []
+        receiver: ReceiverStatistics | None = None
+        if not family.receiver.is_killed and not family.has_ended:
+            receiver = await family.receiver.call(taking.settle)
+        for sender in living:
+            statistics, sender.losses = await sender.call(sending.settle)
+            problems += [f"{sender.name}: {wrong}" for wrong in _wrong_with_sender(statistics)]
+        if receiver is not None:
+            problems += [
+                f"{family.receiver.name}: {wrong}" for wrong in _wrong_with_receiver(receiver, len(living))
+            ]
+        return problems
+
+    def audit(self, accounts: list[Account], tally: Tally) -> list[str]:
+        """Account for all sent tensors."""
+        return audit(self.plan, accounts, self.family.dropped, tally)
+
+    def may_log(self, line: str, slot: int | None) -> bool:
+        """Return whether a fault in the plan explains an error in a log."""
+        return "protocol" not in line and self.plan.has(slot, _RESOURCES)
+
+    def wrong_with_log(self, lines: list[str]) -> list[str]:
+        """Return the problems with the log of a process."""
+        del lines
+        return []
+
+    async def _look_around(self) -> list[str]:
+        family = self.family
+        problems = [f"left in the folder: {name}" for name in family.left_in_folder()]
+        for member, slot in self.gone:
+            problems += self._said(member, slot)
+        for slot, member in family.by_slot:
+            if member.is_killed:
+                continue
+            problems += self._said(member, slot)
+            if not family.has_ended:
+                problems += await _wrong_with_process(member, self.segments(slot))
+        mine = [f"torch_{member.pid}_" for member in family.members]
+        for name in os.listdir("/dev/shm"):  # noqa: S108 - read only
+            if "aiotensor" in name or any(name.startswith(one) for one in mine):
+                problems.append(f"left in /dev/shm: {name}")
+        return problems
+
+    def segments(self, slot: int | None) -> Segments:
+        """Return how many mappings of shared memory a process may have."""
+        return Segments(0, SLOTS) if slot is None else Segments(1, 0)
+
+    def _said(self, member: Member, slot: int | None) -> list[str]:
+        problems = [f"{member.name} complained: {member.complaints}"] if member.complaints else []
+        lines = member.new_log()
+        problems += [f"{member.name} {wrong}" for wrong in self.wrong_with_log(lines)]
+        for line in lines:
+            is_error = " ERROR " in line or " CRITICAL " in line or "Traceback" in line
+            if is_error and not self.may_log(line, slot):
+                problems.append(f"{member.name} logged: {line}")
+        return problems
+
+
+@asynccontextmanager
+async def _all_of(works: Iterable[Awaitable[None]]) -> AsyncIterator[None]:
+    """Run these concurrently with the block, and wait for them; the first error cancels all."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(_await(work))
+            yield
+    except* RoundError as errors:
+        raise errors.exceptions[0] from None
+
+
+async def _await(work: Awaitable[None]) -> None:
+    await work
+
+
+async def _timed(member: Member, at: float, call: Awaitable[T]) -> tuple[T, float]:
+    """Return the result and the time since an event, excluding the time for which the process was stopped."""
+    result = await call
+    return result, time.monotonic() - max(at, member.continued_at)
+
+
+def _wrong_with_sender(now: SenderStatistics) -> list[str]:
+    held = (now.in_flight, now.waiting, now.bytes_in_use, now.longest_wait_s, now.holders)
+    return [] if held == (0, 0, 0, 0.0, ()) else [f"holds something at rest: {now}"]
+
+
+def _wrong_with_receiver(now: ReceiverStatistics, senders: int) -> list[str]:
+    held = (now.leases, now.leased_bytes, now.unclaimed_tensors, now.unclaimed_bytes, now.waiting)
+    wrong = [] if held == (0, 0, 0, 0, 0) else [f"holds something at rest: {now}"]
+    if now.senders != senders or now.mapped_bytes != senders * ARENA_BYTES:
+        wrong.append(f"has other senders than the {senders} that live: {now}")
+    if now.mapped_bytes > MAX_MAPPED_BYTES:
+        wrong.append(f"has more mapped than it may: {now}")
+    return wrong
+
+
+async def _wrong_with_process(member: Member, segments: Segments) -> list[str]:
+    """Compare the descriptors and mappings of a process with the expected ones."""
+    ends = time.monotonic() + WATCHDOG_S
+    while True:  # unmapping runs in a thread, and the end of a connection may be noticed late
+        mapped, descriptors = watch.memfds(member.pid), watch.targets(member.pid)
+        own = [name for name in descriptors if "memfd:aiotensor " not in name]
+        if member.own_descriptors is None:
+            member.own_descriptors = own
+        if own == member.own_descriptors and segments.allows(mapped, len(descriptors) - len(own)):
+            return []
+        if time.monotonic() > ends:
+            before = "".join(f"\n  - {name}" for name in member.own_descriptors)
+            now = "".join(f"\n  + {name}" for name in descriptors)
+            return [f"{member.name} has {mapped} segments, and other descriptors than before:{before}{now}"]
+        await asyncio.sleep(0.001)

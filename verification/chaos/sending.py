@@ -1,0 +1,136 @@
+"""The operations of a sender's process in a round."""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+import torch
+
+from aiotensor import PeerLostError, RefusedError, SenderStatistics, TensorHandle, TensorQueue, TensorSender
+from verification.chaos.here import ARENA_BYTES, here
+from verification.chaos.journal import Broken, Sent, Withdrawn
+from verification.chaos.plan import Order, SenderPlan
+from verification.chaos.working import GivenUpError, Work
+from verification.patterns import pattern
+from verification.processes.peers import State
+
+__all__ = ["begin_round", "open_sender", "probe", "reopen", "send_all", "settle", "told"]
+
+
+async def open_sender(state: State, plan: SenderPlan) -> str:
+    sender = TensorSender(state.endpoint, plan.permits, ARENA_BYTES, keep_warm_s=plan.keep_warm_s)
+    await sender.__aenter__()
+    state.senders.append(sender)
+    return sender.id
+
+
+async def reopen(state: State, plan: SenderPlan) -> str:
+    """Close the sender during its operations, and open another."""
+    old = state.sender
+    try:
+        await open_sender(state, plan)
+    except OSError:
+        return old.id  # this process currently has no descriptors
+    await old.aclose()
+    return state.sender.id
+
+
+def _losses(state: State) -> int:
+    return sum(sender.statistics().receivers_lost for sender in state.senders)
+
+
+def _in_flight(state: State) -> int:
+    return sum(sender.statistics().in_flight for sender in state.senders)
+
+
+async def begin_round(state: State) -> None:
+    """Forget the last round."""
+    _work.begin(state)
+
+
+async def send_all(state: State, plan: SenderPlan, part: int, *, pauses: bool) -> None:
+    """Carry out the orders of a part; see `Work.run`."""
+    await _work.run(state, plan, part, pauses=pauses)
+
+
+async def _carry_out(state: State, order: Order, sources: Sequence[torch.Tensor]) -> None:
+    sender = state.sender
+    handles: list[TensorHandle] = []
+    await _work.account(order, _send(state, order, sources, handles))
+    if order.fate == "discard" and handles:
+        await asyncio.sleep(order.after_ms / 1000)
+        here.journal(Withdrawn(order.key))
+        if sender is state.sender:
+            sender.discard(handles[0])
+    _check_limits(sender.statistics())
+
+
+async def _send(
+    state: State, order: Order, sources: Sequence[torch.Tensor], handles: list[TensorHandle]
+) -> None:
+    sender = state.sender
+
+    def sent(handle: TensorHandle) -> None:
+        token = order.key + handle.tensor
+        here.journal(Sent(token, handle.sender, handle.message, handle.tensor, _losses(state)))
+        handles.append(handle)
+
+    match order.how:
+        case "send":
+            sent(await sender.send(sources[0]))
+        case "nowait":
+            sent(sender.send_nowait(sources[0]))
+        case "allocate":
+            tensor = await sender.allocate(tuple(sources[0].shape), sources[0].dtype)
+            tensor.copy_(sources[0])
+            await _work.pause(state)
+            sent(await sender.send(tensor))
+        case "message":
+            async with sender.message() as message:
+                for source in sources:
+                    sent(await message.send(source))
+                if order.fate == "raise":
+                    raise GivenUpError
+        case _:
+            raise AssertionError(order.how)
+
+
+_work = Work(_losses, _in_flight, _carry_out)
+
+
+def _check_limits(statistics: SenderStatistics) -> None:
+    if statistics.peak_in_flight > statistics.max_concurrent_videos:
+        here.journal(Broken(f"more messages in flight than permits: {statistics}"))
+    if statistics.peak_bytes_in_use > statistics.arena_bytes:
+        here.journal(Broken(f"more bytes in use than the arena has: {statistics}"))
+
+
+async def told(state: State) -> int:
+    """Wait until the loss of a receiver has ended every wait; see `Work.told`."""
+    return await _work.told(state)
+
+
+async def probe(state: State, plan: SenderPlan) -> TensorHandle:
+    """Send a tensor to the current receiver, or to the next one."""
+    while True:
+        # The listening socket of a killed process outlives its connections for a moment, and a sender that a
+        # limit refused is accepted once another has left.
+        with contextlib.suppress(PeerLostError, RefusedError):
+            return await state.sender.send(pattern(0, 3))
+        if isinstance(
+            state.endpoint, TensorQueue
+        ):  # a sender that a queue's receiver refused must be reopened
+            await reopen(state, plan)
+        await asyncio.sleep(0.001)
+
+
+async def settle(state: State) -> tuple[SenderStatistics, int]:
+    """Wait until nothing is held, forget the senders that were closed, and count the losses."""
+    for sender in state.senders:
+        _check_limits(sender.statistics())
+    sender = state.sender  # the last messages of closed senders have no reported outcome
+    while (now := sender.statistics()).in_flight or now.bytes_in_use or now.waiting:
+        await asyncio.sleep(0.001)
+    losses = _losses(state)
+    del state.senders[:-1]
+    return state.sender.statistics(), losses

@@ -1,0 +1,1 @@
+"""Valid and invalid messages to every kind of peer."""

@@ -1,0 +1,89 @@
+"""Checks of the decoders: each input is decoded or refused, within bounds of time and memory."""
+
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from aiotensor.codec import TensorDecoder, TensorEncoder
+from aiotensor.errors import ProtocolError
+from aiotensor.protocol.exchange import FromClient, FromServer, read_from_client, read_from_server, write
+from aiotensor.protocol.frames import (
+    FROM_SENDER,
+    OPENING,
+    TO_INSPECTOR,
+    TO_SENDER,
+    FromSender,
+    Opening,
+    ToInspector,
+    ToSender,
+    decode,
+    encode,
+)
+from verification.fuzz.notes import Note
+
+__all__ = ["decode_both_ways", "decode_headers", "decode_message"]
+
+# Of processor time, for a record of 64 KiB: a hundred times the duration on a slow machine.
+_SECONDS = 1.0
+
+# For each byte of the record: a frame of two bytes becomes an object of some dozens.
+_AMPLIFIED = 100
+_AT_LEAST = 1 << 16
+
+_notes = TensorDecoder(Note)
+_DECODERS: tuple[Any, ...] = (OPENING, FROM_SENDER, TO_SENDER, TO_INSPECTOR)
+_any: Any = Any  # which is no type to mypy
+_anything: TensorDecoder[Any] = TensorDecoder(_any)
+
+
+def decode_both_ways(record: bytes) -> None:
+    """Check that each decoder reads or refuses a record, and that its frames survive a round trip."""
+    for decoder in _DECODERS:
+        read = partial(decode, decoder)
+        frames = _in_bounds(read, record, len(record))
+        if frames is not None:
+            assert all(isinstance(frame, Opening | FromSender | ToSender | ToInspector) for frame in frames)
+            assert read(encode(*frames)) == frames
+
+
+def decode_headers(data: bytes) -> None:
+    """Check that each side decodes or refuses a header, and that a decoded header survives a round trip."""
+    for read in (read_from_client, read_from_server):
+        header = _in_bounds(read, data, len(data))
+        if header is not None:
+            assert isinstance(header, FromClient | FromServer)
+            assert read(write(header)) == header
+
+
+def decode_message(parts: Sequence[bytes]) -> None:
+    """Check that a message is decoded or refused, and that its tensors have no more bytes than it has."""
+    nbytes = sum(map(len, parts))
+    _in_bounds(_anything.decode, parts, nbytes)
+    note = _in_bounds(_notes.decode, parts, nbytes)
+    if note is not None:
+        assert sum(tensor.nbytes for tensor in note.tensors) <= nbytes
+        again = _written(note)
+        assert _written(_notes.decode(again)) == again
+
+
+def _written(note: Note) -> list[bytes]:
+    return [bytes(part) for part in TensorEncoder().encode(note)]
+
+
+def _in_bounds(decode: Callable[[Any], Any], data: bytes | Sequence[bytes], nbytes: int) -> Any:
+    """Decode, and return None if the decoder refuses the data; check that it takes little time and memory."""
+    tracemalloc.start()
+    began = time.process_time()
+    try:
+        found = decode(data)
+    except ProtocolError:
+        found = None
+    finally:
+        seconds = time.process_time() - began
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert seconds < _SECONDS, f"{seconds} s for {nbytes} bytes"
+    assert peak < _AT_LEAST + _AMPLIFIED * nbytes, f"{peak} bytes for {nbytes}"
+    return found

@@ -1,0 +1,192 @@
+"""An engine behind a receiver with rogue senders: it takes, checks and frees every tensor."""
+
+import asyncio
+import ctypes
+import logging
+import os
+import re
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from aiotensor import Delivery, TensorReceiver
+from aiotensor.runtime.worker import Worker, in_thread
+from verification.fuzz.things import GUARD, LOOSE_NAME, MEMORY_NAME
+from verification.internals import connections_at, intake_of
+from verification.patterns import pattern
+from verification.processes import watch
+from verification.processes.allocator import forget_free_memory
+from verification.waiting import until
+
+__all__ = ["Engine", "Figures", "Troubles", "figures"]
+
+_KEPT = 3  # so that some tensors outlive their senders
+
+
+class Figures(NamedTuple):
+    """The resources of a process."""
+
+    resident_kib: int
+    descriptors: int
+    mappings: int
+    threads: int
+    tasks: int
+
+    def grown(self, since: "Figures", slack_kib: int) -> list[str]:
+        """Return descriptions of the figures that have grown."""
+        grown = [
+            f"{name}: {before} -> {now}"
+            for name, before, now in zip(self._fields[1:], since[1:], self[1:], strict=True)
+            if now > before
+        ]
+        if self.resident_kib - since.resident_kib > slack_kib:
+            grown.append(f"resident KiB: {since.resident_kib} -> {self.resident_kib}")
+        return grown
+
+
+async def threads_started(*workers: Worker) -> None:
+    """Start the threads of workers, which otherwise start with the first job, at any later time."""
+    await in_thread(int)
+    for worker in workers:
+        worker.begin("nothing", int)
+        await worker.submit(int)
+
+
+def figures() -> Figures:
+    """Measure this process."""
+    forget_free_memory()
+    pid = os.getpid()
+    mappings = Path("/proc/self/maps").read_text().count("/memfd:")
+    return Figures(
+        watch.resident_kib(pid),
+        watch.descriptors(pid),
+        mappings,
+        threading.active_count(),
+        len(asyncio.all_tasks()),
+    )
+
+
+class Troubles(logging.Handler):
+    """Collect errors that no peer may cause: exceptions in the loop, and log records with an exception."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.found: list[str] = []
+        self.cut_off = self.refused = 0
+
+    def watch(self) -> None:
+        """Start collecting, in the running loop."""
+        logger = logging.getLogger("aiotensor")
+        logger.addHandler(self)
+        logger.propagate = False
+        asyncio.get_running_loop().set_exception_handler(self._in_loop)
+
+    def leave(self) -> None:
+        """Stop collecting."""
+        logger = logging.getLogger("aiotensor")
+        logger.removeHandler(self)
+        logger.propagate = True
+        asyncio.get_running_loop().set_exception_handler(None)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        self.cut_off += "broke the protocol" in text
+        self.refused += "is refused" in text
+        if record.exc_info is not None and record.exc_info[0] is not None:
+            self.found.append(logging.Formatter().format(record))
+
+    def _in_loop(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        message = str(context["message"])
+        record = logging.LogRecord("asyncio", logging.ERROR, "", 0, message, None, None)
+        error = context.get("exception")
+        if isinstance(error, BaseException):
+            record.exc_info = (type(error), error, error.__traceback__)
+        self.found.append(logging.Formatter().format(record))
+
+
+class Engine:
+    """A receiver that takes every tensor."""
+
+    def __init__(self, receiver: TensorReceiver) -> None:
+        self.receiver = receiver
+        self.troubles = Troubles()
+        self.honest: set[str] = set()
+        self.taken = self.taken_in_memory = self.taken_honest = 0
+        self._kept: deque[torch.Tensor] = deque(maxlen=_KEPT)
+
+    def start(self) -> None:
+        """Start taking tensors."""
+        self.troubles.watch()
+        self._taking = asyncio.get_running_loop().create_task(self._take(), name="fuzz-taking")
+
+    async def stop(self) -> None:
+        """Stop taking tensors; the receiver stays open."""
+        self._taking.cancel()
+        await asyncio.wait([self._taking])
+        self._kept.clear()
+        self.troubles.leave()
+
+    async def settle(self) -> None:
+        """Free all tensors, and wait until every rogue has disconnected and its memory is unmapped."""
+        await until(lambda: self._taking.done() or self._is_settled())
+        await intake_of(self.receiver).mappings.settle()
+        if self._taking.done() and not self._taking.cancelled():
+            self.troubles.found.append(f"taking ended: {self._taking.exception()!r}")
+
+    def _is_settled(self) -> bool:
+        self._kept.clear()  # also tensors that arrived since the last check
+        statistics = self.receiver.statistics()
+        return (
+            connections_at(self.receiver) == len(self.honest)
+            and not statistics.leases
+            and not statistics.unclaimed_tensors
+            and not intake_of(self.receiver).mappings.lingering_bytes
+        )
+
+    async def _take(self) -> None:
+        async for delivery in self.receiver:
+            self._look_at(delivery)
+            self._kept.append(delivery.tensor)
+            del delivery  # it would keep the tensor until the next delivery
+
+    def _look_at(self, delivery: Delivery) -> None:
+        handle, tensor = delivery.handle, delivery.tensor.detach()
+        self.taken += 1
+        if handle.sender in self.honest:
+            self.taken_honest += 1
+            if not torch.equal(tensor, pattern(handle.message, tensor.numel())):
+                self.troubles.found.append(f"an honest tensor is not what was sent: {handle}")
+            return
+        if tuple(tensor.shape) != handle.shape:
+            self.troubles.found.append(f"a tensor of shape {tuple(tensor.shape)} came for {handle}")
+        if tensor.nbytes:
+            self._look_at_memory(tensor)
+
+    def _look_at_memory(self, tensor: torch.Tensor) -> None:
+        """Check that a tensor has separate memory, or lies within one segment."""
+        start = tensor.data_ptr()
+        found = _mapping_at(start)
+        if found is None:
+            return
+        low, high, name = found
+        self.taken_in_memory += 1
+        if name == LOOSE_NAME:
+            self.troubles.found.append("memory was mapped that its owner can take back")
+        elif start + tensor.nbytes > high:
+            self.troubles.found.append(f"{tensor.nbytes} bytes at {start - low} of a segment of {high - low}")
+        elif ctypes.string_at(start, tensor.nbytes) != GUARD[start - low : start - low + tensor.nbytes]:
+            self.troubles.found.append(f"bytes at {start - low} are not those of the segment")
+
+
+_MAPPING = re.compile(rf"^([0-9a-f]+)-([0-9a-f]+) .* /memfd:({MEMORY_NAME}|{LOOSE_NAME}) ", re.MULTILINE)
+
+
+def _mapping_at(address: int) -> tuple[int, int, str] | None:
+    """Find the mapping of a rogue's memory that contains an address."""
+    for low, high, name in _MAPPING.findall(Path("/proc/self/maps").read_text()):
+        if int(low, 16) <= address < int(high, 16):
+            return int(low, 16), int(high, 16), name
+    return None

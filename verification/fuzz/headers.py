@@ -1,0 +1,232 @@
+"""Nearly valid requests and replies, with their messages and tensors."""
+
+import math
+
+import msgspec
+
+from aiotensor.codec.wire import ARRAY, LENGTH_BYTES, PACKED, TENSOR
+from aiotensor.protocol.exchange import VERSION
+from aiotensor.tensors.dtypes import DTYPES
+from verification.fuzz.choosers import WILDNESS, Chooser, happens, one_of
+from verification.fuzz.steps import STAND_IN, Step
+from verification.fuzz.wire import Frame, Scalar, boundary, broken_bytes, broken_frame
+
+__all__ = ["SENT_BEFORE", "TO_CLIENT", "TO_SERVER", "message_parts", "to_client", "to_server"]
+
+TO_SERVER = "server"
+TO_CLIENT = "client"
+
+# The number of tensors in each message that the rogue's own sender has sent; each has 3 elements.
+SENT_BEFORE = (1, 2, 1)
+
+_DTYPE_NAMES = ("uint8", "int64", "float32", *sorted(DTYPES))
+_encode = msgspec.msgpack.encode
+
+
+class _Words:
+    """A generator of the headers, bodies and buffers of one side."""
+
+    def __init__(self, chooser: Chooser, one_in: int) -> None:
+        self._chooser = chooser
+        self._one_in = one_in
+        self._next = 0
+
+    def hello(self, tag: str) -> list[bytes]:
+        chooser = self._chooser
+        frame: Frame = [tag, VERSION, 1]
+        if tag == "client":
+            frame.append(one_of(chooser, ("", STAND_IN)))
+            frame += [self._limit(), self._limit()] if happens(chooser, 4) else []
+        elif happens(chooser, 4):
+            frame += ["", one_of(chooser, (64, 1)), 1 << 20, self._limit(), self._limit()]
+        return [self._header(frame)]
+
+    def _limit(self) -> Scalar:
+        chooser = self._chooser
+        return (
+            boundary(chooser) if happens(chooser, self._one_in) else one_of(chooser, (None, 1 << 24, 100, 1))
+        )
+
+    def ask(self) -> list[bytes]:
+        handles = self._handles()
+        body, *buffers = self.message(len(handles))
+        number, self._next = self._next, self._next + 1
+        wants = not happens(self._chooser, 4)
+        return self._parts(self._with_body(["ask", number, body, handles, wants], buffers))
+
+    def cancel(self) -> list[bytes]:
+        return [self._header(["cancel", self._chooser.number(0, max(0, self._next - 1))])]
+
+    def answer(self) -> list[bytes]:
+        handles = self._handles()
+        body, *buffers = self.message(len(handles))
+        number = self._chooser.number(0, 3)
+        return self._parts(self._with_body(["answer", number, body, handles], buffers))
+
+    def failure(self) -> list[bytes]:
+        text = one_of(self._chooser, ("a reason", "", "x" * 16_384, "x" * 16_385))
+        return [self._header(["failure", self._chooser.number(0, 3), "ValueError", text])]
+
+    def close(self) -> list[bytes]:
+        return [self._header(["close", one_of(self._chooser, ("", "no room")), happens(self._chooser, 2)])]
+
+    def message(self, elsewhere: int) -> list[bytes]:
+        """Generate a body and its buffers; the body refers to `elsewhere` tensors by their numbers."""
+        chooser = self._chooser
+        buffers: list[bytes] = []
+        pack = bytearray()
+        tensors = [self._tensor(["at", number]) for number in range(elsewhere)]
+        for _ in range(chooser.number(0, 3)):
+            meaning, nbytes = self._meaning()
+            data = chooser.data(nbytes) if nbytes < 300 else bytes(nbytes)
+            if happens(chooser, 2):
+                buffers.append(data)
+                tensors.append(self._tensor(["by", meaning, len(buffers) - 1]))
+            elif happens(chooser, 3):
+                record = _encode(["in", meaning, data])
+                pack += len(record).to_bytes(LENGTH_BYTES, "big") + record
+                tensors.append(msgspec.msgpack.Ext(TENSOR, PACKED))
+            else:
+                tensors.append(self._tensor(["in", meaning, data]))
+        fields: dict[str, Scalar] = {"number": chooser.number(0, 9), "tensors": tensors}
+        if happens(chooser, 3):
+            fields["array"] = msgspec.msgpack.Ext(ARRAY, _encode(["in", ["uint8", [2]], b"ab"]))
+        if happens(chooser, self._one_in):
+            fields[one_of(chooser, ("number", "tensors", "array", "more"))] = one_of(
+                chooser, (None, [], {}, "text", boundary(chooser), tensors)
+            )
+        body = _encode(fields)
+        if pack:
+            buffers.append(
+                broken_bytes(chooser, bytes(pack)) if happens(chooser, self._one_in) else bytes(pack)
+            )
+        return [broken_bytes(chooser, body) if happens(chooser, 2 * self._one_in) else body, *buffers]
+
+    def _tensor(self, record: Frame) -> msgspec.msgpack.Ext:
+        chooser = self._chooser
+        if happens(chooser, self._one_in):
+            record = broken_frame(chooser, record)
+        data = _encode(record)
+        if happens(chooser, 2 * self._one_in):
+            data = broken_bytes(chooser, data)
+        code = one_of(chooser, (TENSOR, ARRAY, 5, -1)) if happens(chooser, self._one_in) else TENSOR
+        return msgspec.msgpack.Ext(code, data)
+
+    def _meaning(self) -> tuple[Frame, int]:
+        chooser = self._chooser
+        dtype = one_of(chooser, _DTYPE_NAMES)
+        shape: list[Scalar] = [chooser.number(0, 4) for _ in range(chooser.number(0, 3))]
+        nbytes = math.prod(size for size in shape if isinstance(size, int)) * DTYPES[dtype].itemsize
+        if happens(chooser, self._one_in):
+            shape = [boundary(chooser) for _ in range(chooser.number(1, 4))]
+        meaning: Frame = [dtype, shape]
+        if happens(chooser, 4):
+            meaning += [chooser.number(0, 1) == 1, chooser.number(0, 1) == 1]
+        return (broken_frame(chooser, meaning) if happens(chooser, self._one_in) else meaning), nbytes
+
+    def _handles(self) -> list[Scalar]:
+        chooser = self._chooser
+        if not happens(chooser, 3):
+            return []
+        message = chooser.number(0, len(SENT_BEFORE) - 1)
+        handles = [_handle(message, tensor) for tensor in range(SENT_BEFORE[message])]
+        while happens(chooser, self._one_in):
+            field = one_of(chooser, ("sender", "message", "tensor", "dtype", "shape", "device"))
+            wrong = one_of(chooser, ("f" * 32, "", 7, -1, boundary(chooser), [1], None))
+            handles.append({**_handle(message, 0), field: wrong})
+        return [*handles]
+
+    def _with_body(self, frame: Frame, buffers: list[bytes]) -> list[bytes]:
+        """Return the parts of a message, with the body in the header or as a separate part."""
+        body = frame[2]
+        if not isinstance(body, bytes) or not happens(self._chooser, 4):
+            return [self._header(frame), *buffers]
+        frame[2] = None
+        return [self._header(frame), body, *buffers]
+
+    def _header(self, frame: Frame) -> bytes:
+        chooser = self._chooser
+        header = _encode(broken_frame(chooser, frame) if happens(chooser, self._one_in) else frame)
+        return broken_bytes(chooser, header) if happens(chooser, 2 * self._one_in) else header
+
+    def _parts(self, parts: list[bytes]) -> list[bytes]:
+        """Remove a part, or add one."""
+        chooser = self._chooser
+        if happens(chooser, 2 * self._one_in):
+            parts.insert(chooser.number(0, len(parts)), one_of(chooser, (b"", b"\xc0", bytes(70_000))))
+        if happens(chooser, 2 * self._one_in) and len(parts) > 1:
+            del parts[chooser.number(0, len(parts) - 1)]
+        if happens(chooser, 2 * self._one_in):
+            where = chooser.number(0, len(parts) - 1)
+            parts[where] = broken_bytes(chooser, parts[where])
+        return parts
+
+
+def _handle(message: int, tensor: int) -> dict[str, Scalar]:
+    return {
+        "sender": STAND_IN,
+        "message": message,
+        "tensor": tensor,
+        "dtype": "int64",
+        "shape": [3],
+        "device": "cpu",
+    }
+
+
+def message_parts(chooser: Chooser) -> list[bytes]:
+    """Generate a message without a header: its body and its buffers."""
+    return _Words(chooser, one_of(chooser, WILDNESS)).message(chooser.number(0, 1))
+
+
+def to_server(chooser: Chooser) -> list[Step]:
+    """Generate requests to a server."""
+    one_in = one_of(chooser, WILDNESS)
+    words = _Words(chooser, one_in)
+    steps: list[Step] = []
+    if not happens(chooser, 20):
+        steps.append(_step(words.hello("client")))
+    for _ in range(chooser.number(1, 8)):
+        connects = happens(chooser, 20)
+        if connects:
+            words = _Words(chooser, one_in)
+            steps.append(_step(words.hello("client"), connects=True))
+        match chooser.number(0, 6):
+            case 0 | 1 | 2 | 3:
+                steps.append(_step(words.ask(), after=chooser.number(0, 1)))
+            case 4 | 5:
+                steps.append(_step(words.cancel()))
+            case _ if happens(chooser, 3):
+                steps.append(_step(words.hello("client")))
+            case _:
+                steps.append(_step(words.ask()))
+    return steps
+
+
+def to_client(chooser: Chooser) -> list[Step]:
+    """Generate replies to a client, whose requests are numbered from 0."""
+    words = _Words(chooser, one_of(chooser, WILDNESS))
+    steps: list[Step] = []
+    if not happens(chooser, 10):
+        steps.append(_step(words.hello("server")))
+    for _ in range(chooser.number(0, 6)):
+        match chooser.number(0, 5):
+            case 0 | 1 | 2:
+                said = words.answer()
+            case 3:
+                said = words.failure()
+            case 4 if happens(chooser, 2):
+                said = words.close()
+            case 5 if happens(chooser, 3):
+                said = words.hello("server")
+            case _:
+                said = words.answer()
+        # By then the client has sent requests, so that a reply can be valid.
+        steps.append(_step(said, after=3 - chooser.number(0, 3)))
+        if happens(chooser, 6):
+            steps.append(_step(said))  # a duplicate
+    return steps
+
+
+def _step(parts: list[bytes], *, connects: bool = False, after: int = 0) -> Step:
+    record, *others = parts
+    return Step(record.hex(), connects=connects, after=after, parts=tuple(part.hex() for part in others))

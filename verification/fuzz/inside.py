@@ -1,0 +1,168 @@
+"""Rogue peers of a receiver, a sender and an inspector in this process, where atheris measures coverage."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from aiotensor import TensorReceiver, TensorSender
+from aiotensor.transports.endpoints import Endpoint
+from verification.fuzz import api
+from verification.fuzz.engine import Engine, Figures, Troubles, figures
+from verification.fuzz.listening import answer, waiting_at
+from verification.fuzz.live_inspector import INSPECTED, inspect_once
+from verification.fuzz.speaking import converse, heard, road_to
+from verification.fuzz.steps import Conversation
+from verification.fuzz.things import Things
+
+__all__ = ["Inside", "inside"]
+
+_PATIENCE_S = 20
+
+
+class InsideReceiver:
+    """A receiver that takes every tensor and keeps none."""
+
+    def __init__(self, endpoint: Endpoint, engine: Engine, things: Things) -> None:
+        self._endpoint = endpoint
+        self._engine = engine
+        self._things = things
+
+    async def hear(self, conversation: Conversation) -> None:
+        """Send a conversation, and wait until the receiver has released every resource of the rogue."""
+        async with asyncio.timeout(_PATIENCE_S):
+            with road_to(self._endpoint, self._things) as road:
+                await converse(road, conversation)
+            await heard(self._endpoint, self._things)
+            await self._engine.settle()
+        found = self._engine.troubles.found
+        assert not found, "\n".join(found)
+        statistics = self._engine.receiver.statistics()
+        assert (statistics.mapped_bytes, statistics.promised_messages, statistics.leased_bytes) == (0, 0, 0)
+
+    async def look(self) -> Figures:
+        """Measure this process."""
+        return figures()
+
+    @property
+    def summary(self) -> str:
+        """Return a summary of the run."""
+        engine = self._engine
+        return (
+            f"{engine.troubles.cut_off} links cut off, {engine.troubles.refused} refused, "
+            f"{engine.taken} tensors taken, {engine.taken_in_memory} of them in shared memory"
+        )
+
+
+@asynccontextmanager
+async def _inside_receiver(endpoint: Endpoint) -> AsyncIterator[InsideReceiver]:
+    """Open a receiver in this process."""
+    async with TensorReceiver(endpoint) as receiver:
+        engine = Engine(receiver)
+        engine.start()
+        try:
+            with Things() as things:
+                yield InsideReceiver(endpoint, engine, things)
+        finally:
+            await engine.stop()
+
+
+class InsideSender:
+    """A new sender for each conversation, whose waits must all end."""
+
+    def __init__(self, address: str, troubles: Troubles, things: Things) -> None:
+        self._address = address
+        self._troubles = troubles
+        self._things = things
+        self._outcomes: Counter[str] = Counter()
+
+    async def hear(self, conversation: Conversation) -> None:
+        """Run a rogue receiver for a sender in use, and then an honest one for the remaining tensors."""
+        async with asyncio.timeout(_PATIENCE_S), contextlib.AsyncExitStack() as stack:
+            with waiting_at(self._address) as listener:
+                sender = TensorSender(self._address, api.PERMITS, api.ARENA_BYTES)
+                await stack.enter_async_context(sender)
+                working = asyncio.create_task(api.work(sender))
+                await answer(listener, conversation, self._things)
+            async with TensorReceiver(self._address) as honest:
+                taking = asyncio.create_task(_take(honest))
+                self._outcomes += await working
+                await api.check_all_is_back(sender)
+                taking.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await taking
+        assert not self._troubles.found, "\n".join(self._troubles.found)
+
+    async def look(self) -> Figures:
+        """Measure this process."""
+        return figures()
+
+    @property
+    def summary(self) -> str:
+        """Return a summary of the run."""
+        outcomes = ", ".join(f"{count} {name}" for name, count in sorted(self._outcomes.items()))
+        return f"{self._troubles.cut_off} receivers cut off; sends: {outcomes}"
+
+
+async def _take(receiver: TensorReceiver) -> None:
+    async for delivery in receiver:
+        assert api.is_whole(delivery.tensor)
+        del delivery
+
+
+class InsideInspector:
+    """An inspection for each conversation, which must end."""
+
+    def __init__(self, address: str, troubles: Troubles, things: Things) -> None:
+        self._address = address
+        self._troubles = troubles
+        self._things = things
+        self._outcomes: Counter[str] = Counter()
+
+    async def hear(self, conversation: Conversation) -> None:
+        """Inspect a rogue receiver, and then an honest one."""
+        async with asyncio.timeout(_PATIENCE_S):
+            with waiting_at(self._address) as listener:
+                inspecting = asyncio.create_task(inspect_once(self._address))
+                await answer(listener, conversation, self._things)
+            self._outcomes[await inspecting] += 1
+            async with TensorReceiver(self._address):
+                assert await inspect_once(self._address) == INSPECTED
+        assert not self._troubles.found, "\n".join(self._troubles.found)
+
+    async def look(self) -> Figures:
+        """Measure this process."""
+        return figures()
+
+    @property
+    def summary(self) -> str:
+        """Return a summary of the run."""
+        outcomes = ", ".join(f"{count} {name}" for name, count in sorted(self._outcomes.items()))
+        return f"inspections: {outcomes}"
+
+
+Inside = InsideReceiver | InsideSender | InsideInspector
+
+
+@asynccontextmanager
+async def _inside(
+    kind: type[InsideSender | InsideInspector], address: str
+) -> AsyncIterator[InsideSender | InsideInspector]:
+    """Prepare this process for senders or inspectors."""
+    troubles = Troubles()
+    troubles.watch()
+    try:
+        with Things() as things:
+            yield kind(address, troubles, things)
+    finally:
+        troubles.leave()
+
+
+def inside(target: str, endpoint: Endpoint) -> AbstractAsyncContextManager[Inside]:
+    """Prepare this process for a target."""
+    kinds: dict[str, type[InsideSender | InsideInspector]] = {
+        "sender": InsideSender,
+        "inspector": InsideInspector,
+    }
+    return _inside(kinds[target], str(endpoint)) if target in kinds else _inside_receiver(endpoint)

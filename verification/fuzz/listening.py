@@ -1,0 +1,54 @@
+"""A rogue receiver: a plain socket at the address of a receiver, which replies with any records."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aiotensor.protocol.frames import MAX_RECORD_BYTES
+from aiotensor.transports.endpoints import Endpoint
+from verification.fuzz.speaking import say
+from verification.fuzz.steps import Conversation
+from verification.fuzz.things import Things
+
+__all__ = ["answer", "waiting_at"]
+
+
+@contextmanager
+def waiting_at(address: Endpoint) -> Iterator[socket.socket]:
+    """Listen at the address of a receiver, and remove the socket file at the end."""
+    path = str(address).removeprefix("unix://")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.setblocking(False)
+        listener.bind(path)
+        try:
+            listener.listen()
+            yield listener
+        finally:
+            os.unlink(path)
+
+
+async def answer(listener: socket.socket, conversation: Conversation, things: Things) -> None:
+    """Accept one sender, and send it the records of a conversation.
+
+    At most the first three records of the sender are awaited: its hello, a segment, and tensors.
+    """
+    loop = asyncio.get_running_loop()
+    sock, _ = await loop.sock_accept(listener)
+    with sock:
+        sock.setblocking(False)
+        read = 0
+        for step in conversation.steps:
+            while read < step.after and await _read(sock):
+                read += 1
+            beside = things.descriptors(step.descriptors)
+            if not await say(sock, step.data, beside):
+                return
+
+
+async def _read(sock: socket.socket) -> bool:
+    try:
+        return bool(await asyncio.get_running_loop().sock_recv(sock, MAX_RECORD_BYTES))
+    except ConnectionResetError:
+        return False

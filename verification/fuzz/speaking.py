@@ -1,0 +1,229 @@
+"""A rogue sender: plain sockets, on which it can send any record."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from aiotensor import TensorQueue
+from aiotensor.protocol.frames import VERSION, Hello, encode
+from aiotensor.transports.endpoints import Endpoint
+from aiotensor.transports.records import record_pair
+from verification.fuzz.steps import RIGHT, STAND_IN, Conversation, Step
+from verification.fuzz.things import Things
+
+__all__ = ["Road", "converse", "heard", "road_to", "say"]
+
+# The errors of a socket that was cut off, or of a record that cannot be sent.
+_UNHEARD = (errno.EPIPE, errno.ECONNRESET, errno.ECONNREFUSED, errno.EMSGSIZE)
+
+
+class Road(Protocol):
+    """A connection to a receiver."""
+
+    async def connect(self) -> None:
+        """Connect, and end an earlier connection."""
+
+    async def say(self, step: Step, sender: bytes) -> bool:
+        """Send a record; return False if the connection has ended."""
+
+    async def answered(self) -> None:
+        """Wait for the first reply, or for the end of the connection."""
+
+    async def say_beside(self, step: Step, sender: bytes) -> None:
+        """Send a record on a further connection, which stays open, and wait for the reply to it."""
+
+
+async def say(sock: socket.socket, record: bytes, descriptors: Sequence[int] = ()) -> bool:
+    """Write one record, waiting until the socket is writable; return False if the connection has ended."""
+    while True:
+        try:
+            socket.send_fds(sock, [record], list(descriptors), socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            await _has_room(sock)
+        except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:  # too many descriptors wait to be read
+                await asyncio.sleep(0)
+            elif error.errno in (errno.EINVAL, errno.E2BIG):
+                return True  # more descriptors than a record can have
+            elif error.errno in _UNHEARD:
+                return error.errno == errno.EMSGSIZE
+            else:
+                raise
+        else:
+            return True
+
+
+async def _has_room(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    has_room = loop.create_future()
+    loop.add_writer(sock.fileno(), _wake, has_room)
+    try:
+        await has_room
+    finally:
+        loop.remove_writer(sock.fileno())
+
+
+def _wake(waiting: "asyncio.Future[None]") -> None:
+    if not waiting.done():
+        waiting.set_result(None)
+
+
+async def _first_byte(sock: socket.socket) -> None:
+    """Wait for the first reply on a connection, or for its end."""
+    with contextlib.suppress(ConnectionResetError):
+        await asyncio.get_running_loop().sock_recv(sock, 1)
+
+
+class OnSocket:
+    """Separate connections to a receiver at an address."""
+
+    def __init__(self, address: str, things: Things) -> None:
+        self._path = address.removeprefix("unix://")
+        self._things = things
+        self._sock: socket.socket | None = None
+        self._beside: list[socket.socket] = []
+
+    async def connect(self) -> None:
+        self._leave()
+        self._sock = await self._connected()
+
+    async def _connected(self) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.setblocking(False)
+        while True:
+            try:
+                sock.connect(self._path)
+            except BlockingIOError:  # too many others connect right now
+                await asyncio.sleep(0)
+            else:
+                return sock
+
+    async def say(self, step: Step, sender: bytes) -> bool:
+        sock = self._sock
+        if sock is None:
+            raise RuntimeError("nothing is said before connecting")
+        beside = self._things.descriptors(step.descriptors, sock.fileno())
+        return await say(sock, step.data.replace(STAND_IN.encode(), sender), beside)
+
+    async def answered(self) -> None:
+        if self._sock is not None:
+            await _first_byte(self._sock)
+
+    async def say_beside(self, step: Step, sender: bytes) -> None:
+        sock = await self._connected()
+        self._beside.append(sock)
+        if await say(sock, step.data):
+            await _first_byte(sock)
+
+    def _leave(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+    def close(self) -> None:
+        self._leave()
+        while self._beside:
+            self._beside.pop().close()
+
+
+class OnQueue:
+    """The pipe of a queue, which honest senders also use."""
+
+    def __init__(self, queue: TensorQueue, things: Things) -> None:
+        self._queue = queue.open_writer()
+        self._things = things
+        self._pipe: socket.socket | None = None
+        self._beside: list[socket.socket] = []
+        self._is_new = False
+
+    async def connect(self) -> None:
+        self._leave()
+        self._is_new = True
+
+    async def say(self, step: Step, sender: bytes) -> bool:
+        record = step.data.replace(STAND_IN.encode(), sender)
+        beside = self._things.descriptors(step.descriptors, self._queue.fileno())
+        is_new, self._is_new = self._is_new, False
+        envelope = step.envelope
+        if envelope == RIGHT:
+            envelope = "hello" if is_new else "frame"
+        match envelope:
+            case "hello":
+                self._leave()
+                self._pipe, far = record_pair()
+                with far:
+                    return await say(self._queue, b"H" + sender + record, [far.fileno(), *beside])
+            case "hello without a pipe":
+                return await say(self._queue, b"H" + sender + record, beside)
+            case "none":
+                return await say(self._queue, record, beside)
+            case "stranger":
+                return await say(self._queue, b"F" + b"\xff" * 32 + record, beside)
+            case "unknown kind":
+                return await say(self._queue, b"X" + sender + record, beside)
+            case "frame":
+                return await say(self._queue, b"F" + sender + record, beside)
+        thing = self._things.descriptor(envelope.removeprefix("hello with a "))
+        return await say(self._queue, b"H" + sender + record, [thing, *beside])
+
+    async def answered(self) -> None:
+        if self._pipe is not None:
+            await _first_byte(self._pipe)
+
+    async def say_beside(self, step: Step, sender: bytes) -> None:
+        pipe, far = record_pair()
+        self._beside.append(pipe)
+        with far:
+            is_said = await say(self._queue, b"H" + sender + step.data, [far.fileno()])
+        if is_said:
+            await _first_byte(pipe)
+
+    def _leave(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+
+    def close(self) -> None:
+        self._leave()
+        while self._beside:
+            self._beside.pop().close()
+        self._queue.close()
+
+
+@contextlib.contextmanager
+def road_to(endpoint: Endpoint, things: Things) -> Iterator[Road]:
+    """Return an object that connects to a receiver."""
+    road = OnQueue(endpoint, things) if isinstance(endpoint, TensorQueue) else OnSocket(endpoint, things)
+    with contextlib.closing(road):
+        yield road
+
+
+async def converse(road: Road, conversation: Conversation) -> bool:
+    """Send a whole conversation under a new name; return False if the receiver cut it off."""
+    sender = secrets.token_hex(16).encode()
+    is_connected = is_heard = False
+    for step in conversation.steps:
+        if step.beside:
+            await road.say_beside(step, secrets.token_hex(16).encode())
+            continue
+        if step.connects or not is_connected:
+            await road.connect()
+            is_connected = True
+        elif not is_heard:
+            continue
+        is_heard = await road.say(step, sender)
+    return is_heard
+
+
+async def heard(endpoint: Endpoint, things: Things) -> None:
+    """Wait until a receiver has read every earlier record."""
+    hello = encode(Hello(VERSION, os.getpid(), STAND_IN, 1, 0))
+    with road_to(endpoint, things) as road:
+        await road.connect()
+        await road.say(Step(hello.hex()), secrets.token_hex(16).encode())
+        await road.answered()

@@ -1,0 +1,63 @@
+"""The steps of a rogue's conversation, as a value that can be stored in a file."""
+
+from pathlib import Path
+
+import msgspec
+
+__all__ = ["CASES", "RIGHT", "STAND_IN", "Conversation", "Step", "cases", "keep"]
+
+CASES = Path(__file__).parent / "cases"
+
+# The placeholder of the sender's id in every record; each run of a conversation replaces it with a new id.
+STAND_IN = "5ead" * 8
+
+RIGHT = "right"  # the valid envelope of this record on a queue
+
+
+class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One record of a conversation.
+
+    Attributes:
+        record: the bytes, in hexadecimal digits.
+        descriptors: the kinds of the descriptors that travel with it; see `things.Things`.
+        envelope: its prefix on a queue; see `speaking.OnQueue`.
+        connects: whether it is sent on a new connection.
+        beside: whether it is sent on a further connection, whose answer is awaited, and which stays open.
+        after: how many records of the other side are read before it is sent.
+        parts: the further parts of a ZeroMQ message, in hexadecimal digits.
+    """
+
+    record: str
+    descriptors: tuple[str, ...] = ()
+    envelope: str = RIGHT
+    connects: bool = False
+    beside: bool = False
+    after: int = 0
+    parts: tuple[str, ...] = ()
+
+    @property
+    def data(self) -> bytes:
+        return bytes.fromhex(self.record)
+
+
+class Conversation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All records that one rogue sends to a peer."""
+
+    to: str
+    steps: tuple[Step, ...]
+
+
+def cases(to: str) -> dict[str, Conversation]:
+    """Read the recorded cases: conversations that once caused an error in a peer of this kind."""
+    found = {
+        path.stem: msgspec.json.decode(path.read_bytes(), type=Conversation)
+        for path in sorted(CASES.glob("*.json"))
+    }
+    return {name: conversation for name, conversation in found.items() if conversation.to == to}
+
+
+def keep(name: str, conversation: Conversation) -> Path:
+    """Record a case, which the tests replay from then on."""
+    path = CASES / f"{name}.json"
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(conversation)) + b"\n")
+    return path

@@ -1,0 +1,175 @@
+"""An event loop that runs one iteration at a time, so that tests choose the events in between."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import Context
+from functools import partial
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import uvloop
+from anyio._backends._asyncio import WorkerThread
+
+from aiotensor.protocol import pages
+from aiotensor.runtime.worker import Worker
+from aiotensor.sending import memory
+from aiotensor.tensors import segments
+
+T = TypeVar("T")
+_Post = tuple[Callable[..., object], tuple[Any, ...], Context | None]
+
+
+class _Timer:
+    """A callback that is due when the test has advanced the clock far enough."""
+
+    def __init__(self, when: float, callback: Callable[[], object]) -> None:
+        self.when = when
+        self._callback: Callable[[], object] | None = callback
+
+    def cancel(self) -> None:
+        self._callback = None
+
+    def run(self) -> None:
+        if self._callback is not None:
+            self._callback()
+
+
+class Steps:
+    """Run a loop one iteration at a time, with a clock that only `pass_time` advances.
+
+    Each iteration first waits for threads, and gets their results in the same order each time. A worker that
+    is *held* starts no jobs.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.loop = asyncio.SelectorEventLoop() if kind == "asyncio" else uvloop.new_event_loop()
+        self.complaints: list[str] = []
+        self.loop.set_exception_handler(lambda loop, context: self.complaints.append(str(context)))
+        self._workers: dict[Worker, dict[object, threading.Event]] = {}  # and the events that hold its lanes
+        self._posted: list[_Post] = []  # by `call_soon_threadsafe`, since the last iteration
+        self._clock = 0.0
+        self._timers: list[_Timer] = []
+        self._patches = ExitStack()
+        self._patch(self.loop, "call_soon_threadsafe", self._post)
+        self._patch(self.loop, "call_later", self._call_later)
+        self._patch(self.loop, "call_at", self._call_at)
+        self._patch(self.loop, "time", lambda: self._clock)
+        # With these sizes small tensors also take either lane, and share chunks with others.
+        self._patch(memory, "_SHORT_COPY_BYTES", 32 << 10)
+        for module in (pages, segments):
+            self._patch(module, "CHUNK_BYTES", 32 << 10)
+
+    def _patch(self, target: object, name: str, value: object) -> None:
+        self._patches.enter_context(patch.object(target, name, value))
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Run a block like a callback of the loop, without an iteration."""
+        asyncio._set_running_loop(self.loop)
+        try:
+            yield
+        finally:
+            asyncio._set_running_loop(None)
+
+    def start(self, call: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Start a call; its first step runs in the next iteration."""
+        with self.inside():
+            return self.loop.create_task(call)
+
+    def turn(self) -> None:
+        """Run one iteration of the loop, with its ready callbacks and readable sockets."""
+        self._join_threads()
+        due = [timer for timer in self._timers if timer.when <= self._clock]
+        self._timers = [timer for timer in self._timers if timer.when > self._clock]
+        for timer in sorted(due, key=lambda timer: timer.when):
+            self.loop.call_soon(timer.run)
+        self.loop.call_soon(self.loop.stop)
+        self.loop.run_forever()
+
+    def pass_time(self, seconds: float) -> None:
+        """Advance the clock, which makes timers due."""
+        self._clock += seconds
+
+    def watch(self, worker: Worker) -> None:
+        """Wait for the jobs of a worker before each iteration from now on."""
+        self._workers[worker] = {}
+
+    def hold(self, worker: Worker, *, only_long: bool) -> None:
+        """Hold a worker, or only its lane for long jobs; wait until its running jobs are done."""
+        # Never the short lane alone, since a job in the other may wait for it.
+        for lane in (worker._long,) if only_long else (worker._short, worker._long):
+            event = self._workers[worker][lane] = threading.Event()
+            lane.executor.submit(int).result()
+            lane.executor.submit(event.wait)
+
+    def is_held(self, worker: Worker) -> bool:
+        """Return whether a worker is held."""
+        return bool(self._workers.get(worker))
+
+    def let_go(self, worker: Worker) -> None:
+        """Stop holding a worker."""
+        for event in self._workers[worker].values():
+            event.set()
+        self._workers[worker] = {}
+
+    def close(self) -> None:
+        """Close the loop, which must have no tasks left."""
+        self._patches.close()
+        assert not asyncio.all_tasks(self.loop), "tasks were left behind"
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.close()
+        for worker in self._workers:
+            for lane in (worker._short, worker._long):
+                for thread in list(lane.executor._threads):
+                    thread.join()
+
+    def abandon(self) -> None:
+        """End the threads after a failure."""
+        self._patches.close()
+        for worker in self._workers:
+            if self.is_held(worker):
+                self.let_go(worker)
+            for executor in (worker._short.executor, worker._long.executor, worker.helper):
+                executor.shutdown()
+
+    def _call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> "_Timer":
+        return self._call_at(self._clock + delay, callback, *args)
+
+    def _call_at(self, when: float, callback: Callable[..., object], *args: Any) -> "_Timer":
+        timer = _Timer(when, partial(callback, *args))
+        self._timers.append(timer)
+        return timer
+
+    def _post(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> None:
+        self._posted.append((callback, args, context))
+
+    def _join_threads(self) -> None:
+        others: list[object] = []
+        for thread in threading.enumerate():
+            if isinstance(thread, WorkerThread) and thread.loop is self.loop:
+                others.append(thread)
+                if thread.stopping:
+                    thread.join()
+                else:
+                    thread.queue.join()
+        for worker, held in self._workers.items():
+            for lane in (worker._short, worker._long):
+                if lane not in held and lane.running:
+                    try:
+                        lane.executor.submit(int).result()
+                    except RuntimeError:  # it was shut down, and finishes its last job
+                        for thread in list(lane.executor._threads):
+                            thread.join()
+        # The order must not depend on which of two threads was faster.
+        lanes = [lane for worker in self._workers for lane in (worker._short, worker._long)]
+        order = {id(owner): place for place, owner in enumerate([*others, *lanes], 1)}
+        posted, self._posted = self._posted, []
+        for callback, args, context in sorted(posted, key=lambda one: order.get(id(_owner_of(*one)), 0)):
+            self.loop.call_soon(callback, *args, context=context)
+
+
+def _owner_of(callback: Callable[..., object], args: tuple[object, ...], _: object) -> object:
+    owner = getattr(callback, "__self__", None)
+    return args[0] if isinstance(owner, Worker) else owner  # the lane

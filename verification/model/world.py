@@ -1,0 +1,363 @@
+"""Real senders and a real receiver on one loop, with a model that checks every result."""
+
+import gc
+import os
+import sys
+import tempfile
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+import torch
+from hypothesis.stateful import RuleBasedStateMachine
+
+from aiotensor import (
+    AioTensorError,
+    AlreadyTakenError,
+    ClosedError,
+    DiscardedError,
+    PeerLostError,
+    RefusedError,
+    TensorHandle,
+    TensorQueue,
+    WouldBlockError,
+)
+from verification.descriptors import our_descriptors
+from verification.internals import worker_of
+from verification.model.records import (
+    Block,
+    Call,
+    Key,
+    Loss,
+    Message,
+    Outcome,
+    Receiver,
+    Sender,
+    Tensor,
+    key_of,
+)
+from verification.model.stepping import Steps
+from verification.patterns import pattern
+
+
+class World(RuleBasedStateMachine):
+    """Keep a record of every message and tensor, and compare what each call returns with it.
+
+    The model does not predict concurrent events, but bounds them: while a discard or a loss is in transit,
+    either side may see it first. When nothing is in transit, the state is known again, and compared
+    completely.
+    """
+
+    link = "queue"
+    loop = "asyncio"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.descriptors = our_descriptors()
+        self.threads = set(threading.enumerate())
+        gc.collect()
+        gc.disable()  # it would free the tensors in tracebacks at random moments
+        self.steps = Steps(self.loop)
+        self.now = 0  # counts events
+        self.turns = 0
+        self.seeds = 0
+        self.folder = tempfile.TemporaryDirectory(prefix="aiotensor-")
+        self.place: str | TensorQueue = (
+            TensorQueue() if self.link == "queue" else f"unix://{self.folder.name}/socket"
+        )
+        self.receivers: list[Receiver] = []
+        self.senders: list[Sender] = []
+        self.calls: list[Call] = []
+        self.known: dict[Key, Tensor] = {}
+        self.allocated: list[Block] = []
+        self.discards: dict[
+            tuple[Receiver, str, int], int
+        ] = {}  # messages that receivers discarded, and when
+        self.max_messages: int | None = None
+        # anyio keeps the task of a cancelled thread in a cycle, if the loop has no main task.
+        self.has_cancelled_a_thread = False
+
+    # The current objects
+
+    @property
+    def receiver(self) -> Receiver | None:
+        """The receiver that can be used now."""
+        return next((one for one in self.receivers if one.is_open and not one.is_gone), None)
+
+    @property
+    def living(self) -> list[Sender]:
+        return [sender for sender in self.senders if not sender.end]
+
+    def of(self, side: Sender | Receiver, *what: str) -> list[Call]:
+        """Return the pending calls of one side; only those of some kinds if any are given."""
+        return [call for call in self.calls if call.side is side and (not what or call.what in what)]
+
+    def in_flight(self) -> list[Message]:
+        return [m for sender in self.living for m in sender.messages if m.state == "open" and m.opened]
+
+    def tick(self) -> int:
+        self.now += 1
+        return self.now
+
+    def values(self, count: int) -> torch.Tensor:
+        self.seeds += 1
+        return pattern(self.seeds * 1_000_003, count)
+
+    # Calls
+
+    def call(
+        self,
+        what: str,
+        side: Sender | Receiver,
+        coroutine: Coroutine[Any, Any, Any],
+        finish: Callable[[Call, Outcome], None],
+        **more: Any,
+    ) -> Call:
+        call = Call(what, self.steps.start(coroutine), self.tick(), finish, side, **more)
+        self.calls.append(call)
+        return call
+
+    def cancel(self, call: Call) -> None:
+        call.is_cancelled = True
+        self.has_cancelled_a_thread |= call.is_copy
+        assert call.task is not None
+        with self.steps.inside():
+            call.task.cancel()
+
+    def turn(self, times: int = 1) -> bool:
+        """Run iterations of the loop, and check the results of calls; return whether any call ended."""
+        has_any = False
+        for _ in range(times):
+            self.turns += 1
+            self.steps.turn()
+            for sender in self.senders:
+                for message in sender.messages:
+                    if message.opened is not None and message.known is None:
+                        message.known = self.tick()
+            has_any |= self._hear()
+        return has_any
+
+    def _hear(self) -> bool:
+        done = [call for call in self.calls if call.task is None or call.task.done()]
+        if not done:
+            return False
+        self.claimed_in_turn = {call.key for call in self.calls if call.key is not None}
+        self.copying_in_turn = {call.key for call in self.calls if call.is_copy}
+        self.calls = [call for call in self.calls if call not in done]
+        self.iterated: list[Key] = []
+        # The order of the checks: sends within a message, ends of messages, closings of senders, successful
+        # receives, other receives, drains. Each may depend on the results of the kinds before it.
+        heard: list[tuple[int, Call, Outcome]] = []
+        for call in done:
+            outcome = _outcome_of(call)
+            came_too_late = outcome.error is not None or outcome.is_cancelled
+            if isinstance(call.side, Receiver):
+                order = 3 + came_too_late
+            else:
+                order = {"message": 1, "close": 2, "drain": 5}.get(call.what, 0)
+            heard.append((order, call, outcome))
+        for _, call, outcome in sorted(heard, key=lambda one: one[0]):
+            if outcome.is_cancelled:
+                assert call.is_cancelled, f"{call} was cancelled by the library"
+            elif call.must_be_lost:
+                assert isinstance(outcome.error, PeerLostError | RefusedError | ClosedError), (
+                    f"{call} did not hear of the loss"
+                )
+            call.finish(call, outcome)
+        for key in self.iterated:
+            self.check_in_order(key)
+        return True
+
+    # Results of a sender's calls
+
+    def sent(
+        self, message: Message, values: torch.Tensor, block: Block | None, handle: TensorHandle
+    ) -> Tensor:
+        """Record that a tensor was announced."""
+        assert handle.sender == message.sender.sender.id
+        assert message.number in (None, handle.message), "two numbers for one message"
+        message.number = handle.message
+        if message.known is None:
+            message.known = self.tick()
+        tensor = Tensor(message, handle, values, block)
+        assert key_of(handle) not in self.known, "two tensors of one name"
+        self.known[key_of(handle)] = tensor
+        message.tensors.append(tensor)
+        message.tensors.sort(key=lambda tensor: tensor.handle.tensor)  # the sends may return in another order
+        return tensor
+
+    def became_whole(self, message: Message) -> None:
+        assert message.state == "open" or self.is_discarded(message), "whole, though it was dropped"
+        if message.state == "open":
+            message.state = "whole" if message.tensors else "dropped"
+        numbers = [tensor.handle.tensor for tensor in message.tensors]
+        assert numbers == list(range(len(numbers))), "the tensors of a message are not counted up"
+        message.whole_in_turn = self.turns
+
+    def check_not_sent(self, call: Call, error: BaseException) -> None:
+        """Check the error of a send."""
+        sender, message = call.side, call.message
+        assert isinstance(sender, Sender)
+        match error:
+            case PeerLostError() | RefusedError():
+                began = message.began if message is not None else call.began
+                assert sender.may_have_lost(began), f"{call}: nothing was lost"
+            case ClosedError():
+                assert sender.end, f"{call}: it was not closed"
+            case DiscardedError():
+                assert message is not None
+                is_over = message.state == "dropped" or (message.ending is not None and message.ending.done())
+                assert is_over or self.is_discarded(message), f"{call}: not discarded"
+            case WouldBlockError():
+                in_use = sender.sender.statistics().bytes_in_use
+                assert in_use or self.of(sender), f"{call}: {error}, and nothing is in use"
+            case _:
+                raise AssertionError(f"{call} failed: {error!r}") from error
+
+    def is_discarded(self, message: Message, at: Receiver | None = None) -> bool:
+        """Return whether either side has discarded a message."""
+        if message.discarded_here and at is None:
+            return True
+        who = [at] if at is not None else self.receivers
+        name = message.sender.sender.id
+        return message.number is not None and any((one, name, message.number) in self.discards for one in who)
+
+    # Results of a receiver's calls
+
+    def took(self, receiver: Receiver, key: Key, got: torch.Tensor, call: Call | None = None) -> None:
+        """Check that a tensor may be taken, and that it is the right one."""
+        tensor = self.known[key]
+        message = tensor.message
+        assert not tensor.is_taken, f"{tensor} was taken twice"
+        assert message.state == "whole" or self.is_discarded(message), f"{tensor} of a part of a message"
+        assert not message.is_gone, f"{tensor} was taken though it is gone"
+        given_up = self.discards.get((receiver, key[0], key[1]))
+        was_held = call is not None and call.is_copy and given_up is not None and call.began < given_up
+        assert given_up is None or was_held, f"{tensor} was taken though it was discarded"
+        assert torch.equal(got, tensor.values), f"{tensor} has other values"
+        tensor.is_taken, tensor.taken_at, tensor.taken_by = True, self.tick(), receiver
+        tensor.view, tensor.is_copy = got, call is not None and call.is_copy
+
+    def check_in_order(self, key: Key) -> None:
+        """Check that an iteration skipped no earlier tensor, except those that other calls wait for."""
+        taken = self.known[key]
+        for other in taken.message.sender.messages:
+            if other.whole_in_turn < taken.message.whole_in_turn and self.can_be_taken(other):
+                passed = [one for one in other.tensors if not one.is_taken]
+                passed = [one for one in passed if key_of(one.handle) not in self.claimed_in_turn]
+                assert not passed, f"{taken} overtook {passed}"
+
+    def can_be_taken(self, message: Message) -> bool:
+        """Return whether a message is certainly available, or in transit."""
+        return (
+            message.state == "whole"
+            and message.sender.end != "killed"
+            and not message.may_be_lost
+            and not self.is_discarded(message)
+        )
+
+    def check_not_taken(self, receiver: Receiver, key: Key, error: BaseException) -> None:
+        """Check the error of a receive."""
+        tensor = self.known.get(key)
+        sender = next(one for one in self.senders if one.sender.id == key[0])
+        message = next((one for one in sender.messages if one.number == key[1]), None)
+        match error:
+            case AlreadyTakenError():
+                # The receiver does not store how many tensors a taken message had.
+                is_taken = tensor.is_taken if tensor is not None else message is not None and message.is_taken
+                assert is_taken or key in self.copying_in_turn, f"{tensor or key} was not taken"
+            case DiscardedError():
+                if message is not None and message.state == "open" and sender.end == "closed":
+                    message.state = "dropped"  # its sender is closing, so it must not become whole any more
+                is_known = message is not None and (
+                    message.state == "dropped"
+                    or self.is_discarded(message)
+                    or (message.state == "whole" and key[2] >= len(message.tensors))
+                )
+                is_over = message is None and sender.end
+                given_up = (receiver, key[0], key[1]) in self.discards
+                assert is_known or is_over or given_up, f"{tensor or key} was not discarded: {error}"
+            case PeerLostError() | RefusedError():
+                began = message.began if message is not None else 0
+                is_killed = sender.end == "killed" or sender.losses
+                assert is_killed or sender.may_have_lost(began), f"{tensor or key} was not lost: {error}"
+                assert message is None or sender.end == "killed" or message.may_be_lost
+            case ClosedError():
+                assert receiver.is_gone
+            case WouldBlockError():
+                pass  # `settle` checks it
+            case _:
+                raise AssertionError(f"receiving {tensor or key} failed: {error!r}") from error
+
+    # Ends
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Run the loop until nothing changes, and compare both sides with the model."""
+
+    def note_who_waits(self, senders: list[Sender], *, frees_memory: bool = False) -> None:
+        """Mark the calls that a loss must end, when nothing else in transit could end them.
+
+        Args:
+            senders: of the calls.
+            frees_memory: whether the receiver releases memory before the loss, which allocations may get.
+        """
+        kinds = ["send", "several", "send in a message", "drain", "message"]
+        for sender in senders:
+            if self.steps.is_held(worker_of(sender.sender)):
+                continue
+            for call in self.of(sender, *kinds, *([] if frees_memory else ["allocate"])):
+                has_its_permit = call.what == "message" and call.begun.opened is not None
+                is_over = call.message is not None and call.message.state == "dropped"
+                call.must_be_lost |= not has_its_permit and not is_over
+
+    def lose(self, sender: Sender, *, is_certain: bool) -> None:
+        sender.losses.append(Loss(self.tick(), is_certain))
+
+    def lose_receiver(self, receiver: Receiver) -> None:
+        receiver.is_gone = True
+        for sender in self.senders:
+            self.lose(sender, is_certain=sender.met is receiver)
+            if sender.met is receiver:
+                sender.met = None
+
+    def free_place(self) -> None:
+        """Free the resources of the machine itself."""
+        if isinstance(self.place, TensorQueue):
+            self.place.close()
+        with suppress(FileNotFoundError):
+            os.unlink(f"{self.folder.name}/socket")  # of a receiver that was killed
+        self.folder.cleanup()
+
+    def teardown(self) -> None:
+        has_failed = sys.exc_info()[0] is not None
+        try:
+            self.end(is_checked=not has_failed)
+        except Exception:
+            if not has_failed:
+                raise
+            # The first error is reported; the leftovers must not disturb the following examples.
+            self.steps.abandon()
+        finally:
+            gc.enable()
+            self.free_place()
+
+    @abstractmethod
+    def end(self, *, is_checked: bool) -> None:
+        """End all calls and objects, and check for leftovers."""
+
+
+def _outcome_of(call: Call) -> Outcome:
+    task, call.task = call.task, None
+    assert task is not None
+    if task.cancelled():
+        return Outcome(is_cancelled=True)
+    error = task.exception()
+    if error is None:
+        return Outcome(task.result())
+    if not isinstance(error, AioTensorError | StopAsyncIteration):
+        raise AssertionError(f"{call} failed") from error
+    # Without its traceback, whose frames hold tensors.
+    return Outcome(error=error.with_traceback(None))

@@ -1,0 +1,74 @@
+"""Endpoints of each link, for one test or one run at a time. A new link is one row of `LINKS`."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
+
+from aiotensor import TensorQueue
+from aiotensor.transports.endpoints import Endpoint
+
+__all__ = ["LINKS", "Link", "Place", "endpoint"]
+
+
+class Place(NamedTuple):
+    """An endpoint, and its names in the file system.
+
+    Attributes:
+        endpoint: the argument of the sender and of the receiver; a child process inherits it when it is
+            started.
+        names: lists the files that the endpoint currently has.
+    """
+
+    endpoint: Endpoint
+    names: Callable[[], list[str]]
+
+
+class Link(NamedTuple):
+    """One kind of endpoint.
+
+    Attributes:
+        place: makes an endpoint, and removes it with the files that a killed receiver left.
+        comes_back: whether a sender that lost its receiver connects to the next one at the same endpoint.
+    """
+
+    place: Callable[[], AbstractContextManager[Place]]
+    comes_back: bool
+
+
+@contextmanager
+def _on_a_queue() -> Iterator[Place]:
+    queue = TensorQueue()
+    try:
+        yield Place(queue, list)
+    finally:
+        queue.close()
+
+
+@contextmanager
+def _at_an_address() -> Iterator[Place]:
+    folder = tempfile.mkdtemp(prefix="aiotensor-")  # the folders of pytest are too long for a socket
+    try:
+        yield Place(f"unix://{folder}/s", lambda: os.listdir(folder))
+    finally:
+        shutil.rmtree(folder)
+
+
+LINKS = {
+    "queue": Link(_on_a_queue, comes_back=False),
+    "unix": Link(_at_an_address, comes_back=True),
+}
+
+
+@contextmanager
+def endpoint(link: str) -> Iterator[Endpoint]:
+    """Create an endpoint, and check that its users have left no files at the end.
+
+    Args:
+        link: one of `LINKS`.
+    """
+    with LINKS[link].place() as place:
+        yield place.endpoint
+        assert not place.names()

@@ -1,0 +1,1 @@
+"""Child processes, and measurements of processes."""

@@ -1,0 +1,1 @@
+"""A long load, during which no resource may grow."""
