@@ -30,6 +30,7 @@ from aiotensor.channel.sockets import LoopSocket
 from aiotensor.errors import (
     AccessDeniedError,
     AioTensorError,
+    ClosedError,
     PeerLostError,
     ProtocolError,
     RefusedError,
@@ -233,6 +234,8 @@ class RemoteServer:
                     return request
             if may_move:
                 return None
+            if isinstance(self._failure, ClosedError):
+                raise again(self._failure)
             # Its tensors were sent to a lost server, so the message does not wait for the next one.
             if handles:
                 raise PeerLostError(
