@@ -15,15 +15,15 @@ help:
 	@echo "make chaos   kill, stop and starve processes while tensors travel, for SECONDS=600 from SEED="
 	@echo "make fuzz    send valid and invalid messages to every kind of peer, for SECONDS=600 from SEED="
 	@echo "make soak    start and end processes for SECONDS=60, or for hours, and check that no resource grows"
-	@echo "make bench   time aiotensor beside what people use without it, and against its goals: minutes"
-	@echo "make bench-quick   the same in less than a minute, with fewer of the others"
-	@echo "make bench-peers   install those of the others that are not installed by default, such as Ray"
-	@echo "make clean   remove what the other targets made"
+	@echo "make bench   compare the speed of aiotensor with its alternatives and its goals: some minutes"
+	@echo "make bench-quick   the same in about a minute on an idle machine, with fewer alternatives"
+	@echo "make bench-peers   install the alternatives that are not installed by default, such as Ray"
+	@echo "make clean   remove the files that the other targets created"
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-# The torch pin comes first and by itself: everything that asks for a range then finds it satisfied.
+# The pinned torch is installed first and separately, so that later version ranges are already satisfied.
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) --editable '.[demo]'
@@ -46,7 +46,7 @@ types: $(VENV)/.test
 	$(BIN)/mypy
 
 # Most tests wait for processes: with as many workers as there are cores the suite takes half the time. A test
-# that hangs ends its worker and counts as failed; another worker runs what is left (see tests/workers.py).
+# that hangs ends its worker and counts as failed; another worker runs the remaining tests (see tests/workers.py).
 unit: $(VENV)/.test
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --max-worker-restart 8 $(ARGS)
 
@@ -60,7 +60,7 @@ coverage: $(VENV)/.test
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report
 
-# How long these run, in seconds, and what they draw from: SECONDS=60 SEED=7.
+# The duration of these in seconds, and the seed of their random choices: SECONDS=60 SEED=7.
 model chaos fuzz: SECONDS ?= 600
 soak: SECONDS ?= 60
 FOR = --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)

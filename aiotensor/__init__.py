@@ -49,5 +49,5 @@ __all__ = [
     "WouldBlockError",
 ]
 
-# Who has not set logging up has not asked for it: without this, Python prints warnings to standard error.
+# Without this, Python prints warnings to standard error if the application has not configured logging.
 logging.getLogger("aiotensor").addHandler(logging.NullHandler())

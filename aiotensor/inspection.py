@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Callable
 
 import msgspec
 from msgspec.structs import asdict
@@ -22,7 +23,7 @@ from aiotensor.types import ReceiverStatistics, SenderStatistics
 __all__ = ["Inspection", "SenderInspection", "inspect"]
 
 
-class SenderInspection(msgspec.Struct, frozen=True):
+class SenderInspection(SenderSummary, frozen=True, array_like=False):
     """One sender, as its receiver and the sender itself report it.
 
     Attributes:
@@ -38,14 +39,6 @@ class SenderInspection(msgspec.Struct, frozen=True):
         answered_at: the time of its reply, by `time.monotonic`; None if it did not reply.
     """
 
-    sender: str
-    pid: int
-    max_concurrent_videos: int
-    arena_bytes: int
-    unclaimed_tensors: int
-    unclaimed_bytes: int
-    leases: int
-    leased_bytes: int
     statistics: SenderStatistics | None
     answered_at: float | None
 
@@ -70,7 +63,7 @@ async def inspect(address: str, *, patience_s: float) -> Inspection:
     """Inspect the receiver that listens at an address, once.
 
     An inspection changes nothing at the receiver, and uses no place of a sender. The receiver requests the
-    statistics of its senders. A stopped sender, or one whose event loop is busy, is reported without them.
+    statistics of its senders. A sender that is stopped or busy is reported without them.
 
     Args:
         address: the address of the receiver, such as ``unix:///run/user/1000/engine.sock``.
@@ -103,7 +96,7 @@ async def inspect(address: str, *, patience_s: float) -> Inspection:
             raise _not_listening(address)
         try:
             async with asyncio.timeout(patience_s):
-                await inspector.reported()
+                await inspector.until(lambda: inspector.connection.has_reports)
         except TimeoutError:
             if not (inspector.is_connected or connector.is_backlogged):
                 raise _not_listening(address) from None  # it is gone since
@@ -114,7 +107,7 @@ async def inspect(address: str, *, patience_s: float) -> Inspection:
             ) from None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
-                await inspector.replied()
+                await inspector.until(lambda: inspector.connection.has_replies)
         return inspector.inspection()
     finally:
         connector.close()
@@ -140,36 +133,29 @@ class _Inspector:
         """Whether a connection was made."""
         return self._transport is not None
 
-    async def reported(self) -> None:
-        """Wait until the receiver has sent its last report."""
-        while not self.connection.has_reports:
-            await self._change()
-
-    async def replied(self) -> None:
-        """Wait until every sender has replied."""
-        while not self.connection.has_replies:
-            await self._change()
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition is met, which depends on the frames of the receiver."""
+        while not condition():
+            if self._failure is not None:
+                raise self._failure
+            await self._changes.wait()
 
     def inspection(self) -> Inspection:
         """Return the reports and replies that have arrived."""
         connection = self.connection
         if connection.statistics is None or connection.peer_pid is None:
             raise AssertionError("an inspection ends after the last report")
-        senders = tuple(
-            _joined(summary, connection.replies.get(sender), self._replied_at.get(sender))
-            for sender, summary in connection.senders.items()
-        )
-        return Inspection(connection.receiver_id, connection.peer_pid, connection.statistics, senders)
+        senders = []
+        for sender, summary in connection.senders.items():
+            reply, replied_at = connection.replies.get(sender), self._replied_at.get(sender)
+            statistics = None if reply is None else reply.statistics
+            senders.append(SenderInspection(**asdict(summary), statistics=statistics, answered_at=replied_at))
+        return Inspection(connection.receiver_id, connection.peer_pid, connection.statistics, tuple(senders))
 
     def close(self) -> None:
         """Close the connection."""
         if self._transport is not None:
             self._transport.close()
-
-    async def _change(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        await self._changes.wait()
 
     # Events of the connector and the transport
 
@@ -210,10 +196,3 @@ class _Inspector:
         if self._failure is None:  # the first reason is the cause
             self._failure = ProtocolError(str(error)) if isinstance(error, RefusedError) else error
         self._changes.wake()
-
-
-def _joined(
-    summary: SenderSummary, reply: StatisticsReply | None, replied_at: float | None
-) -> SenderInspection:
-    statistics = None if reply is None else reply.statistics
-    return SenderInspection(**asdict(summary), statistics=statistics, answered_at=replied_at)

@@ -7,17 +7,17 @@ from typing import Self
 import torch
 
 from aiotensor.errors import AioTensorError, ClosedError
-from aiotensor.protocol.admission import AdmissionLimits
 from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_RECORD_BYTES
+from aiotensor.protocol.receiver import AdmissionLimits
 from aiotensor.receiving.intake import Intake
-from aiotensor.receiving.reports import statistics_before_opening, statistics_of
+from aiotensor.receiving.senders import Senders
 from aiotensor.receiving.taking import Taking, key_of
-from aiotensor.runtime.affinity import LoopAffinity, LoopObject, weakly
+from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.waiting import seconds_or_never
 from aiotensor.runtime.worker import in_thread
-from aiotensor.statistics.counters import ErrorCounter, new_counts
-from aiotensor.tensors.autograd import as_leaf
+from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
 from aiotensor.tensors.raw import copy_of
+from aiotensor.tensors.views import as_leaf
 from aiotensor.transports.endpoints import Endpoint, route_to
 from aiotensor.types import Delivery, ReceiverStatistics, TensorHandle
 
@@ -29,35 +29,36 @@ class TensorReceiver(LoopObject):
 
     Open it with ``async with``, once, and share it between the tasks of that event loop. An endpoint has
     one receiver and any number of senders. Opening at an address waits while another process holds the lock
-    of the socket's folder, as a receiver that opens there does for a moment; cancelling that leaves nothing
-    behind. It raises `UsageError` if a receiver listens there already, and otherwise an `OSError` that names
-    the folder: `FileNotFoundError` if it does not exist, `NotADirectoryError`, `PermissionError`.
+    of the socket's folder, as an opening receiver does for a moment; cancellation has no side effects. It
+    raises `UsageError` if a receiver listens there already, and otherwise an `OSError` that names the folder:
+    `FileNotFoundError` if it does not exist, `NotADirectoryError`, `PermissionError`.
 
-    A received tensor is a view of shared memory (a small one has memory of its own). It stays valid for
-    as long as it or a view of it lives, whatever becomes of its sender or of this receiver; the memory
-    goes back to the sender when the last one is freed.
+    A received tensor is a view of shared memory; a small tensor has its own memory. It stays valid as long
+    as it or a view of it exists, even after its sender or this receiver has ended. The memory returns to the
+    sender when the last view is freed.
 
     A sender that would exceed a limit is refused when it connects: its calls raise `RefusedError`, which
-    names the limit, and so does `receive` for its handles. What it may ever use counts from then on, so that
-    nothing fails later.
+    names the limit, and so does `receive` for its handles. The maximum use of an admitted sender counts from
+    its admission on, so that no later message exceeds a limit.
 
     Args:
-        endpoint: where the senders send to: an address such as ``unix:///run/user/1000/engine.sock``, where
-            this user's processes may connect and no other's, or a `TensorQueue`.
-        max_senders: the most senders connected at once; None for no limit.
-        max_mapped_bytes: the most bytes of shared memory mapped here, over all senders: the sum of their
-            `arena_bytes`, and of what tensors keep alive whose senders are gone; None for no limit.
-        max_unclaimed_messages: the most messages that can be here and wait to be taken, over all senders:
-            the sum of their `max_concurrent_videos`; None for no limit.
-        max_frame_bytes: the longest record that is read, from 16 KiB to 64 KiB. Senders keep to it; one
-            that does not loses its link.
-        max_wait_s: after how many seconds `receive` and `arrived` stop waiting for a tensor and raise
-            `WouldBlockError`: its sender may be unknown here, and never come. None for never. Iterations wait
+        endpoint: the location of the receiver: an address such as ``unix:///run/user/1000/engine.sock``, to
+            which only processes of this user may connect, or a `TensorQueue`.
+        max_senders: the maximum number of connected senders; None for no limit.
+        max_mapped_bytes: the maximum number of bytes of mapped shared memory, over all senders: the sum of
+            their `arena_bytes`, and the memory of disconnected senders that tensors still use; None for no
+            limit.
+        max_unclaimed_messages: the maximum number of messages that wait to be taken, over all senders: the
+            sum of their `max_concurrent_videos`; None for no limit.
+        max_frame_bytes: the longest record that is read, from 16 KiB to 64 KiB. Senders comply with it; a
+            sender that does not is disconnected.
+        max_wait_s: the seconds after which `receive` and `arrived` stop waiting for a tensor and raise
+            `WouldBlockError`, for example because its sender never connects. None for never. Iterations wait
             without limit.
 
     Raises:
-        TypeError: the endpoint or a limit is of a wrong type.
-        ValueError: the address names no place, or a limit is out of bounds.
+        TypeError: the endpoint or a limit has the wrong type.
+        ValueError: the address is invalid, or a limit is out of bounds.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class TensorReceiver(LoopObject):
 
     @property
     def id(self) -> str:
-        """The id that senders know this receiver by."""
+        """The id of this receiver, as its senders see it."""
         return self._id
 
     async def __aenter__(self) -> Self:
@@ -108,82 +109,76 @@ class TensorReceiver(LoopObject):
         return self
 
     async def _open(self) -> Taking:
-        intake = Intake(self._id, self._limits, self._counts, weakly(self.statistics))
+        senders = Senders(self._limits, self._counts, self._errors)
+        intake = Intake(self._id, self._limits.frame_bytes, senders)
         try:
             listener = await self._route.listen(intake, self._limits.frame_bytes)
         except BaseException:
             await intake.close()
             raise
-        return Taking(intake, listener, self.affinity, self._counts, self._max_wait_s)
+        return Taking(intake, listener, self.affinity, self._max_wait_s)
 
     async def receive(self, handle: TensorHandle, *, copy: bool = False) -> torch.Tensor:
         """Return the tensor that a handle names, once it has arrived.
 
         Args:
-            handle: from the sender's `send`; it may come here before the tensor, or before its sender.
-            copy: return a copy with memory of its own, made in a worker thread, so that the sender gets
-                its shared memory back at once.
+            handle: the result of the sender's `send`; it may arrive before the tensor, or before the sender
+                has connected.
+            copy: return a copy with its own memory, made in a worker thread, so that the shared memory
+                returns to the sender immediately.
 
-        Waits until the whole message of the tensor has arrived, at most `max_wait_s`. Cancelling leaves the
-        tensor claimable, also in the middle of the copy. If the tensor is here and not copied, the call does
-        not suspend: it completes even in an expired timeout scope, and a long run of such calls lets no other
-        task run.
+        Waits until the whole message of the tensor has arrived, at most `max_wait_s`. After a cancellation,
+        even during the copy, the tensor can still be received. If the tensor has arrived and is not copied,
+        the call does not suspend: it completes even in an expired timeout scope, and a long series of such
+        calls blocks all other tasks.
 
         Raises:
-            AlreadyTakenError: it was received before, or somebody else receives it now.
+            AlreadyTakenError: it was received before, or another call is receiving it.
             DiscardedError: its message was discarded, or its sender closed without sending it.
-            PeerLostError: its sender died or broke the link; `pid` says which.
-            RefusedError: its sender was refused, because of a limit or of its version.
-            WouldBlockError: it has not arrived within `max_wait_s`; the text says if the sender is known.
+            PeerLostError: its sender died or broke the protocol; `pid` is the id of its process.
+            RefusedError: its sender was refused, because of a limit or its version.
+            WouldBlockError: it has not arrived within `max_wait_s`; the text states if the sender is known.
             ClosedError: this receiver was closed, perhaps while waiting.
-            OSError: the copy needs memory and a thread, and the machine has none left; receive it again.
+            OSError: the machine has no memory or no thread left for the copy; receive it again.
         """
         try:
             taking = self._opened()
             key = key_of(handle)
-            taking.mailbox.claim(key)
+            item = await taking.hold(key)
+            if not copy:
+                return taking.take(key, item)
             try:
-                item = await taking.hold(key)
-                if not copy:
-                    return taking.take(key, item)
-                try:
-                    # Cancelled, the thread ends a copy that nobody wants; until then it pins the block.
-                    tensor = await in_thread(_copy, item.tensor)
-                except BaseException:
-                    # Whoever keeps an error keeps the frames that it came through. None of them may hold the
-                    # tensor, or its block would come back with the error rather than with the tensor.
-                    del item
-                    taking.put_back(key)
-                    raise
-                self._counts["tensors_copied"] += 1
-                self._counts["bytes_copied"] += tensor.nbytes
-                taking.take(key, item)
-                return tensor
-            finally:
-                taking.unclaim(key)
+                # If the call is cancelled, the thread completes the copy, and pins the block until then.
+                tensor = await in_thread(_copy, item.tensor)
+            except BaseException:
+                # The error refers to this frame: a variable would keep the tensor, and its block, alive with
+                # the error.
+                del item
+                taking.put_back(key)
+                raise
+            self._counts["tensors_copied"] += 1
+            self._counts["bytes_copied"] += tensor.nbytes
+            taking.take(key, item)
+            return tensor
         except Exception as error:
             self._errors.add(error)
             raise
 
     async def arrived(self, handle: TensorHandle) -> None:
-        """Wait until the tensor that a handle names has arrived, and leave it there.
+        """Wait until the tensor that a handle names has arrived, without receiving it.
 
-        So whoever serves many requests can take those whose tensors are here. Waits until the whole message
-        of the tensor has arrived, and keeps it from iterations meanwhile. Cancelling changes nothing.
-        Errors are those of `receive`.
+        A server with many requests can so begin with the requests whose tensors have arrived. Waits until the
+        whole message of the tensor has arrived; iterations leave the tensor out during this wait.
+        Cancellation has no side effects. Errors are those of `receive`.
         """
         with self._errors:
             taking = self._opened()
             key = key_of(handle)
-            taking.mailbox.claim(key)
-            try:
-                await taking.hold(key)
-                taking.put_back(key)
-            finally:
-                taking.unclaim(key)
+            await taking.hold(key)
+            taking.put_back(key)
 
     def receive_nowait(self, handle: TensorHandle) -> torch.Tensor:
-        """Return the tensor that a handle names if it is here.
+        """Return the tensor that a handle names if it has arrived.
 
         Errors are those of `receive`.
 
@@ -205,15 +200,15 @@ class TensorReceiver(LoopObject):
         return self
 
     async def __anext__(self) -> Delivery:
-        """Return the next tensor in the order of arrival, of those that no call awaits by handle.
+        """Return the next tensor in the order of arrival, except tensors that calls await by handle.
 
-        The tensors of a message are delivered consecutively: a message that has been begun is finished before
-        the next one, whichever tasks iterate. `Delivery.tensors` is the size of the message. A tensor that a
-        call awaits by its handle is left out; if that call gives up, it is delivered next. What is left of a
-        message that is discarded, or lost with its sender, is not delivered.
+        The tensors of a message are delivered consecutively, even if several tasks iterate: a message that
+        has been begun is finished before the next one. `Delivery.tensors` is the size of the message. If the
+        call that awaits a tensor by its handle is cancelled, the tensor is delivered next. The remaining
+        tensors of a message that is discarded, or lost with its sender, are not delivered.
 
-        Cancelling loses nothing. Ends when this receiver is closed. Does not suspend if a tensor is here, as
-        `receive`.
+        A cancelled iteration loses no tensor. Ends when this receiver is closed. Like `receive`, does not
+        suspend if a tensor has arrived.
         """
         if self.affinity.is_closed:
             raise StopAsyncIteration
@@ -223,7 +218,7 @@ class TensorReceiver(LoopObject):
                 await taking.change()
                 if self.affinity.is_closed:
                     raise StopAsyncIteration
-        except AioTensorError as error:  # the end of an iteration is none
+        except AioTensorError as error:  # not the end of the iteration
             self._errors.add(error)
             raise
         key, item, count = found
@@ -231,10 +226,11 @@ class TensorReceiver(LoopObject):
         return item if count == 1 else Delivery(item.handle, item.tensor, count)
 
     def discard(self, handle: TensorHandle) -> None:
-        """Drop the whole message of a handle, because nobody wants it any more.
+        """Discard the whole message of a handle, because it is no longer needed.
 
-        Its permit goes back to the sender at once, its memory with it. One that has not arrived is dropped
-        when it does. What was taken stays valid. Whoever waits for the message gets `DiscardedError`.
+        Its permit and its memory return to the sender immediately. A message that has not arrived is
+        discarded on arrival. Tensors that were taken stay valid. Calls that wait for the message raise
+        `DiscardedError`.
         """
         with self._errors:
             taking = self._opened()
@@ -242,18 +238,25 @@ class TensorReceiver(LoopObject):
         taking.discard(key)
 
     def statistics(self) -> ReceiverStatistics:
-        """Return what is held and what was done; also after closing."""
+        """Return the current usage and the totals since opening; also available after closing."""
         self.affinity.check_place()
         if self._taking is None:
-            return statistics_before_opening(self._limits, self._errors)
-        return statistics_of(self._taking.intake, self._limits, self._counts, self._errors)
+            return snapshot(
+                ReceiverStatistics,
+                dict.fromkeys(ReceiverStatistics.__struct_fields__, 0),
+                max_senders=self._limits.senders,
+                max_mapped_bytes=self._limits.mapped_bytes,
+                max_unclaimed_messages=self._limits.unclaimed_messages,
+                errors=self._errors.counts(),
+            )
+        return self._taking.senders.statistics()
 
     async def aclose(self) -> None:
-        """Close: senders get `PeerLostError`, waiters here `ClosedError`, iterations end.
+        """Close: the senders raise `PeerLostError`, waiting calls raise `ClosedError`, and iterations end.
 
-        What was received stays valid; what was not taken is dropped. Waits until the links have taken what
-        the senders are to be told. Cancelling closes at once, and a sender may then take for lost what was
-        taken. Closing again does nothing.
+        Received tensors stay valid; the others are dropped. Waits until the connections have accepted the
+        last answers to the senders. Cancellation closes the receiver immediately; a sender may then raise an
+        error for messages that were taken. Closing again has no effect.
         """
         self.affinity.check_place()
         was_open = self.affinity.is_open
@@ -265,7 +268,7 @@ class TensorReceiver(LoopObject):
     def _details(self) -> list[str]:
         details = [f"at {self._route.label}"]
         if self._taking is not None and self.affinity.is_open:
-            details.append(f"{len(self._taking.intake.senders)} senders connected")
+            details.append(f"{len(self._taking.senders.connected)} senders connected")
         return details
 
     def _opened(self) -> Taking:

@@ -8,17 +8,15 @@ from typing import Self
 import torch
 
 from aiotensor.errors import again
-from aiotensor.runtime.affinity import LoopAffinity, LoopObject, weakly
+from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.cgroups import warn_if_too_large
 from aiotensor.runtime.waiting import seconds_or_never
 from aiotensor.sending.capacity import SenderCapacity
-from aiotensor.sending.in_flight import MessagesInFlight
 from aiotensor.sending.message import Message, MessageState
 from aiotensor.sending.open_message import OpenMessage
 from aiotensor.sending.pipeline import Pipeline
-from aiotensor.sending.reports import statistics_before_opening, statistics_of
-from aiotensor.sending.settings import Settings, WaitLimits
-from aiotensor.statistics.counters import ErrorCounter, new_counts
+from aiotensor.sending.settings import Settings
+from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts, snapshot
 from aiotensor.tensors.source import Sendable
 from aiotensor.transports.endpoints import Endpoint, route_to
 from aiotensor.types import MAX_NUMBER, SenderStatistics, TensorHandle
@@ -74,9 +72,8 @@ class TensorSender(LoopObject):
             _positive("max_concurrent_videos", max_concurrent_videos),
             _positive("arena_bytes", arena_bytes),
             seconds_or_never("keep_warm_s", keep_warm_s),
-            WaitLimits(
-                seconds_or_never("long_wait_s", long_wait_s), seconds_or_never("max_wait_s", max_wait_s)
-            ),
+            seconds_or_never("long_wait_s", long_wait_s),
+            seconds_or_never("max_wait_s", max_wait_s),
         )
         self._errors = ErrorCounter()
         self._counts = new_counts(SenderStatistics)
@@ -91,23 +88,21 @@ class TensorSender(LoopObject):
     @property
     def receiver_id(self) -> str | None:
         """The id of the receiver at the other end; None while there is none."""
-        return None if self._pipeline is None else self._pipeline.messages.sessions.receiver_id
+        return None if self._pipeline is None else self._pipeline.sessions.receiver_id
 
     async def __aenter__(self) -> Self:
         self.affinity.enter()
         try:
             warn_if_too_large(self._id, self._settings.max_bytes)
-            messages = MessagesInFlight(
+            self._pipeline = self._capacity.pipeline = Pipeline(
                 self._id,
                 self._route,
                 self._settings,
                 self._counts,
-                weakly(self.statistics),
+                self._errors,
                 self._capacity.listeners,
             )
-            self._pipeline = Pipeline(self._id, messages)
-            self._capacity.messages = messages
-            messages.open()
+            self._pipeline.open()
         except BaseException:
             self.affinity.is_closed = True
             raise
@@ -133,7 +128,7 @@ class TensorSender(LoopObject):
             ClosedError: this sender was closed, possibly during the wait.
         """
         with self._errors:
-            await self._opened().messages.ready()
+            await self._opened().ready()
 
     async def send(self, tensor: Sendable) -> TensorHandle:
         """Send a message of one tensor, and return the handle that names it for the receiver.
@@ -168,11 +163,11 @@ class TensorSender(LoopObject):
         try:
             pipeline = self._opened()
             source, plan = pipeline.prepare(tensor)
-            message = await pipeline.messages.begin(plan.allocation)
+            message = await pipeline.begin(plan.allocation)
             return await pipeline.put(message, source, plan, last=True)
         except BaseException as error:
             if message is not None and self._pipeline is not None:
-                self._pipeline.messages.abandon(message)
+                self._pipeline.abandon(message)
             self._errors.add(error)
             raise
 
@@ -190,11 +185,11 @@ class TensorSender(LoopObject):
         try:
             pipeline = self._opened()
             source, plan = pipeline.prepare(tensor)
-            message = pipeline.messages.begin_nowait(plan.new_bytes)
+            message = pipeline.begin_nowait(plan.new_bytes)
             return pipeline.put_nowait(message, source, plan)
         except BaseException as error:
             if message is not None and self._pipeline is not None:
-                self._pipeline.messages.abandon(message)
+                self._pipeline.abandon(message)
             self._errors.add(error)
             raise
 
@@ -250,7 +245,7 @@ class TensorSender(LoopObject):
             pipeline = self._checked()
             if handle.sender != self._id:
                 raise ValueError(f"this handle is of sender {handle.sender}, not of this one ({self._id})")
-        pipeline.messages.abandon_number(handle.message)
+        pipeline.abandon_number(handle.message)
 
     def discard_all(self) -> int:
         """Discard every message that the receiver has not taken yet, and return their number.
@@ -259,7 +254,7 @@ class TensorSender(LoopObject):
         """
         with self._errors:
             pipeline = self._checked()
-        return pipeline.messages.abandon_all(MessageState.OPEN, MessageState.WHOLE)
+        return pipeline.abandon_all(MessageState.OPEN, MessageState.WHOLE)
 
     async def drain(self) -> None:
         """Wait until every message sent before this call was taken or discarded.
@@ -272,14 +267,26 @@ class TensorSender(LoopObject):
             ClosedError: this sender was closed during the wait.
         """
         with self._errors:
-            await self._opened().messages.drain()
+            await self._opened().drain()
 
     def statistics(self) -> SenderStatistics:
         """Return the current usage and the totals since opening; also available after closing."""
         self.affinity.check_place()
         if self._pipeline is None:
-            return statistics_before_opening(self._settings, self._errors)
-        return statistics_of(self._pipeline.messages.grants, self._counts, self._errors)
+            waits = WaitCounter().waits()
+            return snapshot(
+                SenderStatistics,
+                dict.fromkeys(SenderStatistics.__struct_fields__, 0),
+                max_concurrent_videos=self._settings.max_messages,
+                longest_wait_s=0.0,
+                holders=(),
+                arena_bytes=self._settings.max_bytes,
+                largest_free_bytes=self._settings.max_bytes,
+                permit_waits=waits,
+                memory_waits=waits,
+                errors=self._errors.counts(),
+            )
+        return self._pipeline.grants.statistics()
 
     async def aclose(self) -> None:
         """Close; complete messages can still be received, and waiting calls raise `ClosedError`.
@@ -294,12 +301,12 @@ class TensorSender(LoopObject):
         self.affinity.is_closed = True
         if was_open and self._pipeline is not None:
             with self.affinity.leaving():
-                await self._pipeline.messages.close()
+                await self._pipeline.close()
 
     def _details(self) -> list[str]:
         details = [f"at {self._route.label}"]
         if self._pipeline is not None and self.affinity.is_open:
-            permits = self._pipeline.messages.grants.permits.budget
+            permits = self._pipeline.grants.permits.budget
             details.append(f"{permits.in_use} of {permits.limit} messages in flight")
         return details
 
@@ -313,8 +320,9 @@ class TensorSender(LoopObject):
     def _opened(self) -> Pipeline:
         """Return the pipeline, if messages can be sent."""
         pipeline = self._checked()
-        if pipeline.messages.failure is not None:
-            raise again(pipeline.messages.failure)
+        failure = pipeline.grants.failure
+        if failure is not None:
+            raise again(failure)
         return pipeline
 
 

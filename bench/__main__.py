@@ -28,7 +28,7 @@ def _parse_sizes(context: click.Context, parameter: click.Parameter, text: str) 
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--quick", is_flag=True, help="Less of everything, and fewer contenders: under a minute.")
+@click.option("--quick", is_flag=True, help="Less of everything, and fewer contenders: about a minute.")
 @click.option(
     "--sizes", default=_SIZES, callback=_parse_sizes, help="Tensor sizes of round trips, with commas."
 )
@@ -46,7 +46,7 @@ def _parse_sizes(context: click.Context, parameter: click.Parameter, text: str) 
     "--answer",
     type=click.Choice(["own", "same"]),
     default="own",
-    help="The far side of a round trip answers with a tensor of its own, or with the one that it received.",
+    help="The far side of a round trip answers with a new tensor, or with the received one.",
 )
 @click.option(
     "--contender",
@@ -88,9 +88,9 @@ def main(
     folder: Path | None,
     target: str | None,
 ) -> None:
-    """Time the hand-over of tensors between processes, and hold it against the goals of the design.
+    """Measure the transfer of tensors between processes, and compare it with the goals of the design.
 
-    The exit status is 1 if a contender failed. A goal that is missed is no failure.
+    The exit status is 1 if a contender failed. A missed goal is not a failure.
     """
     every: tuple[Loop, ...] = ("uvloop",) if quick else ("uvloop", "asyncio")
     options = Options(quick, sizes, loops or every, answer, rounds, deadline, contenders, workloads)
@@ -127,7 +127,7 @@ def write(report: Report, folder: Path) -> list[Path]:
 
 def _show(report: Report, console: Console) -> None:
     # The goals come last, where they can be seen without scrolling.
-    parts = [tables.machine(report), *tables.workloads(report), "## Numbers to reach", tables.goals(report)]
+    parts = [tables.machine(report), *tables.workloads(report), "## Goals", tables.goals(report)]
     for part in parts:
         console.print(part, "", sep="\n", markup=False)
     if lines := tables.skipped(report):

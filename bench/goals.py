@@ -1,7 +1,7 @@
 """The numbers to reach, and whether a run has reached them. Pure.
 
-Each is taken round by round: what is compared was measured in the same round of the same run, on uvloop where
-it is driven by a loop. The median of the rounds decides.
+Both sides of a comparison come from the same round of the same run, on uvloop if they use an event loop. The
+median of the rounds decides.
 """
 
 import statistics
@@ -29,11 +29,11 @@ class Goal(NamedTuple):
     """A row of the table.
 
     Attributes:
-        work: what is to be good.
-        against: what it is compared with; empty if the number stands alone.
-        ours: the number that is to be good.
-        theirs: what it is divided by; None if it stands alone.
-        at: whether the bound is the least or the most that will do.
+        work: the measured work.
+        against: the reference of the comparison; empty if there is none.
+        ours: the measured number.
+        theirs: its divisor; None if there is none.
+        at: whether the bound is a minimum or a maximum.
         bound: in the unit; None for a number that is only shown beside a goal.
         unit: ``"x"`` for a quotient; ``"s"`` or ``"%"`` for a number that stands alone.
         words: the goal, in words; empty without one.

@@ -1,4 +1,4 @@
-"""Start one contender in its own processes, read what they report, and end them whatever happens."""
+"""Start one contender in separate processes, read their reports, and end them in any case."""
 
 import os
 import signal
@@ -17,8 +17,8 @@ from typing import IO
 import msgspec
 
 from bench.contenders.base import Contender
+from bench.fork_server import Output, own_server
 from bench.measure import format_size
-from bench.nursery import Output, own_server
 from bench.records import Batch, Spec
 from bench.worker import near
 
@@ -61,8 +61,8 @@ class Groups:
         """Measure one contender in fresh processes; call `on_batch` with each batch.
 
         Args:
-            contender: whom to measure.
-            spec: what to measure.
+            contender: the contender.
+            spec: the task.
             deadline_s: seconds for each batch; for the first, starting included.
             on_batch: is given each batch.
 

@@ -22,7 +22,7 @@ _SIDE_BY_SIDE = 16  # groups of processes at most; they do nothing, but they tak
 
 
 class Step(NamedTuple):
-    """What the harness has just done; `batch` is None when a group of processes begins."""
+    """A step of the harness; `batch` is None when a group of processes begins."""
 
     workload: str
     round: int
@@ -40,15 +40,15 @@ def measure(
     baseline: str,
     on_step: Callable[[Step], None] = lambda step: None,
 ) -> Report:
-    """Measure what the plan says and report.
+    """Measure a plan, and return the report.
 
     The contenders take turns, and each round begins with another one, so that a machine whose speed
-    drifts treats all of them alike. One that fails is reported and takes part in no later round of that
+    drifts treats all of them alike. A contender that fails is reported, and skipped in later rounds of that
     workload.
 
     Args:
         plan: what to measure.
-        options: what the plan was made from.
+        options: the options of the plan.
         baseline: the name of the contender that the ratios refer to, unless a workload has its own.
         on_step: called before each group of processes and after each batch.
     """
@@ -75,7 +75,7 @@ def measure(
 
 
 class _Run:
-    """What has been measured so far, and who failed."""
+    """The measurements so far, and the contenders that failed."""
 
     def __init__(self, groups: Groups, pool: ThreadPoolExecutor, on_step: Callable[[Step], None]) -> None:
         self.samples: Samples = defaultdict(list)
@@ -91,7 +91,7 @@ class _Run:
             order = chapter.entries[first:] + chapter.entries[:first]
             wide = _SIDE_BY_SIDE if chapter.workload.side_by_side else 1
             for start in range(0, len(order), wide):
-                # One at a time is waited for as many are, so that an interrupt is heard in the same way.
+                # Each is awaited separately, even if there are many, so an interrupt has the same effect.
                 list(self._pool.map(partial(self._one, chapter, number), order[start : start + wide]))
 
     def _one(self, chapter: Chapter, number: int, entry: Entry) -> None:

@@ -1,4 +1,4 @@
-"""What travels in a request and in its answer: messages with a tensor inside."""
+"""The messages of a request and its answer, each with a tensor inside."""
 
 import msgspec
 import torch
@@ -9,7 +9,7 @@ __all__ = ["REPLY_TYPES", "Embedding", "Message", "Video", "tensor_of"]
 
 
 class Video(msgspec.Struct):
-    """What is asked about."""
+    """The content of a request."""
 
     fps: float
     frames: torch.Tensor
@@ -27,5 +27,5 @@ REPLY_TYPES: dict[Reply, type[Message]] = {"echo": Video, "answer": Embedding}
 
 
 def tensor_of(message: Message) -> torch.Tensor:
-    """Give the one tensor of a message."""
+    """Return the only tensor of a message."""
     return message.frames if isinstance(message, Video) else message.vector

@@ -1,4 +1,4 @@
-"""What a run measures: whom, in which workloads, on which loops, and what is left out and why. Pure."""
+"""The plan of a run: contenders, workloads and event loops, and the reasons for omissions. Pure."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ __all__ = ["Chapter", "Entry", "Options", "Plan", "make_plan"]
 
 
 class Options(NamedTuple):
-    """What the command line asks for.
+    """The options of the command line.
 
     Attributes:
         quick: whether to take the efforts of a quick run, and its contenders.
@@ -44,7 +44,7 @@ class Entry(NamedTuple):
 
 
 class Chapter(NamedTuple):
-    """One workload, with all that take part in it."""
+    """One workload with its contenders."""
 
     workload: Workload
     rounds: int
@@ -53,12 +53,12 @@ class Chapter(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The whole run, and what is left out of it.
+    """The whole run, and its omissions.
 
     Attributes:
-        contenders: who takes part or should, were they installed.
+        contenders: the selected contenders, installed or not.
         chapters: the workloads, in order.
-        skips: what is not measured, and why.
+        skips: the omissions, with their reasons.
     """
 
     contenders: list[Contender]
@@ -79,7 +79,7 @@ def make_plan(
     workloads: Mapping[str, Workload],
     why_not: Callable[[Contender], str | None],
 ) -> Plan:
-    """Decide what is measured, and say of everything else why it is not."""
+    """Select the measurements, and record a reason for each omission."""
     skips: list[Skip] = []
     asked = []
     present = []

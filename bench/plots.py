@@ -28,7 +28,7 @@ _Lines = dict[str, list[Result]]
 
 
 def draw(report: Report, folder: Path) -> list[Path]:
-    """Write the plots into `folder`, those for which there is something to show, and give their paths."""
+    """Write the plots into `folder`, if there is data for them, and return their paths."""
     drawings: dict[str, Callable[[Report], Figure | None]] = {
         "latency.png": _latency,
         "throughput.png": _throughput,
@@ -179,7 +179,7 @@ def _plot_by_size(report: Report, axes: Axes, lines: _Lines, value: Callable[[Re
 
 
 def _style(report: Report, name: str) -> dict[str, Any]:
-    # Those who never meet in one plot may look the same.
+    # Contenders that never share a plot may look the same.
     (carries,) = [one.carries for one in report.contenders if one.name == name]
     alike = [one for one in report.contenders if one.carries == carries]
     limits = [one.name for one in alike if one.is_limit]

@@ -1,4 +1,4 @@
-"""Tell how far a run is: a bar on a terminal, and elsewhere a line for each round of each workload."""
+"""Progress of a run: a bar on a terminal, and elsewhere a line for each round of each workload."""
 
 import time
 from types import TracebackType
@@ -40,7 +40,7 @@ class Reporter:
         self._progress.stop()
 
     def step(self, step: Step) -> None:
-        """Show what has just begun or ended."""
+        """Handle a step that has just begun or ended."""
         who = step.contender if step.loop is None else f"{step.contender} ({step.loop})"
         where = f"{step.workload}, round {step.round + 1} of {step.rounds}"
         if step.lost:

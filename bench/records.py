@@ -1,4 +1,4 @@
-"""What the rooms of the benchmark hand to each other, and what the JSON file holds. SI units everywhere."""
+"""The records that the modules of the benchmark exchange, and those of the JSON file. SI units everywhere."""
 
 from typing import Literal
 
@@ -30,14 +30,14 @@ Source = Literal["copied", "allocated"]
 
 
 class Effort(msgspec.Struct, frozen=True):
-    """How much to measure; a workload uses those that mean something to it.
+    """How much to measure; each workload uses some of these limits.
 
     Attributes:
-        rounds: how often each contender is started anew.
-        bytes: tensors made for one batch, in all; so large tensors make fewer trips.
-        most: trips of one batch at most, whatever the size.
-        fewest: trips of one batch at least, whatever the size.
-        seconds: how long a batch should last, for workloads that watch a clock.
+        rounds: how often each contender is started.
+        bytes: the total size of the tensors of one batch; so large tensors make fewer trips.
+        most: the maximum number of trips of one batch.
+        fewest: the minimum number of trips of one batch.
+        seconds: the intended duration of a batch, for workloads that are limited by time.
     """
 
     rounds: int = 1
@@ -47,21 +47,21 @@ class Effort(msgspec.Struct, frozen=True):
     seconds: float = 1.0
 
     def trips(self, size: int) -> int:
-        """Give the timed trips of one batch of tensors of `size` bytes."""
+        """Return the number of timed trips of one batch of tensors of `size` bytes."""
         return max(self.fewest, min(self.most, self.bytes // size))
 
 
 class Spec(msgspec.Struct, frozen=True):
-    """What one group of processes is to measure.
+    """The task of one group of processes.
 
     Attributes:
         workload: its name in the table of workloads.
         sizes: bytes of the tensors.
         effort: how much of it.
         senders: how many processes send at once, one batch for each; the largest number is started.
-        depth: how many tensors may be on their way at once.
-        source: whether tensors come from ordinary memory or from the contender's own.
-        answer: whether the far side answers with a tensor of its own or with the one it received.
+        depth: how many tensors may be in flight at once.
+        source: whether tensors come from ordinary memory or from memory of the contender.
+        answer: whether the far side answers with a new tensor or with the received one.
         reply: whether a request is answered with a tensor of its size or with a small one.
         loop: the event loop of all processes.
     """
@@ -83,13 +83,13 @@ class Spec(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """What a group of processes found at one size with one number of senders: trips, or named numbers.
+    """The measurements of a group of processes at one size and number of senders: trips, or named numbers.
 
     Attributes:
         size_bytes: bytes of the tensors.
         senders: processes that sent at once.
         latencies_ns: of each trip.
-        numbers: by their names.
+        numbers: the measured numbers by their names.
         bytes_per_trip: there and back together; None for the size twice.
     """
 
@@ -101,7 +101,7 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What one contender did at one size, over all rounds.
+    """The result of one contender at one size, over all rounds.
 
     Attributes:
         workload: its name.
@@ -139,8 +139,8 @@ class Failure(msgspec.Struct, frozen=True):
         loop: the event loop; None for a contender that uses none.
         round: the round it failed in, from 0.
         size_bytes: the size it was at.
-        reason: what it did, to be read after "it".
-        output: the end of what its processes wrote to standard error.
+        reason: the failure, as a predicate of the subject "it".
+        output: the last output of its processes on standard error.
     """
 
     workload: str
@@ -153,7 +153,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Skip(msgspec.Struct, frozen=True):
-    """Something that was not measured, and why. Without a workload it was the whole contender."""
+    """A contender that was not measured, in one workload or (without a workload) in all, and the reason."""
 
     contender: str
     reason: str
@@ -161,11 +161,11 @@ class Skip(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """One goal of the design beside what was measured; no number if this run did not measure it.
+    """One goal of the design with the measured number; None if this run did not measure it.
 
     Attributes:
         work: what is measured.
-        against: what it is compared with; empty if the number stands alone.
+        against: the reference of the comparison; empty if there is none.
         goal: the goal, in words; empty for a number that is only shown beside one.
         measured: the median of the rounds.
         lowest: of the rounds.
@@ -185,7 +185,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Where the numbers come from; load is the one-minute average of the system."""
+    """The machine of a run; the load is the one-minute average of the system."""
 
     cores: int
     cpu: str
@@ -198,13 +198,13 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Participant(msgspec.Struct, frozen=True):
-    """Somebody whom a run was to measure: a contender, or a limit that only shows what the machine can do.
+    """A contender of a run, or a limit, which only shows the speed of the machine.
 
     Attributes:
         name: its name.
-        what: it, in a few words.
+        what: a short description.
         is_limit: whether it is a limit.
-        carries: what; it has no place in workloads that carry something else.
+        carries: its cargo; it takes part only in workloads with this cargo.
     """
 
     name: str
@@ -214,7 +214,7 @@ class Participant(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """A whole run, as the JSON file holds it."""
+    """A whole run, as stored in the JSON file."""
 
     quick: bool
     answer: Answer

@@ -14,7 +14,7 @@ _BOTH_WAYS = 2
 
 
 class Key(NamedTuple):
-    """What is measured again in each round."""
+    """The identity of a measurement that is repeated in each round."""
 
     workload: str
     contender: str
@@ -27,12 +27,12 @@ Samples = dict[Key, list[Batch]]
 
 
 def key_of(entry: Entry, batch: Batch) -> Key:
-    """Say what a batch is a sample of."""
+    """Return the measurement that a batch is a sample of."""
     return Key(entry.spec.workload, entry.contender.name, entry.loop, batch.size_bytes, batch.senders)
 
 
 def gather(plan: Plan, samples: Mapping[Key, Sequence[Batch]], baseline: str) -> list[Result]:
-    """Give the results in the order of the plan; what was not measured is left out."""
+    """Return the results in the order of the plan, without missing measurements."""
     return [result for chapter in plan.chapters for result in _chapter(chapter, samples, baseline)]
 
 
@@ -50,7 +50,7 @@ def _result(chapter: Chapter, key: Key, batches: Sequence[Batch], theirs: Sequen
     score = chapter.workload.score
     rounds = [_numbers(batch) for batch in batches]
     # Each round is compared with the baseline's in the same round, so that slow drift cancels out.
-    # A contender that failed has fewer rounds; one that used nothing at all has no ratio.
+    # A contender that failed has fewer rounds; a number of 0 has no ratio.
     ratios = [
         ours[score] / other[score] if chapter.workload.more_is_better else other[score] / ours[score]
         for ours, other in zip(rounds, map(_numbers, theirs), strict=False)

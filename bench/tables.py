@@ -1,4 +1,4 @@
-"""Write a report as Markdown: the goals, a table or two for each workload, and all that went wrong. Pure."""
+"""Write a report as Markdown: the goals, one or two tables for each workload, and the failures. Pure."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,15 +14,15 @@ _MET = "met"
 
 
 def markdown(report: Report) -> str:
-    """Give the whole report, the goals first."""
-    parts = ["# Benchmark", machine(report), "## Numbers to reach", goals(report), *workloads(report)]
+    """Return the whole report, the goals first."""
+    parts = ["# Benchmark", machine(report), "## Goals", goals(report), *workloads(report)]
     if report.failures:
         parts += ["## Failures", failures(report)]
-    return "\n\n".join([*parts, "## Who took part", _participants(report)]) + "\n"
+    return "\n\n".join([*parts, "## Contenders", _participants(report)]) + "\n"
 
 
 def goals(report: Report) -> str:
-    """Give the table of goals, each beside what was measured."""
+    """Return the table of goals, each with its measured number."""
     rows = [
         [
             verdict.work,
@@ -40,12 +40,12 @@ def goals(report: Report) -> str:
 
 
 def workloads(report: Report) -> Iterator[str]:
-    """Give a heading and the tables of each workload, and say what is missing from them."""
+    """Return a heading and the tables of each workload, with a list of missing contenders."""
     for name in report.workloads:
         yield f"## {WORKLOADS[name].title}"
         for view in VIEWS[name]:
             if not any(result.workload == name for result in report.results):
-                yield "Nobody was measured."
+                yield "No contender was measured."
                 break
             yield view.caption
             yield _pivot(report, name, view) if isinstance(view, Pivot) else _flat(report, name, view)
@@ -61,10 +61,10 @@ def skipped(report: Report) -> str:
 
 
 def failures(report: Report) -> str:
-    """Say who failed, how, and what they wrote."""
+    """Return the failures, each with its reason and output."""
     texts: dict[str, list[str]] = {}
     for failure in report.failures:
-        # What is broken for good breaks every workload in the same way; it is shown once.
+        # A contender that never works fails every workload in the same way; it is shown once.
         texts.setdefault(failure.output, []).append(
             f"FAILED {_label(failure.contender, failure.loop)} in {failure.workload}, "
             f"round {failure.round + 1}: it {failure.reason}."
@@ -76,22 +76,22 @@ def failures(report: Report) -> str:
 
 
 def machine(report: Report) -> str:
-    """Say where and how the numbers were taken."""
+    """Describe the machine and the method of the measurements."""
     it = report.machine
     versions = ", ".join(f"{name} {version}" for name, version in it.versions.items())
     kind = "A quick run" if report.quick else "A run"
-    answers = "with a tensor of its own" if report.answer == "own" else "with the tensor it received"
+    answers = "with a new tensor" if report.answer == "own" else "with the tensor it received"
     return (
         f"{kind} of {report.seconds:.0f} s on {it.cores} cores ({it.cpu}), {it.memory_bytes / 2**30:.0f} GiB "
         f"of memory, Linux {it.kernel}, Python {it.python}; {versions}. Load {it.load_before:.1f} before and "
         f"{it.load_after:.1f} after. In round trips the far side answers {answers}. The baseline is "
-        f"{report.baseline} where no other is named. Each contender runs in fresh processes, in rounds that "
-        "take turns: read the ratios, not the times."
+        f"{report.baseline} unless stated otherwise. Each contender runs in fresh processes, in "
+        "alternating rounds: read the ratios, not the times."
     )
 
 
 def _participants(report: Report) -> str:
-    return _table(["name", "what it is"], [[one.name, one.what] for one in report.contenders])
+    return _table(["name", "description"], [[one.name, one.what] for one in report.contenders])
 
 
 def _participants_in(report: Report, workload: str) -> list[Participant]:
@@ -120,7 +120,7 @@ def _write(value: float, unit: str) -> str:
 
 
 class _Grid:
-    """What a report has on one workload."""
+    """The part of a report on one workload."""
 
     def __init__(self, report: Report, workload: str) -> None:
         self._found = {
@@ -135,11 +135,11 @@ class _Grid:
 
     @property
     def cases(self) -> list[tuple[int, int]]:
-        """Give the sizes and numbers of senders that somebody was measured at."""
+        """Return the measured sizes and numbers of senders."""
         return sorted({(size, senders) for _, _, size, senders in self._found})
 
     def rows(self) -> Iterator[tuple[str, Loop | None]]:
-        """Give everybody, on each loop; those with nothing to show too, but for limits."""
+        """Return every contender on each loop, even without results, but limits only with results."""
         known = [key[:2] for key in self._found]
         for one in self._participants:
             loops = list(dict.fromkeys(loop for name, loop in [*known, *self._failed] if name == one.name))

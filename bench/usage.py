@@ -1,4 +1,4 @@
-"""What processes use, as the kernel counts it: CPU time, resident memory, shared memory."""
+"""The resources of processes, as counted by the kernel: CPU time, resident memory, shared memory."""
 
 import time
 from collections.abc import Iterable
@@ -13,13 +13,13 @@ _EVERY_S = 0.002
 
 
 def cpu_seconds(processes: Iterable[int]) -> float:
-    """Give the CPU time of all threads of these processes, user and system, to the nanosecond."""
+    """Return the CPU time of all threads of these processes, user and system, to the nanosecond."""
     # Linux makes the number of another process's CPU clock of its pid; clock_getcpuclockid(3) does the same.
     return sum(time.clock_gettime(~process << 3 | 2) for process in processes)
 
 
 def family(processes: Iterable[int]) -> list[int]:
-    """Give these processes and all that they have started and that still run, and so on."""
+    """Return these processes and all their living descendants."""
     parents = {}
     for folder in _PROC.iterdir():
         if folder.name.isdigit():
@@ -27,24 +27,23 @@ def family(processes: Iterable[int]) -> list[int]:
                 # The name, in brackets, may hold anything; the state and the parent follow it.
                 parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             except (FileNotFoundError, ProcessLookupError):
-                continue  # it has ended meanwhile
+                continue  # it has ended
     found = list(processes)
-    for process in found:  # which grows on the way
+    for process in found:  # the list grows during the iteration
         found.extend(child for child, parent in parents.items() if parent == process and child not in found)
     return found
 
 
 def private_bytes(process: int) -> int:
-    """Give the resident anonymous memory of a process: without files and shared memory."""
+    """Return the resident anonymous memory of a process: without files and shared memory."""
     return _kib(_PROC / str(process) / "status", "RssAnon") << 10
 
 
 def shared_bytes() -> int:
-    """Give the shared memory of the whole machine.
+    """Return the shared memory of the whole machine in bytes.
 
-    This is the only number that holds every page once: mapped or only written, by a process or on its way
-    between two in the buffer of a socket, with a name or without. What other programs do meanwhile counts
-    too.
+    Only this number counts every page once: mapped or only written, in a process or in the buffer of a
+    socket, with a name or without. It includes the memory of other programs.
     """
     return _kib(_PROC / "meminfo", "Shmem") << 10
 
@@ -58,11 +57,11 @@ def _kib(path: Path, name: str) -> int:
 
 
 class SharedMemoryWatch:
-    """Look at the shared memory of the machine every two milliseconds, in a thread.
+    """Sample the shared memory of the machine every two milliseconds, in a thread.
 
     Attributes:
-        peak_bytes: the most that was seen.
-        cpu_s: what looking has cost.
+        peak_bytes: the highest sample.
+        cpu_s: the CPU time of the sampling.
     """
 
     def __init__(self) -> None:
@@ -82,7 +81,7 @@ class SharedMemoryWatch:
         self._thread.join()
 
     def _watch(self) -> None:
-        # Once more after the end, however short the time was.
+        # One more sample after the end, so that there is at least one.
         over = False
         while not over:
             over = self._over.wait(_EVERY_S)

@@ -1,4 +1,4 @@
-"""How the results of each workload are laid out: what stands in the cells, and what they mean. Pure."""
+"""The layout of the results of each workload: the cells and their meaning. Pure."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -87,11 +87,10 @@ VIEWS: dict[str, list[Pivot | Flat]] = {
     ],
     "allocated": [
         Pivot(
-            "Median / p99 of all rounds, from asking for the memory until the answer was read. Nothing is "
-            "copied.",
+            "Median / p99 of all rounds, from the allocation until the answer was read. Nothing is copied.",
             _seconds("median_s", "p99_s"),
         ),
-        Pivot("Of that, the asking on the near side: median.", _seconds("allocate_median_s")),
+        Pivot("Of that, the allocation on the near side: median.", _seconds("allocate_median_s")),
     ],
     "pipelined": [
         Flat(
@@ -110,20 +109,20 @@ VIEWS: dict[str, list[Pivot | Flat]] = {
                 "idle": _seconds("idle_p50_s", "idle_p99_s", "idle_p999_s", "idle_max_s"),
                 "busy": _seconds("busy_p50_s", "busy_p99_s", "busy_p999_s", "busy_max_s"),
                 "p99.9, busy beyond idle": _seconds("beyond_p999_s"),
-                "GB/s meanwhile": _gigabytes,
+                "GB/s, busy": _gigabytes,
             },
         )
     ],
     "idle": [
         Flat(
-            "Both processes and whatever they have started, user and system.",
+            "Both processes and their descendants, user and system.",
             {"CPU": lambda result: f"{result.numbers['cpu_percent']:.2f} %"},
         )
     ],
     "cost": [
         Flat(
-            "One way, one tensor after the other. CPU of both processes and whatever they have started; "
-            "shared memory of the whole machine at its peak, beyond what it was before.",
+            "One way, one tensor after the other. CPU of both processes and their descendants; "
+            "peak increase of the shared memory of the whole machine.",
             {
                 "CPU-seconds per GB": lambda result: format_count(result.numbers["cpu_s_per_gb"]),
                 "GB/s": _gigabytes,
@@ -133,8 +132,8 @@ VIEWS: dict[str, list[Pivot | Flat]] = {
     ],
     "resident": [
         Flat(
-            "Anonymous memory at the start / after a tenth of the sends / at the end. Not flat is what grows "
-            "in each third of the rest.",
+            "Anonymous memory at the start / after a tenth of the sends / at the end. Memory is not flat "
+            "if it grows in each third of the rest.",
             {
                 "sends": lambda result: f"{result.numbers['sends']:,.0f}",
                 "sender": _bytes("sender_start_bytes", "sender_warm_bytes", "sender_end_bytes"),

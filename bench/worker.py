@@ -1,7 +1,7 @@
 """The processes that measure: the near one, which reports, and the far ones, which it starts.
 
-The harness starts `near` in a process of its own. Results go through a connection, one message for each
-batch; whatever else any of the processes writes goes to one file, which is shown if they fail.
+The harness starts `near` in a new process. Results are sent through a connection, one message for each
+batch; all other output of the processes is written to one file, which is shown if they fail.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from bench.contenders.base import Contender, Layout, Side
-from bench.nursery import Output, Server, adopt
+from bench.fork_server import Output, Server, adopt
 from bench.records import Batch, Spec
 from bench.usage import shared_bytes
 from bench.workloads import WORKLOADS
@@ -37,40 +37,40 @@ _LAST_WORDS_S = 0.3
 def near(
     output: Output, server: Server, contender: Contender, spec: Spec, folder: Path, results: Connection
 ) -> None:
-    """Measure and report; runs in a process of its own."""
-    del output  # it has done its work when it was unpickled
-    os.setpgid(0, 0)  # so that this process and those that it starts can be ended together
+    """Measure and report; runs in a separate process."""
+    del output  # its work was done while it was unpickled
+    os.setpgid(0, 0)  # so that this process and its children can be ended together
     _end_with_parent()
     adopt(server)
     shared_before = shared_bytes()
     workload = WORKLOADS[spec.workload]
     near_side, far_sides = _connect(workload, contender, spec, folder)
-    roads, processes = [], []
+    ends, processes = [], []
     for number, side in enumerate([] if contender.alone else far_sides):
-        near_road, far_road = socket.socketpair()
+        near_end, far_end = socket.socketpair()
         # A daemon ends with this process also when this one fails and the other waits for its next tensor.
         process = multiprocessing.get_context("forkserver").Process(
-            target=_far, args=(Output(2), contender, spec, number, side, far_road), daemon=True
+            target=_far, args=(Output(2), contender, spec, number, side, far_end), daemon=True
         )
         process.start()
-        far_road.close()
-        roads.append(near_road)
+        far_end.close()
+        ends.append(near_end)
         processes.append(process)
     follower = Thread(target=_follow, args=(processes,), daemon=True)
     follower.start()
     pids = (os.getpid(), *(process.pid for process in processes if process.pid is not None))
 
     def stage(port: Any) -> Stage[Any]:
-        return Stage(spec, port, Barrier(roads, leads=True), processes=pids, shared_before=shared_before)
+        return Stage(spec, port, Barrier(ends, leads=True), processes=pids, shared_before=shared_before)
 
     try:
         _run(spec, _report(near_side, stage, _module(contender, workload), results))
-    except Exception:  # noqa: BLE001 - whatever it is, it is told, and this process ends
-        # Told before the usual way out, which ends the others first. The follower may have more to tell.
+    except Exception:  # noqa: BLE001 - any error is printed, and this process ends
+        # Printed before the regular exit, which ends the other processes first. The follower may print more.
         traceback.print_exc()
         follower.join(_LAST_WORDS_S)
         os._exit(1)
-    follower.join()  # only that thread may wait for the processes: of two, one would not learn how they ended
+    follower.join()  # only that thread may wait for the processes: of two, one would get no exit codes
 
 
 async def _report(
@@ -83,7 +83,7 @@ async def _report(
 
 
 def _far(
-    output: Output, contender: Contender, spec: Spec, number: int, side: Side[Any], road: socket.socket
+    output: Output, contender: Contender, spec: Spec, number: int, side: Side[Any], end: socket.socket
 ) -> None:
     del output
     parent = multiprocessing.parent_process()
@@ -94,7 +94,7 @@ def _far(
 
     async def answer() -> None:
         async with _opened(
-            side, lambda port: Stage(spec, port, Barrier([road], leads=False), number)
+            side, lambda port: Stage(spec, port, Barrier([end], leads=False), number)
         ) as stage:
             await _module(contender, workload).far(stage)
 
@@ -106,7 +106,7 @@ async def _opened(side: Side[Any], stage_of: Callable[[Any], Stage[Any]]) -> Asy
     opening: AbstractAsyncContextManager[Any] = side.open()
     async with opening as port:
         stage = stage_of(port)
-        # Nothing is sent before everybody can receive, and nobody closes while another may still need it.
+        # No process sends before all can receive, and none closes while another may still need it.
         await stage.barrier.meet()
         yield stage
         await stage.barrier.meet()
@@ -137,7 +137,7 @@ def _run(spec: Spec, work: Coroutine[Any, Any, None]) -> None:
 
 
 def _follow(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
-    # A blocking contender would wait for ever for a far side that has crashed.
+    # A blocking contender would wait forever for a far side that has crashed.
     running = {process.sentinel: process for process in processes}
     while running:
         for sentinel in wait(list(running)):
@@ -155,13 +155,13 @@ def _follow(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
 
 
 def _end_with_parent() -> None:
-    # Whatever ends the harness, even SIGKILL, leaves no process behind.
+    # No process outlives the harness, even if SIGKILL ends it.
     parent = multiprocessing.parent_process()
     if parent is None:
         raise RuntimeError("this runs only in a process that another one has started")
 
     def follow() -> None:
         wait([parent.sentinel])
-        os.killpg(0, signal.SIGKILL)  # with whatever a contender has started
+        os.killpg(0, signal.SIGKILL)  # with all processes that a contender has started
 
     Thread(target=follow, daemon=True).start()

@@ -1,9 +1,9 @@
-"""Run an operation again and again, and cancel it wherever it suspends, in every way there is.
+"""Run an operation repeatedly, and cancel it at each of its suspensions, in several ways.
 
-A coroutine can only be cancelled where it suspends, so it is driven by hand here, and its suspensions are
-counted: the first run is left alone, the next one is cancelled at the first suspension, the next at the
-second, until there is none left. If it suspends again while it cleans up, it is cancelled there once more.
-After each run everything is to be as it was before; see `holdings`.
+A coroutine can only be cancelled where it suspends, so this module drives it and counts its suspensions. The
+first run is not cancelled, the next one at the first suspension, the next one at the second, and so on. If
+the operation suspends again during its cleanup, a further run cancels it there once more. After each run
+`holdings` compares all held resources with those before.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ _TURNS_LATER = 3
 
 
 class Way(enum.Enum):
-    """When a run is cancelled, as seen from what it waits for."""
+    """When a run is cancelled, relative to its suspension and to the result that it awaits."""
 
-    AT_ONCE = "at the moment when it suspends"
-    LATER = "some turns of the loop after it suspended"
-    WITH_RESULT = "in the turn in which what it waits for has come, before it runs on"
-    # With the help of the test, which brings what is waited for by `Running.bring`:
-    WHILE_WAITING = "while it waits, just long enough before what it waits for comes"
-    BEFORE_RESULT = "in the turn in which what it waits for comes, just before that"
+    AT_ONCE = "when it suspends"
+    LATER = "some iterations after it suspended"
+    WITH_RESULT = "in the iteration of the result, before it continues"
+    # The test provides the result, in `Running.bring`:
+    WHILE_WAITING = "while it waits, some iterations before the result"
+    BEFORE_RESULT = "in the iteration of the result, just before it"
 
 
 _ALONE = (Way.AT_ONCE, Way.LATER, Way.WITH_RESULT)
@@ -43,7 +43,7 @@ class Plan(NamedTuple):
 
     at: int = 0  # the number of the suspension, from 1; 0 for nowhere
     way: Way = Way.AT_ONCE
-    again: int = 0  # a later suspension, in the cleaning up, to be cancelled at once
+    again: int = 0  # a later suspension, during the cleanup, which is cancelled at once
 
     def __str__(self) -> str:
         if not self.at:
@@ -53,7 +53,7 @@ class Plan(NamedTuple):
 
 
 class Facts:
-    """What happened to an operation in one run."""
+    """The suspensions and cancellations of an operation in one run."""
 
     def __init__(self) -> None:
         self.suspensions = 0
@@ -63,12 +63,12 @@ class Facts:
 
 
 class Running(Generic[T]):
-    """An operation in a task of its own, that is cancelled as planned.
+    """An operation in a separate task, which is cancelled as planned.
 
     Args:
-        operation: a coroutine that has not begun.
-        plan: where to cancel it.
-        facts: gets noted what happens.
+        operation: a coroutine that has not started.
+        plan: where and how to cancel it.
+        facts: the record to fill.
     """
 
     def __init__(self, operation: Coroutine[Any, Any, T], plan: Plan, facts: Facts) -> None:
@@ -80,39 +80,39 @@ class Running(Generic[T]):
         self._task = self._loop.create_task(self._run(), name="the operation")
 
     async def completed(self) -> bool:
-        """Wait for the end, and say whether it is that of the operation itself; its errors are raised."""
+        """Wait for the end; return False if the operation was cancelled, and raise its errors."""
         await asyncio.wait([self._task])
         self._facts.has_ended = True
         if self._task.cancelled():
-            assert self.cancels, "it was cancelled by somebody else"
+            assert self.cancels, "another task has cancelled it"
             return False
         error = self._task.exception()
         if error is not None:
             raise error
-        assert not self.cancels, "it was cancelled, and went on as if it had not been"
+        assert not self.cancels, "it ignored its cancellation"
         return True
 
     @property
     def suspensions(self) -> int:
-        """Count how often it has suspended."""
+        """Return the number of suspensions."""
         return self._facts.suspensions
 
     @property
     def cancels(self) -> int:
-        """Count how often it was cancelled."""
+        """Return the number of cancellations."""
         return self._facts.cancels
 
     @property
     def value(self) -> T:
-        """Return what the operation returned."""
+        """Return the result of the operation."""
         return self._task.result()
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Let the loop turn until something is so, or the operation has ended."""
+        """Wait until a condition is true or the operation has ended."""
         await until(lambda: self._task.done() or bool(condition()))
 
     async def bring(self, give: Callable[[], object]) -> None:
-        """Do what the operation waits for, and cancel it around that if it is planned so."""
+        """Provide the awaited result by calling `give`, and cancel the operation before it if planned."""
         self._facts.was_brought = True
         await self.until(lambda: self._is_suspended)
         if not self.cancels and self._is_at(self._plan.at):
@@ -138,7 +138,7 @@ class Running(Generic[T]):
             self._suspend(waits_for)
             try:
                 yield waits_for
-            except BaseException as error:  # noqa: BLE001 - it is the operation's, whatever it is
+            except BaseException as error:  # noqa: BLE001 - the operation handles it
                 step = lambda error=error: self._operation.throw(error)  # type: ignore[misc]  # noqa: E731
             else:
                 step = lambda: self._operation.send(None)  # noqa: E731
@@ -161,7 +161,7 @@ class Running(Generic[T]):
                 # Ahead of the task's own callback, which is added when this is yielded to it.
                 waits_for.add_done_callback(lambda _: self._cancel_at(at))
             elif way is Way.WITH_RESULT:
-                self._loop.call_soon(self._cancel_at, at)  # it waits for nothing but its turn
+                self._loop.call_soon(self._cancel_at, at)  # it only yields
 
     def _is_at(self, at: int) -> bool:
         return self._is_suspended and self.suspensions == at and not self._task.done()
@@ -184,10 +184,10 @@ class Running(Generic[T]):
 
 
 class Attempt:
-    """One run of an operation, with what has to be done around it.
+    """One run of an operation, with its preparation and its checks.
 
     Args:
-        plan: where to cancel it.
+        plan: where and how to cancel it.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -195,22 +195,22 @@ class Attempt:
         self.facts: Facts | None = None
 
     def start(self, operation: Coroutine[Any, Any, T]) -> Running[T]:
-        """Begin the operation that is to be cancelled; once."""
-        assert self.facts is None, "an attempt is about one operation"
+        """Start the operation to be cancelled; may be called once."""
+        assert self.facts is None, "an attempt has one operation"
         self.facts = Facts()
         return Running(operation, self.plan, self.facts)
 
 
 async def cancel_everywhere(attempt: Callable[[Attempt], Awaitable[None]], *parties: Party) -> Counter[Way]:
-    """Have an operation cancelled at each of its suspensions, in each way, and check what is left each time.
+    """Cancel an operation at each of its suspensions, in each way, and check for leaks after each run.
 
     Args:
-        attempt: prepares, starts the operation by `Attempt.start`, and checks what became of it. It lets go
-            of everything before it returns.
-        parties: those whose books are to be as they were before, and who are to be able to go on.
+        attempt: prepares a run, starts the operation by `Attempt.start`, and checks its effects. It keeps no
+            reference when it returns.
+        parties: the objects that must work and hold the same resources after each run as before.
 
     Returns:
-        how often it was cancelled in each way: nothing if it never suspends.
+        the number of cancellations in each way; empty if the operation never suspends.
     """
     found: Counter[Way] = Counter()
     with Watch(parties) as watch:
@@ -236,10 +236,10 @@ async def cancel_everywhere(attempt: Callable[[Attempt], Awaitable[None]], *part
                     found[way] += 1
                     for again in range(at + 1, facts.suspensions + 1):
                         await run(Plan(at, way, again))
-                # There may be more, had it gone on.
+                # Without the cancellation there may be further suspensions.
                 at, last = at + 1, facts.suspensions + bool(facts.cancels)
     found = +found
     for way in ways:
-        # Some turns later it may have gone on already.
+        # Some iterations later it may have continued already.
         assert way in found or way is Way.LATER or not found, f"it was never cancelled {way.value}"
     return found

@@ -15,7 +15,7 @@ from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from verification import inside
 from verification.descriptors import our_descriptors
-from verification.internals import intake_of, messages_of
+from verification.internals import held_by_receiver, held_by_sender
 from verification.patterns import BIG, pattern
 from verification.processes.watch import memfds
 
@@ -72,7 +72,7 @@ class Watch(logging.Handler):
         await self._pass_tensors()
         await self._come_back(self._before)
         gc.collect(1)  # objects dropped in this run now report their errors
-        assert not self._errors, f"errors that nobody was told of: {self._errors}"
+        assert not self._errors, f"errors that no call has raised: {self._errors}"
 
     async def _pass_tensors(self) -> None:
         match self._parties:
@@ -141,22 +141,13 @@ def _of_process() -> dict[str, object]:
 
 
 def _of_sender(sender: TensorSender) -> dict[str, object]:
-    seen, messages = sender.statistics(), messages_of(sender)
-    grants, session = messages.grants, messages.sessions.current
-    gates: list[Any] = [grants.permits, grants.memory.gate]
+    seen = sender.statistics()
     return {
         "permits": seen.in_flight,
         "bytes": seen.bytes_in_use,
         "waiting": seen.waiting,
         "holders": len(seen.holders),
-        # Not part of any statistics.
-        "waiters at the gates": sum(len(gate._waits) + len(gate._reported) for gate in gates),
-        "holders at the gates": sum(len(gate.budget._held) for gate in gates),
-        "blocks whose sends wait": len(grants._await_permits) + len(grants._await_bytes),
-        "drainers": len(messages._drainers),
-        "copies": len(grants.memory._copies) + grants.memory._worker._running,
-        "announced messages": 0 if session is None else len(session.announced),
-        "waiters for a receiver": len(messages.sessions._changes),
+        **held_by_sender(sender),
     }
 
 
@@ -169,11 +160,7 @@ def _of_receiver(receiver: TensorReceiver) -> dict[str, object]:
         "leased bytes": seen.leased_bytes,
         "unclaimed tensors": seen.unclaimed_tensors,
         "waiting": seen.waiting,
-        # Not part of any statistics.
-        "lines of waiters": len(intake_of(receiver).arrivals.waiters),
-        "claims": bool(intake_of(receiver).mailbox._claims),
-        "arrivals": len(intake_of(receiver).mailbox._whole),
-        "answers": len(intake_of(receiver)._answers._pending),
+        **held_by_receiver(receiver),
     }
 
 

@@ -145,7 +145,7 @@ class RogueReceiver:
         transport.start(self)
         self.write(Welcome(VERSION, os.getpid(), MAX_RECORD_BYTES, "r", is_admitted=True))
 
-    def listening_failed(self, error: BaseException) -> None:
+    def listening_failed(self, error: OSError) -> None:
         raise error
 
     def record_received(self, data: memoryview, descriptors: list[int]) -> None:
@@ -172,4 +172,4 @@ async def rogue_receiver(
         async with TensorSender(endpoint, max_concurrent_videos) as sender:
             yield sender, rogue
     finally:
-        await listener.close()
+        listener.close()

@@ -1,4 +1,4 @@
-"""The scheduler of the tests: as ``--dist loadfile`` of pytest-xdist, but robust against workers that die."""
+"""A scheduler like ``--dist loadfile`` of pytest-xdist that tolerates the death of workers."""
 
 from contextlib import suppress
 
@@ -9,15 +9,15 @@ __all__ = ["FileScheduling"]
 
 
 class FileScheduling(LoadFileScheduling):  # type: ignore[misc]
-    """Give each worker whole files, and what a dead worker left to another one.
+    """Assign whole files to workers, and the remaining tests of a dead worker to others.
 
-    pytest-xdist 3.8 runs the test again that a worker died in, which kills one worker after the other. It
-    also hands out files that are finished, and gives a new worker a single file: with no test or only one to
-    run, a worker waits for more and never asks for it, so that the run never ends.
+    pytest-xdist 3.8 repeats the test during which a worker died, so it kills one worker after the other. It
+    also assigns finished files, and a single file to a new worker: a worker that has no test or one test
+    waits for more and never requests it, so the run never ends.
     """
 
     def remove_node(self, node: WorkerController) -> str | None:
-        """Return the test that a worker died in, and reschedule those that it had not begun."""
+        """Return the test that was running in a dead worker, and reschedule its other tests."""
         files = self.assigned_work.pop(node)
         left = {
             file: unfinished

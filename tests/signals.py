@@ -6,8 +6,8 @@ from types import FrameType
 
 __all__ = ["ignore_in_this_process", "ignored_signals"]
 
-# Those that `nohup make test &`, cron and scripts set to be ignored, and that tests send. SIGHUP is not among
-# them: when the terminal is closed, a run under nohup must go on, and with it every process of its tests.
+# `nohup make test &`, cron and scripts ignore these signals, and tests send them. SIGHUP stays ignored: a run
+# under nohup continues after its terminal is closed, with all processes of its tests.
 _SIGNALS = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 
 

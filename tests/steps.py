@@ -1,4 +1,4 @@
-"""How much work a call is, for tests that may not measure time."""
+"""Counts of calls and instructions, for tests that cannot measure time."""
 
 import gc
 import sys
@@ -33,7 +33,7 @@ def counted_calls() -> Iterator[Count]:
 
 
 def steps_of(what: Callable[[], object]) -> int:
-    """Count the instructions of Python that a call goes through; what C does in between is not seen."""
+    """Count the bytecode instructions of a call; functions written in C count as one."""
     steps = 0
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
@@ -43,7 +43,7 @@ def steps_of(what: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
-    gc.disable()  # a collection is nobody's work, nor are those who are told of it
+    gc.disable()  # a collection, with its callbacks, is not part of the call
     sys.settrace(trace)
     try:
         what()

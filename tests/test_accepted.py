@@ -87,7 +87,7 @@ async def test_a_misaligned_array_that_is_broadcast_does_not_end_the_process() -
 
 
 def random_view(allocated: torch.Tensor, draw: random.Random) -> torch.Tensor | np.ndarray:
-    """Look at a part of memory in a way that torch or numpy allow."""
+    """Return a view of a part of memory that torch or numpy allow."""
     memory = allocated.numpy()
     if draw.random() < 0.5:
         kind = np.dtype(draw.choice(NUMPY_DTYPES))

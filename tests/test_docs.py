@@ -1,4 +1,4 @@
-"""The documents say what is so."""
+"""The programs and lists in the documents are correct."""
 
 import asyncio
 import os
@@ -20,6 +20,13 @@ import pytest
 from demo.clips import sample_clips
 
 ROOT = Path(__file__).parent.parent
+PAGES = [
+    "README.md",
+    "SECURITY.md",
+    "CHANGELOG.md",
+    *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))),
+]
+FOLDERS = [ROOT, ROOT / "aiotensor"]  # that paths on a page may be relative to
 
 
 def _blocks(kind: str) -> list[str]:
@@ -27,13 +34,13 @@ def _blocks(kind: str) -> list[str]:
 
 
 def _run_program(which: int, folder: Path) -> str:
-    """Run a program of the README as pasted, and return what it printed."""
+    """Run a program of the README, and return its output."""
     programs = _blocks("python")
     program = folder / "program.py"
-    # At a place of its own: another run of these tests may be at the one that the README names.
+    # At another path than in the README: several runs of these tests may be in progress.
     place = tempfile.mkdtemp(prefix="aiotensor-")
     program.write_text(programs[which].replace("/tmp/engine", f"{place}/engine"))
-    # As pasted: the measuring of coverage would say on standard error what it thinks of the program.
+    # Without coverage, which would write to standard error.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
     done = subprocess.run(
         [sys.executable, program], capture_output=True, text=True, check=False, cwd=folder, env=environment
@@ -45,7 +52,7 @@ def _run_program(which: int, folder: Path) -> str:
 
 
 async def _answer(url: str, video: bytes) -> httpx.Response:
-    """Upload until a server is there."""
+    """Upload a video; retry until the server accepts connections."""
     transport = httpx.AsyncHTTPTransport(retries=100)
     async with httpx.AsyncClient(transport=transport, timeout=60, trust_env=False) as http:
         return await http.post(url, content=video)
@@ -117,3 +124,13 @@ def test_the_promises_are_listed_once_each_and_in_order() -> None:
     numbers = [int(number) for number in listed]
     assert numbers[:26] == list(range(1, 27))
     assert numbers == sorted(set(numbers))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_files_that_a_page_names_exist(page: str) -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    named = re.findall(r"`((?:[\w.-]+/)+(?:[\w-]+\.(?:py|md|json))?)`", text)
+    linked = [(ROOT / page).parent / link for link in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text)]
+
+    assert [path for path in named if not any((folder / path).exists() for folder in FOLDERS)] == []
+    assert [link for link in linked if not link.exists()] == []

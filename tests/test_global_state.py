@@ -1,4 +1,4 @@
-"""The global state of torch, such as its default device and modes, makes no difference to what arrives."""
+"""The global state of torch, such as its default device and modes, does not affect transfers."""
 
 import asyncio
 import subprocess
@@ -17,7 +17,7 @@ from tests.pairs import Pair, pair
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
-# What is done in a process of its own, whose defaults of torch are others than usual.
+# A program for a separate process, where torch has unusual defaults.
 TRIP = """
 import asyncio, tempfile
 import numpy as np

@@ -1,4 +1,4 @@
-"""Looking at a receiver: what is found, and what cannot be looked at."""
+"""Inspections of receivers: their reports, invalid replies, and addresses without a receiver."""
 
 # ruff: noqa: ASYNC240 - the paths of tests are quick
 
@@ -35,8 +35,8 @@ from aiotensor.protocol.frames import (
     Welcome,
 )
 from aiotensor.types import MAX_NUMBER
+from tests.bare_peers import BareReceiver, bare_inspector, inspect_patiently, inspecting_bare_receiver
 from tests.frames import REPLY
-from tests.looking import RogueReceiver, look_at, looking_at_rogue, observing
 from tests.pairs import endpoint
 from tests.steps import steps_of
 from tests.transports.unix_ends import in_child, leave_stale
@@ -49,10 +49,10 @@ from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
-HURRY_S = 0.05  # with those who never answer
+HURRY_S = 0.05  # for peers that never reply
 
 
-# What is found
+# Reports
 
 
 async def test_what_is_found_is_what_receiver_and_senders_say_themselves(address: str) -> None:
@@ -68,7 +68,7 @@ async def test_what_is_found_is_what_receiver_and_senders_say_themselves(address
         await until(lambda: second.statistics().longest_wait_s > 0)
         await until(lambda: receiver.statistics().unclaimed_tensors == 2)
 
-        found = await look_at(address)
+        found = await inspect_patiently(address)
 
         assert found.receiver == receiver.id
         assert found.pid == os.getpid()
@@ -93,11 +93,11 @@ async def test_what_is_found_is_what_receiver_and_senders_say_themselves(address
         waiting.cancel()
         await asyncio.wait([waiting])
         await until(lambda: first.statistics().bytes_in_use == 0)
-        assert (await look_at(address)).senders[0].leased_bytes == 0
+        assert (await inspect_patiently(address)).senders[0].leased_bytes == 0
 
 
 def _without_times(statistics: SenderStatistics | None) -> dict[str, Any]:
-    """Leave out what goes on while one looks."""
+    """Return statistics without the fields that change during an inspection."""
     assert statistics is not None
     found = {name: getattr(statistics, name) for name in statistics.__struct_fields__}
     del found["longest_wait_s"]
@@ -107,7 +107,7 @@ def _without_times(statistics: SenderStatistics | None) -> dict[str, Any]:
 
 async def test_a_receiver_without_senders_is_found(address: str) -> None:
     async with TensorReceiver(address, max_senders=None, max_mapped_bytes=None) as receiver:
-        found = await look_at(address)
+        found = await inspect_patiently(address)
 
         assert found.senders == ()
         assert found.statistics == receiver.statistics()
@@ -120,7 +120,7 @@ async def test_a_sender_names_those_that_have_held_something_for_longest_and_no_
             await sender.send(pattern(seed, 3))
         await until(lambda: receiver.statistics().unclaimed_tensors == 2 * MAX_HOLDERS)
 
-        [seen] = (await look_at(address)).senders
+        [seen] = (await inspect_patiently(address)).senders
 
         assert seen.statistics is not None
         assert [holder.message for holder in seen.statistics.holders] == list(range(MAX_HOLDERS))
@@ -138,7 +138,7 @@ async def test_senders_in_other_processes_are_asked_and_answer(address: str) -> 
             await child.call(peers.send_pattern, 0, BIG)
         await until(lambda: receiver.statistics().unclaimed_tensors == 2)
 
-        found = await look_at(address)
+        found = await inspect_patiently(address)
 
         assert {sender.sender: sender.pid for sender in found.senders} == {
             name: child.pid for name, child in zip(names, children, strict=True)
@@ -157,12 +157,12 @@ async def test_so_many_senders_that_one_record_has_no_room_for_them_are_told_in_
             await stack.enter_async_context(TensorSender(address, 1, arena_bytes=1)) for _ in range(count)
         ]
         await until(lambda: receiver.statistics().senders == count)
-        async with observing(address) as observer:
+        async with bare_inspector(address) as observer:
             reports = await observer.reports()
             assert [len(report.senders) for report in reports] == [MAX_ROWS, 72]
             assert [report.last for report in reports] == [False, True]
 
-        found = await look_at(address)
+        found = await inspect_patiently(address)
 
         assert {sender.sender for sender in found.senders} == {sender.id for sender in senders}
         assert all(sender.statistics is not None for sender in found.senders)
@@ -183,7 +183,7 @@ async def test_what_is_promised_without_a_limit_is_told_however_much_it_is(
         await until(lambda: receiver.statistics().senders == count)
         own = receiver.statistics()
 
-        found = await look_at(address)
+        found = await inspect_patiently(address)
 
         assert found.statistics.mapped_bytes == min(own.mapped_bytes, MAX_NUMBER)
         assert found.statistics.promised_messages == min(own.promised_messages, MAX_NUMBER)
@@ -200,7 +200,7 @@ async def test_to_tell_of_many_tensors_that_nobody_took_is_no_more_work_than_of_
             while sender.statistics().in_flight < count:
                 await sender.send(pattern(0, 3))
             await until(lambda count=count: receiver.statistics().unclaimed_tensors == count)  # type: ignore[misc]
-            [peer] = intake_of(receiver).senders.values()
+            [peer] = intake_of(receiver).senders.connected.values()
             row = peer.summary()
             assert (row.unclaimed_tensors, row.unclaimed_bytes) == (count, count * 24)
             assert receiver.statistics().unclaimed_bytes == count * 24
@@ -208,11 +208,11 @@ async def test_to_tell_of_many_tensors_that_nobody_took_is_no_more_work_than_of_
         assert found[0] == found[1]
 
 
-# What a receiver may not say
+# Invalid replies
 
 
 async def _report() -> ReceiverReport:
-    """Make the report of a receiver that has one sender."""
+    """Return the report of a receiver with one sender."""
     with endpoint("unix") as place:
         async with TensorReceiver(place) as receiver:
             return ReceiverReport(receiver.statistics(), (SenderSummary("s", 1, 1, 1, 0, 0, 0, 0),))
@@ -230,7 +230,7 @@ async def test_a_receiver_that_answers_with_nonsense_is_an_error_of_the_protocol
         "unknown": [welcome, report, REPLY],
         "early": [welcome, msgspec.structs.replace(report, last=False), REPLY],
     }
-    async with looking_at_rogue(address) as (looking, rogue):
+    async with inspecting_bare_receiver(address) as (looking, rogue):
         if name == "nonsense":
             assert await say(rogue.sock, b"\xff\x00")
         else:
@@ -240,7 +240,7 @@ async def test_a_receiver_that_answers_with_nonsense_is_an_error_of_the_protocol
 
 
 async def test_a_receiver_of_another_version_is_named_with_what_to_do(address: str) -> None:
-    async with looking_at_rogue(address) as (looking, rogue):
+    async with inspecting_bare_receiver(address) as (looking, rogue):
         await rogue.say(Welcome(VERSION + 1, 7))
         with pytest.raises(ProtocolError, match=rf"pid 7.* speaks version {VERSION + 1}.*install the same"):
             await looking
@@ -248,23 +248,23 @@ async def test_a_receiver_of_another_version_is_named_with_what_to_do(address: s
 
 @pytest.mark.parametrize("reason", ["", "no room"])
 async def test_a_goodbye_ends_a_look(reason: str, address: str) -> None:
-    async with looking_at_rogue(address) as (looking, rogue):
+    async with inspecting_bare_receiver(address) as (looking, rogue):
         await rogue.say(Welcome(VERSION, 7), Close(reason))
         with pytest.raises(PeerLostError, match=reason or "it closed") as caught:
             await looking
         assert caught.value.pid == 7
 
 
-# What cannot be looked at
+# Addresses without a receiver
 
 
 async def test_where_nobody_listens_that_is_said_at_once(address: str) -> None:
     with pytest.raises(PeerLostError, match=f"no receiver listens at {address}: start"):
-        await look_at(address)
+        await inspect_patiently(address)
     path = Path(address.removeprefix("unix://"))
     leave_stale(path)
     with pytest.raises(PeerLostError, match=f"no receiver listens at {address}: start"):
-        await look_at(address)
+        await inspect_patiently(address)
     path.unlink()
 
 
@@ -275,7 +275,7 @@ async def test_a_receiver_that_does_not_answer_is_not_waited_for_without_end(add
 
 @contextlib.contextmanager
 def _crowd(listener: socket.socket) -> Iterator[int]:
-    """Connect as many as can wait to be accepted, and say how many these are."""
+    """Fill the backlog of a listener, and yield the number of connections in it."""
     listener.listen(1)
     count = 0
     with contextlib.ExitStack() as stack:
@@ -301,7 +301,7 @@ async def test_a_receiver_that_accepts_nobody_just_now_is_not_said_to_be_absent(
 
 async def test_a_receiver_that_accepts_late_is_looked_at_all_the_same(address: str) -> None:
     with waiting_at(address) as listener, _crowd(listener) as count:
-        looking = asyncio.create_task(look_at(address))
+        looking = asyncio.create_task(inspect_patiently(address))
         await asyncio.sleep(0)  # the look has tried
         loop = asyncio.get_running_loop()
         for _ in range(count):
@@ -310,7 +310,7 @@ async def test_a_receiver_that_accepts_late_is_looked_at_all_the_same(address: s
         with sock:
             sock.setblocking(False)
             report = msgspec.structs.replace(await _report(), senders=())
-            await RogueReceiver(sock).say(Welcome(VERSION, 7), report)
+            await BareReceiver(sock).say(Welcome(VERSION, 7), report)
             assert (await looking).pid == 7
 
 
@@ -325,7 +325,7 @@ async def test_a_receiver_that_dies_before_it_accepts_is_said_to_be_absent(addre
 
 async def test_a_look_that_is_cancelled_leaves_nothing(address: str) -> None:
     with waiting_at(address):
-        looking = asyncio.create_task(look_at(address))
+        looking = asyncio.create_task(inspect_patiently(address))
         await asyncio.sleep(0)
         looking.cancel()
         await asyncio.wait([looking])
@@ -356,14 +356,14 @@ async def test_what_is_no_receiver_is_said_to_be_none(address: str) -> None:
         other.bind(path)
         other.listen()
         with pytest.raises(UsageError, match="nothing can be sent to"):
-            await look_at(address)
+            await inspect_patiently(address)
     os.unlink(path)
 
 
 def _look_as_nobody(address: str) -> str:
     os.setuid(65534)
     try:
-        asyncio.run(look_at(address))
+        asyncio.run(inspect_patiently(address))
     except AccessDeniedError as error:
         return str(error)
     return "it was let in"

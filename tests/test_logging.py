@@ -499,7 +499,7 @@ async def test_a_client_of_http_cannot_forge_a_line_by_its_path() -> None:
 
     async def handle(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
-        watch(scope, RequestLimits(None, 10, None, 7))
+        watch(scope, RequestLimits(None, 10, None))
         begun.set()
         await asyncio.get_running_loop().create_future()
 
@@ -516,7 +516,7 @@ async def test_a_client_of_http_cannot_forge_a_line_by_its_path() -> None:
 
     scope: Scope = {"type": "http", "method": "POST", "path": f"/{FORGED}"}  # as a server reads /%0A
     with heard() as events:
-        await WatchRequests(handle)(scope, hear, send)
+        await WatchRequests(handle, 7)(scope, hear, send)
     cancelled = _one(events, "request_cancelled")
     assert str(cancelled.fields["path"]).startswith("/so it is\\n2026-01-01 CRITICAL")
     assert cancelled.fields["method"] == "POST"

@@ -60,7 +60,7 @@ async def test_once_reading_has_failed_everybody_is_told_why_and_nobody_waits(
         waiting = asyncio.create_task(receiver.receive(beyond(handle)))
         await until(lambda: receiver.statistics().waiting == 1)
         intake_of(receiver).listening_failed(OSError("the disk is on fire"))
-        assert torch.equal(await receiver.receive(handle), pattern(0, 3))  # what is here can be taken
+        assert torch.equal(await receiver.receive(handle), pattern(0, 3))  # arrived tensors can be taken
         for receiving in (waiting, receiver.receive(beyond(handle))):
             with pytest.raises(PeerLostError, match="nothing more will arrive: the disk is on fire"):
                 await receiving
@@ -393,7 +393,7 @@ async def test_nobody_waits_for_a_tensor_of_a_sender_that_is_refused(limit: str,
             await receiver.receive(await first.send(pattern(0, 3)))
             sender = TensorSender(place)
             beyond = TensorHandle(sender.id, 1, 0, "int64", (1,), "cpu")
-            receiver.discard(TensorHandle(sender.id, 2, 0, "int64", (1,), "cpu"))  # it is heard of before
+            receiver.discard(TensorHandle(sender.id, 2, 0, "int64", (1,), "cpu"))  # it was reported before
             waiting = asyncio.create_task(receiver.receive(beyond))
             await asyncio.sleep(0)
             async with sender:
@@ -409,7 +409,7 @@ async def test_a_handle_that_is_here_before_its_sender_has_come_back_is_waited_f
         async with TensorReceiver(place, max_unclaimed_messages=8) as receiver, TensorSender(place) as first:
             await until(lambda: receiver.statistics().senders == 1)
             async with TensorSender(place) as late:
-                await until(lambda: late.statistics().receivers_lost == 1)  # there is no room for it
+                await until(lambda: late.statistics().receivers_lost == 1)  # it does not fit
                 await first.aclose()
                 await until(lambda: receiver.statistics().senders == 0)
                 handle = await late.send(pattern(0, 3))  # the receiver has not looked at its socket since

@@ -1,4 +1,4 @@
-"""SECURITY.md says what is so: the table of limits is held against the code."""
+"""The table of limits in SECURITY.md agrees with the code."""
 
 import importlib
 import inspect
@@ -22,7 +22,7 @@ MADE: dict[str, Callable[..., object]] = {
     made.__name__: made
     for made in (aiotensor.TensorSender, aiotensor.TensorReceiver, MessageServer, MessageClient)
 }
-# Who, where and what; and the heartbeats, whose default depends on where the other side is.
+# Endpoints, keys and types; and heartbeats, whose default depends on the address.
 NO_LIMITS = [
     "endpoint",
     "address",
@@ -69,7 +69,7 @@ def test_every_bound_of_the_frames_is_in_the_table() -> None:
 
 def test_numbers_in_the_running_text_are_those_of_the_code() -> None:
     assert f"at most {MAX_DIMENSIONS} dimensions" in TEXT
-    assert f"come in order, at most {MAX_TENSORS}" in TEXT
+    assert f"arrive in order, at most {MAX_TENSORS}" in TEXT
 
 
 def test_every_place_in_the_code_that_is_named_exists() -> None:

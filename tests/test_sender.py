@@ -492,7 +492,7 @@ async def test_one_message_that_waits_twice_is_not_taken_for_two() -> None:
         tensor.copy_(pattern(1, BIG))
         async with sender.message() as waits_twice:
             parts = [asyncio.create_task(waits_twice.send(pattern(seed, BIG // 4))) for seed in (2, 3)]
-            async with sender.message():  # it can go on, and give its permit back
+            async with sender.message():  # it can continue, and release its permit
                 await until(lambda: sender.statistics().waiting == 2)
                 allocated = asyncio.create_task(sender.send(tensor))
                 await until(lambda: sender.statistics().waiting == 3)

@@ -24,7 +24,7 @@ SMALL, LARGE = (3, 4), (300, 70)
 
 
 def random_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Make a tensor of any bits at all, the odd NaNs among them (a bool has only two values)."""
+    """Return a tensor of random bits, including unusual NaNs (a bool has only two values)."""
     tensor = new_tensor(shape, dtype)
     high = 2 if dtype == torch.bool else 256
     raw = torch.randint(0, high, (tensor.nbytes,), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""A run of tests whose workers die, and one that is started with signals ignored."""
+"""Runs of tests with dying workers, and a run that starts with ignored signals."""
 
 import os
 import re
@@ -37,6 +37,8 @@ def _of(*tests: str) -> str:
 def run(folder: Path, *options: str, ignored: str = "", **modules: str) -> Run:
     """Run a suite of the modules given, set up as this one is.
 
+    It loads no other plugins than xdist: in each worker they take longer than the tests.
+
     Args:
         folder: for the modules.
         options: of pytest.
@@ -51,9 +53,9 @@ def run(folder: Path, *options: str, ignored: str = "", **modules: str) -> Run:
     if ignored:
         command = ["/bin/sh", "-c", f'trap "" {ignored}; exec "$@"', "sh", *command]
     done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", *options],
+        [*command, "-p", "no:cacheprovider", "-p", "xdist.plugin", *options],
         cwd=folder,
-        env={**environment, "PYTHONPATH": str(ROOT)},
+        env={**environment, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

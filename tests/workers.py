@@ -1,8 +1,8 @@
-"""Worker processes of pytest-xdist: what happens to the tests of one that dies.
+"""Worker processes of pytest-xdist, and the tests of a worker that dies.
 
 pytest-timeout ends the process of a test that hangs, and a test may crash its process. The test that was
-running then counts as failed, and a new worker runs the other tests that the dead one had been given. Tests
-that never ran at all, because too many workers died, are listed at the end, and fail the run.
+running then counts as failed, and a new worker runs the remaining tests of the dead one. If too many workers
+die, the run fails, and lists the tests that never ran.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Workers:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: WorkerController) -> None:
-        """Have a worker ignore the same signals: it no longer inherits that."""
+        """Send the ignored signals to a worker, which does not inherit them."""
         node.workerinput["ignored_signals"] = self._ignored
 
     @pytest.hookimpl(optionalhook=True)
@@ -64,12 +64,12 @@ class _Workers:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, error: object | None) -> None:
-        """Remember that a worker died, also one that had no test left."""
+        """Record the death of a worker, even of one without remaining tests."""
         self._died = self._died or error is not None
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
-        """Remember the tests that are to run."""
+        """Record the collected tests."""
         self._collected.update(dict.fromkeys(ids))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -1,20 +1,29 @@
-"""Functions that return the internal state of open clients and servers, which no statistics contain."""
+"""Functions that read or change the internal state of clients, servers and blocking objects."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import zmq
 
+from aiotensor.blocking.portal import BlockingObject
+from aiotensor.blocking.thread import Call
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.channel.remote_client import IncomingRequest, RemoteClient
 from aiotensor.channel.remote_server import RemoteServer
+from aiotensor.channel.send_queue import SendQueue
 from aiotensor.channel.sockets import LoopSocket
 from aiotensor.runtime.worker import Worker
 
 __all__ = [
+    "after_next_lock",
     "arriving",
+    "before_next_call",
+    "before_next_handover",
+    "blocked",
     "clients_of",
     "found",
+    "is_opening",
     "note_messages",
     "ready",
     "rejected",
@@ -30,8 +39,8 @@ __all__ = [
 
 def servers_of(client: MessageClient[Any]) -> list[RemoteServer]:
     """Return the servers of a client, in the order of their addresses."""
-    assert client._parts is not None
-    return client._parts.requests.servers
+    assert client._requests is not None
+    return client._requests.servers
 
 
 def waiters_for_server(client: MessageClient[Any]) -> int:
@@ -52,28 +61,28 @@ def unanswered(client: MessageClient[Any]) -> int:
 
 def clients_of(server: MessageServer[Any]) -> list[RemoteClient]:
     """Return the clients of a server."""
-    assert server._parts is not None
-    return list(server._parts.clients._clients.values())
+    assert server._clients is not None
+    return list(server._clients._clients.values())
 
 
 def rejected(server: MessageServer[Any]) -> int:
     """Count the clients that were rejected, and are still connected."""
-    assert server._parts is not None
-    return len(server._parts.clients._rejected)
+    assert server._clients is not None
+    return len(server._clients._rejected)
 
 
 def socket_of(server: MessageServer[Any]) -> LoopSocket:
     """Return the socket of a server."""
-    assert server._parts is not None
-    return server._parts.clients._socket
+    assert server._clients is not None
+    return server._clients._socket
 
 
 def note_messages(
     server: MessageServer[Any], note: Callable[[list[zmq.Frame]], object]
 ) -> Callable[[list[zmq.Frame]], None]:
     """Call a function with each message that a server receives; return the server's own handler."""
-    assert server._parts is not None
-    clients = server._parts.clients
+    assert server._clients is not None
+    clients = server._clients
     handle = clients.message_arrived
 
     def noted(parts: list[zmq.Frame]) -> None:
@@ -86,30 +95,98 @@ def note_messages(
 
 def ready(server: MessageServer[Any]) -> list[IncomingRequest]:
     """Return the requests whose tensors have arrived."""
-    assert server._parts is not None
-    return list(server._parts.requests.ready)
+    assert server._clients is not None
+    return list(server._clients.requests.ready)
 
 
 def arriving(server: MessageServer[Any]) -> int:
     """Count the requests that wait for tensors."""
-    assert server._parts is not None
-    return len(server._parts.requests._arriving)
+    assert server._clients is not None
+    return len(server._clients.requests._arriving)
 
 
 def found(server: MessageServer[Any]) -> int:
     """Count the requests whose tensors were taken before a cancellation."""
-    assert server._parts is not None
-    return len(server._parts.requests._found)
+    assert server._clients is not None
+    return len(server._clients.requests._found)
 
 
 def waiters_for_requests(server: MessageServer[Any]) -> int:
     """Count the tasks that wait for a request."""
-    assert server._parts is not None
-    return len(server._parts.requests.waiters)
+    assert server._clients is not None
+    return len(server._clients.requests.waiters)
 
 
 def worker_of(one: MessageClient[Any] | MessageServer[Any]) -> Worker:
     """Return the thread that frees large messages."""
-    assert one._parts is not None
-    disposal = one._parts.disposal if isinstance(one, MessageClient) else one._parts.requests.disposal
-    return disposal._worker
+    if isinstance(one, MessageClient):
+        assert one._requests is not None
+        return one._requests._memory._worker
+    assert one._clients is not None
+    return one._clients.requests.memory._worker
+
+
+def is_opening(blocking: BlockingObject[Any, Any]) -> bool:
+    """Return whether the event loop has begun to open an object."""
+    return blocking._opening._is_running
+
+
+def before_next_call(blocking: BlockingObject[Any, Any], step: Callable[[], object]) -> None:
+    """Call a function when a blocking object is about to begin its next call in the loop."""
+    loop = blocking._loop
+    assert loop is not None
+    begin = loop.begin
+
+    def interrupted(call: Call[Any]) -> None:
+        loop.begin = begin  # type: ignore[method-assign]
+        step()
+        begin(call)
+
+    loop.begin = interrupted  # type: ignore[method-assign]
+
+
+def before_next_handover(blocking: BlockingObject[Any, Any], step: Callable[[], object]) -> None:
+    """Call a function when a thread is about to hand a call over to the loop of a blocking object."""
+    assert blocking._loop is not None
+    loop: Any = blocking._loop._loop
+    hand_over = loop.call_soon_threadsafe
+
+    def interrupted(*args: Any) -> object:
+        loop.call_soon_threadsafe = hand_over
+        step()
+        return hand_over(*args)
+
+    loop.call_soon_threadsafe = interrupted
+
+
+def after_next_lock(blocking: BlockingObject[Any, Any], step: Callable[[], object]) -> None:
+    """Call a function when a blocking object has just released its lock."""
+    blocking._lock = _SteppingLock(blocking, step)  # type: ignore[assignment]
+
+
+class _SteppingLock:
+    """The lock of a blocking object, which it replaces until its first release."""
+
+    def __init__(self, blocking: BlockingObject[Any, Any], step: Callable[[], object]) -> None:
+        self._blocking = blocking
+        self._lock = blocking._lock
+        self._step = step
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._blocking._lock = self._lock
+        self._lock.release()
+        self._step()
+
+
+@contextmanager
+def blocked(queue: SendQueue) -> Iterator[None]:
+    """Let messages wait in a queue for the length of a block, and then send them."""
+    send, queue._send = queue._send, lambda *_: False
+    try:
+        yield
+    finally:
+        queue._send = send
+        queue.flush(is_retry=False)

@@ -1,9 +1,11 @@
-"""The implementations behind public objects, for tests that check what no statistics show.
+"""Internal state of open senders and receivers, which no statistics contain.
 
-No other module of the tests uses private attributes of senders and receivers.
+Tests use private attributes of senders and receivers only through these functions.
 """
 
+import asyncio
 import socket
+from typing import Any
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.protocol.blocks import Blocks
@@ -11,9 +13,11 @@ from aiotensor.receiving.inspectors import InspectorPeer
 from aiotensor.receiving.intake import Intake
 from aiotensor.receiving.taking import Taking
 from aiotensor.runtime.worker import Worker
-from aiotensor.sending.in_flight import MessagesInFlight
+from aiotensor.sending.gates import Gate
 from aiotensor.sending.memory import Memory
+from aiotensor.sending.pipeline import Pipeline
 from aiotensor.sending.session import Session
+from aiotensor.tensors.segments import Segment
 from aiotensor.transports.base import Listener, Transport
 from aiotensor.transports.records import SocketTransport
 from aiotensor.transports.unix import UnixListener
@@ -23,51 +27,106 @@ __all__ = [
     "blocks_of",
     "connections_at",
     "cut",
+    "drainers_of",
+    "end_first_wait",
+    "held_by_receiver",
+    "held_by_sender",
     "inspectors_of",
     "intake_of",
+    "is_trimming",
     "keep_socket_file",
+    "lanes_of",
     "leases_of",
     "listener_of",
     "memory_of",
-    "messages_of",
+    "pause_reading",
+    "pipeline_of",
+    "resume_reading",
+    "segment_of",
     "session_of",
+    "shrink_send_buffer",
     "taking_of",
     "unidentified_at",
     "worker_of",
 ]
 
 
-def messages_of(sender: TensorSender) -> MessagesInFlight:
-    """Return the messages in flight of a sender that was opened."""
+def pipeline_of(sender: TensorSender) -> Pipeline:
+    """Return the pipeline of a sender that was opened."""
     assert sender._pipeline is not None
-    return sender._pipeline.messages
+    return sender._pipeline
 
 
 def memory_of(sender: TensorSender) -> Memory:
     """Return the shared memory of a sender that was opened."""
-    return messages_of(sender).grants.memory
+    return pipeline_of(sender).grants.memory
+
+
+def segment_of(sender: TensorSender) -> Segment:
+    """Return the current segment of a sender's shared memory."""
+    return memory_of(sender)._arena._segment
 
 
 def blocks_of(sender: TensorSender) -> Blocks:
     """Return the blocks in the current segment of a sender's shared memory."""
-    return memory_of(sender)._arena._segment.blocks
+    return segment_of(sender).blocks
 
 
 def leases_of(sender: TensorSender) -> int:
     """Count the blocks of a sender that a receiver has to release."""
-    return len(memory_of(sender)._leases)
+    return len(memory_of(sender).leases)
 
 
-def worker_of(owner: TensorSender | TensorReceiver) -> Worker:
+def drainers_of(sender: TensorSender) -> "list[asyncio.Future[None]]":
+    """Return the futures of the calls that wait for a sender to drain."""
+    return pipeline_of(sender).grants.drainers
+
+
+def held_by_sender(sender: TensorSender) -> dict[str, int]:
+    """Count the waits, holders and messages of a sender that are not part of its statistics."""
+    pipeline = pipeline_of(sender)
+    grants, session = pipeline.grants, pipeline.sessions.current
+    gates: list[Gate[Any]] = [grants.permits, grants.memory.gate]
+    return {
+        "waiters at the gates": sum(len(gate._waits) for gate in gates),
+        "holders at the gates": sum(len(gate.budget._held) for gate in gates),
+        "blocks whose sends wait": len(grants._await_permits) + len(grants._await_bytes),
+        "drainers": len(drainers_of(sender)),
+        "copies": len(grants.memory._copies) + grants.memory._worker._running,
+        "announced messages": 0 if session is None else len(session.announced),
+        "waiters for a receiver": len(grants.changes),
+    }
+
+
+def end_first_wait(gate: Gate[Any]) -> None:
+    """End the longest wait at a gate as its timer does."""
+    gate._end_wait(*next(iter(gate._waits.items())))
+
+
+def is_trimming(memory: Memory) -> bool:
+    """Return whether a release of idle memory is scheduled."""
+    return memory._trimming is not None
+
+
+def worker_of(owner: TensorSender | TensorReceiver | Memory) -> Worker:
     """Return the threads that copy or map memory for a sender or a receiver that was opened."""
-    if isinstance(owner, TensorSender):
-        return memory_of(owner)._worker
-    return intake_of(owner).mappings._worker
+    match owner:
+        case Memory():
+            return owner._worker
+        case TensorSender():
+            return worker_of(memory_of(owner))
+        case TensorReceiver():
+            return intake_of(owner).senders.mappings._worker
+
+
+def lanes_of(worker: Worker) -> tuple[Any, Any]:
+    """Return the thread for short jobs, and the one for long jobs."""
+    return worker._short, worker._long
 
 
 def session_of(sender: TensorSender) -> Session:
     """Return the session of a connected sender."""
-    session = messages_of(sender).sessions.current
+    session = pipeline_of(sender).sessions.current
     assert session is not None
     return session
 
@@ -84,14 +143,26 @@ def taking_of(receiver: TensorReceiver) -> Taking:
     return receiver._taking
 
 
+def held_by_receiver(receiver: TensorReceiver) -> dict[str, int]:
+    """Count the waits, claims and answers of a receiver that are not part of its statistics."""
+    senders = intake_of(receiver).senders
+    return {
+        "queues of waiters": len(senders.arrivals.waiters),
+        "claims": bool(senders.mailbox._claims),
+        "arrivals": len(senders.mailbox._whole),
+        "answers": len(senders._answered),
+    }
+
+
 def inspectors_of(receiver: TensorReceiver) -> list[InspectorPeer]:
     """List the inspectors of a receiver, the oldest first."""
-    return list(intake_of(receiver)._inspectors._inspectors)
+    return list(intake_of(receiver)._inspectors)
 
 
 def awaited_replies(receiver: TensorReceiver) -> list[set[InspectorPeer]]:
     """List the inspectors that wait for the statistics of each sender."""
-    return list(intake_of(receiver)._inspectors._waiting.values())
+    peers = intake_of(receiver).senders.connected.values()
+    return [peer.inspectors for peer in peers if peer.connection._awaits_statistics]
 
 
 def listener_of(receiver: TensorReceiver) -> Listener:
@@ -100,7 +171,7 @@ def listener_of(receiver: TensorReceiver) -> Listener:
 
 
 def keep_socket_file(receiver: TensorReceiver) -> None:
-    """Let the socket file of a receiver remain after its end, as that of a killed process does."""
+    """Leave the socket file of a receiver behind, as a killed process does."""
     listener = listener_of(receiver)
     if isinstance(listener, UnixListener):
         listener._file._identity = None
@@ -108,14 +179,37 @@ def keep_socket_file(receiver: TensorReceiver) -> None:
 
 def cut(transport: Transport) -> None:
     """Shut a connection down, as the kernel does when the peer ends."""
+    _receiving_end(transport)._sock.shutdown(socket.SHUT_RDWR)
+
+
+def pause_reading(transport: Transport) -> None:
+    """Stop reading from the socket of a transport."""
+    asyncio.get_running_loop().remove_reader(_receiving_end(transport)._sock.fileno())
+
+
+def resume_reading(transport: Transport) -> None:
+    """Read from the socket of a transport again."""
+    end = _receiving_end(transport)
+    asyncio.get_running_loop().add_reader(end._sock.fileno(), end.read_now)
+
+
+def shrink_send_buffer(transport: Transport) -> None:
+    """Set the smallest send buffer that the kernel allows on the socket of a transport."""
+    _receiving_end(transport)._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+
+
+def _receiving_end(transport: Transport) -> SocketTransport:
+    """Return the transport that the sender reads and the receiver writes: of a queue, the pipe."""
     found = getattr(transport, "_pipe", transport)
     assert isinstance(found, SocketTransport)
-    found._sock.shutdown(socket.SHUT_RDWR)
+    return found
 
 
 def connections_at(receiver: TensorReceiver) -> int:
     """Count the connections of a receiver, in any role."""
-    return len(intake_of(receiver).senders) + unidentified_at(receiver) + len(inspectors_of(receiver))
+    return (
+        len(intake_of(receiver).senders.connected) + unidentified_at(receiver) + len(inspectors_of(receiver))
+    )
 
 
 def unidentified_at(receiver: TensorReceiver) -> int:

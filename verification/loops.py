@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -11,7 +10,7 @@ import uvloop
 
 from verification.eager import eager_task
 
-__all__ = ["FACTORIES", "MODES", "Kind", "complaints", "kind_of", "let_threads_run", "set_mode"]
+__all__ = ["FACTORIES", "MODES", "Kind", "complaints", "kind_of", "set_mode"]
 
 FACTORIES: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
@@ -44,16 +43,6 @@ def set_mode(loop: asyncio.AbstractEventLoop, mode: str) -> None:
     """Switch a loop to one of the modes."""
     loop.set_debug(mode == "debug")
     loop.set_task_factory(eager_task if mode == "eager" else None)
-
-
-def let_threads_run() -> None:
-    """Release the GIL, so that another thread can run while a loop checks a condition.
-
-    Otherwise the loop keeps the GIL for `sys.getswitchinterval`, 5 ms, at each step of the other thread.
-    """
-    # Returns at once, and releases the GIL. In a loop without it, 300 steps of another thread took 2.1 s
-    # instead of 0.1 to 0.4 s. `os.sched_yield` releases the GIL too, but had no effect.
-    time.sleep(0)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable
 
 from aiotensor import TensorSender
-from verification.loops import let_threads_run
 
 __all__ = ["settled", "until"]
 
@@ -12,7 +11,6 @@ __all__ = ["settled", "until"]
 async def until(condition: Callable[[], bool]) -> None:
     """Run the loop until a condition is true; a wait without end is left to the caller's time limit."""
     while not condition():
-        let_threads_run()
         await asyncio.sleep(0)
 
 

@@ -1,4 +1,4 @@
-"""The same, for threads without an event loop, such as an engine that runs torch on its main thread.
+"""The API for threads without an event loop, such as an engine that runs torch on its main thread.
 
     with TensorReceiver(address) as receiver, MessageServer(messages, Video, receiver=receiver) as server:
         for request in server:
@@ -6,10 +6,12 @@
                 request.reply(Embedding(model(request.message.frames)))
 
 Names, arguments and errors are those of `aiotensor` and `aiotensor.channel`, with ``with`` and ``for`` in
-place of ``async with`` and ``async for``, and with ``timeout=`` in seconds where one would write
-``asyncio.timeout``: `TimeoutError` then, and what the call had is given back, as when it is cancelled. A
-signal ends a call in the same way. The objects of a process share one event loop in a thread of its own; that
-is there while one of them is open, and does not keep the interpreter from ending.
+place of ``async with`` and ``async for``. A method that may wait has a `timeout` in seconds, None for no
+limit, in place of ``asyncio.timeout``: after this time it raises `TimeoutError`, and releases its resources
+as a cancelled call does. An exception that a signal handler raises ends a call in the same way.
+
+The objects of a process share one event loop in a separate thread. The thread runs while one of them is open,
+and does not keep the interpreter from exiting.
 """
 
 from aiotensor.blocking.messages import MessageClient, MessageServer, Request

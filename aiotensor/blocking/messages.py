@@ -1,4 +1,4 @@
-"""Clients and servers of messages for threads."""
+"""Blocking clients and servers of messages."""
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -7,7 +7,7 @@ from typing import Generic, Self, TypeVar
 
 import aiotensor
 from aiotensor import channel
-from aiotensor.blocking.portal import BlockingObject
+from aiotensor.blocking.portal import BlockingObject, until_closed
 from aiotensor.blocking.tensors import OpenMessage, TensorReceiver, TensorSender
 from aiotensor.channel.options import CurveKey
 from aiotensor.channel.request import leave, reply_while_wanted
@@ -21,7 +21,7 @@ M = TypeVar("M")
 R = TypeVar("R")
 
 
-class MessageClient(BlockingObject[channel.MessageClient[R]], Generic[R]):
+class MessageClient(BlockingObject[channel.MessageClient[R], ClientStatistics], Generic[R]):
     """Send messages with tensors inside from threads; open it with ``with``, and share it between them.
 
     Arguments and errors are those of `aiotensor.channel.MessageClient`; `sender` and `receiver` are those of
@@ -62,7 +62,7 @@ class MessageClient(BlockingObject[channel.MessageClient[R]], Generic[R]):
                 linger_s=linger_s,
             )
         )
-        self._kept = sender, receiver  # an object that is garbage-collected is closed
+        self._kept = sender, receiver  # or they would be closed by the garbage collector
 
     def request(
         self,
@@ -72,19 +72,7 @@ class MessageClient(BlockingObject[channel.MessageClient[R]], Generic[R]):
         inside: OpenMessage | None = None,
         timeout: float | None = None,
     ) -> R:
-        """Send a message, and return the answer to it.
-
-        As `aiotensor.channel.MessageClient.request`.
-
-        Args:
-            message: what to send.
-            target: which of several servers.
-            inside: an open message of the sender.
-            timeout: after how many seconds to give up, as by cancelling; None for never.
-
-        Raises:
-            TimeoutError: it took longer than that.
-        """
+        """Send a message, and return the answer; `inside` is an open message of a blocking sender."""
         block = None if inside is None else inside.inner
         return self.wait_for(self.inner.request, message, target=target, inside=block, timeout=timeout)
 
@@ -96,34 +84,18 @@ class MessageClient(BlockingObject[channel.MessageClient[R]], Generic[R]):
         inside: OpenMessage | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Send a message that wants no answer.
-
-        As `aiotensor.channel.MessageClient.send`.
-
-        Args:
-            message: what to send.
-            target: which of several servers.
-            inside: an open message of the sender.
-            timeout: after how many seconds to give up, as by cancelling; None for never.
-
-        Raises:
-            TimeoutError: it took longer than that.
-        """
+        """Send a message that has no answer; `inside` is an open message of a blocking sender."""
         block = None if inside is None else inside.inner
         self.wait_for(self.inner.send, message, target=target, inside=block, timeout=timeout)
-
-    def statistics(self) -> ClientStatistics:
-        """Return the messages in flight and the counters; works after closing too."""
-        return self._look(self.inner.statistics)
 
 
 class Request(Generic[M]):
     """A message of a client, to be answered once.
 
-    As `aiotensor.channel.Request`, except that a thread cannot be cancelled: long work should check
-    `is_wanted` in intervals. Use it as ``with request: request.reply(work(request.message))``. An `Exception`
-    in the block is sent to the client and logged; for `SystemExit` and `KeyboardInterrupt`, which propagate,
-    the client gets `PeerLostError`. Afterwards the message, with its tensors, is released.
+    Like `aiotensor.channel.Request`, but a thread cannot be cancelled: long work should check `is_wanted` in
+    intervals. Use as ``with request: request.reply(work(request.message))``. An `Exception` in the block is
+    sent to the client and logged; for `SystemExit` and `KeyboardInterrupt`, which propagate, the client gets
+    `PeerLostError`. After the block, the message and its tensors are released.
     """
 
     def __init__(self, server: "MessageServer[M]", inner: channel.Request[M]) -> None:
@@ -150,17 +122,7 @@ class Request(Generic[M]):
         return self.inner.is_wanted
 
     def reply(self, answer: object, *, timeout: float | None = None) -> bool:
-        """Answer, and return whether the client still wanted it.
-
-        As `aiotensor.channel.Request.reply`.
-
-        Args:
-            answer: what to answer.
-            timeout: after how many seconds to give up, as by cancelling; None for never.
-
-        Raises:
-            TimeoutError: it took longer than that.
-        """
+        """Answer, and return whether the client still waited for the answer."""
         return self._server.wait_for(self._reply, answer, timeout=timeout)
 
     async def _reply(self, answer: object) -> bool:
@@ -191,7 +153,7 @@ class Request(Generic[M]):
         return isinstance(error, Exception)
 
 
-class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
+class MessageServer(BlockingObject[channel.MessageServer[M], ServerStatistics], Generic[M]):
     """Receive messages with tensors inside in threads, and answer them in any order.
 
     Open it with ``with``, and iterate, in as many threads as you like. Arguments and errors are those of
@@ -236,7 +198,7 @@ class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
                 linger_s=linger_s,
             )
         )
-        self._kept = sender, receiver  # an object that is garbage-collected is closed
+        self._kept = sender, receiver  # or they would be closed by the garbage collector
 
     @property
     def address(self) -> str:
@@ -245,22 +207,15 @@ class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
 
     def __iter__(self) -> Iterator[Request[M]]:
         """Iterate over the requests whose tensors have arrived; ends when this server is closed."""
-        return iter(self._next_or_none, None)
-
-    def _next_or_none(self) -> Request[M] | None:
-        try:
-            return self.next()
-        except ClosedError:
-            return None
+        return until_closed(self.next)
 
     def next(self, *, timeout: float | None = None) -> Request[M]:
         """Return the next request whose tensors have arrived.
 
-        Args:
-            timeout: seconds after which to give up; nothing is lost. With 0, this does not wait.
+        After a timeout nothing is lost. With a timeout of 0, this does not wait.
 
         Raises:
-            TimeoutError: it took longer than that.
+            TimeoutError: no request arrived within `timeout` seconds.
             ClosedError: this server was closed.
         """
         return Request(self, self.wait_for(self._take, timeout))
@@ -288,10 +243,6 @@ class MessageServer(BlockingObject[channel.MessageServer[M]], Generic[M]):
         for request in self:
             with request:
                 request.reply(handler(request.message))
-
-    def statistics(self) -> ServerStatistics:
-        """Return the current state and the counters; works after closing too."""
-        return self._look(self.inner.statistics)
 
 
 def _inner_senders(

@@ -1,65 +1,52 @@
-"""The way from threads to objects that live in an event loop."""
+"""The base of blocking objects, which runs calls of threads in the event loop of this process."""
 
 import asyncio
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
-from aiotensor.blocking.thread import Call, Loop, borrow, give_back
+from aiotensor.blocking.thread import Call, Loop, borrow, release
 from aiotensor.errors import ClosedError, UsageError
-from aiotensor.runtime.affinity import LoopAffinity, close_now, warn_unclosed
+from aiotensor.runtime.affinity import LoopObject, close_now, warn_unclosed
 
-__all__ = ["AsyncObject", "BlockingObject"]
+__all__ = ["BlockingObject", "until_closed"]
 
+A = TypeVar("A", bound=LoopObject)
 R = TypeVar("R")
+S = TypeVar("S")
 
 
-class AsyncObject(Protocol):
-    """What is opened, closed, and says what it has done."""
-
-    affinity: LoopAffinity
-
-    async def __aenter__(self) -> Self: ...
-
-    async def aclose(self) -> None:
-        """Close."""
-
-    def statistics(self) -> Any:
-        """Return what is held and what was done; also after closing."""
-
-
-A = TypeVar("A", bound=AsyncObject)
-
-
-class BlockingObject(Generic[A]):
-    """Use an asynchronous object from threads that have no event loop; any number of them at once.
+class BlockingObject(Generic[A, S]):
+    """Use an asynchronous object from threads without an event loop; several threads may share it.
 
     Args:
-        inner: the object, not opened yet.
+        inner: the object, not yet opened, with statistics of type `S`.
 
     Attributes:
-        inner: the object; use it only in the thread of the event loop.
+        inner: the object, to be used only in the thread of the event loop.
         is_closed: whether `close` was called.
     """
 
     def __init__(self, inner: A) -> None:
         self._name = type(self).__name__
         self.inner = inner
-        inner.affinity.has_guardian = True  # what is opened here is closed by `__del__` here
+        inner.affinity.has_guardian = True  # `__del__` of this class closes it
         self._pid = os.getpid()
-        self._user = object()  # of the loop
+        self._user = object()  # of the shared loop; not this object, which the loop would keep alive
         self._loop: Loop | None = None
         self._opening: Call[A] = Call(inner.__aenter__)
-        self._lock = threading.RLock()  # the handler of a signal may close what this thread is about to use
+        self._lock = (
+            threading.RLock()
+        )  # a signal handler may close the object that its thread is about to use
         self._was_opened = False
         self.is_closed = False
-        self._is_ending = self._has_let_go = False
-        self._last: Any = None  # the statistics at its end
+        self._is_ending = self._has_released_loop = False
+        self._last: S | None = None  # the statistics at the end
 
     def __repr__(self) -> str:
         inner = self.__dict__.get("inner")
@@ -68,7 +55,7 @@ class BlockingObject(Generic[A]):
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if is_finalizing() or (loop := self.__dict__.get("_loop")) is None or os.getpid() != self._pid:
             return
-        loop.abandon(partial(close_now, self.inner), self._user)
+        loop.abandon(partial(close_now, self.inner.aclose), self._user)
         warn_unclosed(self)  # last, since it raises where warnings are errors
 
     def __enter__(self) -> Self:
@@ -85,9 +72,9 @@ class BlockingObject(Generic[A]):
                     self._loop = loop
             self._run(self._opening)
         except BaseException as error:
-            self.close()  # a signal may come when it is open already
-            if not self._is_ending:  # otherwise whoever closes it does so at the end
-                self._let_go()
+            self.close()  # a signal may interrupt this thread when the object is already open
+            if not self._is_ending:  # otherwise the thread that closes it releases the loop
+                self._release_loop()
             if isinstance(error, asyncio.CancelledError):
                 raise ClosedError(f"this {self._name} was closed while it was opened") from None
             raise
@@ -103,28 +90,28 @@ class BlockingObject(Generic[A]):
         """Close, as `aclose` does.
 
         Args:
-            timeout: after how many seconds to wait no more, and close at once; None for never.
+            timeout: seconds after which it closes without waiting further; None for no limit.
 
         Raises:
-            TimeoutError: it did; it is closed all the same.
+            TimeoutError: the time was over; the object is closed nevertheless.
         """
         self._check_place()
         with self._lock:
             self.is_closed = True
-        # Not if it is closed already: a signal may have come between the two.
-        if self._is_ending or self._has_let_go or not self._was_opened:
+        # A signal may have interrupted an earlier call here, so `is_closed` does not mean that it has ended.
+        if self._is_ending or self._has_released_loop or not self._was_opened:
             return
         try:
             if self._loop is None or not self._loop.is_out_of_reach:
-                self._opening.give_up()  # by another thread, or by this one, beneath a handler
+                self._opening.give_up()  # another thread may be opening it, or this one, below a handler
                 self._end(timeout)
         finally:
-            self._let_go()
+            self._release_loop()
 
     def _end(self, timeout: float | None) -> None:
-        """Close the object in the loop, whatever happens here."""
+        """Close the object in the loop, even if this thread is interrupted."""
         if self._loop is None:
-            return  # it was never opened
+            return  # there was no loop
 
         async def end() -> None:
             try:
@@ -139,32 +126,34 @@ class BlockingObject(Generic[A]):
             return  # another thread closed it in the meantime
         except BaseException:
             with suppress(TimeoutError):
-                self.wait_for(end, timeout=0)  # after a signal, which may have come before it began
+                self.wait_for(end, timeout=0)  # a signal may have interrupted the call before it began
             raise
 
-    def _let_go(self) -> None:
-        """Need the loop no more."""
+    def _release_loop(self) -> None:
+        """Stop using the loop."""
         with self._lock:
             self._loop = None
-        give_back(self._user)
-        self._has_let_go = True
+        release(self._user)
+        self._has_released_loop = True
 
-    def _look(self, statistics: Callable[[], R]) -> R:
-        """Return statistics: those of now, or those of its end."""
+    def statistics(self) -> S:
+        """Return the current usage and the totals since opening; also available after closing."""
+        statistics: Callable[[], S] = self.inner.statistics
         if not self._was_opened:
             return statistics()
         try:
             return self.call(statistics)
         except ClosedError:
-            if self._last is None:
+            if self._last is not None:
+                return self._last
+            if self.inner.affinity.was_entered:
                 raise
-            last: R = self._last
-            return last
+            return statistics()  # opening failed before the loop could use the object
 
     # Calls
 
     def call(self, function: Callable[..., R], *args: Any) -> R:
-        """Call a function in the loop's thread."""
+        """Call a function in the thread of the loop."""
 
         async def call() -> R:
             return function(*args)
@@ -174,10 +163,10 @@ class BlockingObject(Generic[A]):
     def wait_for(
         self, function: Callable[..., Awaitable[R]], *args: Any, timeout: float | None = None, **options: Any
     ) -> R:
-        """Wait in this thread for a coroutine function that runs in the loop's.
+        """Run a coroutine function in the loop, and wait for it in this thread.
 
         Raises:
-            TimeoutError: it took longer than so many seconds, and was cancelled.
+            TimeoutError: it was cancelled after `timeout` seconds.
         """
         self._check_place()
 
@@ -189,28 +178,24 @@ class BlockingObject(Generic[A]):
 
     def _run(self, call: Call[R]) -> R:
         try:
-            with self._lock:  # nobody takes the loop away before it has this call
+            with self._lock:  # otherwise another thread could stop the loop before the call begins
                 self._begin(call)
             return call.result()
         except BaseException:
-            call.give_up()  # perhaps it was a signal, and not the end of the call
+            call.give_up()  # a signal may have interrupted this thread, and not the call
             raise
 
     def _begin(self, call: Call[Any]) -> None:
         if self._loop is None and not self.is_closed:
             raise UsageError(f"this {self._name} is not open yet: enter it with `with` first")
         if self._loop is not None and not self._loop.is_out_of_reach:
-            with suppress(RuntimeError):  # a signal's handler has closed it just now
+            with suppress(RuntimeError):  # a signal handler has closed it just now
                 self._loop.begin(call)
                 return
         raise ClosedError(f"this {self._name} was closed: make a new one")
 
     async def _next(self, items: AsyncIterator[R]) -> R:
-        """Return the next of several things; in the loop.
-
-        Raises:
-            ClosedError: there are no more, since this was closed.
-        """
+        """Return the next item, in the loop, or raise `ClosedError` at the end."""
         try:
             return await anext(items)
         except StopAsyncIteration:
@@ -227,3 +212,15 @@ class BlockingObject(Generic[A]):
                 f"this {self._name} would block the event loop of this thread: use the one of aiotensor "
                 "itself here, with await"
             )
+
+
+def until_closed(next_item: Callable[[], R]) -> Iterator[R]:
+    """Iterate, also in several threads, over the results of a function until it raises `ClosedError`."""
+
+    def next_or_none() -> R | None:
+        try:
+            return next_item()
+        except ClosedError:
+            return None
+
+    return iter(next_or_none, None)

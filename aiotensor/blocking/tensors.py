@@ -1,4 +1,4 @@
-"""Senders and receivers for threads."""
+"""Blocking senders and receivers."""
 
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -7,7 +7,7 @@ from typing import Self
 import torch
 
 import aiotensor
-from aiotensor.blocking.portal import BlockingObject
+from aiotensor.blocking.portal import BlockingObject, until_closed
 from aiotensor.errors import ClosedError
 from aiotensor.sending.open_message import enter_in_thread
 from aiotensor.tensors.source import Sendable
@@ -17,7 +17,7 @@ from aiotensor.types import Delivery, ReceiverStatistics, SenderStatistics, Tens
 __all__ = ["OpenMessage", "TensorReceiver", "TensorSender"]
 
 
-class TensorSender(BlockingObject[aiotensor.TensorSender]):
+class TensorSender(BlockingObject[aiotensor.TensorSender, SenderStatistics]):
     """Send tensors from threads; open it with ``with``, and share it between them.
 
     Arguments and errors are those of `aiotensor.TensorSender`.
@@ -55,94 +55,49 @@ class TensorSender(BlockingObject[aiotensor.TensorSender]):
         return self.inner.receiver_id
 
     def ready(self, *, timeout: float | None = None) -> None:
-        """Wait until a receiver has admitted this sender.
-
-        As `aiotensor.TensorSender.ready`.
-
-        Args:
-            timeout: after how many seconds to give up; None for never.
-
-        Raises:
-            TimeoutError: it took longer than that.
-        """
+        """Wait until a receiver has admitted this sender."""
         self.wait_for(self.inner.ready, timeout=timeout)
 
     def send(self, tensor: Sendable, *, timeout: float | None = None) -> TensorHandle:
-        """Send a message of one tensor, and return the handle that names it for the receiver.
-
-        As `aiotensor.TensorSender.send`.
-
-        Args:
-            tensor: what to send.
-            timeout: after how many seconds to give up, as by cancelling; None for never.
-
-        Raises:
-            TimeoutError: it took longer than that.
-        """
+        """Send a message of one tensor, and return the handle that names it for the receiver."""
         return self.wait_for(self.inner.send, tensor, timeout=timeout)
 
     def send_nowait(self, tensor: Sendable) -> TensorHandle:
-        """Send a message of one tensor if nothing has to be waited for.
-
-        As `aiotensor.TensorSender.send_nowait`, but that the copy runs in the thread of the event loop.
-        """
+        """Send a message of one tensor without waiting; the copy runs in the thread of the event loop."""
         return self.call(self.inner.send_nowait, tensor)
 
     def message(self, *, timeout: float | None = None) -> "OpenMessage":
-        """Begin a message of several tensors, which share one permit and arrive whole or not at all.
+        """Begin a message of several tensors, which share one permit and arrive together or not at all.
 
-        As `aiotensor.TensorSender.message`: ``with sender.message() as message: message.send(tensor)``.
-
-        Args:
-            timeout: after how many seconds to wait for a permit no more.
+        Use as ``with sender.message() as message:`` and send with ``message.send(tensor)``. Entering waits
+        for a permit, at most `timeout` seconds; leaving makes the message whole.
         """
         return OpenMessage(self, self.call(self.inner.message), timeout)
 
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, *, timeout: float | None = None
     ) -> torch.Tensor:
-        """Return an uninitialized tensor in shared memory; sending it copies nothing.
-
-        As `aiotensor.TensorSender.allocate`.
-
-        Args:
-            shape: the sizes of its dimensions, in elements.
-            dtype: the type of its elements.
-            timeout: after how many seconds to give up, as by cancelling; None for never.
-
-        Raises:
-            TimeoutError: it took longer than that.
-        """
+        """Return an uninitialized tensor in shared memory, which is sent without a copy."""
         return self.wait_for(self.inner.allocate, shape, dtype, timeout=timeout)
 
     def discard(self, handle: TensorHandle) -> None:
-        """Take back the whole message of a handle, because nobody wants it any more."""
+        """Discard the whole message of a handle, because it is no longer needed."""
         self.call(self.inner.discard, handle)
 
     def discard_all(self) -> int:
-        """Take back every message that the receiver has not taken yet, and return how many these are."""
+        """Discard every message that the receiver has not taken yet, and return their number."""
         return self.call(self.inner.discard_all)
 
     def drain(self, *, timeout: float | None = None) -> None:
-        """Wait until every message sent before this call was taken or discarded.
-
-        As `aiotensor.TensorSender.drain`.
-
-        Args:
-            timeout: after how many seconds to wait no more.
-
-        Raises:
-            TimeoutError: it took longer than that.
-        """
+        """Wait until every message sent before this call was taken or discarded."""
         self.wait_for(self.inner.drain, timeout=timeout)
-
-    def statistics(self) -> SenderStatistics:
-        """Return what is in use and what was done; also after closing."""
-        return self._look(self.inner.statistics)
 
 
 class OpenMessage:
-    """A message that is being sent, made by `TensorSender.message`."""
+    """A message that is being sent, made by `TensorSender.message`.
+
+    Arguments and errors are those of `aiotensor.OpenMessage`.
+    """
 
     def __init__(self, sender: TensorSender, inner: aiotensor.OpenMessage, timeout: float | None) -> None:
         self._sender = sender
@@ -157,7 +112,7 @@ class OpenMessage:
         try:
             self._sender.wait_for(self.inner.__aenter__, timeout=self._timeout)
         except BaseException as error:
-            if not self._is_begun:  # a signal may come when it has its permit already
+            if not self._is_begun:  # a signal may interrupt this thread when the permit is already granted
                 self.__exit__(type(error), error, error.__traceback__)
             raise
         self._is_begun = True
@@ -167,36 +122,15 @@ class OpenMessage:
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, *, timeout: float | None = None
     ) -> torch.Tensor:
-        """Return an uninitialized tensor in shared memory for this message; sending it copies nothing.
-
-        As `aiotensor.OpenMessage.allocate`.
-
-        Args:
-            shape: the sizes of its dimensions, in elements.
-            dtype: the type of its elements.
-            timeout: after how many seconds to give up, as by cancelling; None for never.
-
-        Raises:
-            TimeoutError: it took longer than that.
-        """
+        """Return an uninitialized tensor in shared memory for this message; sending it copies nothing."""
         return self._sender.wait_for(self.inner.allocate, shape, dtype, timeout=timeout)
 
     def send(self, tensor: Sendable, *, timeout: float | None = None) -> TensorHandle:
-        """Send one tensor of the message, and return its handle.
-
-        As `aiotensor.OpenMessage.send`.
-
-        Args:
-            tensor: what to send.
-            timeout: after how many seconds to give up, as by cancelling; None for never.
-
-        Raises:
-            TimeoutError: it took longer than that.
-        """
+        """Send one tensor of the message, and return its handle."""
         return self._sender.wait_for(self.inner.send, tensor, timeout=timeout)
 
     def finish(self) -> None:
-        """Make the message whole now, and not only at the end of the block."""
+        """Complete the message now, before the end of the block."""
         self._sender.call(self.inner.finish)
 
     def __exit__(
@@ -211,7 +145,7 @@ class OpenMessage:
                 raise
 
 
-class TensorReceiver(BlockingObject[aiotensor.TensorReceiver]):
+class TensorReceiver(BlockingObject[aiotensor.TensorReceiver, ReceiverStatistics]):
     """Receive tensors in threads; open it with ``with``, and share it between them.
 
     Arguments and errors are those of `aiotensor.TensorReceiver`.
@@ -240,7 +174,7 @@ class TensorReceiver(BlockingObject[aiotensor.TensorReceiver]):
 
     @property
     def id(self) -> str:
-        """The id that senders know this receiver by."""
+        """The id of this receiver, which its senders report as `receiver_id`."""
         return self.inner.id
 
     def receive(
@@ -248,62 +182,33 @@ class TensorReceiver(BlockingObject[aiotensor.TensorReceiver]):
     ) -> torch.Tensor:
         """Return the tensor that a handle names, once it has arrived.
 
-        As `aiotensor.TensorReceiver.receive`.
-
-        Args:
-            handle: from the sender's `send`.
-            copy: return a copy with memory of its own.
-            timeout: after how many seconds to give up; the tensor can then still be received.
-
-        Raises:
-            TimeoutError: it took longer than that.
+        After a timeout, the tensor can still be received.
         """
         return self.wait_for(self.inner.receive, handle, copy=copy, timeout=timeout)
 
     def receive_nowait(self, handle: TensorHandle) -> torch.Tensor:
-        """Return the tensor that a handle names if it is here, or raise `WouldBlockError`."""
+        """Return the tensor that a handle names if it has arrived, or raise `WouldBlockError`."""
         return self.call(self.inner.receive_nowait, handle)
 
     def arrived(self, handle: TensorHandle, *, timeout: float | None = None) -> None:
-        """Wait until the tensor that a handle names has arrived, and leave it there.
-
-        As `aiotensor.TensorReceiver.arrived`.
-
-        Args:
-            handle: from the sender's `send`.
-            timeout: after how many seconds to wait no more.
-
-        Raises:
-            TimeoutError: it took longer than that.
-        """
+        """Wait until the tensor that a handle names has arrived, without receiving it."""
         self.wait_for(self.inner.arrived, handle, timeout=timeout)
 
     def __iter__(self) -> Iterator[Delivery]:
-        """Go through the tensors as they arrive; ends when this receiver is closed."""
-        return iter(self._next_or_none, None)
-
-    def _next_or_none(self) -> Delivery | None:
-        try:
-            return self.next()
-        except ClosedError:
-            return None
+        """Iterate over the tensors in the order of arrival; ends when this receiver is closed."""
+        return until_closed(self.next)
 
     def next(self, *, timeout: float | None = None) -> Delivery:
-        """Return the next tensor in the order of arrival, of those that nobody awaits by handle.
+        """Return the next tensor in the order of arrival, without tensors that a call awaits by handle.
 
-        Args:
-            timeout: after how many seconds to give up; nothing is lost. With 0, what is here now.
+        After a timeout nothing is lost. With a timeout of 0, this does not wait.
 
         Raises:
-            TimeoutError: it took longer than that.
+            TimeoutError: no tensor arrived within `timeout` seconds.
             ClosedError: this receiver was closed.
         """
         return self.wait_for(lambda: self._next(self.inner), timeout=timeout)
 
     def discard(self, handle: TensorHandle) -> None:
-        """Drop the whole message of a handle, because nobody wants it any more."""
+        """Discard the whole message of a handle, because it is no longer needed."""
         self.call(self.inner.discard, handle)
-
-    def statistics(self) -> ReceiverStatistics:
-        """Return what is held and what was done; also after closing."""
-        return self._look(self.inner.statistics)

@@ -1,10 +1,10 @@
 """The thread with the event loop: one for all objects of a process, while any of them is open.
 
-Not anyio's portal. Its caller waits before there is a task that could be cancelled, and waits for ever if a
-signal comes while the thread starts, or if the loop ends just then.
+The portal of anyio cannot be used here. Its caller waits before there is a task that could be cancelled, and
+waits forever if a signal arrives while the thread starts, or if the loop ends at that moment.
 
-A signal may end a wait at any moment, and its handler may call what is here while this very thread is in the
-middle of it. So whatever is taken is noted before, and locks are reentrant and never held while waiting.
+A signal may interrupt a wait at any point, and its handler may call the same functions in the same thread. So
+a resource is recorded before it is acquired, and locks are reentrant and never held during a wait.
 """
 
 import asyncio
@@ -16,24 +16,24 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import anyio
-import zmq.utils.garbage  # noqa: F401 - what it does at exit is to come after what is done here
+import zmq.utils.garbage  # noqa: F401 - imported first, so that its exit handler runs after the one here
 
 from aiotensor.runtime.worker import no_thread, thread_limiter
 from aiotensor.statistics import registry
 
-__all__ = ["Call", "Loop", "borrow", "give_back"]
+__all__ = ["Call", "Loop", "borrow", "release"]
 
 R = TypeVar("R")
 
-_GLANCE_S = 0.25  # at signals
-_PATIENCE_S = 1.0  # with the loop, when the interpreter ends
+_SIGNAL_CHECK_S = 0.25  # the longest delay of a signal handler
+_PATIENCE_S = 1.0  # the longest wait for the loop when the interpreter exits
 
 
 class Call(Generic[R]):
-    """Something that the loop does for a thread that waits for it.
+    """A call that a thread makes in the loop, and whose end it waits for.
 
     Args:
-        work: what to await in the loop.
+        work: the coroutine function to call.
     """
 
     def __init__(self, work: Callable[[], Awaitable[R]]) -> None:
@@ -45,17 +45,17 @@ class Call(Generic[R]):
         self._results: list[R] = []
         self._error: BaseException | None = None
         self._has_ended = False
-        # One for each thread that waits, held until the end. Bare locks: an event has one inside, which a
-        # handler could find taken by whom it interrupted.
+        # One for each waiting thread, held until the end. An event would not do: it contains a lock, which
+        # the code that a signal handler interrupts may hold.
         self._ends: list[threading.Lock] = []
 
     def begin(self, loop: asyncio.AbstractEventLoop, tasks: "set[asyncio.Task[None]]") -> None:
-        """Hand it to a loop, which keeps its task in a set until it ends."""
+        """Start the call in a loop, which keeps its task in a set until it ends."""
         self._loop = loop
         loop.call_soon_threadsafe(self._begin, tasks)
 
     def result(self) -> R:
-        """Wait for it, and return what it returns or raise what it raises."""
+        """Wait for the end, and return the result or raise the error."""
         self._wait()
         error, self._error = self._error, None
         if error is None:
@@ -63,33 +63,33 @@ class Call(Generic[R]):
         try:
             raise error
         finally:
-            del error  # whose traceback has this frame: nothing would be freed without the garbage collector
+            del error  # its traceback refers to this frame: only the garbage collector would free the two
 
     def give_up(self) -> None:
-        """Cancel it, and wait until all that it had is given back; it will not begin if it has not."""
+        """Cancel the call, or prevent its beginning, and wait until it has released its resources."""
         self._is_wanted = False
         if self._loop is None or self._has_ended:
             return
         try:
             self._loop.call_soon_threadsafe(self._cancel)
         except RuntimeError:
-            return  # the loop is closed: it never began
+            return  # the loop is closed, so the call never began
         self._wait()
 
     def _wait(self) -> None:
-        # A signal that comes just before, or to another thread, interrupts no wait: it has to be looked for.
+        # A signal that arrives just before the wait, or at another thread, does not interrupt the wait.
         is_main = threading.current_thread() is threading.main_thread()
         end = threading.Lock()
         end.acquire()
         self._ends.append(end)
         while not self._has_ended:
-            end.acquire(timeout=_GLANCE_S if is_main else -1)
+            end.acquire(timeout=_SIGNAL_CHECK_S if is_main else -1)
 
     # In the loop
 
     def _begin(self, tasks: "set[asyncio.Task[None]]") -> None:
         if self._has_ended:
-            return  # it was given up before
+            return  # it was given up
         self._task = asyncio.get_running_loop().create_task(self._run())
         tasks.add(self._task)
         self._task.add_done_callback(tasks.discard)
@@ -100,21 +100,21 @@ class Call(Generic[R]):
             if not self._is_wanted:
                 raise asyncio.CancelledError
             self._results.append(await self._work())
-        except BaseException as error:  # noqa: BLE001 - it is the caller's
+        except BaseException as error:  # noqa: BLE001 - raised in the calling thread
             self._error = error
         self._ended()
 
     def _cancel(self) -> None:
-        if self._task is None:  # a signal came before it was handed to the loop
+        if self._task is None:  # a signal arrived before the call was started
             self._error = asyncio.CancelledError()
             self._ended()
-        elif self._is_running:  # otherwise it would be cancelled before it can say that it has ended
+        elif self._is_running:  # otherwise it would be cancelled before it could report its end
             self._task.cancel()
 
     def _ended(self) -> None:
         if not self._has_ended:
             self._has_ended = True
-            for end in tuple(self._ends):  # who comes later does not wait
+            for end in tuple(self._ends):  # later threads do not wait
                 end.release()
 
 
@@ -129,66 +129,55 @@ class Loop:
         self._failure: OSError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._left_open: list[object] = []
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="aiotensor-blocking", daemon=True)
         self._is_starting = False
         self._starting = threading.Lock()
         self._starting.acquire()
 
     def start(self) -> None:
-        """Start the thread, if it was not started before."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="aiotensor-blocking", daemon=True)
-        if not self._is_starting and self._failure is None:  # also if a signal came before it was started
+        """Start the thread, once."""
+        if not self._is_starting and self._failure is None:  # a signal may have interrupted an earlier call
             try:
                 self._is_starting = True
                 self._thread.start()
             except RuntimeError as error:
                 self._failure = no_thread(error)
                 self._starting.release()
-            except BaseException:  # of a signal
+            except BaseException:  # raised by a signal handler
                 self._is_starting = self._thread.ident is not None
                 raise
 
     def wait(self) -> None:
-        """Wait until it is there.
-
-        Raises:
-            OSError: the machine has no threads or no descriptors left.
-        """
+        """Wait until the loop runs, or raise the `OSError` of a thread or loop that could not be made."""
         with self._starting:
             if self._failure is not None:
                 raise self._failure
 
     def begin(self, call: Call[Any]) -> None:
-        """Begin a call, without waiting for anything.
-
-        Raises:
-            RuntimeError: it was stopped.
-        """
+        """Begin a call without waiting, or raise `RuntimeError` if the loop was stopped."""
         if self._loop is None:
-            raise AssertionError("whoever has a loop has waited for it")
+            raise AssertionError("the loop is used before it runs")
         call.begin(self._loop, self._tasks)
 
     @property
     def is_out_of_reach(self) -> bool:
-        """Say whether it was halted, and this thread must not wait for it: of all others none will go on."""
+        """Whether the loop was halted and this is the main thread, which still runs and must not wait."""
         return self._is_halted and threading.current_thread() is threading.main_thread()
 
     def stop(self) -> None:
-        """End the thread, once all calls have ended."""
+        """End the thread after all calls have ended, and wait for that."""
         self._is_wanted = False
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._is_over.set)
-        if self._thread is not None:
-            with suppress(RuntimeError):  # a signal came while it started: it ends by itself
-                self._thread.join()
+        with suppress(RuntimeError):  # a signal interrupted its start, and it ends without a join
+            self._thread.join()
 
     def abandon(self, close: Callable[[], object], user: object) -> None:
-        """Close an object that was garbage-collected, and need the loop no more; for finalizers.
+        """Close an object that was garbage-collected, and release the loop; for finalizers.
 
         Args:
             close: closes the object; called in the loop.
-            user: needs the loop until then.
+            user: the user of the loop, which is released afterwards.
         """
         if self._loop is not None:
             with suppress(RuntimeError):  # it is closed
@@ -197,36 +186,30 @@ class Loop:
     def _abandon(self, close: Callable[[], object], user: object) -> None:
         try:
             close()
-        finally:
-            self._leave(user)
-
-    def _leave(self, user: object) -> None:
-        """Do what `give_back` does, in the loop: this thread cannot wait for its own end."""
-        with _shared.lock:
-            _shared.users.discard(user)
-            if _shared.users or _shared.loop is not self:
-                return
-            _shared.loop = None
-        self._is_wanted = False
-        self._is_over.set()
+        finally:  # as `release`, but this thread cannot wait for its own end
+            with _shared.lock:
+                _shared.users.discard(user)
+                if not _shared.users and _shared.loop is self:
+                    _shared.loop = None
+                    self._is_over.set()
 
     def halt(self) -> None:
-        """Make the thread stand still for good, and those that work for it; within about a second.
+        """Stop the thread and its worker threads forever, within about a second.
 
-        While the interpreter is taken apart, threads go on until they ask for it, and are ended then. One
-        that is in C++ code, such as that of torch, takes the process with it.
+        While the interpreter is finalized, other threads continue until they need the GIL, and are ended
+        then. If such a thread runs C++ code, for example that of torch, this aborts the process.
         """
         self._is_halted = True
         if self._loop is None:
             return
-        # Kept for good, by the frame of the thread: parts that are freed while the interpreter is taken apart
-        # would complain that they were not closed.
+        # The frame of the thread keeps these objects: otherwise they would be freed during finalization, with
+        # warnings that they were not closed.
         self._left_open = list(registry.owners())
         stands, never = threading.Event(), threading.Lock()
         never.acquire()
 
-        async def stand() -> None:
-            # Holding all tokens means that no thread of the library runs.
+        async def stand_still() -> None:
+            # While this holds all tokens, no worker thread of the library runs.
             workers = thread_limiter()
             with anyio.move_on_after(_PATIENCE_S):
                 for token in range(int(workers.total_tokens)):
@@ -234,7 +217,7 @@ class Loop:
             stands.set()
             never.acquire()
 
-        self.begin(Call(stand))
+        self.begin(Call(stand_still))
         stands.wait(2 * _PATIENCE_S)
 
     def _run(self) -> None:
@@ -257,7 +240,7 @@ class Loop:
 
 
 class _Shared:
-    """The loop of this process, and those who need it."""
+    """The loop of this process, and its users."""
 
     def __init__(self) -> None:
         self.loop: Loop | None = None
@@ -269,7 +252,7 @@ _shared = _Shared()
 
 
 def borrow(user: object) -> Loop:
-    """Return the loop of this process, which is there until its last user gives it back.
+    """Return the loop of this process, which runs until its last user releases it.
 
     Raises:
         OSError: the machine has no threads or no descriptors left.
@@ -284,8 +267,8 @@ def borrow(user: object) -> Loop:
     return loop
 
 
-def give_back(user: object) -> None:
-    """Need the loop no more, and wait for its end if nobody does. May be called again."""
+def release(user: object) -> None:
+    """Release the loop, and wait for its end after the last user. Repeated calls have no effect."""
     with _shared.lock:
         _shared.users.discard(user)
         if _shared.users:
@@ -296,13 +279,13 @@ def give_back(user: object) -> None:
 
 
 def _renew() -> None:
-    """Forget the thread of the parent, which a forked child does not have."""
+    """Forget the loop in a forked child, which does not have the thread."""
     global _shared
     _shared = _Shared()
 
 
 def _halt() -> None:
-    """Do this before what was imported earlier ends."""
+    """Halt the loop at exit, before the exit handlers of modules that were imported earlier."""
     if _shared.loop is not None:
         _shared.loop.halt()
 

@@ -2,13 +2,12 @@
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import closing
 from functools import partial
-from typing import Generic, NamedTuple, Self, TypeVar
+from typing import Generic, Self, TypeVar
 
 from aiotensor.channel import options
-from aiotensor.channel.context import ZmqContext, begin, end
-from aiotensor.channel.disposal import Disposal
+from aiotensor.channel.context import begin
+from aiotensor.channel.memory import MessageMemory
 from aiotensor.channel.options import CurveKey
 from aiotensor.channel.outgoing_requests import OutgoingRequests
 from aiotensor.channel.payloads import drop_answer
@@ -25,14 +24,6 @@ from aiotensor.types import ClientStatistics
 __all__ = ["MessageClient"]
 
 R = TypeVar("R")
-
-
-class _ClientParts(NamedTuple, Generic[R]):
-    """The parts of a client that exist once it is open."""
-
-    context: ZmqContext
-    requests: OutgoingRequests[R]
-    disposal: Disposal
 
 
 class MessageClient(LoopObject, Generic[R]):
@@ -106,10 +97,7 @@ class MessageClient(LoopObject, Generic[R]):
         self._errors = ErrorCounter()
         keys = options.client_keys(secret_key, server_key)
         texts = [address] if isinstance(address, str) else list(address)
-        self._addresses = [
-            options.parse(text, has_keys=bool(keys), how="secret_key and server_key", is_client=True)
-            for text in texts
-        ]
+        self._addresses = [options.parse(text, has_keys=bool(keys), is_client=True) for text in texts]
         self._senders: list[TensorSender | None] = (
             [sender] if sender is None or isinstance(sender, TensorSender) else list(sender)
         )
@@ -132,7 +120,7 @@ class MessageClient(LoopObject, Generic[R]):
         self._linger_s = options.seconds("linger_s", linger_s)
         self._receiver = receiver
         self._decoder: TensorDecoder[R] = TensorDecoder(reply_type)
-        self._parts: _ClientParts[R] | None = None
+        self._requests: OutgoingRequests[R] | None = None  # before it is opened
         self._counts = new_counts(ClientStatistics)
 
     async def __aenter__(self) -> Self:
@@ -142,7 +130,7 @@ class MessageClient(LoopObject, Generic[R]):
         except OSError:
             self.affinity.is_closed = True
             raise
-        disposal = Disposal()
+        memory = MessageMemory()
         receiver = "" if self._receiver is None else self._receiver.id
         servers = [
             RemoteServer(
@@ -152,27 +140,27 @@ class MessageClient(LoopObject, Generic[R]):
                 receiver,
                 self._limits,
                 self._max_wait_s,
-                partial(drop_answer, disposal, self._receiver),
+                partial(drop_answer, memory, self._receiver),
             )
             for address in self._addresses
         ]
-        requests = OutgoingRequests(
+        self._requests = OutgoingRequests(
+            context,
             dict(zip(servers, self._senders, strict=True)),
             self._receiver,
             self._decoder,
-            disposal,
+            memory,
             self._max_wait_s,
             self._counts,
         )
-        self._parts = _ClientParts(context, requests, disposal)
         self.affinity.settle(self, ",".join(label_of(address.text) for address in self._addresses))
         return self
 
-    def _requests(self) -> OutgoingRequests[R]:
+    def _opened(self) -> OutgoingRequests[R]:
         self.affinity.check()
-        if self._parts is None:
+        if self._requests is None:
             raise AssertionError("a client that is open has its requests")
-        return self._parts.requests
+        return self._requests
 
     async def request(
         self, message: object, *, target: int | None = None, inside: OpenMessage | None = None
@@ -218,7 +206,7 @@ class MessageClient(LoopObject, Generic[R]):
         try:
             box = [message]
             del message  # only the caller holds its tensors during the wait
-            answer = await self._requests().request(box, target, inside)
+            answer = await self._opened().request(box, target, inside)
         except BaseException as error:
             self._errors.add(error)
             self._counts["failures"] += isinstance(error, Exception)
@@ -239,12 +227,12 @@ class MessageClient(LoopObject, Generic[R]):
         with self._errors:
             box = [message]
             del message
-            await self._requests().send(box, target, inside)
+            await self._opened().send(box, target, inside)
 
     def statistics(self) -> ClientStatistics:
         """Return the messages in flight and the counters; works after closing too."""
         self.affinity.check_place()
-        requests = None if self._parts is None else self._parts.requests
+        requests = self._requests
         servers = [] if requests is None else requests.servers
         return snapshot(
             ClientStatistics,
@@ -264,15 +252,13 @@ class MessageClient(LoopObject, Generic[R]):
         """
         self.affinity.check_place()
         was_open, self.affinity.is_closed = self.affinity.is_open, True
-        if not was_open or self._parts is None:
-            return
-        self._parts.requests.close(self._linger_s)
-        with self.affinity.leaving(), closing(self._parts.disposal):
-            await end(self._parts.context)
+        if was_open and self._requests is not None:
+            with self.affinity.leaving():
+                await self._requests.close(self._linger_s)
 
     def _details(self) -> list[str]:
         details = ["at " + ",".join(label_of(address.text) for address in self._addresses)]
-        if self.affinity.is_open and self._parts is not None:
-            in_flight = sum(server.in_flight for server in self._parts.requests.servers)
+        if self.affinity.is_open and self._requests is not None:
+            in_flight = sum(server.in_flight for server in self._requests.servers)
             details.append(f"{in_flight} messages in flight")
         return details

@@ -5,7 +5,6 @@ ZeroMQ assigns an identity to each connection, so no client can pose as another.
 
 import logging
 import os
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -13,25 +12,78 @@ from typing import Any
 
 import zmq
 
-from aiotensor.channel.connection_limit import ConnectionLimit
 from aiotensor.channel.incoming_requests import IncomingRequests
-from aiotensor.channel.refusal_log import ClientRefusalLog
-from aiotensor.channel.remote_client import IncomingRequest, Load, RemoteClient
+from aiotensor.channel.monitor import SocketEvents
+from aiotensor.channel.remote_client import RemoteClient
 from aiotensor.channel.send_queue import SendQueue, flush_all
-from aiotensor.channel.sockets import LoopSocket, PeerGoneError, SocketEvents
+from aiotensor.channel.sockets import LoopSocket, PeerGoneError
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.exchange import Ask, Cancel, ClientHello
 from aiotensor.protocol.parts import Parts
 from aiotensor.protocol.server import ClientLimits, ServerConnection
-from aiotensor.runtime.logs import logger_of
-from aiotensor.runtime.waiting import Waiters
+from aiotensor.runtime.logs import RepeatedEvent, logger_of
 
-__all__ = ["Clients"]
+__all__ = ["Clients", "ConnectionLimit"]
 
 logger = logger_of("channel")
 
 _REMEMBERED = 1024  # identities of closed connections
 _UNREAD = "it reads no answers"
+
+# Connections beside those of clients: their peers have not sent a hello yet, or the server has refused them.
+_UNIDENTIFIED = 64
+
+
+class ConnectionLimit:
+    """Keep the connections of a server within their limit; belongs to the running loop.
+
+    Any process that reaches the address can open a connection and keep it open. Such a connection never
+    keeps a client out: beyond the limit, the oldest connection that is not a client's is closed. A client
+    sends its hello as soon as it can, so it is not among the oldest.
+
+    Args:
+        max_clients: the most clients at once; None for no limit.
+        is_client: returns whether an identity is that of a client.
+    """
+
+    def __init__(self, max_clients: int | None, is_client: Callable[[bytes], bool]) -> None:
+        self._max_clients = max_clients
+        self._is_client = is_client
+        # By their descriptors, the oldest connection first. A descriptor may have several: ZeroMQ may deliver
+        # a message of an ended connection after one of the next connection.
+        self._identities: dict[int, list[bytes]] = {}
+
+    def opened(self, descriptor: int) -> None:
+        """Add a connection."""
+        self._identities.pop(descriptor, None)
+        self._identities[descriptor] = []
+
+    def closed(self, descriptor: int) -> list[bytes]:
+        """Forget a connection, and return its identities: none if no message has arrived on it."""
+        return self._identities.pop(descriptor, [])
+
+    def identify(self, descriptor: int, identity: bytes) -> list[bytes] | None:
+        """Record the identity of a connection.
+
+        Returns None if the connection has ended, otherwise the earlier identities that it replaces. It keeps
+        the identities of clients, because any of them may still be connected.
+        """
+        before = self._identities.get(descriptor)
+        if before is None:
+            return None
+        self._identities[descriptor] = [*filter(self._is_client, before), identity]
+        return [one for one in before if not self._is_client(one)]
+
+    def excess(self) -> list[int]:
+        """Return the descriptors of connections beyond the limit: the oldest that are not a client's."""
+        others = [
+            descriptor
+            for descriptor, identities in self._identities.items()
+            if not any(map(self._is_client, identities))
+        ]
+        clients = len(self._identities) - len(others)
+        most = _UNIDENTIFIED if self._max_clients is None else _UNIDENTIFIED + self._max_clients - clients
+        return others[: max(0, len(others) - most)]
 
 
 class Clients:
@@ -40,9 +92,8 @@ class Clients:
     Args:
         limits: the limits of the server on its clients.
         receiver: the id of the server's receiver; "" for none.
-        requests: handles the requests. This refers to them weakly, since the event loop refers to this, and
-            an unused server is garbage-collected.
-        waiters: the tasks that wait for a request, which keep the server from being garbage-collected.
+        requests: handles the requests. A task that waits there keeps the server from being
+            garbage-collected, since the event loop refers to this.
         counts: the counts of the server, where lost and refused clients are counted.
         listen: opens the socket, which calls back the given object.
     """
@@ -52,20 +103,20 @@ class Clients:
         limits: ClientLimits,
         receiver: str,
         requests: IncomingRequests[Any],
-        waiters: Waiters,
         counts: dict[str, int],
         listen: Callable[[SocketEvents], LoopSocket],
     ) -> None:
         self._limits = limits
         self._receiver = receiver
-        self._requests = weakref.ref(requests)
-        self._waiters = waiters
+        self.requests = requests
         self._counts = counts
-        self._load = Load()
         self._clients: dict[bytes, RemoteClient] = {}
         self._leftovers: dict[RemoteClient, None] = {}  # disconnected clients with requests that may wait
-        self._refusals = ClientRefusalLog()
-        self._limit = ConnectionLimit(limits.clients, self._clients.__contains__, self._reset, self._refusals)
+        # Functions of the module write the lines: a pending timer keeps no server alive.
+        self._connections_refused = RepeatedEvent(_log_connection_refused)
+        self._clients_refused = RepeatedEvent(_log_client_refused)
+        self._protocol_broken = RepeatedEvent(_log_protocol_broken)
+        self._limit = ConnectionLimit(limits.clients, self._clients.__contains__)
         self._is_limit_due = False
         self._ending: set[bytes] = set()  # of connections whose last messages may not have been read
         self._rejected: dict[bytes, SendQueue] = {}  # still connected, but their messages are ignored
@@ -77,13 +128,14 @@ class Clients:
         return len(self._clients)
 
     def close(self) -> None:
-        """Notify every client that the server closes, and end all requests."""
+        """Notify every client that the server closes, and end all requests and the waits for them."""
         for client in list(self._clients.values()):
             client.queue.close()
             client.queue.post(client.connection.close())
-            self._cancel_all(client, and_those_without_answer=True)
         self._clients.clear()
-        self._refusals.close()
+        self.requests.close()
+        for event in (self._connections_refused, self._clients_refused, self._protocol_broken):
+            event.close()
 
     # Messages
 
@@ -96,7 +148,7 @@ class Clients:
         elif identity not in self._rejected and identity not in self._gone:
             # The operating system reuses descriptors: the end of an earlier connection with this one may
             # have to be handled first.
-            self._socket.after_events(partial(self._first_arrived, identity, parts))
+            self._socket.monitor.after_events(partial(self._first_arrived, identity, parts))
 
     def _first_arrived(self, identity: bytes, parts: "list[zmq.Frame]") -> None:
         """Handle a message of a peer that was unidentified when the message arrived."""
@@ -111,26 +163,23 @@ class Clients:
                 self._disconnected(one)
             connection = ServerConnection(self._limits)
             send = partial(self._send, identity)
-            client = RemoteClient(identity, connection, send, self._load, self._disconnect_slow)
+            client = RemoteClient(identity, connection, send, self.requests.unfinished, self._disconnect_slow)
         self._receive(client, parts)
 
     def _receive(self, client: RemoteClient, parts: "list[zmq.Frame]") -> None:
         try:
             frame, body = client.connection.receive([part.buffer for part in parts[1:]])
         except ProtocolError as error:
-            self._refusals.protocol_broken(client.connection.peer_pid, str(error))
+            self._protocol_broken.add(client.connection.peer_pid, str(error))
             self._reject(client, f"it broke the protocol: {error}")
             self._lose(client)
             return
         match frame:
             case Ask():
-                requests = self._requests()
-                incoming = client.add(frame, body)
-                if requests is not None:  # None: garbage-collected, and about to be closed
-                    requests.add(incoming)
+                self.requests.add(client.add(frame, body))
             case Cancel(number):
                 if number in client.requests:
-                    self._cancel(client.requests[number])
+                    self.requests.cancel(client.requests[number])
             case ClientHello():
                 self._admit(client)
 
@@ -142,7 +191,7 @@ class Clients:
             self._clients[client.identity] = client
             client.post(connection.accept(os.getpid(), self._receiver))
         else:
-            self._refusals.client_refused(client.pid, reason)
+            self._clients_refused.add(client.pid, reason)
             self._counts["clients_refused"] += 1
             self._reject(client, reason, is_refusal=True)
 
@@ -157,8 +206,7 @@ class Clients:
         for client in tuple(self._leftovers):
             if len(self._clients) + len(self._leftovers) < most:
                 break
-            requests = self._requests()
-            if requests is not None and requests.cancel_arriving(client):
+            if self.requests.cancel_arriving(client):
                 del self._leftovers[client]
         if len(self._clients) + len(self._leftovers) < most:
             return None
@@ -175,15 +223,16 @@ class Clients:
         self._limit.opened(descriptor)
         if not self._is_limit_due:
             self._is_limit_due = True
-            self._socket.after_events(self._enforce_limit)
+            self._socket.monitor.after_events(self._enforce_limit)
 
     def _enforce_limit(self) -> None:
         self._is_limit_due = False
-        for identity in self._limit.enforce():
-            self._disconnected(identity)
-
-    def _reset(self, descriptor: int) -> bool:
-        return self._socket.reset(descriptor)
+        for descriptor in self._limit.excess():
+            if not self._socket.monitor.reset(descriptor):
+                break  # this process has no descriptors left
+            self._connections_refused.add("it sent no hello, and other connections need its place")
+            for identity in self._limit.closed(descriptor):
+                self._disconnected(identity)
 
     def handshaken(self) -> None:
         """Wait for the hello of the client."""
@@ -194,7 +243,7 @@ class Clients:
     def refused(self, *, is_final: bool, error: int) -> None:
         """Log a peer without the keys, unless it disconnected during the handshake."""
         if is_final:
-            self._refusals.connection_refused("its peer does not have the keys")
+            self._connections_refused.add("its peer does not have the keys")
 
     def disconnected(self, descriptor: int) -> None:
         """Handle the end of a connection."""
@@ -228,7 +277,7 @@ class Clients:
     def _reject(self, client: RemoteClient, reason: str, *, is_refusal: bool = False) -> None:
         """Send a final message, and ignore the peer; after a refusal, a new attempt would fail too."""
         self._rejected[client.identity] = client.queue
-        client.queue.post(client.connection.reject(reason, is_refusal=is_refusal))
+        client.queue.post(client.connection.close(reason, is_refusal=is_refusal))
 
     def _disconnect_slow(self, client: RemoteClient) -> None:
         """Disconnect a client that leaves too many messages unread."""
@@ -266,24 +315,41 @@ class Clients:
             wanted,
             extra={"event": "client_lost", "peer_pid": client.pid, "messages_lost": wanted},
         )
-        self._cancel_all(client)
+        for incoming in list(client.requests.values()):
+            # A message that wants no answer is still valid, unless its tensors are lost.
+            if incoming.wants_answer or self.requests.is_void(incoming):
+                self.requests.cancel(incoming)
         if client.connection.window.waiting:
             self._leftovers[client] = None
         client.queue.close()
         if client.identity not in self._rejected:
             client.queue.clear()
 
-    def _cancel_all(self, client: RemoteClient, *, and_those_without_answer: bool = False) -> None:
-        requests = self._requests()
-        for incoming in list(client.requests.values()):
-            # A message that wants no answer is still valid, unless its tensors are lost.
-            is_void = incoming.wants_answer or and_those_without_answer
-            if is_void or requests is None or requests.is_void(incoming):
-                self._cancel(incoming)
 
-    def _cancel(self, incoming: IncomingRequest) -> None:
-        requests = self._requests()
-        if requests is None:
-            incoming.client.end(incoming)
-        else:
-            requests.cancel(incoming)
+def _log_connection_refused(count: int, reason: str) -> None:
+    logger.warning(
+        "%s connections were refused, the latest because %s",
+        count,
+        reason,
+        extra={"event": "connection_refused", "count": count, "reason": reason},
+    )
+
+
+def _log_client_refused(count: int, pid: int, reason: str) -> None:
+    logger.warning(
+        "%s clients were refused, the latest (pid %s) because %s",
+        count,
+        pid,
+        reason,
+        extra={"event": "client_refused", "count": count, "peer_pid": pid, "reason": reason},
+    )
+
+
+def _log_protocol_broken(count: int, pid: int | None, reason: str) -> None:
+    logger.error(
+        "%s clients broke the protocol, the latest (pid %s): %s",
+        count,
+        pid,
+        reason,
+        extra={"event": "protocol_broken", "count": count, "peer_pid": pid, "reason": reason},
+    )

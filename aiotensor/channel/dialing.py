@@ -10,14 +10,17 @@ a server may have moved to another address. Known addresses are tried while a lo
 """
 
 import asyncio
+import errno
+import os
+import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import zmq
 
-from aiotensor.channel.connection_end import ConnectionEnd
 from aiotensor.channel.options import Address, Target
-from aiotensor.channel.resolving import Lookup
+from aiotensor.channel.resolving import look_up
+from aiotensor.runtime.descriptors import Descriptor, copy_of
 from aiotensor.runtime.logs import logger_of
 
 __all__ = ["DIALING_OPTIONS", "Dialer"]
@@ -31,6 +34,8 @@ _LAST_RETRY_S = 0.25
 _CONNECT_S = 1.0  # the kernel tries for two minutes, and after a few of its tries waits 15 s between them
 _HANDSHAKE_S = 2.0  # less than the server waits: this side can tell its own timeout from refused keys
 _HANDSHAKES = 3  # that the server ends before it counts: one may be that of a server just killed
+
+_CLOSE_WAIT = 8  # the state of TCP in which the peer has closed, and nothing else has happened
 
 _LOOKUP_EVERY_S = 1.0
 _LOOKUP_SLOW_S = 2.0  # after which a name server is said not to answer
@@ -66,10 +71,10 @@ class Dialer:
         self._tried = Target("")
         self._delay = _FIRST_RETRY_S
         self._timer: asyncio.TimerHandle | None = None
-        self._lookups: dict[Lookup, float] = {}  # and when they began
+        self._lookups: dict[asyncio.Future[Sequence[Target]], float] = {}  # and when they began
         self._looked_up_at: float | None = None
         self._is_reported = False
-        self._end_of_handshake: ConnectionEnd | None = None  # of the connection whose handshake has not ended
+        self._connection = Descriptor(-1)  # a copy, until the handshake has ended
         self._ended_handshakes: Counter[Target] = Counter()  # in a row, by the server at each address
 
     def begin(self) -> None:
@@ -85,7 +90,7 @@ class Dialer:
         """Try the next address soon; the first one again after a delay."""
         self.is_active = True
         self._cancel_timer()
-        self._forget_connection()
+        self._connection.close()
         if self._left:
             self._timer = self._loop.call_later(0, self._next)
         else:
@@ -93,23 +98,21 @@ class Dialer:
             self._delay = min(2 * self._delay, _LAST_RETRY_S)
 
     def connected(self, descriptor: int) -> None:
-        """Handle a new connection, whose handshake has yet to succeed.
-
-        Args:
-            descriptor: of the connection in this process.
-        """
-        self._end_of_handshake = ConnectionEnd(descriptor)
+        """Handle a new connection with this descriptor, whose handshake has yet to succeed."""
+        try:
+            # ZeroMQ may have closed it by now, and the number be that of another connection: then one more
+            # handshake is needed to tell how it ends.
+            self._connection = Descriptor(os.dup(descriptor))
+        except OSError:  # ZeroMQ has closed it, or there are no descriptors left
+            self._connection = Descriptor(-1)
 
     def refused(self, error: int) -> bool:
         """Return whether a server has ended so many handshakes in a row that it must have other keys.
 
         A server that is overloaded resets the connection instead, and a server that was stopped leaves it as
-        it is: neither tells anything about the keys.
-
-        Args:
-            error: errno, as ZeroMQ reports it.
+        it is: neither tells anything about the keys. `error` is the errno that ZeroMQ reports.
         """
-        if self._end_of_handshake is None or not self._end_of_handshake.is_clean(error):
+        if not _ended_cleanly(self._connection, error):
             return self.unreachable()
         self._ended_handshakes[self._tried] += 1
         return self._ended_handshakes[self._tried] >= _HANDSHAKES
@@ -130,7 +133,7 @@ class Dialer:
         self.is_active = False
         self._left = []
         self._cancel_timer()
-        self._forget_connection()
+        self._connection.close()  # or the peer would not see its end
 
     def close(self) -> None:
         """Try no more. Threads that resolve the name are left to themselves."""
@@ -172,11 +175,6 @@ class Dialer:
             self._timer.cancel()
             self._timer = None
 
-    def _forget_connection(self) -> None:
-        if self._end_of_handshake is not None:
-            self._end_of_handshake.close()
-            self._end_of_handshake = None
-
     # Names
 
     def _look_up(self) -> None:
@@ -191,16 +189,21 @@ class Dialer:
         if is_due and len(self._lookups) < _LOOKUPS:
             self._looked_up_at = now
             try:
-                lookup = Lookup(self._address.host, self._address.port, self._looked_up)
+                lookup = look_up(self._address.host, self._address.port)
             except OSError as error:
                 self._unresolved(error.strerror or str(error))
             else:
                 self._lookups[lookup] = now
+                lookup.add_done_callback(self._looked_up)
 
-    def _looked_up(self, lookup: Lookup, targets: Sequence[Target], reason: str) -> None:
+    def _looked_up(self, lookup: "asyncio.Future[Sequence[Target]]") -> None:
+        if lookup.cancelled():
+            return
         del self._lookups[lookup]
-        if not targets:
-            self._unresolved(reason)
+        try:
+            targets = lookup.result()
+        except OSError as error:
+            self._unresolved(error.strerror or str(error))
             return
         self.reason = ""
         were_known, self._known = self._known, targets
@@ -219,3 +222,23 @@ class Dialer:
             self.report(
                 f"the name of the server at {self._address.text} cannot be resolved: {reason}", reason
             )
+
+
+def _ended_cleanly(connection: Descriptor, error: int) -> bool:
+    """Return whether the peer closed a connection and all its data was read, as far as the kernel tells.
+
+    The errno that ZeroMQ reports does not tell. The first call that meets a reset consumes its error, and a
+    read after that looks like one after a clean close. After a timeout it is that of an earlier failure, of
+    any connection of the same thread. It decides only if there is no copy of the descriptor.
+    """
+    if error != errno.EPIPE or connection.number < 0:
+        return error == errno.EPIPE
+    try:
+        with copy_of(connection.number) as sock:
+            is_at_end = not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            if sock.family == socket.AF_UNIX:
+                return is_at_end
+            [state] = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+    except OSError:  # it was reset, or it is still open
+        return False
+    return is_at_end and state == _CLOSE_WAIT

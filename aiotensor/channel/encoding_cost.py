@@ -5,8 +5,8 @@ import datetime
 import decimal
 import enum
 import uuid
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,15 +27,17 @@ _ITEM_BYTES = 32
 QUICK_CODED_TENSORS = 128
 _TENSOR_BYTES = _QUICK_BYTES // QUICK_CODED_TENSORS
 
-_PLAIN, _SIZED, _ITEMS, _PAIRS, _TENSOR, _OTHER = range(6)
+_PLAIN, _SIZED, _BUFFER, _ITEMS, _PAIRS, _TENSOR, _ARRAY = range(7)
 
 _KINDS: dict[type, int] = {
     **dict.fromkeys((bool, int, float, type(None), uuid.UUID, decimal.Decimal), _PLAIN),
     **dict.fromkeys((datetime.datetime, datetime.date, datetime.time, datetime.timedelta), _PLAIN),
     **dict.fromkeys((str, bytes, bytearray), _SIZED),
+    memoryview: _BUFFER,
     **dict.fromkeys((list, tuple, set, frozenset), _ITEMS),
     dict: _PAIRS,
     **dict.fromkeys((torch.Tensor, Parameter), _TENSOR),
+    np.ndarray: _ARRAY,
 }
 
 
@@ -52,15 +54,24 @@ def takes_long(message: object, *, has_sender: bool) -> bool:
     to_gather = QUICK_BYTES
     pending: list[Any] = [message]
     for value in pending:  # the loop appends to it
-        kind = _KINDS.get(type(value), _OTHER)
+        kind = _KINDS.get(type(value))
+        if kind is None and not isinstance(value, msgspec.Struct):
+            kind = next((_KINDS[base] for base in type(value).__mro__ if base in _KINDS), None)
         if kind == _PLAIN:
             continue
         if kind == _SIZED:
             left -= len(value)
+        elif kind == _BUFFER:
+            left -= value.nbytes
         elif kind == _TENSOR:
             left -= _TENSOR_BYTES
             if not (has_sender or _is_flat(value)):
                 to_gather -= value.numel() * value.element_size()
+        elif kind == _ARRAY:
+            left -= _TENSOR_BYTES
+            # torch cannot view some of the others: assume that all of them have to be gathered.
+            if not (has_sender or (value.flags.c_contiguous and value.flags.aligned)):
+                to_gather -= value.nbytes
         elif kind == _ITEMS:
             left -= _ITEM_BYTES * len(value)
             if left >= 0:
@@ -70,17 +81,15 @@ def takes_long(message: object, *, has_sender: bool) -> bool:
             if left >= 0:
                 pending += value
                 pending += value.values()
-        elif isinstance(value, msgspec.Struct):
-            fields = astuple(value)
-            left -= _ITEM_BYTES * len(fields)
-            pending += fields
         else:
-            found = _look_into(value)
-            if found is None:
+            inside = astuple(value) if isinstance(value, msgspec.Struct) else _look_into(value)
+            if inside is not None:
+                left -= _ITEM_BYTES * len(inside)
+                pending += inside
+            elif has_sender and isinstance(value, SupportsDLPack):
+                left -= _TENSOR_BYTES
+            else:  # the size and strides of the former are known only from `__dlpack__`, which may take long
                 return True
-            left -= found.nbytes
-            to_gather -= 0 if has_sender else found.to_gather
-            pending += found.inside
         if left < 0 or to_gather < 0:
             return True
     return False
@@ -93,42 +102,18 @@ def _is_flat(tensor: torch.Tensor) -> bool:
         return True  # it has no strides, such as a sparse tensor: the encoder rejects it at once
 
 
-class _Found(NamedTuple):
-    nbytes: int
-    inside: Iterable[object] = ()
-    to_gather: int = 0
-
-
-def _look_into(value: Any) -> _Found | None:
-    """Measure a value of a less frequent type; return None if it is unknown or large."""
-    found: _Found | None = None
-    if isinstance(value, np.ndarray):
-        # torch cannot view some of the others: assume that all of them have to be gathered.
-        lies_flat = value.flags.c_contiguous and value.flags.aligned
-        found = _Found(_TENSOR_BYTES, to_gather=0 if lies_flat else value.nbytes)
-    elif dataclasses.is_dataclass(value):
-        found = _fields(value, [field.name for field in dataclasses.fields(value)])
-    elif isinstance(value, enum.Enum):
-        found = _Found(_ITEM_BYTES, (value.value,))
-    elif isinstance(value, str):
-        found = _Found(len(value))
-    elif isinstance(value, memoryview | msgspec.Raw):
-        found = _Found(memoryview(value).nbytes)
-    elif isinstance(value, msgspec.msgpack.Ext):
-        found = _Found(_ITEM_BYTES, (value.data,))
-    elif isinstance(value, dict):
-        nbytes = 2 * _ITEM_BYTES * len(value)
-        found = _Found(nbytes, (*value, *value.values())) if nbytes <= _QUICK_BYTES else None
-    elif isinstance(value, list | tuple | set | frozenset):
-        nbytes = _ITEM_BYTES * len(value)
-        found = _Found(nbytes, value) if nbytes <= _QUICK_BYTES else None
+def _look_into(value: Any) -> Sequence[object] | None:
+    """Return what a value of a less frequent type consists of; None if that is unknown."""
+    if isinstance(value, enum.Enum):
+        return (value.value,)
+    if isinstance(value, msgspec.Raw):
+        return (memoryview(value),)
+    if isinstance(value, msgspec.msgpack.Ext):
+        return (value.data,)
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
     elif hasattr(value, "__attrs_attrs__"):
-        found = _fields(value, [attribute.name for attribute in value.__attrs_attrs__])
-    elif isinstance(value, SupportsDLPack):
-        # Its size and strides are known only from `__dlpack__`, which may take long itself.
-        found = _Found(_TENSOR_BYTES, to_gather=QUICK_BYTES + 1)
-    return found
-
-
-def _fields(value: object, names: list[str]) -> _Found:
-    return _Found(_ITEM_BYTES * len(names), [getattr(value, name, None) for name in names])
+        names = [attribute.name for attribute in value.__attrs_attrs__]
+    else:
+        return None
+    return [getattr(value, name, None) for name in names]

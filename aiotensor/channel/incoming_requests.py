@@ -1,30 +1,82 @@
 """The requests of a server, from their arrival to their answers."""
 
 import asyncio
-import weakref
-from collections.abc import Sequence
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
-from aiotensor.channel.disposal import Disposal
-from aiotensor.channel.fair_queue import FairQueue
+from aiotensor.channel.memory import MessageMemory
 from aiotensor.channel.payloads import QUICK_TENSORS, Handles, discard, pack, unpack
 from aiotensor.channel.remote_client import IncomingRequest, RemoteClient, RequestState
-from aiotensor.channel.request import Request, cause_of
-from aiotensor.channel.zero_copy import ZeroCopyBuffers
 from aiotensor.codec import TensorDecoder
-from aiotensor.errors import ClosedError, ProtocolError, UsageError, WouldBlockError
+from aiotensor.errors import AioTensorError, ClosedError, ProtocolError, UsageError, WouldBlockError
 from aiotensor.protocol.exchange import Cause
+from aiotensor.protocol.parts import check_parts
 from aiotensor.receiver import TensorReceiver, has_seen
 from aiotensor.runtime.affinity import FreedItems, LoopAffinity
+from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import Waiters
 from aiotensor.sender import TensorSender
 
-__all__ = ["IncomingRequests"]
+__all__ = ["FairQueue", "IncomingRequests", "cause_of"]
+
+logger = logger_of("channel")
 
 M = TypeVar("M")
+
+
+class FairQueue:
+    """Order requests so that clients take turns; the requests of one client stay in their order.
+
+    A client with many waiting requests gets no more turns than a client with one.
+    """
+
+    def __init__(self) -> None:
+        # The client whose turn it is first.
+        self._waiting: OrderedDict[RemoteClient, deque[IncomingRequest]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def __iter__(self) -> Iterator[IncomingRequest]:
+        for requests in self._waiting.values():
+            yield from requests
+
+    def add(self, incoming: IncomingRequest) -> None:
+        """Add a request behind the others of its client."""
+        self._waiting.setdefault(incoming.client, deque()).append(incoming)
+
+    def put_back(self, incoming: IncomingRequest) -> None:
+        """Return a request to the front, as if it had not been taken."""
+        self._waiting.setdefault(incoming.client, deque()).appendleft(incoming)
+        self._waiting.move_to_end(incoming.client, last=False)
+
+    def take(self) -> IncomingRequest:
+        """Take a request of the client whose turn it is, which is the last one then.
+
+        Raises:
+            KeyError: no request waits.
+        """
+        client, requests = self._waiting.popitem(last=False)
+        incoming = requests.popleft()
+        if requests:
+            self._waiting[client] = requests
+        return incoming
+
+    def remove(self, incoming: IncomingRequest) -> None:
+        """Remove a request if it waits."""
+        requests = self._waiting.get(incoming.client)
+        if requests is not None and incoming in requests:
+            requests.remove(incoming)
+            if not requests:
+                del self._waiting[incoming.client]
 
 
 class IncomingRequests(Generic[M]):
@@ -39,10 +91,12 @@ class IncomingRequests(Generic[M]):
 
     Attributes:
         waiters: the tasks that wait for a request.
+        unfinished: the requests of all clients that have not ended.
         ready: the requests whose tensors have arrived.
         waiting: the number of requests that were not taken.
         waiting_bytes: their bytes, except for tensors.
-        disposal: frees large messages.
+        memory: frees large messages.
+        dropped: called with a request that was garbage-collected without an answer.
     """
 
     def __init__(
@@ -54,32 +108,30 @@ class IncomingRequests(Generic[M]):
         counts: dict[str, int],
     ) -> None:
         self.waiters = Waiters()
+        self.unfinished: set[IncomingRequest] = set()
         self.ready = FairQueue()
         self.waiting = self.waiting_bytes = 0
-        self.disposal = Disposal()
+        self.memory = MessageMemory()
         self.affinity = affinity
         self._decoder = decoder
         self._receiver = receiver
         self._senders = senders
         self._counts = counts
-        self._buffers = ZeroCopyBuffers()
         self._arriving: dict[IncomingRequest, asyncio.Task[None]] = {}  # waiting for tensors
         self._found: dict[IncomingRequest, list[torch.Tensor]] = {}  # taken before decoding was cancelled
-        self._in_hand: set[IncomingRequest] = set()
-        self._dropped: FreedItems[IncomingRequest] = FreedItems(
+        self.dropped: FreedItems[IncomingRequest] = FreedItems(
             asyncio.get_running_loop(), self._requests_dropped
         )
 
     @property
     def in_hand(self) -> int:
         """The number of requests that were taken and have not ended."""
-        return len(self._in_hand)
+        return len(self.unfinished) - self.waiting
 
     def close(self) -> None:
-        """Release all requests that wait, and end the waits for requests."""
-        for incoming in (*self.ready, *self._arriving):  # of clients that have disconnected
-            self._drop(incoming)
-        self._in_hand.clear()
+        """Cancel all requests, and end the waits for them."""
+        for incoming in list(self.unfinished):
+            self.cancel(incoming)
         self.waiters.wake()
 
     # From clients
@@ -104,14 +156,12 @@ class IncomingRequests(Generic[M]):
     def cancel(self, incoming: IncomingRequest) -> None:
         """Release a request that its client cancelled or left, and cancel the block that answers it."""
         self._counts["cancelled"] += 1
-        state = incoming.state
+        was_waiting = incoming.state is RequestState.WAITING
         incoming.client.end(incoming)
-        if state is RequestState.WAITING:
+        if was_waiting:
             self._stop_waiting(incoming)
-        else:
-            self._end(incoming)
-            if incoming.block is not None:
-                incoming.block.cancel()
+        elif incoming.block is not None:
+            incoming.block.cancel()
 
     def cancel_arriving(self, client: RemoteClient) -> bool:
         """Cancel the requests of a disconnected client, if all of them still wait for tensors.
@@ -155,11 +205,10 @@ class IncomingRequests(Generic[M]):
 
     # Taking
 
-    async def take(self, owner: object) -> tuple[IncomingRequest, Request[M]] | None:
-        """Take the next request, or return None if it has ended; cancelling puts it back in front.
+    async def take(self) -> tuple[IncomingRequest, M] | None:
+        """Take the next request and its message, or return None if it has ended.
 
-        Args:
-            owner: the server, which the request keeps open.
+        Cancelling puts it back in front.
         """
         incoming = self.ready.take()
         try:
@@ -169,9 +218,7 @@ class IncomingRequests(Generic[M]):
                     await _take_tensors(self._receiver, incoming.handles, found)
                 message: M = await unpack(self._decoder, incoming.parts, found)
             except asyncio.CancelledError:
-                if incoming.state is RequestState.WAITING and self.affinity.is_closed:
-                    self._drop(incoming)
-                elif incoming.state is RequestState.WAITING:
+                if incoming.state is RequestState.WAITING:
                     self._found[incoming] = found
                     self.ready.put_back(incoming)
                     self.waiters.wake()
@@ -179,35 +226,40 @@ class IncomingRequests(Generic[M]):
         except Exception as error:  # noqa: BLE001 - decoding runs code of the user's type
             self._refuse(incoming, error)
             return None
-        if incoming.state is RequestState.WAITING and self.affinity.is_closed:
-            self._drop(incoming)
         if incoming.state is not RequestState.WAITING:
-            # It was cancelled during decoding.
-            box = [message]
-            del message
-            self.free(incoming, box)
+            # It was cancelled, or the server closed, during decoding.
+            if incoming.is_large:
+                box = [message]
+                del message
+                self.memory.free(box)
             return None
         incoming.state = RequestState.IN_HAND
-        self._in_hand.add(incoming)
-        request = Request(incoming, message, self, owner)
-        dropped = self._dropped
-        incoming.request = weakref.ref(request, lambda _: dropped(incoming))  # does not keep the server open
         self._stopped_waiting(incoming)  # last: sending credit may reveal that the client is gone
-        return incoming, request
+        return incoming, message
 
     def _refuse(self, incoming: IncomingRequest, error: Exception) -> None:
         """Answer a waiting request with an error, and release it."""
         if incoming.state is RequestState.WAITING:
             cause = cause_of(error)
-            incoming.client.log_refusal(error, cause.text)
+            is_foreseen = isinstance(error, AioTensorError | ValueError)
+            # Discarded tensors, and tensors lost with their sender, are not errors of this process.
+            is_fault = isinstance(error, ProtocolError) or not is_foreseen
+            logger.log(
+                logging.ERROR if is_fault else logging.INFO,
+                "a message of process %s is refused: %s",
+                incoming.client.pid,
+                cause.text,
+                exc_info=None if is_foreseen else error,
+                extra={
+                    "event": "message_refused",
+                    "peer_pid": incoming.client.pid,
+                    "error": cause.type_name,
+                    "reason": cause.text,
+                },
+            )
             self._counts["failures"] += 1
             incoming.client.fail(incoming, cause)
             self._stop_waiting(incoming)
-
-    def _drop(self, incoming: IncomingRequest) -> None:
-        """Release a waiting request without notifying its client."""
-        incoming.client.end(incoming)
-        self._stop_waiting(incoming)
 
     def _stop_waiting(self, incoming: IncomingRequest) -> None:
         """Release a waiting request and its tensors."""
@@ -224,7 +276,7 @@ class IncomingRequests(Generic[M]):
     def _stopped_waiting(self, incoming: IncomingRequest) -> None:
         self.waiting -= 1
         self.waiting_bytes -= incoming.nbytes
-        self.disposal.free_parts(incoming.parts)
+        self.memory.free_parts(incoming.parts)
         incoming.client.take(incoming)
 
     # Answering
@@ -237,7 +289,7 @@ class IncomingRequests(Generic[M]):
         if not was_wanted:
             self.affinity.check()  # the server may have been closed
         self._counts["answers"] += was_wanted
-        self._end(incoming)
+        incoming.client.end(incoming)
         return was_wanted
 
     def fail(self, incoming: IncomingRequest, cause: Cause) -> bool:
@@ -245,18 +297,7 @@ class IncomingRequests(Generic[M]):
         self.affinity.check()
         was_wanted = incoming.client.fail(incoming, cause)
         self._counts["failures"] += was_wanted
-        self._end(incoming)
         return was_wanted
-
-    def fail_unstarted(self, incoming: IncomingRequest) -> None:
-        """Fail a request if the task that was to answer it was cancelled before it began."""
-        if incoming.block is None and incoming.is_wanted:
-            self.fail(incoming, cause_of(asyncio.CancelledError()))
-
-    def free(self, incoming: IncomingRequest, box: list[Any]) -> None:
-        """Empty a box that holds a client's message, in a thread if freeing it may take long."""
-        if incoming.is_large:
-            self.disposal.free(box)
 
     async def _send_answer(
         self, incoming: IncomingRequest, box: list[object], sender: TensorSender | None
@@ -265,34 +306,32 @@ class IncomingRequests(Generic[M]):
         parts = payload.parts
         handles: Handles = ()
         try:
-            incoming.client.connection.check(parts)
             if sender is None and self._senders and len(parts) > 1:
                 incoming.client.log_no_sender()
             if sender is not None and payload.tensors:
+                check_parts(parts, incoming.client.connection.limits, "client")  # before sending its tensors
                 handles = await payload.send_tensors(sender)
-            released = self._buffers.watch(parts)
+            released = self.memory.watch(parts)
             was_wanted = await incoming.client.answer(incoming, parts, handles)
         finally:
             payload.tensors.clear()
-            self.disposal.free_parts(parts)
+            self.memory.free_parts(parts)
             if not incoming.is_answered:
                 discard(sender, handles)
         if released is not None and was_wanted:
             await released
         return was_wanted
 
-    def _end(self, incoming: IncomingRequest) -> None:
-        """Mark a taken request as finished."""
-        incoming.request = None
-        self._in_hand.discard(incoming)
-        incoming.client.end(incoming)
-
     def _requests_dropped(self, dropped: list[IncomingRequest]) -> None:
         """Fail the requests that were garbage-collected without an answer."""
         for incoming in dropped:
-            if incoming in self._in_hand and not self.affinity.is_closed:
+            if incoming in self.unfinished and not self.affinity.is_closed:
                 if incoming.is_wanted:
-                    incoming.client.log_dropped_request()
+                    logger.warning(
+                        "a request of process %s was dropped without an answer: answer each one in its block",
+                        incoming.client.pid,
+                        extra={"event": "request_dropped", "peer_pid": incoming.client.pid},
+                    )
                 # A signal or a cancellation may come between taking a request and entering its block.
                 self.fail(
                     incoming, Cause(UsageError.__name__, "it was dropped without an answer", is_loss=True)
@@ -305,3 +344,14 @@ async def _take_tensors(receiver: TensorReceiver, handles: Handles, found: list[
         if count and not count % QUICK_TENSORS:
             await asyncio.sleep(0)
         found.append(receiver.receive_nowait(handles[count]))
+
+
+def cause_of(error: BaseException) -> Cause:
+    """Return the name and the text of an error, even if its `__str__` raises."""
+    try:
+        text = str(error)
+    except Exception as another:  # noqa: BLE001 - the client gets an answer in any case
+        text = f"(its text cannot be shown: {type(another).__name__})"
+    if isinstance(error, asyncio.CancelledError) and not text:
+        text = "the server's handler was cancelled"
+    return Cause(type(error).__name__, text, is_loss=not isinstance(error, Exception))

@@ -1,5 +1,6 @@
 """The address where a server listens: a socket file of this user, a local port, or a port with keys."""
 
+import asyncio
 import errno
 import os
 import socket
@@ -9,9 +10,10 @@ import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from aiotensor.channel.context import ZmqContext, begin, check_descriptors, end
+from aiotensor.channel.monitor import SocketEvents
 from aiotensor.channel.options import Address, Target
 from aiotensor.channel.resolving import look_up
-from aiotensor.channel.sockets import LoopSocket, SocketEvents
+from aiotensor.channel.sockets import LoopSocket
 from aiotensor.errors import UsageError
 from aiotensor.transports.socket_file import SocketFile
 
@@ -19,7 +21,6 @@ __all__ = ["MessageListener"]
 
 _LOOKUP_S = 10.0  # the most seconds that opening waits for a name to be resolved
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.ENODEV)  # this machine has no such address
-
 
 # A connection whose handshake takes longer is closed. A client has a shorter limit, and ends it first.
 _HANDSHAKE_S = 5
@@ -53,7 +54,6 @@ class MessageListener:
     ) -> None:
         self.address = address.text
         self._where = address
-        self._path = address.path
         # Without ROUTER_MANDATORY, a ROUTER silently drops messages to a disconnected or slow client.
         self._options = {
             **options,
@@ -82,8 +82,13 @@ class MessageListener:
         check_descriptors()
         try:
             self._targets = await self._find_targets()
-            if self._path is not None:
-                await self._take(self._path)
+            if self._where.path is not None:
+                # As `UnixListener` does: ZeroMQ itself would replace the socket of a live server.
+                kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+                sock = socket.socket(socket.AF_UNIX, kind)
+                self._file = SocketFile(self._where.path, sock)
+                await self._file.take()
+                self._listener = sock
             self._context = begin()  # checks again: no await follows before the socket is made
             if self._allowed:
                 try:
@@ -112,16 +117,12 @@ class MessageListener:
         if self._context is None:
             raise AssertionError("a listener is opened before it listens")
         self._socket = self._bind(self._context, events)
-        if self._path is None:
+        if self._where.path is None:
             self.address = self._socket.address  # with the port that was free
         return self._socket
 
     async def _find_targets(self) -> Sequence[Target]:
-        """Return the targets where to listen.
-
-        Raises:
-            OSError: the name of the host cannot be resolved.
-        """
+        """Return the targets where to listen."""
         where = self._where
         if where.targets:
             return where.targets
@@ -134,7 +135,8 @@ class MessageListener:
             text = f"tcp://{where.host}:{where.port}"
             return Target(text), Target(text, is_ipv6=True)
         try:
-            return await look_up(where.host, where.port, _LOOKUP_S)
+            async with asyncio.timeout(_LOOKUP_S):
+                return await look_up(where.host, where.port)
         except TimeoutError:
             reason = f"no name server answered for {_LOOKUP_S:g} s"
         except OSError as error:
@@ -146,12 +148,7 @@ class MessageListener:
         )
 
     def _bind(self, context: ZmqContext, events: SocketEvents) -> LoopSocket:
-        """Listen at the first target that is an address of this machine.
-
-        Raises:
-            UsageError: another server listens there.
-            OSError: this process cannot listen there, or has no descriptors left.
-        """
+        """Listen at the first target that is an address of this machine."""
         last = None
         for target in self._targets:
             try:
@@ -176,7 +173,7 @@ class MessageListener:
         if last is None:
             raise AssertionError("an address has at least one target")
         text = f"cannot listen at {self.address}: {last.strerror}"
-        if self._path is None and last.errno in _NOT_HERE:
+        if self._where.path is None and last.errno in _NOT_HERE:
             found = ", ".join(str(target.address) for target in self._targets)
             text += (
                 f"; this machine does not have the address {found}: write one of its own, or "
@@ -196,10 +193,3 @@ class MessageListener:
         context, self._context = self._context, None
         if context is not None:
             await end(context)
-
-    async def _take(self, path: str) -> None:
-        """Bind the socket as `UnixListener` does: ZeroMQ itself would replace the socket of a live server."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        self._file = SocketFile(path, sock)
-        await self._file.take()
-        self._listener = sock

@@ -17,7 +17,7 @@ import zmq
 from aiotensor.channel.context import ZmqContext
 from aiotensor.runtime.descriptors import ForeignDescriptor, copy_of
 
-__all__ = ["ConnectionEvents", "Monitor"]
+__all__ = ["Monitor", "SocketEvents"]
 
 # The most events that are handled in one iteration of the loop, so that its other callbacks run. Any process
 # that reaches the address can cause events. If the other callbacks take longer than this, more events are
@@ -45,8 +45,8 @@ _WATCHED = (
 )
 
 
-class ConnectionEvents(Protocol):
-    """The callbacks of the owner of a socket for its connections."""
+class SocketEvents(Protocol):
+    """The callbacks of a socket's owner."""
 
     def connected(self, descriptor: int) -> None:
         """Handle a new connection with this descriptor; the handshake follows."""
@@ -66,6 +66,12 @@ class ConnectionEvents(Protocol):
 
     def disconnected(self, descriptor: int) -> None:
         """Handle the end of a connection."""
+
+    def message_arrived(self, parts: "list[zmq.Frame]") -> None:
+        """Handle a message; of one with too many parts, there is at least one part more than `MAX_PARTS`."""
+
+    def writable(self) -> None:
+        """Retry messages that the socket did not accept, until it accepts no more."""
 
 
 class Monitor:
@@ -88,7 +94,7 @@ class Monitor:
         self,
         context: ZmqContext,
         sock: "zmq.Socket[bytes]",
-        events: ConnectionEvents,
+        events: SocketEvents,
         caught_up: Callable[[], None],
     ) -> None:
         self.postponed: deque[Callable[[], None]] = deque()
@@ -199,6 +205,7 @@ class Monitor:
         self._loop.remove_reader(self._descriptor)
         self._connections.clear()
         self.postponed.clear()
+        del self._events
         self._socket.close(0)
 
 

@@ -38,7 +38,6 @@ _KEY_BYTES = 32
 # within 1 s, or 1.5 s if only the packets to the peer are lost.
 _HEARTBEAT_INTERVAL_S, _HEARTBEAT_TIMEOUT_S = 0.25, 0.65
 
-
 _LOCALHOST = ("127.0.0.1", "::1")
 _NAME = re.compile(r"[a-z0-9_.-]+", re.IGNORECASE | re.ASCII)
 
@@ -81,13 +80,12 @@ class Address(NamedTuple):
     is_local: bool
 
 
-def parse(address: str, *, has_keys: bool, how: str, is_client: bool = False) -> Address:
+def parse(address: str, *, has_keys: bool, is_client: bool = False) -> Address:
     """Parse an address; without keys, reject addresses that other machines can reach.
 
     Args:
         address: ``ipc://`` and an absolute path, or ``tcp://`` with a host and a port.
         has_keys: whether there are CURVE keys.
-        how: the names of the arguments for keys, for the error message.
         is_client: whether a client connects to it.
 
     Raises:
@@ -107,15 +105,19 @@ def parse(address: str, *, has_keys: bool, how: str, is_client: bool = False) ->
         )
     if port is None:
         raise ValueError(f"the address {address!r} names no port: write, for example, tcp://127.0.0.1:5555")
-    targets = _targets(host, port)
+    numbers = _numeric(host)
+    targets = tuple(target_of(str(number), port) for number in numbers)
+    if host == "*":
+        targets = (Target(f"tcp://*:{port}", is_ipv6=True),)
     if not (targets or _is_name(host)):
         raise ValueError(f"the address {address!r} names no host: {host!r} is no name and no numeric address")
     if is_client and (host == "*" or port == 0):
         raise ValueError(f"the address {address!r} names no server to connect to: write its host and port")
-    is_local = _is_loopback(host)
+    is_local = bool(numbers) and all(number.is_loopback for number in numbers)
     if not is_local and not has_keys:
+        keys = "secret_key and server_key" if is_client else "secret_key and client_keys"
         raise ValueError(
-            f"any machine that reaches {address} could connect: give {how}, made by zmq.curve_keypair(), or "
+            f"any machine that reaches {address} could connect: give {keys}, made by zmq.curve_keypair(), or "
             "use ipc:// or the address 127.0.0.1"
         )
     return Address(address, targets, host, port, None, is_local)
@@ -137,16 +139,14 @@ def _host_and_port(address: str) -> tuple[str | None, int | None]:
         return None, None
 
 
-def _targets(host: str, port: int) -> tuple[Target, ...]:
-    """Return the targets of a host that is not a name; none for a name."""
-    if host == "*":
-        return (Target(f"tcp://*:{port}", is_ipv6=True),)
+def _numeric(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """Return the addresses of a host without a query; none for a wildcard or a name."""
     # No name server is queried for this name: it might not answer, or return another machine.
     numbers = _LOCALHOST if host == "localhost" else (host,)
     try:
-        return tuple(target_of(str(ipaddress.ip_address(number)), port) for number in numbers)
+        return [ipaddress.ip_address(number) for number in numbers]
     except ValueError:
-        return ()
+        return []
 
 
 def _is_name(host: str) -> bool:
@@ -155,15 +155,6 @@ def _is_name(host: str) -> bool:
         return _NAME.fullmatch(host.encode("idna").decode()) is not None
     except UnicodeError:  # one of its labels is empty or too long
         return False
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # a wildcard, or a name, which may resolve to any address
 
 
 def client_keys(secret_key: CurveKey | None, server_key: CurveKey | None) -> dict[int, int | bytes]:
@@ -241,7 +232,8 @@ def limits(
         # The limit that peers know is for parts; a header may be longer than that.
         zmq.MAXMSGSIZE: -1 if largest is None else min(largest + MAX_HEADER_BYTES, MAX_NUMBER),
     }
-    if all(address.is_local for address in addresses) and not (heartbeat_interval_s or heartbeat_timeout_s):
+    is_local = all(address.is_local for address in addresses)
+    if is_local and heartbeat_interval_s is None and heartbeat_timeout_s is None:
         return options
     # ZeroMQ stops reading a connection whose queue is full. If the connection ends then, the next heartbeat
     # fails an assertion of libzmq 4.3.5, which ends the process. Credit bounds what honest peers send.

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aiotensor.channel.disposal import Disposal
 from aiotensor.channel.encoding_cost import QUICK_CODED_TENSORS, takes_long
+from aiotensor.channel.memory import MessageMemory
 from aiotensor.codec import PACKED, SourceEncoder, TensorDecoder
-from aiotensor.errors import ClosedError, PeerLostError, ProtocolError
+from aiotensor.errors import ClosedError, ProtocolError
 from aiotensor.receiver import TensorReceiver
 from aiotensor.runtime.worker import in_thread
 from aiotensor.sender import OpenMessage, TensorSender
@@ -28,7 +28,6 @@ __all__ = [
     "Handles",
     "Payload",
     "ReceivedAnswer",
-    "check_receiver",
     "discard",
     "drop_answer",
     "pack",
@@ -92,9 +91,7 @@ class Payload:
         self.tensors.append(source.array if isinstance(source, ArraySource) else source)
         return len(self.tensors) - 1
 
-    async def send_tensors(
-        self, sender: TensorSender, inside: OpenMessage | None = None
-    ) -> tuple[TensorHandle, ...]:
+    async def send_tensors(self, sender: TensorSender, inside: OpenMessage | None = None) -> Handles:
         """Send the tensors as one message.
 
         Args:
@@ -104,27 +101,23 @@ class Payload:
         Yields to the loop between many tensors, even if no send has to wait. Cancelling discards the tensors
         that were sent.
         """
-        if inside is not None:
-            return await self._send_inside(sender, inside)
-        if len(self.tensors) == 1:
-            return (await sender.send(self.tensors[0]),)
-        async with sender.message() as message:
-            return tuple(await self._send_all(message, []))
-
-    async def _send_inside(self, sender: TensorSender, message: OpenMessage) -> tuple[TensorHandle, ...]:
         handles: list[TensorHandle] = []
-        try:
-            await self._send_all(message, handles)
-        except BaseException:
-            # The receiver would never take these tensors, and a retry needs the message without them.
-            if handles:
-                with suppress(ClosedError):
-                    sender.discard(handles[0])
-            raise
-        message.finish()
+        if inside is not None:
+            try:
+                await self._send_all(inside, handles)
+            except BaseException:
+                # The receiver would never take these tensors, and a retry needs the message without them.
+                discard(sender, handles)
+                raise
+            inside.finish()
+        elif len(self.tensors) == 1:
+            return (await sender.send(self.tensors[0]),)
+        else:
+            async with sender.message() as message:
+                await self._send_all(message, handles)
         return tuple(handles)
 
-    async def _send_all(self, message: OpenMessage, handles: list[TensorHandle]) -> list[TensorHandle]:
+    async def _send_all(self, message: OpenMessage, handles: list[TensorHandle]) -> None:
         """Send every tensor, and append its handle."""
         tensors = nbytes = 0  # in this iteration of the loop, if no send has to wait
         for tensor in self.tensors:
@@ -134,7 +127,6 @@ class Payload:
             handles.append(await message.send(tensor))
             tensors += 1
             nbytes += tensor.nbytes
-        return handles
 
 
 async def pack(box: list[object], *, has_sender: bool) -> Payload:
@@ -205,35 +197,17 @@ def _decode(decoder: TensorDecoder[Any], parts: Sequence[memoryview], found: lis
     return message
 
 
-def check_receiver(handles: Handles, receiver: str, senders: str | None) -> None:
-    """Check that the tensors of a message went to its server, which would otherwise wait for them.
-
-    Args:
-        handles: the handles of the tensors.
-        receiver: the id of the server's receiver; "" if it has none.
-        senders: the id of the receiver that the sender is connected to; None for none.
-
-    Raises:
-        PeerLostError: they went to another receiver.
-    """
-    if handles and receiver and senders not in (None, receiver):
-        raise PeerLostError(
-            "the tensors of this message went to another receiver than the server's: the server was replaced "
-            "in the meantime, or the sender's endpoint is not that of the server's receiver"
-        )
-
-
-def discard(sender: TensorSender | None, handles: Handles) -> None:
+def discard(sender: TensorSender | None, handles: Sequence[TensorHandle]) -> None:
     """Discard tensors that were sent for a message."""
     if sender is not None and handles:
         with suppress(ClosedError):  # closing has discarded them already
             sender.discard(handles[0])
 
 
-def drop_answer(disposal: Disposal, receiver: TensorReceiver | None, answer: ReceivedAnswer) -> None:
+def drop_answer(memory: MessageMemory, receiver: TensorReceiver | None, answer: ReceivedAnswer) -> None:
     """Drop an answer that no request waits for, and its tensors; the client may be closed."""
     # Not now: the caller may be reading the message, and would free it here after all.
-    asyncio.get_running_loop().call_soon(disposal.free_parts, answer.parts)
+    asyncio.get_running_loop().call_soon(memory.free_parts, answer.parts)
     if receiver is not None and answer.handles:
         with suppress(ClosedError, ValueError):  # it may be the handle of no sender
             receiver.discard(answer.handles[0])

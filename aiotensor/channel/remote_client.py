@@ -9,14 +9,12 @@ The states of a request:
 
 import asyncio
 import enum
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 
 from aiotensor.channel.cancelling import CancelOnce
 from aiotensor.channel.payloads import QUICK_BODY_BYTES, Handles
 from aiotensor.channel.send_queue import SendQueue
-from aiotensor.errors import AioTensorError, ProtocolError
 from aiotensor.protocol.exchange import Ask, Cause
 from aiotensor.protocol.parts import Parts
 from aiotensor.protocol.server import ServerConnection
@@ -24,7 +22,7 @@ from aiotensor.runtime.logs import logger_of
 from aiotensor.sender import TensorSender, capacity_of
 from aiotensor.tensors.copying import QUICK_BYTES
 
-__all__ = ["MAX_UNREAD", "IncomingRequest", "Load", "RemoteClient", "RequestState"]
+__all__ = ["MAX_UNREAD", "IncomingRequest", "RemoteClient", "RequestState"]
 
 logger = logger_of("channel")
 
@@ -45,47 +43,15 @@ class RequestState(enum.Enum):
     ENDED = "ended"
 
 
-class Load:
-    """The unfinished requests of all clients of a server."""
-
-    __slots__ = ("requests",)
-
-    def __init__(self) -> None:
-        self.requests = 0
-
-
 class IncomingRequest:
-    """A message of a client.
-
-    Args:
-        client: the client that sent it.
-        ask: its frame.
-        parts: its body, and the buffers beside it.
+    """A message of a client, with its body and the buffers beside it.
 
     Attributes:
-        number: its number, unique for that client.
-        wants_answer: whether the client expects an answer.
-        handles: the handles of its tensors that a sender has sent.
-        nbytes: the bytes of its parts.
         is_large: whether freeing the decoded message may take long.
         is_answered: whether an answer was sent.
         request: refers to the object for the user, once it is taken; notices that it is garbage-collected.
         block: cancels the task that answers it, once the task has entered its block.
     """
-
-    __slots__ = (
-        "block",
-        "client",
-        "handles",
-        "is_answered",
-        "is_large",
-        "nbytes",
-        "number",
-        "parts",
-        "request",
-        "state",
-        "wants_answer",
-    )
 
     def __init__(self, client: "RemoteClient", ask: Ask, parts: list[memoryview]) -> None:
         self.client = client
@@ -114,7 +80,7 @@ class RemoteClient:
         connection: the state of the connection.
         send: passes a message to ZeroMQ, and returns whether ZeroMQ accepted it; the second argument is
             whether this is a retry.
-        load: counts the requests of all clients.
+        unfinished: the requests of all clients that have not ended.
         disconnect: called with this client if it leaves too many messages unread.
 
     Attributes:
@@ -127,14 +93,14 @@ class RemoteClient:
         identity: bytes,
         connection: ServerConnection,
         send: Callable[[Parts, bool], bool],
-        load: Load,
+        unfinished: set[IncomingRequest],
         disconnect: Callable[["RemoteClient"], None],
     ) -> None:
         self.identity = identity
         self.connection = connection
         self.queue = SendQueue(send)
         self.requests: dict[int, IncomingRequest] = {}
-        self._load = load
+        self._unfinished = unfinished
         self._disconnect = disconnect
         self._retry_senders_at = 0.0
         self._has_logged_no_sender = False
@@ -147,17 +113,12 @@ class RemoteClient:
     @property
     def _others(self) -> int:
         """The number of unfinished requests of other clients."""
-        return self._load.requests - len(self.requests)
+        return len(self._unfinished) - len(self.requests)
 
     def add(self, ask: Ask, parts: list[memoryview]) -> IncomingRequest:
-        """Add a request that has arrived.
-
-        Args:
-            ask: its frame.
-            parts: its body, and the buffers beside it.
-        """
+        """Add a request that has arrived, with its body and the buffers beside it."""
         incoming = self.requests[ask.number] = IncomingRequest(self, ask, parts)
-        self._load.requests += 1
+        self._unfinished.add(incoming)
         return incoming
 
     def take(self, incoming: IncomingRequest) -> None:
@@ -169,8 +130,9 @@ class RemoteClient:
     def end(self, incoming: IncomingRequest) -> None:
         """Mark a request as finished."""
         incoming.state = RequestState.ENDED
-        if self.requests.pop(incoming.number, None) is not None:
-            self._load.requests -= 1
+        incoming.request = None
+        self.requests.pop(incoming.number, None)
+        self._unfinished.discard(incoming)
 
     async def answer(self, incoming: IncomingRequest, parts: Parts, handles: Handles) -> bool:
         """Send an answer once ZeroMQ accepts it, and return whether the client still waited for it.
@@ -228,35 +190,3 @@ class RemoteClient:
                 self.pid,
                 extra={"event": "detour_taken", "peer_pid": self.pid},
             )
-
-    def log_dropped_request(self) -> None:
-        """Log that one of its requests was garbage-collected without an answer."""
-        logger.warning(
-            "a request of process %s was dropped without an answer: answer each one in its block",
-            self.pid,
-            extra={"event": "request_dropped", "peer_pid": self.pid},
-        )
-
-    def log_refusal(self, error: Exception, text: str) -> None:
-        """Log that one of its requests cannot be taken.
-
-        Args:
-            error: the reason.
-            text: the text of the error.
-        """
-        is_foreseen = isinstance(error, AioTensorError | ValueError)
-        # Discarded tensors, and tensors lost with their sender, are not errors of this process.
-        is_fault = isinstance(error, ProtocolError) or not is_foreseen
-        logger.log(
-            logging.ERROR if is_fault else logging.INFO,
-            "a message of process %s is refused: %s",
-            self.pid,
-            text,
-            exc_info=None if is_foreseen else error,
-            extra={
-                "event": "message_refused",
-                "peer_pid": self.pid,
-                "error": type(error).__name__,
-                "reason": text,
-            },
-        )

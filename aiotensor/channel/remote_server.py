@@ -7,7 +7,7 @@ fail with `PeerLostError`.
 
 `dialing.py` decides where to connect and when. Each attempt has a new socket, and no socket is connected
 twice: closing a socket discards its unsent messages, so no cancelled message reaches the next server. Each
-connection has a new `ClientConnection`, and a `ServerSession` once the server has accepted this client.
+attempt is a new `ServerSession`, which is used once the server has accepted this client.
 """
 
 import asyncio
@@ -17,20 +17,18 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import NamedTuple, Protocol
 
 import zmq
 
 from aiotensor.channel.context import ZmqContext
 from aiotensor.channel.dialing import DIALING_OPTIONS, Dialer
 from aiotensor.channel.options import Address, Target
-from aiotensor.channel.payloads import Handles, ReceivedAnswer
-from aiotensor.channel.session import SentRequest, ServerSession
+from aiotensor.channel.payloads import ReceivedAnswer
+from aiotensor.channel.session import ServerSession
 from aiotensor.channel.sockets import LoopSocket
 from aiotensor.errors import (
     AccessDeniedError,
     AioTensorError,
-    ClosedError,
     PeerLostError,
     ProtocolError,
     RefusedError,
@@ -40,7 +38,7 @@ from aiotensor.errors import (
 from aiotensor.protocol.client import ClientConnection
 from aiotensor.protocol.connection import Close, Loss
 from aiotensor.protocol.exchange import ServerHello
-from aiotensor.protocol.parts import PartLimits, Parts
+from aiotensor.protocol.parts import PartLimits
 from aiotensor.runtime.descriptors import copy_of
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import Waiters, at_most
@@ -51,25 +49,7 @@ __all__ = ["RemoteServer"]
 
 logger = logger_of("channel")
 
-_LAST_MESSAGES = 1024  # the most messages that are read before a disconnected server counts as lost
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
-
-
-class BalancerEvents(Protocol):
-    """The callbacks of the object that chooses among several servers."""
-
-    def changed(self) -> None:
-        """Handle a server that was connected or lost, or that may take a message again."""
-
-    def reported(self, server: "RemoteServer", others: int) -> None:
-        """Record the load of a server: the messages of other clients there."""
-
-
-class _Attempt(NamedTuple):
-    """An attempt to connect, and the connection that it leads to."""
-
-    sock: LoopSocket
-    connection: ClientConnection
 
 
 class RemoteServer:
@@ -77,7 +57,7 @@ class RemoteServer:
 
     Args:
         context: the context of its sockets.
-        address: the address of the server.
+        address: where to connect.
         options: the options of its sockets.
         receiver: the id of the receiver that takes the tensors of answers; "" for none.
         limits: the largest part, and the largest body, of an answer.
@@ -85,6 +65,7 @@ class RemoteServer:
         drop: called with an answer whose request was cancelled.
 
     Attributes:
+        address: the address of the server.
         session: the connection to a server that has accepted this client; None while there is none.
         in_flight: the number of messages that are being sent, or wait for an answer; counted by the client.
         being_sent: the number of messages that are being sent; counted by the client.
@@ -106,49 +87,56 @@ class RemoteServer:
         self.in_flight = self.being_sent = self.lost = 0
         self.refused_at = 0.0
         self._context = context
-        self._address = address
+        self.address = address
         self._options = {**options, **DIALING_OPTIONS}
         self._receiver = receiver
         self._limits = limits
         self._max_wait_s = max_wait_s
         self._drop = drop
-        self._balancer: BalancerEvents | None = None
+        self._changed: Callable[[], object] | None = None
+        self._reported: Callable[[RemoteServer, int], object] | None = None
         self._waiters = Waiters()
         self._dialer = Dialer(address, self._dial)
         self._failure: AioTensorError | None = None  # why there is no attempt
-        self._attempt: _Attempt | None = None
+        self._attempt: ServerSession | None = None
 
-    def connect(self, balancer: BalancerEvents | None) -> None:
+    def connect(
+        self,
+        changed: Callable[[], object] | None = None,
+        reported: Callable[["RemoteServer", int], object] | None = None,
+    ) -> None:
         """Begin to connect, and keep trying until a server is reached or `ready` raises.
 
         Args:
-            balancer: the object that chooses among several servers; None for a single one.
+            changed: called when a server was connected or lost, or may take a message again.
+            reported: called with this server and the number of messages of other clients there.
         """
-        self._balancer = balancer
+        self._changed, self._reported = changed, reported
         self._connect()
 
     def _connect(self) -> None:
         self._failure = None
         self._dialer.begin()
 
-    def _changed(self) -> None:
-        if self._balancer is not None:
-            self._balancer.changed()
+    def _notify(self) -> None:
+        if self._changed is not None:
+            self._changed()
 
     def _dial(self, target: Target) -> None:
         """Try one address; try again later if this process has no descriptors or memory."""
         try:
             sock = LoopSocket(self._context, zmq.DEALER, {**self._options, **target.options}, self)
-            self._attempt = _Attempt(sock, ClientConnection(self._limits, self._address.text))
+            connection = ClientConnection(self._limits, self.address.text)
+            self._attempt = ServerSession(sock, connection, self._wait_limit, self._drop)
             sock.connect(target.address)
         except zmq.ZMQError as error:
-            text = f"this client cannot connect to {self._address.text}: {error.strerror}"
+            text = f"this client cannot connect to {self.address.text}: {error.strerror}"
             if error.errno in _EXHAUSTED:
                 self._dialer.report(text, error.strerror)
                 self._dial_again()
             else:
                 self._end(PeerLostError(text))
-                self._changed()
+                self._notify()
 
     def _dial_again(self) -> None:
         """End an attempt, and have the dialer make the next one."""
@@ -159,8 +147,6 @@ class RemoteServer:
         """Close, and fail waiting requests. Sent messages get `linger_s` seconds to leave."""
         self._dialer.close()
         self._end(error, linger_s)
-
-    # Sending
 
     async def ready(self) -> ServerSession:
         """Wait until a server is connected; tries to connect again after an error of an earlier call.
@@ -192,7 +178,7 @@ class RemoteServer:
         why = "has had no capacity for this message" if is_ready else "was not reached"
         more = f"; {self._dialer.reason}" if self._dialer.reason and not is_ready else ""
         return WouldBlockError(
-            f"the server at {self._address.text} {why} for {self._max_wait_s:g} s{more}",
+            f"the server at {self.address.text} {why} for {self._max_wait_s:g} s{more}",
             messages=Usage(None, self.in_flight, 1),
         )
 
@@ -208,48 +194,12 @@ class RemoteServer:
         if can_try and asyncio.get_running_loop().time() >= self.refused_at + at_most_every_s:
             self._connect()
 
-    async def ask(
-        self, session: ServerSession, handles: Handles, parts: Parts, *, wants_answer: bool, may_move: bool
-    ) -> SentRequest | None:
-        """Wait for credit, and send a message, in the order of the calls.
-
-        Cancelling removes an unsent message, and notifies the server of a sent one.
-
-        Args:
-            session: the value of `session` before its tensors were sent.
-            handles: the handles of its tensors.
-            parts: its body, and the buffers beside it.
-            wants_answer: whether it expects an answer.
-            may_move: whether to return None if this server was lost, since another one may have the message.
-
-        Raises:
-            PeerLostError: the server was lost after the first tensor was sent.
-            WouldBlockError: the message could not be sent within `max_wait_s`.
-            TooLargeError: the server does not accept a body or a part of this size.
-        """
-        while True:
-            if session is self.session:
-                request = await session.ask(handles, parts, wants_answer=wants_answer)
-                if request is not None or may_move:
-                    return request
-            if may_move:
-                return None
-            if isinstance(self._failure, ClosedError):
-                raise again(self._failure)
-            # Its tensors were sent to a lost server, so the message does not wait for the next one.
-            if handles:
-                raise PeerLostError(
-                    f"the server at {self._address.text} was replaced while the tensors of a message were on "
-                    "their way to it"
-                )
-            session = await self.ready()
-
     # Events of the socket
 
     def connected(self, descriptor: int) -> None:
         """Check the user of the peer before sending anything."""
         self._dialer.connected(descriptor)
-        if self._address.path is None:
+        if self.address.path is None:
             return
         try:
             with copy_of(descriptor) as peer:
@@ -260,21 +210,21 @@ class RemoteServer:
         except OSError as error:
             if error.errno in _EXHAUSTED:  # the user is unknown, so nothing may be sent
                 self._dialer.report(
-                    f"the user of the server at {self._address.text} cannot be checked: {error}", str(error)
+                    f"the user of the server at {self.address.text} cannot be checked: {error}", str(error)
                 )
                 self._dial_again()
 
     def handshaken(self) -> None:
         """Send the hello of this client."""
         self._dialer.reached()
-        sock, connection = self._current()
-        sock.send(connection.hello(os.getpid(), self._receiver))
+        attempt = self._current()
+        attempt.socket.send(attempt.connection.hello(os.getpid(), self._receiver))
 
     def unreachable(self) -> None:
         """Try the next address, unless the socket file belongs to another user."""
         try:
-            if self._address.path is not None:
-                check_owner(self._address.path)
+            if self.address.path is not None:
+                check_owner(self.address.path)
         except AccessDeniedError as error:
             self._refuse(error)
             return
@@ -286,7 +236,7 @@ class RemoteServer:
         if is_final or (self._dialer.refused(error) and zmq.CURVE_SECRETKEY in self._options):
             self._refuse(
                 AccessDeniedError(
-                    f"the server at {self._address.text} and this client do not agree on their keys: give "
+                    f"the server at {self.address.text} and this client do not agree on their keys: give "
                     "secret_key and server_key, and have the server list this client's public key"
                 )
             )
@@ -294,7 +244,7 @@ class RemoteServer:
     def disconnected(self, descriptor: int) -> None:
         """Handle the end of the connection, after the messages that arrived before."""
         attempt = self._current()
-        attempt.sock.read_some(_LAST_MESSAGES)
+        attempt.socket.read_last()
         if self._attempt is not attempt:
             return
         if attempt.connection.has_sent_hello:
@@ -306,32 +256,43 @@ class RemoteServer:
         """Send messages that the socket did not accept before."""
         if self.session is not None:
             self.session.flush()
-        self._changed()
+        self._notify()
 
     def message_arrived(self, parts: "list[zmq.Frame]") -> None:
         """Handle a message of the server."""
-        sock, connection = self._current()
+        attempt = self._current()
+        connection = attempt.connection
         try:
             frame, following = connection.receive([part.buffer for part in parts])
         except RefusedError as error:
             self._lose(Loss(error, is_retried=False, reason=str(error)))
             return
         except ProtocolError as error:
-            self._log_violation(connection.peer_pid, str(error))
+            logger.error(
+                "the server (pid %s) broke the protocol: %s",
+                connection.peer_pid,
+                error,
+                extra={
+                    "event": "protocol_broken",
+                    "count": 1,
+                    "peer_pid": connection.peer_pid,
+                    "reason": str(error),
+                },
+            )
             self._lose(connection.violated(error))
             return
         match frame:
             case ServerHello():
-                self.session = ServerSession(sock, connection, self._wait_limit, self._drop)
+                self.session = attempt
                 self._waiters.wake()
-                if self._balancer is not None:
-                    self._balancer.reported(self, 0)
+                if self._reported is not None:
+                    self._reported(self, 0)
             case Close():
                 self._lose(connection.closed(frame))
-            case _ if self.session is not None:
-                self.session.handle(frame, following)
-                if self._balancer is not None:
-                    self._balancer.reported(self, frame.others)
+            case _:
+                attempt.handle(frame, following)
+                if self._reported is not None:
+                    self._reported(self, frame.others)
 
     # Ends
 
@@ -348,7 +309,7 @@ class RemoteServer:
             lost,
             extra={
                 "event": "server_lost",
-                "address": self._address.text,
+                "address": self.address.text,
                 "peer_pid": loss.error.pid,
                 "reason": loss.reason,
                 "messages_lost": lost,
@@ -360,29 +321,21 @@ class RemoteServer:
                 self._connect()
             else:  # with a delay: the server may close every connection before its hello
                 self._dialer.again()
-        self._changed()
-
-    def _log_violation(self, pid: int | None, reason: str) -> None:
-        logger.error(
-            "the server (pid %s) broke the protocol: %s",
-            pid,
-            reason,
-            extra={"event": "protocol_broken", "count": 1, "peer_pid": pid, "reason": reason},
-        )
+        self._notify()
 
     def _refuse(self, error: AccessDeniedError) -> None:
         logger.error(
             "%s",
             error,
-            extra={"event": "server_refused", "address": self._address.text, "reason": str(error)},
+            extra={"event": "server_refused", "address": self.address.text, "reason": str(error)},
         )
         self._end(error)
-        self._changed()
+        self._notify()
 
     def _close_socket(self, linger_s: float = 0.0) -> None:
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
-            attempt.sock.close(linger_s)
+            attempt.socket.close(linger_s)
 
     def _end(self, error: AioTensorError, linger_s: float = 0.0) -> None:
         self._close_socket(linger_s)
@@ -399,7 +352,7 @@ class RemoteServer:
         """Return a new error if the connection stays without a server until `try_again`."""
         return None if self._failure is None else again(self._failure)
 
-    def _current(self) -> _Attempt:
+    def _current(self) -> ServerSession:
         if self._attempt is None:
             raise AssertionError("a socket that reports events is open")
         return self._attempt

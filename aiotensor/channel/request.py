@@ -1,36 +1,22 @@
 """A message that the server has taken, with the methods that answer it."""
 
 import asyncio
+import weakref
 from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from aiotensor.channel.cancelling import CancelOnce
+from aiotensor.channel.incoming_requests import IncomingRequests, cause_of
 from aiotensor.channel.remote_client import IncomingRequest
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.protocol.exchange import Cause
-from aiotensor.runtime.affinity import LoopAffinity
 from aiotensor.runtime.logs import logger_of
 
-__all__ = ["Answerer", "Request", "cause_of", "leave", "reply_while_wanted"]
+__all__ = ["Request", "fail_unstarted", "leave", "reply_while_wanted"]
 
 logger = logger_of("channel")
 
 M = TypeVar("M")
-
-
-class Answerer(Protocol):
-    """Answers the requests of a server."""
-
-    affinity: LoopAffinity
-
-    async def answer(self, incoming: IncomingRequest, box: list[object]) -> bool:
-        """Send the answer in a box, and return whether a client waited for it."""
-
-    def fail(self, incoming: IncomingRequest, cause: Cause) -> bool:
-        """Send an error instead, and return whether a client waited."""
-
-    def free(self, incoming: IncomingRequest, box: list[Any]) -> None:
-        """Empty a box that holds the message."""
 
 
 class Request(Generic[M]):
@@ -55,12 +41,16 @@ class Request(Generic[M]):
     without an answer gets `PeerLostError` too.
     """
 
-    def __init__(self, incoming: IncomingRequest, message: M, answerer: Answerer, owner: object) -> None:
+    def __init__(
+        self, incoming: IncomingRequest, message: M, requests: IncomingRequests[Any], owner: object
+    ) -> None:
         self._message: M | None = message
         self._incoming = incoming
-        self._answerer = answerer
+        self._requests = requests
         self._owner = owner  # the server, which is not garbage-collected before its requests
         self._is_answered = False
+        dropped = requests.dropped
+        incoming.request = weakref.ref(self, lambda _: dropped(incoming))  # does not keep the server open
 
     def __repr__(self) -> str:
         state = "answered" if self._is_answered else "unanswered" if self.is_wanted else "not wanted"
@@ -116,7 +106,7 @@ class Request(Generic[M]):
         box = [answer]
         del answer
         try:
-            was_wanted = await self._answerer.answer(self._incoming, box)
+            was_wanted = await self._requests.answer(self._incoming, box)
         except BaseException:
             self._is_answered = not self._incoming.is_wanted
             raise
@@ -152,7 +142,7 @@ class Request(Generic[M]):
         block = self._incoming.block
         if block is None:
             raise AssertionError("a block that is left was entered")
-        if self._answerer.affinity.is_left_in_child(error):
+        if self._requests.affinity.is_left_in_child(error):
             return False
         was_cancelled = block.__exit__(kind, error, trace)
         self._leave(None if was_cancelled else error)
@@ -163,7 +153,7 @@ class Request(Generic[M]):
     def _leave(self, error: BaseException | None) -> None:
         """End the block: release the message, and send an error if there was no answer."""
         self._release()
-        if self._incoming.is_wanted and not self._is_answered:
+        if not self._is_answered and self._incoming.is_wanted:
             self._is_answered = True
             self._fail(UsageError("the server's handler gave no answer") if error is None else error)
         if isinstance(error, Exception) and not isinstance(error, ClosedError):
@@ -186,7 +176,7 @@ class Request(Generic[M]):
         """Release the message; a large one is freed in a thread, if nothing else refers to it."""
         if self._incoming.is_large and self._message is not None:
             box, self._message = [self._message], None
-            self._answerer.free(self._incoming, box)
+            self._requests.memory.free(box)
         self._message = None
 
     def _answer_once(self) -> None:
@@ -196,7 +186,7 @@ class Request(Generic[M]):
 
     def _fail(self, error: BaseException | str) -> bool:
         cause = Cause("Exception", error) if isinstance(error, str) else cause_of(error)
-        return self._answerer.fail(self._incoming, cause)
+        return self._requests.fail(self._incoming, cause)
 
 
 async def reply_while_wanted(request: Request[Any], answer: object) -> bool:
@@ -214,17 +204,12 @@ def leave(request: Request[Any], error: BaseException | None) -> None:
     request._leave(error)
 
 
+def fail_unstarted(request: Request[Any]) -> None:
+    """Fail a request if the task that was to answer it was cancelled before it began."""
+    if request._incoming.block is None and request.is_wanted:
+        request._fail(asyncio.CancelledError())
+
+
 def _is_being_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def cause_of(error: BaseException) -> Cause:
-    """Return the name and the text of an error, even if its `__str__` raises."""
-    try:
-        text = str(error)
-    except Exception as another:  # noqa: BLE001 - the client gets an answer in any case
-        text = f"(its text cannot be shown: {type(another).__name__})"
-    if isinstance(error, asyncio.CancelledError) and not text:
-        text = "the server's handler was cancelled"
-    return Cause(type(error).__name__, text, is_loss=not isinstance(error, Exception))

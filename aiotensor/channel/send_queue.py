@@ -4,37 +4,25 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from dataclasses import dataclass
 
 from aiotensor.errors import WouldBlockError
 from aiotensor.protocol.parts import Parts
 
-__all__ = ["PendingSend", "SendQueue", "flush_all"]
+__all__ = ["SendQueue", "flush_all"]
 
 
 def _nothing() -> None:
     pass
 
 
-class PendingSend:
-    """A message that waits to be sent.
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A message that waits to be sent; the future of whether it was sent, unless no task waits for it."""
 
-    Args:
-        parts: the parts of the message.
-        on_sent: called when it is sent.
-        outcome: a future whose result is whether it was sent; None if no task waits for it.
-    """
-
-    __slots__ = ("on_sent", "outcome", "parts")
-
-    def __init__(
-        self,
-        parts: Parts,
-        on_sent: Callable[[], object] = _nothing,
-        outcome: "asyncio.Future[bool] | None" = None,
-    ) -> None:
-        self.parts = parts
-        self.on_sent = on_sent
-        self.outcome = outcome
+    parts: Parts
+    on_sent: Callable[[], object] = _nothing
+    outcome: "asyncio.Future[bool] | None" = None
 
     def settle(self, *, was_sent: bool) -> None:
         """Release the message, and end the wait for it."""
@@ -59,7 +47,7 @@ class SendQueue:
     ) -> None:
         self._send = send
         self._wait_limit = wait_limit
-        self._pending: deque[PendingSend] = deque()
+        self._pending: deque[_Pending] = deque()
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -68,7 +56,7 @@ class SendQueue:
     def post(self, parts: Parts) -> None:
         """Send a message, or queue it until it can be sent."""
         if self._pending or not self._send(parts, False):
-            self._pending.append(PendingSend(parts))
+            self._pending.append(_Pending(parts))
 
     async def put(self, parts: Parts, on_sent: Callable[[], object] = _nothing) -> bool:
         """Wait until a message can be sent; return False if the peer disconnected first.
@@ -89,7 +77,7 @@ class SendQueue:
         if self._is_closed:  # sending may have found that the peer is gone
             return False
         outcome: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        pending = PendingSend(parts, on_sent, outcome)
+        pending = _Pending(parts, on_sent, outcome)
         self._pending.append(pending)
         try:
             async with self._wait_limit():

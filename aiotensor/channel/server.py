@@ -1,17 +1,19 @@
 """The server: receives messages from clients and answers them."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import closing, nullcontext
-from typing import Generic, NamedTuple, Self, TypeVar
+from contextlib import closing, nullcontext, suppress
+from functools import partial
+from typing import Any, Generic, Self, TypeVar
+
+import anyio
 
 from aiotensor.channel import options
 from aiotensor.channel.clients import Clients
 from aiotensor.channel.incoming_requests import IncomingRequests
 from aiotensor.channel.listener import MessageListener
 from aiotensor.channel.options import CurveKey
-from aiotensor.channel.remote_client import IncomingRequest
-from aiotensor.channel.request import Request
-from aiotensor.channel.serving import serve
+from aiotensor.channel.request import Request, fail_unstarted
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import UsageError
 from aiotensor.protocol.server import ClientLimits
@@ -25,13 +27,6 @@ from aiotensor.types import ServerStatistics
 __all__ = ["MessageServer", "take_ready"]
 
 M = TypeVar("M")
-
-
-class _ServerParts(NamedTuple, Generic[M]):
-    """The parts of a server that exist once it is open."""
-
-    requests: IncomingRequests[M]
-    clients: Clients
 
 
 class MessageServer(LoopObject, Generic[M]):
@@ -105,7 +100,7 @@ class MessageServer(LoopObject, Generic[M]):
     ) -> None:
         self.affinity = LoopAffinity("MessageServer")
         keys, allowed = options.server_keys(secret_key, client_keys)
-        parsed = options.parse(address, has_keys=bool(keys), how="secret_key and client_keys")
+        parsed = options.parse(address, has_keys=bool(keys))
         parts = options.part_limits(max_part_bytes, max_body_bytes)
         limits = options.limits(
             [parsed], high_water_mark, parts.part_bytes, heartbeat_interval_s, heartbeat_timeout_s
@@ -122,7 +117,7 @@ class MessageServer(LoopObject, Generic[M]):
             parts,
         )
         self._counts = new_counts(ServerStatistics)
-        self._parts: _ServerParts[M] | None = None
+        self._clients: Clients | None = None  # before it is opened
 
     @property
     def address(self) -> str:
@@ -138,14 +133,11 @@ class MessageServer(LoopObject, Generic[M]):
             requests = IncomingRequests(
                 self._decoder, self._receiver, self._senders, self.affinity, self._counts
             )
-            clients = Clients(
-                self._limits, receiver, requests, requests.waiters, self._counts, self._listener.listen
-            )
+            self._clients = Clients(self._limits, receiver, requests, self._counts, self._listener.listen)
         except BaseException:
             await self._listener.close(0.0)
             self.affinity.is_closed = True
             raise
-        self._parts = _ServerParts(requests, clients)
         self.affinity.settle(self, label_of(self.address))
         return self
 
@@ -161,28 +153,27 @@ class MessageServer(LoopObject, Generic[M]):
         """
         if self.affinity.is_closed:
             raise StopAsyncIteration
-        taken = await self._take()
+        taken = await self._take(self._opened())
         if taken is None:
             raise StopAsyncIteration
-        return taken[1]
+        return taken
 
-    async def _take(self) -> tuple[IncomingRequest, Request[M]] | None:
-        """Wait for a request, and take it; return None once this server is closed."""
-        requests = self._opened()
+    async def _take(self, requests: IncomingRequests[Any], *, waits: bool = True) -> Request[M] | None:
+        """Take a request, and wait for it if `waits`; return None once this server is closed."""
         while True:
             while requests.ready:
-                taken = await requests.take(self)
+                taken = await requests.take()
                 if taken is not None:
-                    return taken
-            if self.affinity.is_closed:
+                    return Request(*taken, requests, self)
+            if not waits or self.affinity.is_closed:
                 return None
             await requests.waiters.wait()
 
-    def _opened(self) -> IncomingRequests[M]:
+    def _opened(self) -> IncomingRequests[Any]:
         self.affinity.check()
-        if self._parts is None:
+        if self._clients is None:
             raise UsageError("this MessageServer is being opened: wait until `async with` has entered it")
-        return self._parts.requests
+        return self._clients.requests
 
     async def serve(
         self, handler: Callable[[M], Awaitable[object]], *, max_concurrent: int | None = None
@@ -207,22 +198,60 @@ class MessageServer(LoopObject, Generic[M]):
         """
         if max_concurrent is not None:
             options.positive("max_concurrent", max_concurrent)
-        await serve(self._take, handler, max_concurrent, self._opened().fail_unstarted)
+        requests = self._opened()
+        limiter = None if max_concurrent is None else asyncio.Semaphore(max_concurrent)
+        answering: set[asyncio.Task[None]] = set()
+
+        async def answer(request: Request[M]) -> None:
+            async with request:
+                await request.reply(await handler(request.message))
+
+        def ended(request: Request[M], task: asyncio.Task[None]) -> None:
+            answering.discard(task)
+            if limiter is not None:
+                limiter.release()
+            if task.cancelled():
+                fail_unstarted(request)  # kept until now, or it would count as dropped
+
+        async with asyncio.TaskGroup() as group:
+            try:
+                while True:
+                    if limiter is not None:
+                        await limiter.acquire()
+                    request = await self._take(requests)
+                    if request is None:
+                        break
+                    task = group.create_task(answer(request))
+                    answering.add(task)
+                    task.add_done_callback(partial(ended, request))
+                    del request, task  # or its tensors would live until the next one arrives
+                while answering:
+                    await asyncio.wait(answering)
+            except asyncio.CancelledError:
+                for task in answering:
+                    task.cancel()
+                # A surrounding scope of anyio would cancel this wait again in each iteration of the loop.
+                with anyio.CancelScope(shield=True):
+                    while answering:
+                        with suppress(asyncio.CancelledError):
+                            await asyncio.wait(answering)
+                raise
 
     def statistics(self) -> ServerStatistics:
         """Return the current state and the counters; works after closing too."""
         self.affinity.check_place()
-        parts = self._parts
+        clients = self._clients
+        requests = None if clients is None else clients.requests
         return snapshot(
             ServerStatistics,
             self._counts,
-            clients=0 if parts is None else len(parts.clients),
+            clients=0 if clients is None else len(clients),
             max_clients=self._limits.clients,
-            waiting=0 if parts is None else parts.requests.waiting,
+            waiting=0 if requests is None else requests.waiting,
             max_waiting=self._limits.waiting,
-            waiting_bytes=0 if parts is None else parts.requests.waiting_bytes,
+            waiting_bytes=0 if requests is None else requests.waiting_bytes,
             max_waiting_bytes=self._limits.waiting_bytes,
-            in_hand=0 if parts is None else parts.requests.in_hand,
+            in_hand=0 if requests is None else requests.in_hand,
         )
 
     async def aclose(self) -> None:
@@ -235,27 +264,23 @@ class MessageServer(LoopObject, Generic[M]):
         was_open, self.affinity.is_closed = self.affinity.is_open, True
         if not was_open:
             return
-        parts = self._parts
-        if parts is not None:  # None: it is being opened by another task
-            parts.clients.close()
-            parts.requests.close()
-        with self.affinity.leaving(), nullcontext() if parts is None else closing(parts.requests.disposal):
+        clients = self._clients
+        if clients is not None:  # None: it is being opened by another task
+            clients.close()
+        with (
+            self.affinity.leaving(),
+            nullcontext() if clients is None else closing(clients.requests.memory),
+        ):
             await self._listener.close(self._linger_s)
 
     def _details(self) -> list[str]:
         details = [f"at {label_of(self.address)}"]
-        if self.affinity.is_open and self._parts is not None:
-            details.append(
-                f"{len(self._parts.clients)} clients, {self._parts.requests.waiting} messages waiting"
-            )
+        if self.affinity.is_open and self._clients is not None:
+            waiting = self._clients.requests.waiting
+            details.append(f"{len(self._clients)} clients, {waiting} messages waiting")
         return details
 
 
 async def take_ready(server: MessageServer[M]) -> Request[M] | None:
     """Take a request that is ready without waiting for one; None if there is none; for `blocking`."""
-    requests = server._opened()
-    while requests.ready:
-        taken = await requests.take(server)
-        if taken is not None:
-            return taken[1]
-    return None
+    return await server._take(server._opened(), waits=False)

@@ -30,28 +30,27 @@ class SentRequest(NamedTuple):
     Attributes:
         session: the connection that carries it.
         number: its number.
+        handles: the handles of its tensors.
         answer: the future of its answer; None if it expects none.
     """
 
     session: "ServerSession"
     number: int
+    handles: Handles
     answer: "asyncio.Future[ReceivedAnswer] | None"
-
-    def cancel(self) -> None:
-        """Notify the server that a request was cancelled, and drop its answer if it has arrived."""
-        self.session.cancel(self)
 
 
 class ServerSession:
     """Send messages over one connection, and return their answers; belongs to the running loop.
 
     Args:
-        sock: the socket, which is connected to one server.
-        connection: the state of the connection, which is open.
+        sock: the socket, which connects to one server.
+        connection: the state of the connection; messages are sent once it is open.
         wait_limit: returns a context manager that limits the wait for credit and queue space.
         drop: called with an answer whose request was cancelled.
 
     Attributes:
+        socket: the socket.
         connection: the state of the connection.
     """
 
@@ -62,8 +61,8 @@ class ServerSession:
         wait_limit: Callable[[], AbstractAsyncContextManager[None]],
         drop: Callable[[ReceivedAnswer], None],
     ) -> None:
+        self.socket = sock
         self.connection = connection
-        self._socket = sock
         self._drop = drop
         self._queue = SendQueue(self._send, wait_limit)
         self._cancellations = SendQueue(sock.send)
@@ -108,7 +107,7 @@ class ServerSession:
         """
         number, message = self.connection.ask(parts, handles, wants_answer=wants_answer)
         answer = asyncio.get_running_loop().create_future() if wants_answer else None
-        request = SentRequest(self, number, answer)
+        request = SentRequest(self, number, handles, answer)
         try:
             was_sent = await self._queue.put(message, partial(self._sent, request, sum(map(len, parts))))
         except BaseException:
@@ -118,18 +117,17 @@ class ServerSession:
         return request if was_sent else None
 
     def _sent(self, request: SentRequest, nbytes: int) -> None:
-        _, number, answer = request
-        self.connection.sent(number, nbytes)
-        if answer is not None:
-            self._answers[number] = answer
+        self.connection.sent(request.number, nbytes)
+        if request.answer is not None:
+            self._answers[request.number] = request.answer
 
     def cancel(self, request: SentRequest) -> None:
         """Notify the server that a request was cancelled, and drop its answer if it has arrived."""
-        _, number, answer = request
+        answer = request.answer
         if answer is None:
             return
-        if self._answers.pop(number, None) is not None:
-            self._cancellations.post(self.connection.cancel(number))
+        if self._answers.pop(request.number, None) is not None:
+            self._cancellations.post(self.connection.cancel(request.number))
         elif answer.done() and not answer.cancelled() and answer.exception() is None:
             self._drop(answer.result())
 
@@ -138,29 +136,20 @@ class ServerSession:
         flush_all(lambda: [queue for queue in (self._cancellations, self._queue) if queue])
 
     def handle(self, frame: Answer | Failure | Credit, parts: list[memoryview]) -> None:
-        """Handle a frame of the server.
-
-        Args:
-            frame: the frame.
-            parts: the body and the buffers of an answer.
-        """
-        match frame:
-            case Answer(number, _, handles):
-                self._answered(number, ReceivedAnswer(handles, parts))
-            case Failure(number):
-                answer = self._answers.pop(number, None)
-                if answer is not None and not answer.done():
-                    answer.set_exception(self._error_of(frame))
+        """Handle a frame of the server, with the body and the buffers of an answer."""
+        waiting = None if isinstance(frame, Credit) else self._answers.pop(frame.number, None)
+        if waiting is not None and waiting.done():  # the request was cancelled in this iteration
+            waiting = None
+        if isinstance(frame, Answer):
+            received = ReceivedAnswer(frame.handles, parts)
+            if waiting is None:
+                self._drop(received)
+            else:
+                waiting.set_result(received)
+        elif isinstance(frame, Failure) and waiting is not None:
+            waiting.set_exception(self._error_of(frame))
         if self._queue:
             self._queue.flush(is_retry=False)  # there may be credit now
-
-    def _answered(self, number: int, received: ReceivedAnswer) -> None:
-        """Pass an answer on to its request, or drop it if the request was cancelled."""
-        answer = self._answers.pop(number, None)
-        if answer is None or answer.done():
-            self._drop(received)
-        else:
-            answer.set_result(received)
 
     def _error_of(self, failure: Failure) -> PeerLostError | RemoteError:
         what = f"{failure.type_name}: {failure.text}"
@@ -181,4 +170,4 @@ class ServerSession:
             wait.cancel()
 
     def _send(self, parts: Parts, is_retry: bool) -> bool:
-        return self.connection.window.credit > 0 and self._socket.send(parts, is_retry)
+        return self.connection.window.credit > 0 and self.socket.send(parts, is_retry)

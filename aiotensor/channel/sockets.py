@@ -9,22 +9,21 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Protocol
 
 import zmq
 from zmq.utils.garbage import gc as collector
 
 from aiotensor.channel.context import ZmqContext, check_descriptors
-from aiotensor.channel.monitor import ConnectionEvents, Monitor
+from aiotensor.channel.monitor import Monitor, SocketEvents
 from aiotensor.protocol.parts import MAX_PARTS, Parts
 from aiotensor.runtime.worker import no_thread
 
-__all__ = ["LoopSocket", "PeerGoneError", "SocketEvents"]
+__all__ = ["LoopSocket", "PeerGoneError"]
 
 # The most messages that are handled in one iteration of the loop, so that its other callbacks run.
 _MESSAGES_A_TURN = 64
 
-# The most messages of all peers that are read before the end of a connection is handled.
+# The most messages that are read before the end of a connection is handled.
 _LAST_MESSAGES = 1024
 
 # Plain numbers: each operation on an enum takes as long as a call into ZeroMQ.
@@ -39,16 +38,6 @@ class PeerGoneError(Exception):
     """The receiver of a message is no longer connected."""
 
 
-class SocketEvents(ConnectionEvents, Protocol):
-    """The callbacks of a socket's owner."""
-
-    def message_arrived(self, parts: "list[zmq.Frame]") -> None:
-        """Handle a message; of one with too many parts, there is at least one part more than `MAX_PARTS`."""
-
-    def writable(self) -> None:
-        """Retry messages that the socket did not accept, until it accepts no more."""
-
-
 class LoopSocket:
     """A socket that calls its owner back for messages and events; belongs to the running loop.
 
@@ -57,6 +46,9 @@ class LoopSocket:
         kind: the type of the socket, `zmq.DEALER` or `zmq.ROUTER`.
         options: the socket options, by their numbers.
         events: the owner, whose callbacks are called.
+
+    Attributes:
+        monitor: reports the connection events.
 
     Raises:
         zmq.ZMQError: the process has no descriptors left.
@@ -81,7 +73,7 @@ class LoopSocket:
             self._socket.linger = 0
             for option, value in options.items():
                 self._socket.set(option, value)
-            self._monitor = Monitor(context, self._socket, events, self._events_reported)
+            self.monitor = Monitor(context, self._socket, events, self._events_reported)
             made.pop_all()
         self._polled = [(self._socket, _POLLIN)]
         self._descriptor = int(self._socket.get(zmq.FD))
@@ -111,7 +103,7 @@ class LoopSocket:
         self._socket.bind(address)  # type: ignore[arg-type]  # bytes work as well
         self._begin()
         # EVENT_LISTENING: a child forked in this iteration closes the listener too.
-        self._monitor.report_one()
+        self.monitor.report_one()
 
     @property
     def address(self) -> str:
@@ -155,17 +147,13 @@ class LoopSocket:
             self._read_soon()
         return True
 
-    def read_some(self, count: int) -> None:
-        """Read the messages that have arrived, at most `count`."""
-        for _ in range(count):
+    def read_last(self) -> None:
+        """Read the messages that have arrived, at most `_LAST_MESSAGES`."""
+        for _ in range(_LAST_MESSAGES):
             if not self.has_messages():
                 break
             self._read_one()
         self._read_soon()
-
-    def after_events(self, callback: Callable[[], None]) -> None:
-        """Call a function once all connection events up to now have been reported, usually at once."""
-        self._monitor.after_events(callback)
 
     def after_messages(self, callback: Callable[[], None]) -> None:
         """Call a function in a later iteration, once all messages that have arrived by now are read.
@@ -174,10 +162,6 @@ class LoopSocket:
         """
         self._after_messages.append((self._messages_read + _LAST_MESSAGES, callback))
         self._read_soon()
-
-    def reset(self, descriptor: int) -> bool:
-        """Reset an accepted connection; return whether it has ended or is about to end."""
-        return self._monitor.reset(descriptor)
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close; sent messages get `linger_s` seconds to leave, while the context exists."""
@@ -189,7 +173,9 @@ class LoopSocket:
         if self._retry is not None:
             self._retry.cancel()
         self._socket.disable_monitor()
-        self._monitor.close()
+        self.monitor.close()
+        # The owner refers to this: only the garbage collector would release it, with its tensor receiver.
+        del self._events
         self._socket.close(int(linger_s * 1000))
 
     def has_messages(self) -> bool:
@@ -199,10 +185,10 @@ class LoopSocket:
     def _begin(self) -> None:
         # The descriptor reports nothing before the socket was checked once.
         self._read_soon()
-        self._monitor.begin()
+        self.monitor.begin()
 
     def _events_reported(self) -> None:
-        if len(self._monitor.postponed) > _MESSAGES_A_TURN:
+        if len(self.monitor.postponed) > _MESSAGES_A_TURN:
             self._read_soon()  # reading messages was suspended
 
     def _read_one(self) -> None:
@@ -230,7 +216,7 @@ class LoopSocket:
         self._is_scheduled = is_drained = False
         for _ in range(_MESSAGES_A_TURN):
             # A message of an unidentified peer waits until the events before it have been reported.
-            if len(self._monitor.postponed) > _MESSAGES_A_TURN:
+            if len(self.monitor.postponed) > _MESSAGES_A_TURN:
                 break
             is_drained = not self.has_messages()
             if is_drained:

@@ -1,14 +1,15 @@
 """The `aiotensor` command. No other package of the library prints."""
 
-from aiotensor.cli.extras import missing_extra
+from importlib.util import find_spec
 
 __all__ = ["main"]
 
 
 def main() -> None:
     """Run the command line, and exit with its status."""
-    if sentence := missing_extra("aiotensor", ["click"], extra="cli"):
-        raise SystemExit(sentence)  # Python prints it to stderr and exits with status 1
+    if find_spec("click") is None:
+        # Python prints this to stderr and exits with status 1.
+        raise SystemExit("`aiotensor` needs click: pip install 'aiotensor[cli]'")
     from aiotensor.cli.command import aiotensor
     from aiotensor.cli.output import checked_output
 

@@ -1,6 +1,6 @@
 """Messages with tensors inside, as msgpack.
 
-A message is any msgspec Struct, dataclass, list or dict, nested as you like, with tensors and numpy arrays
+A message is any msgspec Struct, dataclass, list or dict, nested to any depth, with tensors and numpy arrays
 anywhere in it:
 
     encoder = TensorEncoder()
@@ -8,12 +8,13 @@ anywhere in it:
     body, *buffers = encoder.encode(Video(fps=30.0, frames=frames))
     video = decoder.decode([body, *buffers])
 
-Small tensors ride in the body. Large ones become buffers beside it, which show the tensor's own memory; the
-decoder's tensors lie in the buffers that it was given. So nothing is copied, as with the out-of-band buffers
-of pickle, but nothing is pickled either.
+Small tensors are part of the body. Large ones become out-of-band buffers over the memory of the tensors, and
+the decoder makes tensors over these buffers. So nothing is copied, as with the out-of-band buffers of pickle,
+and nothing is pickled either.
 
-Whoever has a better road for tensors gives the encoder a `place`, which takes a tensor and returns an opaque
-handle, or None for "not mine"; and the decoder a `find`, which turns the handle back.
+Another transport can carry the tensors: the encoder passes each tensor to a function `place`, which returns
+an opaque handle, or None for a tensor that it does not carry. The decoder passes each handle to a function
+`find`.
 """
 
 from aiotensor.codec.decoder import Find, TensorDecoder

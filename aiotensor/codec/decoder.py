@@ -1,4 +1,4 @@
-"""From bytes, and buffers beside them, to a message whose types were checked."""
+"""Decode a body and out-of-band buffers into a message, and check its types."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -11,13 +11,11 @@ import torch
 from aiotensor.codec import wire
 from aiotensor.codec.expectations import arms, check_decodable, expectations
 from aiotensor.codec.meta import MismatchError
-from aiotensor.codec.wire import ARRAY, TENSOR, Elsewhere, Inside
+from aiotensor.codec.wire import ARRAY, TENSOR, External, Inline
 from aiotensor.errors import ProtocolError
-from aiotensor.tensors.autograd import as_leaf
-from aiotensor.tensors.buffers import open_buffer
 from aiotensor.tensors.dtypes import dtype_from_name
-from aiotensor.tensors.inline import open_inline
-from aiotensor.tensors.views import tensor_over
+from aiotensor.tensors.inline import open_buffer, open_inline
+from aiotensor.tensors.views import as_leaf, tensor_over
 
 __all__ = ["Find", "TensorDecoder"]
 
@@ -27,24 +25,26 @@ Find: TypeAlias = Callable[[Any], torch.Tensor]
 
 
 def _nowhere(handle: object) -> torch.Tensor:
-    raise ProtocolError(f"the peer left a tensor elsewhere, and nobody here can find it: {handle!r:.64}")
+    raise ProtocolError(
+        f"the peer sent the handle of a tensor, and this decoder has no `find`: {handle!r:.64}"
+    )
 
 
 class _Decoding:
-    """What one message consists of, while it is being decoded."""
+    """The buffers of one message, while it is decoded."""
 
     def __init__(self, buffers: list[memoryview], find: Find) -> None:
         self._find = find
-        self.error: BaseException | None = None  # of `find`
-        self.buffers = buffers
+        self.error: BaseException | None = None  # raised by `find`
+        self._buffers = buffers
         self._used: set[int] = set()
         self._pack: memoryview | None = None
-        self._packed_read = 0  # bytes of it
+        self._packed_read = 0  # bytes of the pack
 
-    def next_packed(self) -> wire.Inside:
+    def next_packed(self) -> wire.Inline:
         """Return the next record of the pack, which is the last buffer."""
         if self._pack is None:
-            self._pack = self.take(max(len(self.buffers) - 1, 0))
+            self._pack = self.take(max(len(self._buffers) - 1, 0))
         start = self._packed_read + wire.LENGTH_BYTES
         self._packed_read = start + int.from_bytes(self._pack[start - wire.LENGTH_BYTES : start], "big")
         if start > len(self._pack) or self._packed_read > len(self._pack):
@@ -52,16 +52,16 @@ class _Decoding:
         return wire.read_packed(self._pack[start : self._packed_read])
 
     def take(self, number: int) -> memoryview:
-        """Use a buffer, once: two tensors over one would be changed by each other."""
-        if number >= len(self.buffers):
-            raise ProtocolError(f"the peer named buffer {number}, and sent {len(self.buffers)}")
+        """Return a buffer, once: two tensors must not share memory."""
+        if number >= len(self._buffers):
+            raise ProtocolError(f"the peer named buffer {number}, and sent {len(self._buffers)}")
         if number in self._used:
             raise ProtocolError(f"the peer named buffer {number} twice")
         self._used.add(number)
-        return self.buffers[number]
+        return self._buffers[number]
 
     def find(self, handle: object) -> torch.Tensor:
-        """Have a tensor found, and note what goes wrong: that is not the peer's fault."""
+        """Call `find`, and remember its error, which is not one of the peer."""
         try:
             tensor: object = self._find(handle)
             if not isinstance(tensor, torch.Tensor):
@@ -72,10 +72,10 @@ class _Decoding:
         return tensor
 
     def check_all_used(self) -> None:
-        if len(self._used) != len(self.buffers):
+        if len(self._used) != len(self._buffers):
             raise ProtocolError(
-                f"the peer sent {len(self.buffers)} buffers, and the message uses {len(self._used)} of them: "
-                "there is one too many, or a tensor is in a field that the type here does not have"
+                f"the peer sent {len(self._buffers)} buffers, and the message uses {len(self._used)} of "
+                "them: there is one too many, or a tensor is in a field that the type here does not have"
             )
         if self._pack is not None and self._packed_read != len(self._pack):
             raise ProtocolError(
@@ -85,29 +85,28 @@ class _Decoding:
 
 
 class _Current(threading.local):
-    """The message that this thread is decoding."""
+    """The message that this thread decodes."""
 
     parts = _Decoding([], _nowhere)
 
 
 class TensorDecoder(Generic[T]):
-    """Decode messages that hold tensors and numpy arrays, and check their types.
+    """Decode messages that contain tensors and numpy arrays, and check their types.
 
-    Making one takes longer than decoding: make it once for each type. It may be used in several threads at
-    once.
+    Creating a decoder takes longer than decoding a message: create one for each type. Several threads may use
+    it at once.
 
-    A field of type `torch.Tensor` or `numpy.ndarray` takes either, and gives what it says; a dtype in
-    ``NDArray[np.uint8]`` is checked. What dtype and dimensions a tensor must have can be stated, and is
-    checked, at any depth: ``frames: Annotated[torch.Tensor, TensorMeta(dtype=torch.uint8, shape=(None, None,
-    None, 3))]``.
+    A field of type `torch.Tensor` or `numpy.ndarray` accepts both, and converts to its type; the dtype of
+    ``NDArray[np.uint8]`` is checked. `TensorMeta` annotations are checked at any depth, as in ``frames:
+    Annotated[torch.Tensor, TensorMeta(dtype=torch.uint8, shape=(None, None, None, 3))]``.
 
     Args:
-        type: of the messages, as msgspec takes it.
+        type: the type of the messages, for msgspec.
         find: called with each handle that the encoder's `place` returned, in the order of the message;
-            returns the tensor. What it raises, `decode` raises.
+            returns the tensor. `decode` raises its errors.
 
     Raises:
-        TypeError: msgspec cannot decode this type, or a `TensorMeta` is where no tensor can be.
+        TypeError: msgspec cannot decode this type, or a `TensorMeta` annotates another type than a tensor.
     """
 
     def __init__(self, type: type[T], find: Find = _nowhere) -> None:  # noqa: A002
@@ -122,31 +121,31 @@ class TensorDecoder(Generic[T]):
     def decode(self, parts: Sequence[bytes | bytearray | memoryview], find: Find | None = None) -> T:
         """Return the message.
 
-        Its tensors are writable. Those that came in buffers lie in them and keep them alive; where a buffer
-        is read-only, or not aligned for its elements, they are copies.
+        Its tensors are writable. A tensor from a buffer shares the memory of the buffer and keeps it alive;
+        it is a copy if the buffer is read-only, or not aligned for the dtype.
 
         Args:
-            parts: the body, and the buffers beside it, as `TensorEncoder.encode` returned them.
-            find: for this message, in place of the decoder's own.
+            parts: the body and the buffers, as `TensorEncoder.encode` returned them.
+            find: replaces the `find` of the decoder for this message.
 
         Raises:
-            ProtocolError: the body cannot be read or is not of this type, a tensor is not as it has to be, or
-                there is a buffer too few or too many, perhaps of a tensor in a field that the type here
-                lacks. The text says where in the message.
+            ProtocolError: the body is invalid or of another type, a tensor does not match its annotation, or
+                a buffer is missing or is not used, perhaps because the type here lacks a field. The text
+                contains the path of the field.
             OSError: no memory is left for a copy.
         """
         if not parts:
             raise ProtocolError("the peer sent a message of no parts")
         body, *buffers = parts
         now = _Decoding([memoryview(part) for part in buffers], self._find if find is None else find)
-        outer, self._current.parts = self._current.parts, now  # `find` may be decoding another message
+        outer, self._current.parts = self._current.parts, now  # `find` may decode another message
         try:
             message = self._decoder.decode(body)
             if self._expectations is not None:
                 self._expectations(message)
         except MismatchError as error:
             raise ProtocolError(f"`${error.path}` is not as its annotation says: {error}") from None
-        # A TypeError is of msgspec: a set of what cannot be in one.
+        # msgspec raises a TypeError for a set of values that are not hashable.
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as error:
             if error is now.error:
                 raise
@@ -164,11 +163,11 @@ class TensorDecoder(Generic[T]):
         return tensor if code == TENSOR else _as_array(tensor)
 
     def _open(self, record: wire.Record) -> torch.Tensor:
-        if isinstance(record, Elsewhere):
+        if isinstance(record, External):
             return self._current.parts.find(record.handle)
         meaning = record.meaning
         dtype = dtype_from_name(meaning.dtype)
-        if isinstance(record, Inside):
+        if isinstance(record, Inline):
             tensor = open_inline(record.payload, dtype, meaning.shape)
         else:
             tensor = open_buffer(self._current.parts.take(record.buffer), dtype, meaning.shape)
@@ -189,10 +188,10 @@ def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _convert(type_: Any, value: object) -> object:
-    """Give a field the kind of tensor that it asks for; what is none of them, msgspec refuses after this.
+    """Convert a value to the kind of tensor of its field; msgspec rejects all values of other types.
 
     Raises:
-        TypeError: an array has another dtype than its annotation says; told with the place of the field.
+        TypeError: the array has another dtype than its annotation; msgspec adds the path of the field.
     """
     if type_ is torch.Tensor and isinstance(value, torch.Tensor):
         return value
@@ -206,7 +205,7 @@ def _convert(type_: Any, value: object) -> object:
 
 
 def _check_array(array: np.ndarray[Any, Any], type_: Any) -> None:
-    """Check the dtype that ``NDArray[np.uint8]`` states."""
+    """Check the dtype of an annotation such as ``NDArray[np.uint8]``."""
     for dtype in get_args(type_)[1:]:
         wanted = [arm for scalar in get_args(dtype) for arm in arms(scalar)]
         if wanted and not any(arm is Any or issubclass(array.dtype.type, arm) for arm in wanted):

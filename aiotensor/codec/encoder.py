@@ -1,7 +1,8 @@
-"""From a message to bytes, and buffers beside them."""
+"""Encode a message as a body and out-of-band buffers."""
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias, cast
 
 import msgspec
@@ -15,16 +16,15 @@ from aiotensor.codec.wire import (
     MAX_PACKED_BYTES,
     PACKED,
     TENSOR,
-    Beside,
-    Elsewhere,
-    Inside,
+    External,
+    Inline,
     Meaning,
+    OutOfBand,
     write,
 )
-from aiotensor.tensors.buffers import buffer_of
 from aiotensor.tensors.dtypes import DTYPE_NAMES
 from aiotensor.tensors.gathering import as_tensor
-from aiotensor.tensors.inline import MAX_INLINE_BYTES, bytes_of
+from aiotensor.tensors.inline import MAX_INLINE_BYTES, buffer_of, bytes_of
 from aiotensor.tensors.source import Sendable, Source, SupportsDLPack, as_source
 
 __all__ = ["Place", "SourceEncoder", "TensorEncoder"]
@@ -57,7 +57,7 @@ class SourceEncoder:
 
     Args:
         place: called with each source in the order of the message; returns a handle, or None.
-        inline_bytes: sources of at most so many bytes ride in the body.
+        inline_bytes: the size in bytes up to which sources are part of the body.
         max_inline_bytes: the most bytes of such sources in one body, with their dtypes and shapes. Sources
             beyond it are packed into one more buffer, the last one, which is `bytes`.
     """
@@ -75,36 +75,31 @@ class SourceEncoder:
         self._open: Callable[[Sendable], Source] = as_source
 
     def encode(self, message: object) -> Buffers:
-        """Return the body of a message, and the buffers beside it.
+        """Return the body of a message, and its buffers.
 
-        A buffer shows the memory of a tensor, which must not change until the buffer was sent. A large tensor
-        whose elements do not lie in row-major order, one after the other, is copied here.
-
-        A tensor that is in the message twice is two tensors on the other side.
+        A buffer shares the memory of a tensor, which must not change until the buffer was sent. A large
+        tensor that is not contiguous in row-major order is copied. A tensor that is in the message twice is
+        decoded as two tensors.
 
         Args:
-            message: what msgspec can encode, and in it, at any depth, tensors, arrays and anything with
-                ``__dlpack__``.
+            message: a value that msgspec can encode; it may contain, at any depth, tensors, arrays and
+                objects with ``__dlpack__``.
 
         Raises:
-            TypeError: something in it is of a type that cannot be encoded.
-            UnsupportedTensorError: a tensor would not arrive as it is.
-            OverflowError: a whole number in it has more than 64 bits.
-            RecursionError: it is nested too deep.
+            TypeError: a value in it is of a type that cannot be encoded.
+            UnsupportedTensorError: a tensor cannot be sent unchanged.
+            OverflowError: an integer in it has more than 64 bits.
+            RecursionError: it is nested too deeply.
             UnicodeEncodeError: a text in it has a lone surrogate.
             OSError: no memory is left for a copy.
         """
         parts = _Encoding(self._max_inline_bytes)
-
-        def encode_other(value: object) -> msgspec.msgpack.Ext:
-            return self._encode_tensor(value, parts)
-
-        body = msgspec.msgpack.encode(message, enc_hook=encode_other)
+        body = msgspec.msgpack.encode(message, enc_hook=partial(self._encode_tensor, parts))
         if parts.pack:
             parts.buffers.append(bytes(parts.pack))
         return [body, *parts.buffers]
 
-    def _encode_tensor(self, value: object, parts: _Encoding) -> msgspec.msgpack.Ext:
+    def _encode_tensor(self, parts: _Encoding, value: object) -> msgspec.msgpack.Ext:
         if not isinstance(value, _TENSORS):
             raise TypeError(
                 f"a message cannot hold a {type(value).__name__!r}: use a msgspec Struct, a dataclass, a "
@@ -114,7 +109,7 @@ class SourceEncoder:
         code = ARRAY if isinstance(value, np.ndarray) else TENSOR
         handle = self._place(source)
         if handle is not None:
-            return msgspec.msgpack.Ext(code, write(Elsewhere(handle)))
+            return msgspec.msgpack.Ext(code, write(External(handle)))
         meaning = Meaning(
             DTYPE_NAMES[source.dtype],
             tuple(source.shape),
@@ -122,7 +117,7 @@ class SourceEncoder:
             type(source) is Parameter,
         )
         if source.nbytes <= self._inline_bytes:
-            record = write(Inside(meaning, memoryview(bytes_of(source))))
+            record = write(Inline(meaning, memoryview(bytes_of(source))))
             size = len(record)
             if parts.left < size <= MAX_PACKED_BYTES:
                 parts.pack += size.to_bytes(LENGTH_BYTES, "big") + record
@@ -130,21 +125,20 @@ class SourceEncoder:
             parts.left -= size
             return msgspec.msgpack.Ext(code, record)
         parts.buffers.append(buffer_of(source).data.toreadonly())
-        return msgspec.msgpack.Ext(code, write(Beside(meaning, len(parts.buffers) - 1)))
+        return msgspec.msgpack.Ext(code, write(OutOfBand(meaning, len(parts.buffers) - 1)))
 
 
 class TensorEncoder(SourceEncoder):
-    """Encode messages that hold tensors and numpy arrays.
+    """Encode messages that contain tensors and numpy arrays.
 
-    An encoder keeps nothing of a message, and may be used in several threads at once. The msgpack extensions
-    with the codes 65 and 84 are taken; others pass through.
+    An encoder keeps no reference to a message, and several threads may use it at once. It reserves the codes
+    65 and 84 of msgpack extensions; other extensions are encoded unchanged.
 
     Args:
         place: called with each tensor in the order of the message. A numpy array is passed as a tensor over
-            its memory, or as a copy where torch cannot view that memory, as with negative strides. Returns a
-            handle, which is anything that msgpack can carry, or None for a tensor that is to travel with the
-            message. What it raises, `encode` raises.
-        inline_bytes: tensors of at most so many bytes ride in the body; larger ones become buffers.
+            its memory, or as a copy if torch cannot view that memory (negative strides). Returns a handle
+            that msgpack can encode, or None to encode the tensor in the message. `encode` raises its errors.
+        inline_bytes: the size in bytes up to which tensors are part of the body; larger ones become buffers.
     """
 
     def __init__(self, place: Place = _not_mine, *, inline_bytes: int = MAX_INLINE_BYTES) -> None:

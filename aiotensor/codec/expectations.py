@@ -1,7 +1,7 @@
-"""What annotations say of the tensors in a message: read once for each type, and checked for each message.
+"""The check of `TensorMeta` annotations: derived once from each type, and called for each message.
 
-msgspec checks every type but does not look at `TensorMeta`, so whatever of a type can hold one is walked here
-after decoding, and nothing else.
+msgspec checks all types but ignores `TensorMeta`. So after decoding, the parts of a message that can contain
+an annotated tensor are checked here, and no others.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import repeat
 from typing import Annotated, Any, Final, TypeAlias, TypeVar, get_args, get_origin
 
 import msgspec
@@ -21,34 +22,33 @@ __all__ = ["Check", "arms", "check_decodable", "expectations"]
 
 Check: TypeAlias = Callable[[Any], None]
 
-_SAME = (typing.Required, typing.NotRequired, Final)  # as the type in their brackets
+_SAME = (typing.Required, typing.NotRequired, Final)  # equivalent to the type in their brackets
+_SEQUENCES = (list, tuple, set, frozenset)
 _MAX_KEY = 64  # characters of a key in a path
 
 
 def expectations(type_: Any) -> Check | None:
-    """Return what checks a decoded message of a type, or None if the type expects nothing of a tensor.
-
-    What it returns raises `MismatchError`.
+    """Return the check of decoded messages of a type, which raises `MismatchError`; None if it has none.
 
     Raises:
-        TypeError: a `TensorMeta` is where no tensor can be.
+        TypeError: a `TensorMeta` annotates another type than a tensor.
     """
-    return _Walk().check_of(type_)
+    walk = _Walk()
+    check = walk.check_of(type_)
+    return check if walk.has_meta else None  # a class that contains itself has a check in any case
 
 
 def check_decodable(type_: Any) -> None:
-    """Refuse a type that has a field which nobody can decode.
+    """Reject a type with a field that cannot be decoded.
 
     Raises:
-        TypeError: it has one.
+        TypeError: there is such a field.
     """
     found, seen = [msgspec.inspect.type_info(type_)], set()
     while found:
         one: Any = found.pop()
         if isinstance(one, msgspec.inspect.CustomType) and not _is_tensor(get_origin(one.cls) or one.cls):
-            raise TypeError(
-                f"a message of type {type_!r} cannot be decoded: nobody knows how to read a {one.cls!r}"
-            )
+            raise TypeError(f"a message of type {type_!r} cannot be decoded: it contains a {one.cls!r}")
         if id(one) in seen:
             continue
         seen.add(id(one))
@@ -58,88 +58,57 @@ def check_decodable(type_: Any) -> None:
             found += one
 
 
-# Each of these checks what it knows and lets everything else pass, so the arms of a union share a value. What
-# is wrong is told with its place, which is put together only then.
+# Each check ignores values of another type than its own, so that the arms of a union share a value. The path
+# of a mismatch is only put together when one is found.
 
 
-class _Items:
-    """Check each item of a list, set or tuple."""
+def _parts(
+    kinds: type | tuple[type, ...],
+    items_of: Callable[[Any], Iterable[tuple[object, Any]]],
+    checks: Iterable[Check | None],
+) -> Check:
+    """Return the check of a container; `items_of` returns its items with their keys or numbers."""
 
-    def __init__(self, check: Check) -> None:
-        self._check = check
-
-    def __call__(self, value: Any) -> None:
-        if isinstance(value, list | tuple | set | frozenset):
-            for number, item in enumerate(value):
-                try:
-                    self._check(item)
-                except MismatchError as error:
-                    error.path = f"[{number}]{error.path}"
-                    raise
-
-
-class _Places:
-    """Check the items of a tuple, each by its own type."""
-
-    def __init__(self, checks: list[Check | None]) -> None:
-        self._checks = checks
-
-    def __call__(self, value: Any) -> None:
-        if isinstance(value, tuple):
-            for number, (item, check) in enumerate(zip(value, self._checks, strict=False)):
-                try:
-                    if check is not None:
-                        check(item)
-                except MismatchError as error:
-                    error.path = f"[{number}]{error.path}"
-                    raise
-
-
-class _Values:
-    """Check each value of a dict."""
-
-    def __init__(self, check: Check) -> None:
-        self._check = check
-
-    def __call__(self, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, item in value.items():
-                try:
-                    self._check(item)
-                except MismatchError as error:
-                    error.path = f"[{repr(key)[:_MAX_KEY]}]{error.path}"
-                    raise
-
-
-class _Fields:
-    """Check the fields of a class. Filled after it is made, since a class may hold itself."""
-
-    def __init__(self, kind: Any) -> None:
-        self._kind = dict if typing.is_typeddict(kind) else kind
-        self.checks: list[tuple[str, Check]] = []
-
-    def __call__(self, value: Any) -> None:
-        if type(value) is not self._kind:  # a class below it may say something else of the same field
+    def check_parts(value: Any) -> None:
+        if not isinstance(value, kinds):
             return
-        for name, check in self.checks:
+        for (key, item), check in zip(items_of(value), checks, strict=False):
             try:
-                check(value.get(name) if self._kind is dict else getattr(value, name))
+                if check is not None:
+                    check(item)
+            except MismatchError as error:
+                error.path = f"[{repr(key)[:_MAX_KEY]}]{error.path}"
+                raise
+
+    return check_parts
+
+
+def _fields(kind: Any, checks: list[tuple[str, Check]]) -> Check:
+    """Return the check of a class. The list may be filled later, since a class may contain itself."""
+    kind = dict if typing.is_typeddict(kind) else kind
+
+    def check_fields(value: Any) -> None:
+        if type(value) is not kind:  # a subclass may annotate the same field otherwise
+            return
+        for name, check in checks:
+            try:
+                check(value.get(name) if kind is dict else getattr(value, name))
             except MismatchError as error:
                 error.path = f".{name}{error.path}"
                 raise
 
+    return check_fields
+
 
 class _Walk:
-    """Go through a type, and through every class in it once."""
+    """Find the checks of a type, and of each class in it once."""
 
     def __init__(self) -> None:
-        self._classes: dict[Any, _Fields | None] = {}
-        self._open: dict[Any, _Fields] = {}  # classes that are being walked
-        self._met: set[Any] = set()  # of these, which were met again
-        self._is_useful = False  # there is something to check
+        self.has_meta = False  # whether a `TensorMeta` was found
+        self._classes: dict[Any, Check | None] = {}
 
     def check_of(self, type_: Any) -> Check | None:
-        """Return what checks a value of a type, in which no type variable is left."""
+        """Return the check of a type without type variables; None if there is nothing to check."""
         type_ = _plain(type_)
         origin, args = get_origin(type_), get_args(type_)
         if origin is Annotated:
@@ -149,20 +118,20 @@ class _Walk:
         kind = origin or type_
         if not isinstance(kind, type) or _is_tensor(kind):
             return None
-        if _has_fields(kind):
+        if _field_names(kind) is not None:
             return self._class(kind, type_)
         if not args:
             return None
         if kind is tuple and args[-1] is not Ellipsis:
             checks = [self.check_of(arm) for arm in args]
-            return _Places(checks) if any(checks) else None
+            return _parts(tuple, enumerate, checks) if any(checks) else None
         if not issubclass(kind, Mapping):
             inner = self.check_of(args[0])
-            return None if inner is None else _Items(inner)
+            return None if inner is None else _parts(_SEQUENCES, enumerate, repeat(inner))
         if self.check_of(args[0]) is not None:
             raise TypeError(f"a TensorMeta says what a tensor is like, and no key of {type_!r} is one")
         inner = self.check_of(args[1])
-        return None if inner is None else _Values(inner)
+        return None if inner is None else _parts(dict, dict.items, repeat(inner))
 
     def _annotated(self, inner: Any, metas: tuple[Any, ...]) -> Check | None:
         checks = [self.check_of(inner)]
@@ -172,60 +141,52 @@ class _Walk:
             if isinstance(meta, TensorMeta):
                 if not any(_is_tensor(arm) for arm in arms(inner)):
                     raise TypeError(f"a TensorMeta says what a tensor is like, and {inner!r} is none")
-                self._is_useful = True
+                self.has_meta = True
                 checks.append(meta.check)
         return _all_of(checks)
 
-    def _class(self, kind: type, type_: Any) -> _Fields | None:
-        """Walk a class; one in which nothing but itself is met is nothing to check."""
-        if type_ in self._open:
-            self._met.add(type_)
-            return self._open[type_]
+    def _class(self, kind: type, type_: Any) -> Check | None:
+        """Return the check of a class; None if there is nothing to check in its fields."""
         if type_ not in self._classes:
-            outer = self._met, self._is_useful
-            self._met, self._is_useful = set(), False
-            fields = self._open[type_] = _Fields(kind)
+            checks: list[tuple[str, Check]] = []
+            self._classes[type_] = _fields(kind, checks)  # for fields that contain the class itself
             for name, hint in _hints(type_):
                 check = self.check_of(hint)
                 if check is not None:
-                    fields.checks.append((name, check))
-            del self._open[type_]
-            self._met.discard(type_)
-            self._classes[type_] = fields if self._is_useful or self._met else None
-            self._met, self._is_useful = self._met | outer[0], self._is_useful or outer[1]
-        found = self._classes[type_]
-        self._is_useful |= found is not None
-        return found
+                    checks.append((name, check))
+            if not checks:
+                self._classes[type_] = None
+        return self._classes[type_]
 
 
 def _hints(type_: Any) -> Iterator[tuple[str, Any]]:
-    """List the fields of a class, and what they are to be; nothing generic is left in that."""
+    """Return the fields of a class and their types, without type variables."""
     kind = get_origin(type_) or type_
     said: dict[Any, dict[str, Any]] = {}
     _collect(type_, said)
-    # What is nearer in the order in which Python looks says more; a TypedDict has no such order.
+    # The first class in the method resolution order prevails; a TypedDict has no such order.
     order = said if typing.is_typeddict(kind) else reversed(kind.__mro__)
     found: dict[str, Any] = {}
     for one in order:
         found |= said.get(one, {})
-    for name in _field_names(kind):
+    for name in _field_names(kind) or ():
         if name in found:
             yield name, found[name]
 
 
 def _collect(type_: Any, said: dict[Any, dict[str, Any]]) -> None:
-    """Note what a class, and each one above it, says of its own names."""
+    """Collect the annotations of a class and of each of its base classes."""
     kind = get_origin(type_) or type_
     variables = getattr(kind, "__parameters__", ())
     given = get_args(type_) or tuple(map(_default, variables))
     bindings = dict(zip(variables, given, strict=False))
     own = inspect.get_annotations(kind)
-    # Not by getattr: a class without any would have those of the one above it.
+    # Not by `getattr`, which returns the inherited attribute of a class without generic bases.
     for base in reversed(vars(kind).get("__orig_bases__", kind.__bases__)):
         plain = get_origin(base) or base
         if isinstance(plain, type) and plain is not object and plain is not typing.Generic:
             _collect(_bound(base, bindings), said)
-            if typing.is_typeddict(kind):  # which has those of the ones above it among its own
+            if typing.is_typeddict(kind):  # its annotations include those of its bases
                 above = inspect.get_annotations(plain)
                 own = {name: hint for name, hint in own.items() if above.get(name) is not hint}
     if own:
@@ -233,22 +194,24 @@ def _collect(type_: Any, said: dict[Any, dict[str, Any]]) -> None:
         said[kind] = {name: _bound(hints[name], bindings) for name in own if name in hints}
 
 
-def _field_names(kind: Any) -> Iterable[str]:
-    """Name the fields of a class; what else is annotated in it is none."""
-    names: Iterable[str]
+def _field_names(kind: Any) -> Iterable[str] | None:
+    """Return the names of the fields of a class; None if it has none, whatever is annotated in it."""
+    names: Iterable[str] | None = None
     if issubclass(kind, msgspec.Struct):
         names = kind.__struct_fields__
     elif dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(kind)]
+    elif typing.is_typeddict(kind):
+        names = kind.__annotations__
     elif hasattr(kind, "__attrs_attrs__"):
         names = [attribute.name for attribute in kind.__attrs_attrs__]
-    else:
-        names = kind.__annotations__ if typing.is_typeddict(kind) else kind._fields
+    elif issubclass(kind, tuple):
+        names = getattr(kind, "_fields", None)
     return names
 
 
 def _bound(hint: Any, bindings: Mapping[Any, Any]) -> Any:
-    """Put types in the place of type variables."""
+    """Replace type variables by types."""
     if isinstance(hint, TypeVar):
         return bindings.get(hint, _default(hint))
     variables = () if isinstance(hint, type) and not get_origin(hint) else getattr(hint, "__parameters__", ())
@@ -256,14 +219,14 @@ def _bound(hint: Any, bindings: Mapping[Any, Any]) -> Any:
 
 
 def _default(variable: Any) -> Any:
-    """Return what a type variable stands for where nobody says so."""
+    """Return the type of a type variable that is not bound."""
     if getattr(variable, "__constraints__", ()):
-        return typing.Union[variable.__constraints__]  # noqa: UP007 - of as many as there are
+        return typing.Union[variable.__constraints__]  # noqa: UP007 - their number varies
     return getattr(variable, "__bound__", None) or Any
 
 
 def _plain(type_: Any) -> Any:
-    """Take away what only gives a type another name."""
+    """Resolve aliases, `NewType` and qualifiers of a type."""
     while True:
         if isinstance(type_, TypeVar):
             type_ = _default(type_)
@@ -278,7 +241,7 @@ def _plain(type_: Any) -> Any:
 
 
 def arms(type_: Any) -> Iterator[Any]:
-    """Go through the arms of a union, whatever they are wrapped in; a type by itself is its only arm."""
+    """Return the arms of a union, also of one in aliases and annotations; another type is its only arm."""
     type_ = _plain(type_)
     origin, args = get_origin(type_), get_args(type_)
     if origin is Annotated:
@@ -298,16 +261,6 @@ def _all_of(checks: list[Check | None]) -> Check | None:
             check(value)
 
     return several[0] if len(several) == 1 else check_all if several else None
-
-
-def _has_fields(kind: type) -> bool:
-    return (
-        issubclass(kind, msgspec.Struct)
-        or dataclasses.is_dataclass(kind)
-        or typing.is_typeddict(kind)
-        or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
-        or hasattr(kind, "__attrs_attrs__")
-    )
 
 
 def _is_tensor(kind: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What a tensor in a message must be like, for annotations."""
+"""`TensorMeta`, an annotation of tensors in messages."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ __all__ = ["MismatchError", "TensorMeta"]
 
 
 class MismatchError(Exception):
-    """A tensor is not as its annotation says.
+    """A tensor does not match its annotation.
 
     Attributes:
-        path: of its place in the message; whoever holds it puts his part in front.
+        path: the path of the tensor in the message; the check of each container prepends its step.
     """
 
     def __init__(self, text: str) -> None:
@@ -22,17 +22,17 @@ class MismatchError(Exception):
 
 
 class TensorMeta(msgspec.Struct, frozen=True):
-    """State what a tensor or array in a message must be like.
+    """State the dtype and the shape of a tensor or an array in a message.
 
     Use as ``Annotated[torch.Tensor, TensorMeta(dtype=torch.uint8, shape=(None, None, None, 3))]``.
 
     Args:
-        dtype: of its elements; None for any. For an array too this is a torch dtype.
-        shape: its dimensions, in elements; a None in it is a dimension of any size, and None for all of it
-            allows any number of dimensions.
+        dtype: the torch dtype, also of an array; None for any.
+        shape: the sizes of the dimensions, in elements; None for a dimension of any size. None instead of a
+            tuple allows any shape.
 
     Raises:
-        TypeError: the dtype is no torch dtype, or the shape no tuple of sizes.
+        TypeError: the dtype is not a torch dtype, or the shape is not a tuple of sizes.
         ValueError: a size is negative.
     """
 
@@ -52,10 +52,10 @@ class TensorMeta(msgspec.Struct, frozen=True):
         msgspec.structs.force_setattr(self, "shape", tuple(shape))
 
     def check(self, value: object) -> None:
-        """Compare a tensor with what is stated; what is no tensor is not this one's to judge.
+        """Check a value if it is a tensor or an array.
 
         Raises:
-            MismatchError: it is not like that; the text says what was expected, and what was found.
+            MismatchError: its dtype or its shape differs; the text has both.
         """
         if isinstance(value, np.ndarray):
             value = torch.from_numpy(value)

@@ -1,11 +1,11 @@
-"""What stands in a message where a tensor was: a msgpack extension, which holds one of these records.
+"""The records that replace tensors in a message, each in a msgpack extension.
 
-Records of small tensors may be packed: the last buffer holds them one after the other, each behind its
-length, and the extensions in the body say only that the next one is meant. This keeps a body of many tensors
-small.
+Records of small tensors may be packed: the last buffer has these records, each after its length, and each
+extension in the body refers to the next of them. This keeps a body with many tensors small.
 """
 
-from typing import Annotated, Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -18,10 +18,10 @@ __all__ = [
     "MAX_PACKED_BYTES",
     "PACKED",
     "TENSOR",
-    "Beside",
-    "Elsewhere",
-    "Inside",
+    "External",
+    "Inline",
     "Meaning",
+    "OutOfBand",
     "read",
     "read_packed",
     "write",
@@ -36,7 +36,7 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
 class Meaning(NamedTuple):
-    """What the bytes of a tensor mean."""
+    """The type and the shape of a tensor, and its attributes for autograd."""
 
     dtype: _Name
     shape: _Shape
@@ -44,61 +44,52 @@ class Meaning(NamedTuple):
     is_parameter: bool = False
 
 
-class Inside(msgspec.Struct, frozen=True, array_like=True, tag="in", gc=False):
-    """The bytes are here."""
+class Inline(msgspec.Struct, frozen=True, array_like=True, tag="in", gc=False):
+    """A tensor whose bytes are in the record."""
 
     meaning: Meaning
     payload: memoryview
 
 
-class Beside(msgspec.Struct, frozen=True, array_like=True, tag="by", gc=False):
-    """The bytes are a buffer of their own, counted from 0."""
+class OutOfBand(msgspec.Struct, frozen=True, array_like=True, tag="by", gc=False):
+    """A tensor whose bytes are a buffer; the number of the first buffer is 0."""
 
     meaning: Meaning
     buffer: _Number
 
 
-class Elsewhere(msgspec.Struct, frozen=True, array_like=True, tag="at"):
-    """Somebody else has the tensor, who knows it by a handle."""
+class External(msgspec.Struct, frozen=True, array_like=True, tag="at"):
+    """A tensor that another transport carries, with its handle there."""
 
     handle: Any
 
 
-Record = Inside | Beside | Elsewhere
+Record: TypeAlias = Inline | OutOfBand | External
 
 R = TypeVar("R")
 
-_encoder = msgspec.msgpack.Encoder()
+write: Callable[[Record], bytes] = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
-_inside: msgspec.msgpack.Decoder[Inside] = msgspec.msgpack.Decoder(Inside)
+_inline_decoder: msgspec.msgpack.Decoder[Inline] = msgspec.msgpack.Decoder(Inline)
 
-PACKED = _encoder.encode("pk")  # stands for the next record of the pack
+PACKED = msgspec.msgpack.encode("pk")  # refers to the next packed record
 
 LENGTH_BYTES = 2  # before each record, most significant first
 MAX_PACKED_BYTES = (1 << 8 * LENGTH_BYTES) - 1
 
 
-def write(record: Record) -> bytes:
-    """Turn a record into bytes."""
-    return _encoder.encode(record)
-
-
 def read(data: memoryview) -> Record:
-    """Read what stands in an extension.
+    """Decode the record of an extension.
 
     Raises:
-        ProtocolError: it is no such record, or a number in it is out of bounds.
+        ProtocolError: it is invalid, or a number in it is out of range.
     """
     return _read(_decoder, data)
 
 
-def read_packed(data: memoryview) -> Inside:
-    """Read a packed record. It holds a tensor, never a handle, which could take long to decode.
-
-    Raises:
-        ProtocolError: it is no such record, or a number in it is out of bounds.
-    """
-    return _read(_inside, data)
+def read_packed(data: memoryview) -> Inline:
+    """Decode a packed record, as `read` does; it has no handle, which could take long to decode."""
+    return _read(_inline_decoder, data)
 
 
 def _read(decoder: msgspec.msgpack.Decoder[R], data: memoryview) -> R:

@@ -1,1 +1,1 @@
-"""Adapters for what stands around a server: web frameworks, and what watches it. Each is imported by name."""
+"""Adapters for web frameworks and monitoring systems. Each module is imported by name."""

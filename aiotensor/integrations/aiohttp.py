@@ -120,7 +120,7 @@ def problem_middleware(
     Raises:
         ValueError: a limit is not positive.
     """
-    limits = RequestLimits(min_upload_rate, upload_grace_s, deadline_s, retry_after_s)
+    limits = RequestLimits(min_upload_rate, upload_grace_s, deadline_s)
     has_warned = False
 
     @web.middleware

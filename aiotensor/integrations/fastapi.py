@@ -24,7 +24,6 @@ In Starlette without FastAPI, a handler calls ``await engine.client(request)``.
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Generic, TypeVar
 
 from starlette.applications import Starlette
@@ -36,7 +35,6 @@ from starlette.websockets import WebSocket, WebSocketState
 
 from aiotensor.channel import MessageClient
 from aiotensor.errors import AioTensorError, UsageError
-from aiotensor.integrations.exhaustion import Exhaustion
 from aiotensor.integrations.limits import MIN_UPLOAD_RATE, UPLOAD_GRACE_S, RequestLimits
 from aiotensor.integrations.problems import ANSWERED_ERRORS, MEDIA_TYPE, problem_of
 from aiotensor.integrations.serving import serving
@@ -85,7 +83,7 @@ class TensorLifespan:
         self._make_sender = make_sender
         self._drain_s = drain_s
         self._retry_after_s = retry_after_s
-        self._limits = RequestLimits(min_upload_rate, upload_grace_s, deadline_s, retry_after_s)
+        self._limits = RequestLimits(min_upload_rate, upload_grace_s, deadline_s)
         self._sender: TensorSender | None = None
 
     def __repr__(self) -> str:
@@ -97,8 +95,7 @@ class TensorLifespan:
 
     def install(self, app: Starlette) -> None:
         """Add the answers to errors, and the cancellation of requests, to an application."""
-        app.add_middleware(Exhaustion, problem_of=partial(problem_of, retry_after_s=self._retry_after_s))
-        app.add_middleware(WatchRequests)
+        app.add_middleware(WatchRequests, retry_after_s=self._retry_after_s)
         for error in ANSWERED_ERRORS:
             app.add_exception_handler(error, self.answer_error)
 

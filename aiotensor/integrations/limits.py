@@ -31,9 +31,6 @@ class OverdueError(TimeoutError):
 class SlowUploadError(TimeoutError):
     """The client sent the body of a request too slowly."""
 
-    def __init__(self, received: int, grace_s: float) -> None:
-        super().__init__(f"the upload was too slow for {grace_s:g} s, after {received} bytes")
-
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
@@ -43,7 +40,6 @@ class RequestLimits:
         min_upload_rate: the least rate at which a client sends the body, in bytes per second.
         upload_grace_s: the longest stall of an upload, in seconds.
         deadline_s: the time until the response begins, in seconds.
-        retry_after_s: the delay before a client retries a request that took too long, in seconds.
 
     Raises:
         ValueError: a limit is not positive.
@@ -52,7 +48,6 @@ class RequestLimits:
     min_upload_rate: float | None
     upload_grace_s: float
     deadline_s: float | None
-    retry_after_s: float
 
     def __post_init__(self) -> None:
         for name in ("min_upload_rate", "upload_grace_s", "deadline_s"):
@@ -102,4 +97,6 @@ class UploadBudget:
 
     def error(self) -> SlowUploadError:
         """Return the error of an upload whose budget is empty."""
-        return SlowUploadError(self.received, self._grace_s)
+        return SlowUploadError(
+            f"the upload was too slow for {self._grace_s:g} s, after {self.received} bytes"
+        )

@@ -36,9 +36,6 @@ MEDIA_TYPE: Final = "application/problem+json"
 # No descriptors, memory or threads are left, here or in the whole machine: later there may be some again.
 _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.ENOBUFS, errno.EAGAIN))
 
-# Errors of the engine's handler that mean that a message was lost on its way, or that the engine stops.
-_LOSSES = frozenset(error.__name__ for error in (PeerLostError, DiscardedError, ClosedError))
-
 
 class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
     """Why a request was not answered.
@@ -79,10 +76,14 @@ def problem_of(error: AioTensorError | OSError, retry_after_s: float) -> Problem
         error: the error of a handler.
         retry_after_s: the delay before a client tries again, in seconds.
     """
-    problem = _problem_of(error, max(math.ceil(retry_after_s), 1))
-    if problem is None:
+    answer = _answer_to(error)
+    if answer is None:
         return None
-    needs_operator = problem.reason in ("engine_failed", "refused", "exhausted")
+    status, detail, reason = answer
+    is_temporary = status is HTTPStatus.SERVICE_UNAVAILABLE
+    retry_after = max(math.ceil(retry_after_s), 1) if is_temporary else None
+    problem = Problem(status.value, status.phrase, detail, reason, retry_after)
+    needs_operator = reason in ("engine_failed", "refused", "exhausted")
     logger.log(
         logging.ERROR if needs_operator else logging.INFO,
         "a request is answered with %s, because of %s: %s",
@@ -101,7 +102,7 @@ def problem_of(error: AioTensorError | OSError, retry_after_s: float) -> Problem
 
 def log_cut_off(error: AioTensorError | OSError) -> None:
     """Log an error that came after its response had begun, if it would be answered otherwise."""
-    if _problem_of(error, 1) is not None:
+    if _answer_to(error) is not None:
         logger.warning(
             "a response was cut off after it had begun, because of %s: %s",
             type(error).__name__,
@@ -122,43 +123,36 @@ ANSWERED_ERRORS: Final = (
 )
 
 
-def _problem_of(error: AioTensorError | OSError, later: int) -> Problem | None:
+def _answer_to(error: AioTensorError | OSError) -> tuple[HTTPStatus, str, str] | None:
+    """Return the status, the detail and the reason of the answer; a 503 has the time for a retry."""
     match error:
         case SlowUploadError():
-            detail = "the request body arrived too slowly"
-            return _problem(HTTPStatus.REQUEST_TIMEOUT, detail, "slow_upload")
+            return HTTPStatus.REQUEST_TIMEOUT, "the request body arrived too slowly", "slow_upload"
         case OverdueError():
             detail = "the server could not answer in time: try again later"
-            return _problem(HTTPStatus.SERVICE_UNAVAILABLE, detail, "deadline", later)
-        case WouldBlockError():
-            return _busy(later)
+            return HTTPStatus.SERVICE_UNAVAILABLE, detail, "deadline"
+        case WouldBlockError() | RemoteError(type_name=WouldBlockError.__name__):
+            detail = "the server has as much to do as it can take: try again later"
+            return HTTPStatus.SERVICE_UNAVAILABLE, detail, "busy"
         case OSError() if error.errno in _EXHAUSTED and _is_of_library(error):
-            return _problem(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                "the server has no descriptors, memory or threads left: try again later",
-                "exhausted",
-                later,
-            )
-        case RefusedError():
-            return _refused()
-        case RemoteError(type_name=RefusedError.__name__):
-            return _refused()
-        case RemoteError(type_name=WouldBlockError.__name__):
-            return _busy(later)
-        case PeerLostError() | DiscardedError() | ClosedError():
-            return _engine_lost(later)
-        case RemoteError() if error.type_name in _LOSSES:
-            return _engine_lost(later)
+            detail = "the server has no descriptors, memory or threads left: try again later"
+            return HTTPStatus.SERVICE_UNAVAILABLE, detail, "exhausted"
+        case RefusedError() | RemoteError(type_name=RefusedError.__name__):
+            detail = "the engine does not admit this server: see the server's log"
+            return HTTPStatus.INTERNAL_SERVER_ERROR, detail, "refused"
+        case (
+            PeerLostError()
+            | DiscardedError()
+            | ClosedError()
+            | RemoteError(type_name=PeerLostError.__name__ | DiscardedError.__name__ | ClosedError.__name__)
+        ):
+            detail = "the engine went away before it answered: try again later"
+            return HTTPStatus.SERVICE_UNAVAILABLE, detail, "engine_lost"
         case RemoteError() | ProtocolError():
-            return _problem(
-                HTTPStatus.BAD_GATEWAY, "the engine could not answer this request", "engine_failed"
-            )
+            return HTTPStatus.BAD_GATEWAY, "the engine could not answer this request", "engine_failed"
         case TooLargeError():
-            return _problem(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"this needs {error.requested} and can have {error.limit} at most",
-                "too_large",
-            )
+            detail = f"this needs {error.requested} and can have {error.limit} at most"
+            return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, detail, "too_large"
         case _:
             return None
 
@@ -170,33 +164,3 @@ def _is_of_library(error: OSError) -> bool:
     return any(
         name.startswith("aiotensor.") and not name.startswith("aiotensor.integrations.") for name in modules
     )
-
-
-def _busy(later: int) -> Problem:
-    return _problem(
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        "the server has as much to do as it can take: try again later",
-        "busy",
-        later,
-    )
-
-
-def _refused() -> Problem:
-    return _problem(
-        HTTPStatus.INTERNAL_SERVER_ERROR,
-        "the engine does not admit this server: see the server's log",
-        "refused",
-    )
-
-
-def _engine_lost(later: int) -> Problem:
-    return _problem(
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        "the engine went away before it answered: try again later",
-        "engine_lost",
-        later,
-    )
-
-
-def _problem(status: HTTPStatus, detail: str, reason: str, later: int | None = None) -> Problem:
-    return Problem(status.value, status.phrase, detail, reason, later)

@@ -9,22 +9,25 @@ so the number of series depends on the number of endpoints, which is limited, an
 import asyncio
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import inf
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias, get_args
 
 import anyio
 from prometheus_client import values
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from aiotensor.errors import UsageError
-from aiotensor.integrations.families import LARGEST, families
-from aiotensor.integrations.totals import MAX_ENDPOINTS, EndpointTotals, Totals, checked_max_endpoints
+from aiotensor.integrations.totals import MAX_ENDPOINTS, EndpointTotals, checked_max_endpoints
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.worker import in_thread
 from aiotensor.statistics import registry
+from aiotensor.statistics.counters import ERROR_NAMES
+from aiotensor.statistics.fields import Family, families_of
+from aiotensor.statistics.registry import Counts, Group
+from aiotensor.types import Statistics
 
 __all__ = ["AioTensorCollector", "MultiprocessPublisher"]
 
@@ -69,11 +72,11 @@ class AioTensorCollector(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """Return all metrics without samples, and without reading any object."""
-        return list(families(Totals([], {}, None)))
+        return list(_families([], {}, None))
 
     def collect(self) -> Iterable[Metric]:
         """Return all metrics with their samples, from any thread; wait at most `timeout_s` seconds."""
-        return list(families(self._totals.take(registry.collect(self._timeout_s), self._max_endpoints)))
+        return list(_metrics_of(self._totals, self._timeout_s, self._max_endpoints))
 
 
 def _timeout(seconds: float) -> float:
@@ -82,21 +85,93 @@ def _timeout(seconds: float) -> float:
     return seconds
 
 
+# The metrics and their samples, derived from the declared fields of statistics
+
+_KINDS: tuple[type[Statistics], ...] = get_args(Statistics)
+
+# The metrics of which the largest value is exported, not the sum.
+_LARGEST = frozenset(family.name for kind in _KINDS for family in families_of(kind) if family.is_largest)
+
+
+def _metrics_of(totals: EndpointTotals, timeout_s: float, max_endpoints: int) -> Iterator[Metric]:
+    taken = totals.take(registry.collect(timeout_s), max_endpoints)
+    return _families(taken.present, taken.counts, totals.timeouts)
+
+
+def _families(
+    objects: list[tuple[str, Statistics]], counts: dict[Group, Counts], timeouts: int | None
+) -> Iterator[Metric]:
+    """Return all metrics with a sample for each endpoint; without endpoints, only the metrics."""
+    yield CounterMetricFamily(
+        "aiotensor_scrape_timeouts", "Event loops that did not answer a scrape in time.", timeouts
+    )
+    for kind in _KINDS:
+        present: dict[str, list[Statistics]] = {}
+        for endpoint, statistics in objects:
+            if isinstance(statistics, kind):
+                present.setdefault(endpoint, []).append(statistics)
+        counted = {endpoint: found for (of, endpoint), found in counts.items() if of is kind}
+        for family in families_of(kind):
+            if family.type == "gauge":
+                yield _gauge(family, present)
+            elif family.type == "counter":
+                yield _counter(family, counted)
+            else:
+                yield _waits(family, counted)
+
+
+def _gauge(family: Family, present: dict[str, list[Statistics]]) -> Metric:
+    metric = GaugeMetricFamily(family.name, family.text, labels=family.labels)
+    combine = max if family.is_largest else sum
+    for field in family.fields:
+        name, labels = field.name, list(field.labels.values())
+        for endpoint, objects in present.items():
+            metric.add_metric([endpoint, *labels], combine([_amount(getattr(one, name)) for one in objects]))
+    return metric
+
+
+def _amount(value: int | float | tuple[int, ...] | None) -> float:
+    """Return the number of a gauge; None is an infinite limit."""
+    if isinstance(value, tuple):
+        return sum(value)
+    return inf if value is None else value
+
+
+def _counter(family: Family, counted: dict[str, Counts]) -> Metric:
+    metric = CounterMetricFamily(family.name, family.text, labels=family.labels)
+    for field in family.fields:
+        labels = list(field.labels.values())
+        series = [((field.name, ""), labels)]
+        if field.is_by_type:
+            # All types from the beginning: Prometheus sees no increase in the first sample of a series.
+            series = [((field.name, error), [*labels, error]) for error in ERROR_NAMES]
+        for endpoint, counts in counted.items():
+            for key, others in series:
+                metric.add_metric([endpoint, *others], counts.get(key, 0))
+    return metric
+
+
+def _waits(family: Family, counted: dict[str, Counts]) -> Metric:
+    metric = HistogramMetricFamily(family.name, family.text, labels=family.labels)
+    for endpoint, counts in counted.items():
+        for field in family.fields:
+            buckets, below = [], 0.0
+            for (name, bound), number in counts.items():  # in ascending order; the last bound is ""
+                if name == field.name and bound != "total_s":
+                    below += number
+                    buckets.append((bound or "+Inf", below))
+            labels = [endpoint, *field.labels.values()]
+            metric.add_metric(labels, buckets, counts[field.name, "total_s"])
+    return metric
+
+
 # Several processes
-
-
-class _Value(Protocol):
-    """A number in a file of prometheus_client."""
-
-    def inc(self, amount: float) -> None: ...
-
-    def set(self, value: float) -> None: ...
 
 
 class _Published(NamedTuple):
     """A number in a file, and the amount that this process published last."""
 
-    value: _Value
+    value: Any  # an instance of `ValueClass`, which has no types
     amount: float
     is_gauge: bool
 
@@ -198,14 +273,15 @@ class MultiprocessPublisher:
 
     def _publish_now(self) -> None:
         with _publishing:
-            _write(families(_totals.take(registry.collect(self._timeout_s), self._max_endpoints)))
+            _write(_metrics_of(_totals, self._timeout_s, self._max_endpoints))
 
 
 def _write(metrics: Iterable[Metric]) -> None:
     """Copy numbers into the files of prometheus_client."""
+    make: Any = values.ValueClass
     gone = {key for key, published in _published.items() if published.is_gauge}
     for metric in metrics:
-        mode = "livemax" if metric.name in LARGEST else "livesum"
+        mode = "livemax" if metric.name in _LARGEST else "livesum"
         # The files have the number of each bucket, not the sum up to it.
         below: dict[tuple[str, ...], float] = {}
         for sample in metric.samples:
@@ -219,9 +295,15 @@ def _write(metrics: Iterable[Metric]) -> None:
             gone.discard(key)
             before = _published.get(key)
             if before is None:
-                before = _Published(
-                    _new_value(metric, sample.name, sample.labels, mode), 0.0, metric.type == "gauge"
+                names, labels, text = (
+                    tuple(sample.labels),
+                    tuple(sample.labels.values()),
+                    metric.documentation,
                 )
+                value = make(
+                    metric.type, metric.name, sample.name, names, labels, text, multiprocess_mode=mode
+                )
+                before = _Published(value, 0.0, metric.type == "gauge")
             if before.is_gauge:
                 before.value.set(amount)
             else:
@@ -230,20 +312,6 @@ def _write(metrics: Iterable[Metric]) -> None:
             _published[key] = before._replace(amount=amount)
     for key in gone:
         _published[key].value.set(0.0)
-
-
-def _new_value(metric: Metric, name: str, labels: dict[str, str], mode: str) -> _Value:
-    make: Any = values.ValueClass
-    value: _Value = make(
-        metric.type,
-        metric.name,
-        name,
-        tuple(labels),
-        tuple(labels.values()),
-        metric.documentation,
-        multiprocess_mode=mode,
-    )
-    return value
 
 
 def _renew() -> None:

@@ -7,8 +7,7 @@ import weakref
 from collections import deque
 from typing import NamedTuple
 
-from aiotensor.statistics.registry import Group, Snapshot
-from aiotensor.statistics.sums import Counts
+from aiotensor.statistics.registry import Counts, Group, Snapshot
 from aiotensor.types import Statistics
 
 __all__ = ["MAX_ENDPOINTS", "OTHER", "EndpointTotals", "Totals", "checked_max_endpoints"]
@@ -20,26 +19,21 @@ OTHER = "other"
 
 
 class Totals(NamedTuple):
-    """Statistics under the endpoints that are exported. The values never change.
+    """The totals of all snapshots so far; replaced and never changed, since other threads may read them.
 
     Attributes:
         present: the exported endpoint and the statistics of each open object.
         counts: the counts of each kind of object at each exported endpoint; they never decrease.
-        timeouts: the number of times that an event loop did not answer in time; None before any snapshot.
+        last: the last snapshot.
+        named: the endpoints that have names.
+        others: the endpoints with open objects that have no names.
     """
 
     present: list[tuple[str, Statistics]]
     counts: dict[Group, Counts]
-    timeouts: int | None
-
-
-class _Result(NamedTuple):
-    """The result of all snapshots so far; replaced and never changed, since other threads may read it."""
-
     last: Snapshot
     named: set[str]
-    others: set[str]  # endpoints with open objects that have no name
-    totals: Totals
+    others: set[str]
 
 
 class EndpointTotals:
@@ -55,6 +49,9 @@ class EndpointTotals:
 
     Args:
         keeps_names: keep a name forever, because its series cannot be removed.
+
+    Attributes:
+        timeouts: the number of times that an event loop did not answer in time.
     """
 
     def __init__(self, *, keeps_names: bool = False) -> None:
@@ -66,7 +63,7 @@ class EndpointTotals:
         """Forget all snapshots: a forked child has none of the objects of its parent."""
         # Reentrant: a signal handler that scrapes may interrupt a scrape in its thread.
         self._lock = threading.RLock()
-        self._result = _Result(Snapshot([], {}, {}, 0, 0), set(), set(), Totals([], {}, 0))
+        self._totals = Totals([], {}, Snapshot([], {}, {}, 0, 0), set(), set())
         self.timeouts = 0
 
     def take(self, snapshot: Snapshot, max_endpoints: int) -> Totals:
@@ -80,16 +77,16 @@ class EndpointTotals:
         """
         with self._lock:
             self.timeouts += snapshot.unanswered
-            if snapshot.number > self._result.last.number:
-                self._result = self._next(snapshot, max_endpoints)
-            return self._result.totals._replace(timeouts=self.timeouts)
+            if snapshot.number > self._totals.last.number:
+                self._totals = self._next(snapshot, max_endpoints)
+            return self._totals
 
-    def _next(self, snapshot: Snapshot, max_endpoints: int) -> _Result:
+    def _next(self, snapshot: Snapshot, max_endpoints: int) -> Totals:
         named, others = self._names(snapshot, max_endpoints)
-        last, _, _, totals = self._result
+        last = self._totals.last
         counts = {
             (kind, name): dict(total)
-            for (kind, name), total in totals.counts.items()
+            for (kind, name), total in self._totals.counts.items()
             if name in named or name == OTHER
         }
         for group, counted in snapshot.counts.items():
@@ -108,23 +105,23 @@ class EndpointTotals:
             (endpoint if endpoint in named else OTHER, statistics)
             for endpoint, statistics in snapshot.present
         ]
-        return _Result(snapshot, named, others, Totals(present, counts, None))
+        return Totals(present, counts, snapshot, named, others)
 
     def _names(self, snapshot: Snapshot, max_endpoints: int) -> tuple[set[str], set[str]]:
         """Return the endpoints that have names, and those with open objects that have none."""
-        last, named_before, others_before, _ = self._result
-        known = {endpoint for _, endpoint in last.counts}
+        before = self._totals
+        known = {endpoint for _, endpoint in before.last.counts}
         counted = dict.fromkeys(endpoint for _, endpoint in snapshot.counts)
         in_use = dict.fromkeys(endpoint for endpoint, _ in snapshot.present)
         if self._keeps_names:
-            named = set(named_before)
+            named = set(before.named)
             replaceable = deque[str]()
         else:
-            named = {endpoint for endpoint in named_before if endpoint in counted}
+            named = {endpoint for endpoint in before.named if endpoint in counted}
             replaceable = deque(
                 endpoint for endpoint in counted if endpoint in named and endpoint not in in_use
             )
-        others = {endpoint for endpoint in others_before if endpoint in in_use}
+        others = {endpoint for endpoint in before.others if endpoint in in_use}
         # The remaining names go to endpoints that were closed before their first snapshot, the latest first.
         closed = (endpoint for endpoint in reversed(counted) if endpoint not in known)
         for endpoint in (*in_use, *closed):

@@ -1,7 +1,8 @@
-"""Cancel a request whose client disconnects or uploads too slowly, or whose time is over: an ASGI middleware.
+"""An ASGI middleware that cancels requests, and answers requests that found no descriptors or memory left.
 
-An ASGI server does not cancel the handler of a client that disconnects. It only reports the end to the next
-call that receives from the client. So this middleware receives ahead, for the requests that are watched.
+A request is cancelled when its client disconnects or uploads too slowly, or when its time is over. An ASGI
+server does not cancel the handler of a client that disconnects. It only reports the end to the next call that
+receives from the client. So this middleware receives ahead, for the requests that are watched.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ import anyio
 from anyio.lowlevel import checkpoint
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.status import WS_1013_TRY_AGAIN_LATER
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aiotensor.errors import UsageError
@@ -53,25 +55,28 @@ def watch(scope: Scope, limits: RequestLimits) -> None:
 
 
 class WatchRequests:
-    """Cancel watched requests whose clients disconnect, or that reach a limit.
+    """Cancel watched requests whose clients disconnect, or that reach a limit; answer exhausted resources.
 
     Args:
         app: the application.
+        retry_after_s: the delay before a client retries a request that was refused, in seconds.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, retry_after_s: float) -> None:
         self._app = app
+        self._retry_after_s = retry_after_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one request or web socket."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self._serve(scope, receive, send)
             return
         # Two scopes, so that the inner one can end the cancellation by the outer one.
         with anyio.CancelScope() as cancel_scope, anyio.CancelScope() as app_scope:
             request = scope[_KEY] = _WatchedRequest(cancel_scope, receive, send)
             try:
-                await _cancelled_once(self._serve(scope, request), cancel_scope, app_scope)
+                work = self._serve(scope, request.receive, request.send)
+                await _cancelled_once(work, cancel_scope, app_scope)
             except ClientDisconnect:
                 # The handler was receiving, and was notified of the end before it was cancelled.
                 if not cancel_scope.cancel_called:
@@ -80,7 +85,7 @@ class WatchRequests:
                 await request.end()
         if not cancel_scope.cancel_called:
             return
-        if not await request.refuse(scope):
+        if not await request.refuse(scope, self._retry_after_s):
             await request.end_response()
             logger.info(
                 "a client disconnected, and its request was cancelled: %s %s",
@@ -89,8 +94,32 @@ class WatchRequests:
                 extra={"event": "request_cancelled", "method": scope["method"], "path": scope["path"]},
             )
 
-    async def _serve(self, scope: Scope, request: "_WatchedRequest") -> None:
-        await self._app(scope, request.receive, request.send)
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer an `OSError` that a call of this library raised; propagate all others.
+
+        An exception handler of Starlette for `OSError` would also handle the application's own errors, and
+        would replace the errors that are raised after the response has begun.
+        """
+        last_sent = ""
+
+        async def note(message: Message) -> None:
+            nonlocal last_sent
+            last_sent = message["type"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        except OSError as error:
+            is_answerable = not last_sent or last_sent in ("websocket.accept", "websocket.send")
+            problem = problem_of(error, self._retry_after_s) if is_answerable else None
+            if problem is None:
+                raise
+            if last_sent:
+                code = WS_1013_TRY_AGAIN_LATER
+                await send({"type": "websocket.close", "code": code, "reason": problem.reason})
+            else:
+                response = Response(problem.body, problem.status, problem.headers, MEDIA_TYPE)
+                await response(scope, receive, send)
 
 
 @types.coroutine
@@ -147,10 +176,10 @@ class _WatchedRequest:
         self._send = send
         self._is_watched = self._is_begun = self._is_answered = self._is_complete = False
         self._readers = 0  # calls of the application that receive from the server
-        self._watcher: asyncio.Task[Message] | None = None
+        self._watcher: asyncio.Future[Message] | None = None
         self._kept: Message | None = None  # a piece of the body that was received ahead
         self._end: Message | None = None  # the message that reports the end of the connection
-        self._limits: RequestLimits | None = None  # once it is watched
+        self._has_limits = False
         self._upload: UploadBudget | None = None  # until the body is complete
         self._is_waiting = False  # for the body
         self._stall: asyncio.TimerHandle | None = None
@@ -159,8 +188,8 @@ class _WatchedRequest:
 
     def watch(self, limits: RequestLimits) -> None:
         """Cancel the request when its client disconnects, or when it reaches a limit."""
-        if self._limits is None:
-            self._limits = limits
+        if not self._has_limits:
+            self._has_limits = True
             if not self._is_complete:
                 self._upload = limits.upload_budget()
             if limits.deadline_s is not None and not self._is_begun:
@@ -247,18 +276,18 @@ class _WatchedRequest:
             with anyio.CancelScope(shield=True):
                 await asyncio.wait([watcher])
 
-    async def refuse(self, scope: Scope) -> bool:
+    async def refuse(self, scope: Scope, retry_after_s: float) -> bool:
         """Answer the request if it has reached a limit, and return whether it has.
 
         Raises:
             TimeoutError: the response has begun, and is not complete.
         """
         error, self._error = self._error, None
-        if error is None or self._limits is None:
+        if error is None:
             return False
         if self._is_answered:
             return True
-        problem = None if self._is_begun else problem_of(error, self._limits.retry_after_s)
+        problem = None if self._is_begun else problem_of(error, retry_after_s)
         if problem is None:
             log_cut_off(error)
             try:
@@ -286,13 +315,10 @@ class _WatchedRequest:
         if not self._is_watched or self._end is not None or self._watcher is not None or self._readers:
             return
         if self._kept is None or not self._kept.get("more_body", False):
-            self._watcher = asyncio.get_running_loop().create_task(self._ask())
+            self._watcher = asyncio.ensure_future(self._receive())
             self._watcher.add_done_callback(self._asked)
 
-    async def _ask(self) -> Message:
-        return await self._receive()
-
-    def _asked(self, watcher: "asyncio.Task[Message]") -> None:
+    def _asked(self, watcher: "asyncio.Future[Message]") -> None:
         if self._watcher is not watcher:
             return
         self._watcher = None

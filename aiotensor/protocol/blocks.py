@@ -1,17 +1,16 @@
-"""Which ranges of one stretch of memory are handed out. It counts offsets; it never sees the memory.
+"""The allocated ranges of one memory range, as offsets, without access to the memory.
 
     |<- large ->|<------------------------- free ------------------------->|<- small ->|<- small ->|
 
-Every byte is in exactly one block or in exactly one free run, and two free runs never touch: a block that
-comes back joins the runs beside it at once, so that the room is whole again when everything came back.
+Every byte is in exactly one block or in exactly one free run, and two free runs never touch: a freed block is
+merged with the adjacent runs, so that a single run remains after the last block.
 
 A block is cut from the smallest free run that is long enough, which leaves the long runs whole. Large
-blocks are cut from the low end of their run and small ones from its high end: small blocks that live long
-would else end up between large ones that come and go, and leave holes too short for the next large one.
+blocks are cut from the low end of their run and small blocks from its high end: otherwise long-lived small
+blocks would lie between large blocks, and fragment the space for further large blocks.
 
-Runs are known three ways: sorted by (length, start) to find the best fit by bisection, and by their start
-and by their stop to find the neighbours of a block. No call walks the runs; only what sorting moves in
-memory grows with their number.
+Runs are stored sorted by (length, start), to find the best fit by bisection, and by their start and by their
+stop, to find the neighbours of a block. No call iterates over the runs.
 """
 
 from bisect import bisect_left, insort
@@ -19,23 +18,22 @@ from collections.abc import Iterator
 
 __all__ = ["ADDRESSES_PER_BYTE", "ALIGNMENT", "LARGE_BYTES", "Blocks"]
 
-ALIGNMENT = 64  # bytes: a cache line, and what the widest vector loads ask for; a power of two
+ALIGNMENT = 64  # bytes: a cache line, enough for the widest vector loads; a power of two
 ADDRESSES_PER_BYTE = 4  # of a segment, for each byte of memory that it may have
-LARGE_BYTES = 1 << 20  # from here on a block is cut from the low end of its run
+LARGE_BYTES = 1 << 20  # the size from which a block is cut from the low end of its run
 
 
 class Blocks:
-    """Hand out ranges of `size` bytes, none of which overlap, and take them back in any order.
+    """Allocate ranges that do not overlap, and free them in any order.
 
-    Every offset and every length is a multiple of `ALIGNMENT`. It is for one thread, and not to be called
-    from a finalizer: a garbage collection may start in the middle of any of its methods.
+    Every offset and every length is a multiple of `ALIGNMENT`. Use it in one thread and not in finalizers: a
+    garbage collection may start in the middle of any of its methods.
 
     Args:
-        size: the bytes there are. What exceeds a multiple of `ALIGNMENT` is never handed out, and the
-            attribute of this name leaves it out: it says how many bytes are usable.
+        size: the size of the memory range in bytes; the attribute is rounded down to `ALIGNMENT`.
 
     Raises:
-        ValueError: the size is less than `ALIGNMENT`, so that not one block would fit.
+        ValueError: the size is less than `ALIGNMENT`.
     """
 
     __slots__ = ("_by_length", "_lengths", "_start_of", "_stop_of", "in_use", "size")
@@ -44,8 +42,8 @@ class Blocks:
         if size < ALIGNMENT:
             raise ValueError(f"size must be at least {ALIGNMENT} bytes, got {size}")
         self.size = size & -ALIGNMENT
-        self.in_use = 0  # bytes handed out, each block rounded up to ALIGNMENT
-        self._lengths: dict[int, int] = {}  # of the blocks handed out, by their offset
+        self.in_use = 0  # allocated bytes, each block rounded up to ALIGNMENT
+        self._lengths: dict[int, int] = {}  # of the allocated blocks, by their offsets
         self._by_length: list[tuple[int, int]] = []  # (length, start) of the free runs, sorted
         self._stop_of: dict[int, int] = {}  # of the free runs, by their start
         self._start_of: dict[int, int] = {}  # and the other way round
@@ -53,14 +51,14 @@ class Blocks:
 
     @property
     def largest_free(self) -> int:
-        """Return the bytes of the longest free run: the most that can be allocated now, 0 if nothing."""
+        """The length in bytes of the longest free run, and so of the largest possible block."""
         return self._by_length[-1][0] if self._by_length else 0
 
     def allocate(self, nbytes: int) -> int | None:
-        """Hand out a block, and return its offset; None if no free run is long enough.
+        """Allocate a block, and return its offset; None if no free run is long enough.
 
         Args:
-            nbytes: how many bytes the block must have at least; it gets the next multiple of `ALIGNMENT`.
+            nbytes: the size of the block, which is rounded up to `ALIGNMENT`.
 
         Raises:
             ValueError: `nbytes` is less than 1.
@@ -87,13 +85,10 @@ class Blocks:
         return offset
 
     def free(self, offset: int) -> None:
-        """Take a block back, and join it with the free runs beside it.
-
-        Args:
-            offset: what `allocate` returned.
+        """Free the block at an offset, and merge it with the adjacent free runs.
 
         Raises:
-            ValueError: no block that is handed out begins at this offset.
+            ValueError: no allocated block begins at this offset.
         """
         length = self.length_of(offset)
         del self._lengths[offset]
@@ -113,7 +108,7 @@ class Blocks:
         """Return the bytes of a block, rounded up to `ALIGNMENT`.
 
         Raises:
-            ValueError: no block that is handed out begins at this offset.
+            ValueError: no allocated block begins at this offset.
         """
         length = self._lengths.get(offset)
         if length is None:
@@ -125,7 +120,7 @@ class Blocks:
         return sorted(self._stop_of.items())
 
     def longest_free_runs(self) -> Iterator[tuple[int, int]]:
-        """Go through the free runs as (start, one past the last byte), the longest first."""
+        """Iterate over the free runs as (start, one past the last byte), the longest first."""
         return ((start, start + length) for length, start in reversed(self._by_length))
 
     def _add_run(self, start: int, stop: int) -> None:

@@ -15,7 +15,7 @@ meantime; the owner of the connection ignores that answer, so `cancel` changes n
 """
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.connection import Connection, ConnectionState, Loss
+from aiotensor.protocol.connection import CLOSED, OPEN, Connection, Loss
 from aiotensor.protocol.exchange import (
     VERSION,
     Answer,
@@ -29,7 +29,7 @@ from aiotensor.protocol.exchange import (
     read_from_server,
     write,
 )
-from aiotensor.protocol.parts import BODY_BYTES, MAX_PARTS, PartLimits, Parts, check_parts, parts_of
+from aiotensor.protocol.parts import MAX_PARTS, PartLimits, Parts, check_parts, parts_of, split
 from aiotensor.protocol.window import SendWindow
 from aiotensor.types import TensorHandle
 
@@ -74,17 +74,6 @@ class ClientConnection(Connection):
         self.has_sent_hello = True
         return [write(ClientHello(VERSION, pid, receiver, *self._own_limits))]
 
-    def check(self, parts: Parts) -> None:
-        """Check that the server accepts a message.
-
-        Args:
-            parts: the body, and the buffers beside it.
-
-        Raises:
-            TooLargeError: a part of it is too large, or it has too many.
-        """
-        check_parts(parts, self.limits, "server")
-
     def ask(
         self, parts: Parts, handles: tuple[TensorHandle, ...], *, wants_answer: bool
     ) -> tuple[int, Parts]:
@@ -100,17 +89,11 @@ class ClientConnection(Connection):
         """
         check_parts(parts, self.limits, "server")
         number, self._next_number = self._next_number, self._next_number + 1
-        if len(parts[0]) >= BODY_BYTES:
-            return number, [write(Ask(number, None, handles, wants_answer)), *parts]
-        return number, [write(Ask(number, memoryview(parts[0]), handles, wants_answer)), *parts[1:]]
+        body, following = split(parts)
+        return number, [write(Ask(number, body, handles, wants_answer)), *following]
 
     def sent(self, number: int, nbytes: int) -> None:
-        """Count a message that was sent.
-
-        Args:
-            number: its number.
-            nbytes: the bytes of its body and buffers.
-        """
+        """Count a message that was sent, with the bytes of its body and buffers."""
         self._sent_below = number + 1
         self.window.sent(nbytes)
 
@@ -148,7 +131,7 @@ class ClientConnection(Connection):
                 if not self.has_sent_hello:
                     raise ProtocolError("it sent its hello before that of the client")
                 self.accept_hello(frame.version, frame.pid, VERSION)
-                self.state = ConnectionState.OPEN
+                self.state = OPEN
                 self.receiver = frame.receiver
                 self.limits = PartLimits(frame.max_part_bytes, frame.max_body_bytes)
                 self.window = SendWindow(frame.max_waiting, frame.max_waiting_bytes)
@@ -156,5 +139,5 @@ class ClientConnection(Connection):
 
     def disconnected(self) -> Loss:
         """End the connection because the socket has ended."""
-        self.state = ConnectionState.CLOSED
+        self.state = CLOSED
         return self.lost("it ended, or the connection broke", is_retried=True)

@@ -23,7 +23,7 @@ import msgspec
 
 from aiotensor.errors import PeerLostError, ProtocolError, RefusedError
 
-__all__ = ["Close", "Connection", "ConnectionState", "Loss", "mismatch"]
+__all__ = ["CLOSED", "OPEN", "OPENING", "Close", "Connection", "ConnectionState", "Loss", "mismatch"]
 
 
 class ConnectionState(enum.Enum):
@@ -34,13 +34,17 @@ class ConnectionState(enum.Enum):
     CLOSED = "closed"
 
 
+# Each frame is checked against the state, and looking up a member of an enum is slow.
+OPENING, OPEN, CLOSED = ConnectionState
+
+
 class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
     """Close the connection; no frame follows. A reason means that this side rejects the other one.
 
     `is_refusal`: a new attempt fails too, until a limit or the version of one side is changed.
     `retry`: the peer may connect again automatically, since another connection only replaced this one.
     `uses_memory`: tensors allocated by this sender still exist. Otherwise the receiver returns the memory
-    that no tensor uses to the system.
+    that its own tensors do not use to the system.
     """
 
     reason: Annotated[str, msgspec.Meta(max_length=1024)] = ""
@@ -83,7 +87,7 @@ class Connection:
     """
 
     def __init__(self, role: str, peer: str, where: str = "") -> None:
-        self.state = ConnectionState.OPENING
+        self.state = OPENING
         self.peer_pid: int | None = None  # as the peer states it
         self._role = role
         self._peer = peer
@@ -92,29 +96,21 @@ class Connection:
     @property
     def is_closed(self) -> bool:
         """Whether no more frames are sent or received."""
-        return self.state is ConnectionState.CLOSED
+        return self.state is CLOSED
 
     def accept_hello(self, version: int, pid: int, ours: int) -> None:
-        """Record the hello of the peer.
-
-        Args:
-            version: the version in the hello.
-            pid: the process id in the hello.
-            ours: the version of this side.
+        """Record the version and the process id in the hello of the peer.
 
         Raises:
             ProtocolError: it is the second hello.
-            RefusedError: the peer has another version.
+            RefusedError: the peer has another version than `ours`.
         """
         reason = self.record_hello(version, pid, ours)
         if reason is not None:
             raise self.refused(reason).error
 
     def record_hello(self, version: int, pid: int, ours: int) -> str | None:
-        """Record the hello of the peer, and return the reason if its version has to be refused.
-
-        Arguments and errors are those of `accept_hello`, except for `RefusedError`.
-        """
+        """Record the hello, as `accept_hello`, but return the reason to refuse the version."""
         if self.peer_pid is not None:
             raise ProtocolError("it sent a second hello")
         self.peer_pid = pid
@@ -126,7 +122,7 @@ class Connection:
         Raises:
             ProtocolError: the peer sent another frame first.
         """
-        if self.state is not ConnectionState.OPEN:
+        if self.state is not OPEN:
             raise ProtocolError("it sent a frame before its hello")
 
     def closed(self, close: Close) -> Loss:
@@ -145,19 +141,14 @@ class Connection:
         return loss
 
     def lost(self, reason: str, *, is_retried: bool) -> Loss:
-        """End the connection because the peer is gone.
-
-        Args:
-            reason: the reason, as a clause after "the receiver is gone".
-            is_retried: whether to connect again automatically.
-        """
-        self.state = ConnectionState.CLOSED
+        """End the connection because the peer is gone; the reason follows "the receiver is gone: "."""
+        self.state = CLOSED
         error = PeerLostError(f"{self._name} is gone: {reason}", pid=self.peer_pid)
         return Loss(error, is_retried, reason)
 
     def refused(self, reason: str) -> Loss:
         """End the connection because the peer refuses this end, or has another version."""
-        self.state = ConnectionState.CLOSED
+        self.state = CLOSED
         error = RefusedError(f"{self._name} refused this {self._role}: {reason}", pid=self.peer_pid)
         return Loss(error, is_retried=False, reason=reason)
 

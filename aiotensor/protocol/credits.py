@@ -1,21 +1,22 @@
-"""A budget of permits or bytes, granted first come first served. It decides; it never waits.
+"""A budget of permits or bytes, granted in the order of the requests. It decides, and never waits.
 
-    request --fits and nobody waits--> granted --release--> (gone)
-       |                                  ^
-       '--else--> waiting ----------------'  as soon as it is first in line and fits
-                     |
-                     '--release--> (gone)
+    request --fits, and the queue is empty--> granted --release--> (ended)
+       |                                         ^
+       '--otherwise--> queued -------------------'  as soon as it is the first and fits
+                          |
+                          '--release--> (ended)
 
-Whoever is first in line blocks everybody behind: a big request is never starved by small ones. What is
-granted belongs to its *holder* until it is released or settled, so that a budget can see when it is
-*stuck*: when everything in use belongs to holders that themselves wait for more.
+The first request in the queue blocks all others, so small requests never starve a large one. A granted amount
+belongs to its *holder* until it is released or settled. So a budget can detect that it is *stuck*: everything
+in use belongs to holders that wait for more.
 
-A budget over a *space* grants a place in it too: then a request fits only if the space has room for it in
-one piece.
+A budget over a *space* also grants a place in it: a request fits only if the space has a free place of this
+size.
 """
 
 from collections import deque
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 __all__ = ["Budget", "Space", "Ticket"]
@@ -24,34 +25,32 @@ P = TypeVar("P")
 
 
 class Space(Protocol[P]):
-    """Where amounts lie, each in one piece."""
+    """A space in which each amount has one contiguous place."""
 
     def allocate(self, amount: int) -> P | None:
-        """Take a place, or None if none is large enough."""
+        """Allocate a place; None if no free place is large enough."""
 
     def free(self, place: P) -> None:
-        """Give a place back."""
+        """Free a place."""
 
 
+@dataclass(eq=False, slots=True)
 class Ticket(Generic[P]):
-    """One request to a budget, whether it was granted, and the place that it got."""
+    """One request to a budget, with its place if it was granted."""
 
-    __slots__ = ("amount", "granted", "holder", "place", "since")
-
-    def __init__(self, amount: int, holder: Hashable) -> None:
-        self.amount = amount
-        self.holder = holder
-        self.granted = False
-        self.place: P | None = None
-        self.since = 0.0  # when it was granted, or joined the line; noted by whoever has a clock
+    amount: int
+    holder: Hashable
+    granted: bool = False
+    place: P | None = None
+    since: float = 0.0  # the time of the grant or the request, set by callers with a clock
 
 
 class Budget(Generic[P]):
-    """Count what is in use of a limit, and who is next in line.
+    """Count the amount in use, and queue the requests that exceed the limit.
 
     Args:
-        limit: the most that can be in use at once, in whatever unit the caller counts.
-        space: where the amounts lie; None if they lie nowhere.
+        limit: the maximum amount in use at once, in any unit.
+        space: the space of the amounts; None if they have no places.
     """
 
     def __init__(self, limit: int, space: Space[P] | None = None) -> None:
@@ -59,90 +58,93 @@ class Budget(Generic[P]):
         self.in_use = 0
         self.peak = 0
         self._space = space
-        self._line: deque[Ticket[P]] = deque()
+        self._queue: deque[Ticket[P]] = deque()
         self._held: dict[Hashable, int] = {}
 
     @property
     def waiting(self) -> int:
-        """Count the requests that wait in line."""
-        return len(self._line)
+        """The number of queued requests."""
+        return len(self._queue)
 
     def request(self, amount: int, holder: Hashable = None) -> Ticket[P]:
-        """Ask for an amount; look at `granted` of the ticket for the answer.
+        """Request an amount; the attribute `granted` of the ticket is the result.
 
         Args:
-            amount: how much, at most the limit (who asks for more would wait for ever).
-            holder: whom the amount belongs to until it is settled; None if it will come back whatever
-                the holder waits for.
+            amount: the amount, at most the limit.
+            holder: the owner of the amount until it is settled; None if the release of the amount depends on
+                no wait of its owner.
 
         Raises:
-            ValueError: the amount is negative or could never be granted.
+            ValueError: the amount is negative, or exceeds the limit.
         """
         if not 0 <= amount <= self.limit:
             raise ValueError(f"amount must be between 0 and the limit of {self.limit}, got {amount}")
         ticket: Ticket[P] = Ticket(amount, holder)
-        if self._line or not self._grant(ticket):
-            self._line.append(ticket)
+        if self._queue or not self._grant(ticket):
+            self._queue.append(ticket)
         return ticket
 
     def try_request(self, amount: int, holder: Hashable = None) -> Ticket[P] | None:
-        """Take an amount if it is free now and nobody waits in line; never join the line.
+        """Take an amount if it is free and the queue is empty.
 
         Raises:
             ValueError: the amount is negative.
         """
         if amount < 0:
             raise ValueError(f"amount must not be negative, got {amount}")
-        if self._line:
+        if self._queue:
             return None
         ticket: Ticket[P] = Ticket(amount, holder)
         return ticket if self._grant(ticket) else None
 
     def release(self, ticket: Ticket[P]) -> list[Ticket[P]]:
-        """Take a request back, granted or not, and return the tickets that this granted, in order."""
+        """End a request, granted or not, and return the tickets that are granted as a result, in order."""
         if not ticket.granted:
-            self._line.remove(ticket)
+            self._queue.remove(ticket)
         else:
             ticket.granted = False
             self.in_use -= ticket.amount
             if ticket.holder is not None:
-                self._let_go(ticket)
+                self._unhold(ticket)
             if self._space is not None and ticket.place is not None:
                 self._space.free(ticket.place)
-        return self._grant_in_order() if self._line else []
+        granted: list[Ticket[P]] = []
+        while self._queue and self._grant(self._queue[0]):
+            granted.append(self._queue.popleft())
+        return granted
 
     def holds(self, ticket: Ticket[P]) -> bool:
-        """Return whether what was granted belongs to a holder that is not settled."""
+        """Return whether a granted amount belongs to a holder that is not settled."""
         return ticket.holder in self._held
 
     def reassign(self, ticket: Ticket[P], holder: Hashable) -> None:
-        """Account what was granted to another holder; None as in `request`."""
+        """Assign a granted amount to another holder; None as in `request`."""
         if ticket.holder is not None:
-            self._let_go(ticket)
+            self._unhold(ticket)
         ticket.holder = holder
         self._hold(ticket)
 
     def settle(self, holder: Hashable) -> None:
-        """Note that what a holder has will come back, whatever that holder waits for."""
+        """Record that the amounts of a holder will be released regardless of its waits."""
         self._held.pop(holder, None)
 
     def stuck(self, elsewhere: int = 0) -> Ticket[P] | None:
-        """Return the request that must be refused so that the others can go on, or None.
+        """Return the request to refuse because the budget is stuck; None if it is not.
 
-        A budget is stuck when somebody waits and everything in use belongs to holders that wait too:
-        none of them can go on, so none will release. The latest in line gives way, of those that hold
-        something if there are any.
+        A budget is stuck if requests are queued and everything in use belongs to holders of queued requests:
+        then no holder can continue, and none will release its amount. The request to refuse is the last one
+        in the queue, preferably of a holder that holds an amount.
 
         Args:
-            elsewhere: how much of what is in use will not be released either before somebody in the line
-                goes on or gives up.
+            elsewhere: the part of the amount in use that is not released either until a queued request is
+                granted or ends.
         """
-        if not self._line or not (self._held or elsewhere):
+        if not self._queue or not (self._held or elsewhere):
             return None
-        waiting = {ticket.holder for ticket in self._line if ticket.holder is not None}
+        waiting = {ticket.holder for ticket in self._queue if ticket.holder is not None}
         if sum(self._held.get(holder, 0) for holder in waiting) + elsewhere < self.in_use:
             return None
-        latest = [ticket for ticket in reversed(self._line) if ticket.holder is not None]
+        latest = [ticket for ticket in reversed(self._queue) if ticket.holder is not None]
         return next((ticket for ticket in latest if ticket.holder in self._held), next(iter(latest), None))
 
     def _grant(self, ticket: Ticket[P]) -> bool:
@@ -154,7 +156,8 @@ class Budget(Generic[P]):
                 return False
         ticket.granted = True
         self.in_use += ticket.amount
-        self.peak = max(self.peak, self.in_use)
+        if self.in_use > self.peak:
+            self.peak = self.in_use
         if ticket.holder is not None:
             self._hold(ticket)
         return True
@@ -163,15 +166,9 @@ class Budget(Generic[P]):
         if ticket.holder is not None and ticket.amount:
             self._held[ticket.holder] = self._held.get(ticket.holder, 0) + ticket.amount
 
-    def _let_go(self, ticket: Ticket[P]) -> None:
-        left = self._held.get(ticket.holder, 0) - ticket.amount
-        if left > 0:
-            self._held[ticket.holder] = left
+    def _unhold(self, ticket: Ticket[P]) -> None:
+        remaining = self._held.get(ticket.holder, 0) - ticket.amount
+        if remaining > 0:
+            self._held[ticket.holder] = remaining
         else:
             self._held.pop(ticket.holder, None)
-
-    def _grant_in_order(self) -> list[Ticket[P]]:
-        granted: list[Ticket[P]] = []
-        while self._line and self._grant(self._line[0]):
-            granted.append(self._line.popleft())
-        return granted

@@ -26,6 +26,7 @@ tuple. `client.py` and `server.py` contain the rules for the order of the frames
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
@@ -96,11 +97,9 @@ class ClientHello(msgspec.Struct, frozen=True, array_like=True, tag="client"):
 
 
 class ServerHello(msgspec.Struct, frozen=True, array_like=True, tag="server"):
-    """Answer a `ClientHello`.
+    """Answer a `ClientHello`; further fields are as in that.
 
-    `receiver` is the id of the server's receiver; "" for none. `max_waiting` and `max_waiting_bytes` bound
-    the client's messages that wait to be taken, `max_part_bytes` bounds each part of a message, and
-    `max_body_bytes` its body; None for no limit.
+    `max_waiting` and `max_waiting_bytes` bound the client's messages that wait to be taken.
     """
 
     version: int
@@ -142,10 +141,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
-    """Answer a message with an error: the name of its type, and its text.
-
-    `is_loss` means that the server stopped its work on the message, as when its process exits.
-    """
+    """Answer a message with an error; the fields are those of `Cause`."""
 
     number: Number
     type_name: _Id
@@ -183,27 +179,24 @@ def _plain(text: str, length: int) -> str:
     return text[:length].encode(errors="backslashreplace").decode()[:length]
 
 
-def _reader(decoder: "msgspec.msgpack.Decoder[T]", peer: str) -> Callable[[bytes | memoryview], T]:
-    def read(header: bytes | memoryview) -> T:
-        """Decode a header.
+def _read(decoder: "msgspec.msgpack.Decoder[T]", peer: str, header: bytes | memoryview) -> T:
+    """Decode a header.
 
-        Raises:
-            ProtocolError: it is no frame of this direction, a number is out of bounds, or it is too long.
-        """
-        if len(header) > MAX_HEADER_BYTES:
-            raise ProtocolError(
-                f"{peer} sent a header of {len(header)} bytes: at most {MAX_HEADER_BYTES} are read"
-            )
-        try:
-            return decoder.decode(header)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"{peer} sent a header that cannot be read: {error}") from error
-
-    return read
+    Raises:
+        ProtocolError: it is no frame of this direction, a number is out of bounds, or it is too long.
+    """
+    if len(header) > MAX_HEADER_BYTES:
+        raise ProtocolError(
+            f"{peer} sent a header of {len(header)} bytes: at most {MAX_HEADER_BYTES} are read"
+        )
+    try:
+        return decoder.decode(header)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"{peer} sent a header that cannot be read: {error}") from error
 
 
 _from_client: "msgspec.msgpack.Decoder[FromClient]" = msgspec.msgpack.Decoder(FromClient)
 _from_server: "msgspec.msgpack.Decoder[FromServer]" = msgspec.msgpack.Decoder(FromServer)
 
-read_from_client = _reader(_from_client, "a client")
-read_from_server = _reader(_from_server, "the server")
+read_from_client = partial(_read, _from_client, "a client")
+read_from_server = partial(_read, _from_server, "the server")

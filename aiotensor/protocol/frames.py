@@ -116,7 +116,7 @@ MAX_HELLO_BYTES = 4 * 1024
 # The most tensors of a message. Tensors placed inline use no shared memory, so this bounds their bytes.
 MAX_TENSORS = 1024
 
-# The most holders in a `StatisticsReply`: those that have held their permits and memory for the longest time.
+# The most holders in a `StatisticsReply`, the longest first.
 # So the longest reply fits into a record of any receiver, and can be forwarded.
 MAX_HOLDERS = 8
 

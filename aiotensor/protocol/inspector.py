@@ -13,7 +13,7 @@ receiver's end, `InspectedConnection`, is open from the `Inspect` on, and accept
 from collections.abc import Sequence
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.connection import Close, ConnectionState, mismatch
+from aiotensor.protocol.connection import CLOSED, OPEN, Close, mismatch
 from aiotensor.protocol.frames import (
     FROM_SENDER,
     LEAST_FRAME_BYTES,
@@ -70,7 +70,7 @@ class InspectorConnection(RecordConnection[ToInspector, Inspect]):
             case Welcome():
                 self.receiver_id = frame.receiver
                 self.accept_hello(frame.version, frame.pid, VERSION)
-                self.state = ConnectionState.OPEN
+                self.state = OPEN
             case ReceiverReport():
                 self.check_open()
                 if self.has_reports:
@@ -84,7 +84,7 @@ class InspectorConnection(RecordConnection[ToInspector, Inspect]):
                     raise ProtocolError("it forwarded two replies of one sender")
                 self.replies[frame.sender] = frame
             case Close():
-                self.state = ConnectionState.CLOSED
+                self.state = CLOSED
 
 
 class InspectedConnection(RecordConnection[FromSender, ToInspector]):
@@ -101,7 +101,7 @@ class InspectedConnection(RecordConnection[FromSender, ToInspector]):
     def __init__(self, inspect: Inspect, welcome: Welcome) -> None:
         super().__init__("receiver", "the inspector", FROM_SENDER, welcome.max_frame_bytes, MAX_RECORD_BYTES)
         self.peer_pid = inspect.pid
-        self.state = ConnectionState.OPEN
+        self.state = OPEN
         self.mismatch = mismatch(inspect.version, VERSION)
         self._send(welcome)
 
@@ -115,11 +115,6 @@ class InspectedConnection(RecordConnection[FromSender, ToInspector]):
     def forward(self, reply: StatisticsReply) -> None:
         """Forward the reply of a sender."""
         self._send(reply, MAX_RECORD_BYTES)
-
-    def close(self, reason: str = "", *, is_refusal: bool = False, retry: bool = False) -> None:
-        """Send the last frame."""
-        self._send(Close(reason, is_refusal, retry))
-        self.state = ConnectionState.CLOSED
 
     def _validate(self, frame: FromSender) -> None:
         raise ProtocolError("it sent another frame after its `Inspect`")

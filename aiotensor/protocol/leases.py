@@ -1,6 +1,8 @@
-"""Which blocks of memory are pinned, and by whom. A block is free when nothing pins it any more."""
+"""The pins of memory blocks. A block is free when it has no pin."""
 
 from typing import Generic, TypeVar
+
+import msgspec
 
 from aiotensor.errors import ProtocolError
 
@@ -9,21 +11,18 @@ __all__ = ["Leases"]
 G = TypeVar("G")
 
 
-class _PinnedBlock(Generic[G]):
-    __slots__ = ("grant", "is_owned", "sent")
-
-    def __init__(self, grant: G) -> None:
-        self.grant = grant
-        self.is_owned = True
-        self.sent = 0
+class _PinnedBlock(msgspec.Struct, Generic[G], eq=False):
+    grant: G
+    is_owned: bool = True
+    sent: int = 0  # announcements that were not released
 
 
 class Leases(Generic[G]):
-    """Count the pins of numbered blocks, and hand back what was granted for a block when it is free.
+    """Count the pins of numbered blocks, and return the grant of a block when it is free.
 
-    A block is pinned by its owner (the copy that fills it, or the caller who allocated it) and once for
-    each tensor announced over it; so it can be sent several times, or to several receivers, and nobody on
-    the other side can free what is still being written here.
+    A block is pinned by its owner (the copy that fills it, or the caller that allocated it), and once for
+    each tensor announced over it. So it can be sent several times, also to several receivers, and no peer can
+    free memory that this side still writes.
     """
 
     def __init__(self) -> None:
@@ -33,10 +32,6 @@ class Leases(Generic[G]):
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def sent(self) -> list[G]:
-        """Return what was granted for the blocks that announcements pin."""
-        return [block.grant for block in self._blocks.values() if block.sent]
-
     def own(self, grant: G) -> int:
         """Number a new block, whose owner may still write to it."""
         number = self._next
@@ -44,16 +39,28 @@ class Leases(Generic[G]):
         self._blocks[number] = _PinnedBlock(grant)
         return number
 
+    def grants(self) -> dict[int, G]:
+        """Return the grants of all blocks by their numbers."""
+        return {number: block.grant for number, block in self._blocks.items()}
+
     def grant_of(self, number: int) -> G:
-        """Return what was granted for a block."""
+        """Return the grant of a block."""
         return self._blocks[number].grant
+
+    def sent(self) -> list[G]:
+        """Return the grants of the blocks that announcements pin."""
+        return [block.grant for block in self._blocks.values() if block.sent]
+
+    def is_sent(self, number: int) -> bool:
+        """Return whether an announcement pins a block."""
+        return self._blocks[number].sent > 0
 
     def pin(self, number: int) -> None:
         """Pin a block for one more announcement."""
         self._blocks[number].sent += 1
 
     def unpin(self, number: int) -> G | None:
-        """Take the pin of one announcement back; return the grant if that freed the block.
+        """Remove the pin of one announcement; return the grant if the block is free now.
 
         Raises:
             ProtocolError: no announcement pins such a block.
@@ -65,26 +72,17 @@ class Leases(Generic[G]):
         return self._freed(number, block)
 
     def disown(self, number: int) -> G | None:
-        """Note that the owner let go of a block; return the grant if that freed it."""
+        """Remove the pin of the owner; return the grant if the block is free now."""
         block = self._blocks[number]
         block.is_owned = False
         return self._freed(number, block)
 
     def unpin_all(self) -> list[G]:
-        """Take back the pins of all announcements, since nobody is left to do so; return what that freed."""
-        freed = []
-        for number, block in list(self._blocks.items()):
+        """Remove the pins of all announcements, and return the grants of the blocks that are free now."""
+        for block in self._blocks.values():
             block.sent = 0
-            freed.append(self._freed(number, block))
-        return [one for one in freed if one is not None]
-
-    def grants(self) -> dict[int, G]:
-        """Return what was granted for each block in use, by its number."""
-        return {number: block.grant for number, block in self._blocks.items()}
-
-    def is_sent(self, number: int) -> bool:
-        """Return whether an announcement pins a block."""
-        return self._blocks[number].sent > 0
+        freed = [number for number, block in self._blocks.items() if not block.is_owned]
+        return [self._blocks.pop(number).grant for number in freed]
 
     def _freed(self, number: int, block: _PinnedBlock[G]) -> G | None:
         if block.is_owned or block.sent:

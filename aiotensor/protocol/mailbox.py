@@ -35,9 +35,7 @@ from aiotensor.errors import (
     ProtocolError,
     RefusedError,
 )
-from aiotensor.protocol.claims import Claims, Key
-from aiotensor.protocol.remembered import ArrivedMessage, SenderRecord
-from aiotensor.protocol.unclaimed import Unclaimed
+from aiotensor.protocol.arrived import ArrivedMessage, Claims, Key, SenderRecord
 
 __all__ = ["REMEMBERED_RANGES", "REMEMBERED_SENDERS", "Key", "Mailbox"]
 
@@ -45,7 +43,7 @@ T = TypeVar("T")
 
 # How many ranges of a sender's ended messages over all its connections, and how many departed senders are
 # remembered. An older message gets a less exact error (taken, discarded or lost), and a handle of an older
-# sender waits like one of a sender that has not come yet.
+# sender waits like one of a sender that has not connected yet.
 REMEMBERED_RANGES = 1024
 REMEMBERED_SENDERS = 4096
 
@@ -53,24 +51,37 @@ REMEMBERED_SENDERS = 4096
 class Mailbox(Generic[T]):
     """Store tensors as they arrive, and return each of them once.
 
-    Methods that change the result of a waiting call return the keys of the tensors that it may wait for.
+    Methods that change the result of waiting calls return the keys of the tensors that these wait for.
+
+    Attributes:
+        messages_discarded: the number of discarded messages.
+        messages_left: the number of messages that can be taken and whose senders have closed.
     """
 
     def __init__(self) -> None:
-        self._senders: dict[str, SenderRecord[T]] = {}
         self.messages_discarded = 0
-        self.messages_left = 0  # that can be taken and whose senders have closed
+        self.messages_left = 0
+        self._senders: dict[str, SenderRecord[T]] = {}
         self._departed: OrderedDict[str, None] = OrderedDict()
         self._never_connected: OrderedDict[str, None] = OrderedDict()  # known only from discarded handles
         # By their first keys, in the order in which iterations deliver them.
         self._whole: OrderedDict[Key, ArrivedMessage[T]] = OrderedDict()
         self._claims = Claims()
-        self.unclaimed = Unclaimed()  # of all senders
+
+    @property
+    def unclaimed_tensors(self) -> int:
+        """The number of stored tensors."""
+        return sum(record.unclaimed_tensors for record in self._senders.values())
+
+    @property
+    def unclaimed_bytes(self) -> int:
+        """The bytes of the stored tensors."""
+        return sum(record.unclaimed_bytes for record in self._senders.values())
 
     # Frames of senders
 
     def join(self, sender: str, pid: int, limit: int, first: int = 0) -> Sequence[Key]:
-        """Record that a sender has connected, perhaps again; return the keys whose waiters are to be woken.
+        """Record that a sender has connected, perhaps again.
 
         Args:
             sender: its id.
@@ -104,21 +115,12 @@ class Mailbox(Generic[T]):
         record = self._senders[sender]
         if number in record.messages:
             return True
-        record.next = max(record.next, number + 1)
+        if number >= record.next:
+            record.next = number + 1
         return number not in record.ended
 
     def put(self, key: Key, item: T, nbytes: int, *, last: bool = False) -> Sequence[Key]:
-        """Store a tensor of a message that `wants` accepts; after the last one, the message is whole.
-
-        Args:
-            key: the key of the tensor, whose number is the next one in its message.
-            item: the tensor.
-            nbytes: its size in bytes.
-            last: whether the message has no further tensor.
-
-        Returns:
-            the keys whose waiters are to be woken.
-        """
+        """Store the next tensor of a message that `wants` accepts; the last one makes the message whole."""
         record = self._senders[key.sender]
         message = record.messages.get(key.message)
         if message is None:
@@ -126,27 +128,28 @@ class Mailbox(Generic[T]):
         message.tensors[key.tensor] = item
         message.keys.append(key)
         message.sizes.append(nbytes)
-        record.unclaimed.add(1, nbytes)
+        record.unclaimed_tensors += 1
+        record.unclaimed_bytes += nbytes
         return self._make_whole(key.sender, key.message, message) if last else []
 
     def end(self, sender: str, number: int) -> Sequence[Key]:
-        """Make a message whole, and return the keys whose waiters are to be woken."""
+        """Complete a message."""
         message = self._senders[sender].messages.get(number)
         return [] if message is None else self._make_whole(sender, number, message)
 
     def leave(self, sender: str) -> Sequence[Key]:
-        """Note that a sender closed: what is whole stays, what is not is discarded."""
+        """Record that a sender closed: its whole messages stay, the others are discarded."""
         record = self._senders[sender]
-        record.left = True
         for number in [number for number, message in record.messages.items() if message.count is None]:
             self.messages_discarded += 1
-            record.drop(number)
+            self._drop(record, number)
+        record.left = True
         self.messages_left += len(record.messages)
         self._remember(self._departed, sender)
         return self._claims.of_sender(sender)
 
     def lose(self, sender: str, error: AioTensorError, pid: int | None = None) -> Sequence[Key]:
-        """Note that a sender died, broke the link or was not admitted: nothing of it can be taken now."""
+        """Record that a sender is gone or was refused: its tensors cannot be taken any more."""
         record = self._record(sender)
         if record.left:
             return []
@@ -155,20 +158,17 @@ class Mailbox(Generic[T]):
         record.joined = True
         record.loss = record.last_loss = error
         for number in list(record.messages):
-            self._drop(sender, record, number)
+            self._drop(record, number)
         self._remember(self._departed, sender)
         return self._claims.of_sender(sender)
 
-    # What the receiver's side does
-
     def discard(self, sender: str, number: int) -> tuple[bool, Sequence[Key]]:
-        """Drop a message, also one that has not arrived; one that has ended stays as it is.
+        """Discard a message, even before it arrives; a message that has ended is not affected.
 
-        Of one that has not arrived, tensors that arrive later are not expected; see `expects`. So too of a
-        lost sender: it may be back already, and its handle here before its introduction.
+        The sender may be unknown, or lost: it may have connected again without its hello being read.
 
         Returns:
-            whether something of the message had arrived, and the keys whose waiters are to be woken.
+            whether part of the message had arrived, and the keys.
         """
         record = self._record(sender)
         if not record.joined:
@@ -180,36 +180,36 @@ class Mailbox(Generic[T]):
         ):
             return False, []
         had_arrived = number in record.messages
-        self._drop(sender, record, number)
-        # Those that are in flight leave a gap each; handles of messages that may never come can be any.
+        self._drop(record, number)
+        # Each message in flight may leave a gap, but handles of unknown messages have arbitrary numbers.
         record.ended.keep_first(record.limit + REMEMBERED_RANGES)
         self.messages_discarded += 1
         return had_arrived, self._claims.of_message(sender, number)
 
-    # What takers do
+    # Calls that take tensors
 
     def claim(self, key: Key) -> None:
-        """Keep a tensor from `next_unclaimed` while somebody waits for it by its handle."""
+        """Keep a tensor from `next_unclaimed` while a call waits for it by its handle."""
         self._claims.add(key)
 
     def unclaim(self, key: Key) -> None:
-        """Take one claim back."""
+        """Withdraw one claim."""
         self._claims.remove(key)
 
     def hold(self, key: Key) -> T | None:
-        """Reserve a tensor and return it, or None if it has not arrived.
+        """Reserve a tensor and return it; None if it has not arrived.
 
         Raises:
-            AlreadyTakenError: it was taken before, or somebody holds it.
+            AlreadyTakenError: it was taken before, or another call holds it.
             DiscardedError: its message was discarded or ended without it, or its sender closed without it.
-            PeerLostError: its sender died or broke the link.
-            RefusedError: its sender was not admitted.
+            PeerLostError: its sender is gone.
+            RefusedError: its sender was refused.
         """
         record = self._senders.get(key.sender)
         if record is None:
             return None
         message = record.messages.get(key.message)
-        # What is among the messages has neither ended nor was it lost.
+        # A stored message has neither ended nor been lost.
         if (
             message is None
             or message.count is None
@@ -224,42 +224,41 @@ class Mailbox(Generic[T]):
         return message.tensors[key.tensor]
 
     def _why_never(self, key: Key, record: SenderRecord[T]) -> AioTensorError | None:
-        """Make the error that says why a tensor cannot be held, or None if it may still arrive."""
+        """Return the error if a tensor cannot be held now or later; None if it may still arrive."""
         name = f"tensor {key.tensor} of message {key.message} of sender {key.sender}"
+        is_lost = record.loss is not None or key.message < record.first
+        message = record.messages.get(key.message)
         if key.message in record.ended:
             if key.message in record.discarded:
-                if record.loss is not None or key.message < record.first:
-                    return _lost(key, record)
-                return DiscardedError(f"{name} was discarded")
-            return AlreadyTakenError(f"{name} was received before; keep the tensor, or send it again")
-        if record.loss is not None or key.message < record.first:
+                return _lost(key, record) if is_lost else DiscardedError(f"{name} was discarded")
+        elif is_lost:
             return _lost(key, record)
-        message = record.messages.get(key.message)
-        if message is None or message.count is None:
+        elif message is None or message.count is None:
             if record.left:
                 return DiscardedError(f"{name} was never sent: its sender (pid {record.pid}) closed")
             return None
-        if 0 <= key.tensor < message.count:
-            return AlreadyTakenError(f"{name} was received before; keep the tensor, or send it again")
-        return DiscardedError(f"{name} was never sent: the message ended after {message.count} tensors")
+        elif not 0 <= key.tensor < message.count:
+            return DiscardedError(f"{name} was never sent: the message ended after {message.count} tensors")
+        return AlreadyTakenError(f"{name} was received before; keep the tensor, or send it again")
 
     def finish(self, key: Key) -> bool:
-        """Take a held tensor, and say whether that was the last of its message."""
+        """Take a held tensor, and return whether it was the last one of its message."""
         record = self._senders.get(key.sender)
         message = record.messages.get(key.message) if record is not None else None
         if record is None or message is None:
-            return False  # discarded or lost while it was held: the taker has it all the same
+            return False  # discarded or lost while it was held; the call receives it nevertheless
         del message.tensors[key.tensor]
-        record.unclaimed.add(-1, -message.sizes[key.tensor])
+        record.unclaimed_tensors -= 1
+        record.unclaimed_bytes -= message.sizes[key.tensor]
         if message.tensors:
             return False
         del record.messages[key.message], self._whole[message.keys[0]]
         self.messages_left -= record.left
-        record.end(key.message, discarded=False)
+        record.ended.add(key.message)
         return True
 
     def put_back(self, key: Key) -> Sequence[Key]:
-        """Leave a held tensor claimable, in its place among the others."""
+        """Return a held tensor to its place."""
         record = self._senders.get(key.sender)
         message = record.messages.get(key.message) if record is not None else None
         if message is None:
@@ -268,7 +267,7 @@ class Mailbox(Generic[T]):
         return [key]
 
     def next_unclaimed(self) -> Key | None:
-        """Return what `hold_next` would hold, or None if it would find nothing."""
+        """Return the key of the tensor that `hold_next` would hold; None if there is none."""
         claims = self._claims
         for message in self._whole.values():
             for tensor in message.tensors:
@@ -293,17 +292,16 @@ class Mailbox(Generic[T]):
             self._whole.move_to_end(message.keys[0], last=False)
         return key, message.tensors[key.tensor], count
 
-    # What is there
-
-    def unclaimed_of(self, sender: str) -> Unclaimed:
-        """Return the counts of the tensors of one sender that arrived and that nobody has taken."""
-        return self._senders[sender].unclaimed
+    def unclaimed_of(self, sender: str) -> tuple[int, int]:
+        """Return the number of stored tensors of a sender, and their bytes."""
+        record = self._senders[sender]
+        return record.unclaimed_tensors, record.unclaimed_bytes
 
     def clear(self) -> None:
-        """Drop every tensor; claims stay, for their owners to take back."""
+        """Drop every tensor; claims stay until their calls withdraw them."""
         for record in self._senders.values():
             record.messages.clear()
-            record.unclaimed.add(-record.unclaimed.tensors, -record.unclaimed.nbytes)
+            record.unclaimed_tensors = record.unclaimed_bytes = 0
         self._whole.clear()
         self.messages_left = 0
 
@@ -318,27 +316,31 @@ class Mailbox(Generic[T]):
     def _record(self, sender: str) -> SenderRecord[T]:
         record = self._senders.get(sender)
         if record is None:
-            record = self._senders[sender] = SenderRecord(Unclaimed(self.unclaimed))
+            record = self._senders[sender] = SenderRecord()
         return record
 
-    def _drop(self, sender: str, record: SenderRecord[T], number: int) -> None:
-        message = record.drop(number)
+    def _drop(self, record: SenderRecord[T], number: int) -> None:
+        """Drop the tensors of a message, and discard it."""
+        message = record.messages.pop(number, None)
+        record.discard(number)
         if message is not None:
-            self._whole.pop(message.keys[0], None)  # of one that is not whole it has none
+            record.unclaimed_tensors -= len(message.tensors)
+            record.unclaimed_bytes -= sum(message.sizes[tensor] for tensor in message.tensors)
+            self._whole.pop(message.keys[0], None)  # absent unless the message is whole
             self.messages_left -= record.left
 
     def _remember(self, senders: OrderedDict[str, None], sender: str) -> None:
-        """Remember a sender that is not here, and forget the oldest of its kind beyond a limit."""
+        """Remember a sender that is not connected, and forget the oldest one beyond the limit."""
         senders[sender] = None
         if len(senders) > REMEMBERED_SENDERS:
-            # One that left tensors behind which can still be taken stays.
+            # A sender with messages that can still be taken stays.
             oldest = next((name for name in senders if not self._senders[name].messages), None)
             if oldest is not None:
                 del senders[oldest], self._senders[oldest]
 
 
 def _lost(key: Key, record: SenderRecord[T]) -> AioTensorError:
-    # What a sender had sent over an earlier connection went with that one, and not by the refusal.
+    # Messages of an earlier connection were lost with that connection, and not by the refusal.
     if isinstance(record.loss, RefusedError) and key.message >= record.next:
         return RefusedError(
             f"sender {key.sender} (pid {record.pid}) was refused: {record.loss}", pid=record.pid

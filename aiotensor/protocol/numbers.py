@@ -25,7 +25,7 @@ class NumberSet:
         return index >= 0 and number < self._stops[index]
 
     def add(self, number: int) -> None:
-        """Add a number; one that is already there changes nothing."""
+        """Add a number, unless the set contains it."""
         if self._stops and number == self._stops[-1]:
             self._stops[-1] += 1  # nearly always
             return

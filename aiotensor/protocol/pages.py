@@ -1,8 +1,8 @@
-"""Which pages of a stretch of memory the system has given. It counts offsets; it never sees the memory.
+"""The pages of a memory range that the system has provided, as offsets, without access to the memory.
 
-The system gives memory by pages. It is asked for *chunks* of many pages, so that the next small block finds
-memory that is there already, and for single pages where memory is scarce. A chunk is noted as full, as
-empty, or page by page.
+The system provides memory by pages. It is requested in *chunks* of many pages, so that the next small block
+finds warm memory, and in single pages where memory is scarce. A chunk is recorded as full, as empty, or page
+by page.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ Range: TypeAlias = tuple[int, int]
 
 
 class WarmPages:
-    """Know which pages have memory.
+    """Record which pages have memory.
 
     Args:
         size: of the whole stretch, in bytes; a multiple of `page`.
@@ -65,7 +65,7 @@ class WarmPages:
         return ranges
 
     def add(self, ranges: Iterable[Range]) -> None:
-        """Note that ranges have memory, each of them in one chunk."""
+        """Record that ranges have memory, each in one chunk."""
         for start, length in ranges:
             chunk = start // CHUNK_BYTES
             low = chunk * CHUNK_BYTES
@@ -76,7 +76,7 @@ class WarmPages:
             self._note(chunk, pages)
 
     def take(self, start: int, stop: int, most: int | None = None) -> list[Range]:
-        """Note that the pages within a range have no memory any more, and list them.
+        """Record that the pages within a range have no memory any more, and list them.
 
         Args:
             start: where the range begins.

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 from aiotensor.errors import ProtocolError, TooLargeError
 from aiotensor.protocol.frames import MAX_TENSORS
 
-__all__ = ["BODY_BYTES", "MAX_PARTS", "PartLimits", "Parts", "check_parts", "parts_of"]
+__all__ = ["BODY_BYTES", "MAX_PARTS", "PartLimits", "Parts", "check_parts", "parts_of", "split"]
 
 Parts: TypeAlias = Sequence[bytes | memoryview]
 
@@ -72,6 +72,11 @@ def check_parts(parts: Parts, limits: PartLimits, peer: str) -> None:
             limit=limit,
             requested=largest,
         )
+
+
+def split(parts: Parts) -> tuple[memoryview | None, Parts]:
+    """Return the body to put in the header, unless it is large, and the parts after the header."""
+    return (None, parts) if len(parts[0]) >= BODY_BYTES else (memoryview(parts[0]), parts[1:])
 
 
 def parts_of(body: memoryview | None, following: list[memoryview], limits: PartLimits) -> list[memoryview]:

@@ -15,11 +15,12 @@ side has discarded, because it does not know that yet; its owner drops such tens
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.connection import Close, ConnectionState, mismatch
+from aiotensor.protocol.connection import CLOSED, OPEN, OPENING, Close, mismatch
 from aiotensor.protocol.frames import (
     ARENA,
     FROM_SENDER,
@@ -44,13 +45,60 @@ from aiotensor.protocol.frames import (
 )
 from aiotensor.protocol.records import RecordConnection
 
-__all__ = ["MAX_SEGMENTS", "ReceiverConnection"]
+__all__ = ["MAX_SEGMENTS", "AdmissionLimits", "ReceiverConnection"]
 
 # The most segments of one sender. A sender of this library attaches one. Without a limit, a sender could
 # attach a page at a time until this process has no mappings left (65530 by default on Linux).
 MAX_SEGMENTS = 8
 
 _WHOLE = -1
+
+
+class AdmissionLimits(NamedTuple):
+    """The limits for all senders together; None for no limit.
+
+    The admission of a sender covers its maximum use, so that no later frame can exceed a limit.
+
+    Attributes:
+        senders: connected senders.
+        mapped_bytes: bytes of shared memory that are mapped, or reserved for connected senders.
+        unclaimed_messages: messages that may wait to be taken.
+        frame_bytes: the longest record in bytes.
+    """
+
+    senders: int | None
+    mapped_bytes: int | None
+    unclaimed_messages: int | None
+    frame_bytes: int
+
+    def exceeded_by(self, hello: Hello, senders: int, mapped: int, promised: int) -> str | None:
+        """Return the limit that another sender would exceed, with a remedy; None if it can be admitted.
+
+        Args:
+            hello: the hello of the sender.
+            senders: the number of connected senders.
+            mapped: bytes of shared memory that are mapped, or reserved for these.
+            promised: messages that these may have in flight, and remaining messages of closed senders.
+        """
+        if self.senders is not None and senders >= self.senders:
+            return (
+                f"max_senders={self.senders} senders are connected already: raise max_senders of the "
+                "receiver, or close another sender"
+            )
+        if self.mapped_bytes is not None and mapped + hello.arena_bytes > self.mapped_bytes:
+            return (
+                f"{mapped} bytes of shared memory are reserved for others and this sender wants "
+                f"{hello.arena_bytes}, more than max_mapped_bytes={self.mapped_bytes} allows: raise "
+                "max_mapped_bytes of the receiver, or lower arena_bytes of the senders"
+            )
+        wanted = hello.max_concurrent_videos
+        if self.unclaimed_messages is not None and promised + wanted > self.unclaimed_messages:
+            return (
+                f"{promised} messages in flight are reserved for others and this sender wants {wanted}, "
+                f"more than max_unclaimed_messages={self.unclaimed_messages} allows: raise "
+                "max_unclaimed_messages of the receiver, or lower max_concurrent_videos of the senders"
+            )
+        return None
 
 
 class ReceiverConnection(RecordConnection[FromSender, ToSender]):
@@ -92,13 +140,13 @@ class ReceiverConnection(RecordConnection[FromSender, ToSender]):
     def admit(self) -> None:
         """Admit the sender."""
         self._send(self._welcome)
-        self.state = ConnectionState.OPEN
+        self.state = OPEN
 
     def refuse(self, reason: str, *, is_refusal: bool = True) -> None:
         """Close the connection with a reason; see `Close` for `is_refusal`."""
-        if self.state is ConnectionState.OPENING:  # the sender reads the version in the `Welcome`
+        if self.state is OPENING:  # the sender reads the version in the `Welcome`
             self._send(replace(self._welcome, is_admitted=False))
-        self.close(reason, is_refusal=is_refusal)
+        self.close(Close(reason, is_refusal))
 
     def taken(self, message: int) -> None:
         """Return the permit of a message whose tensors were all taken."""
@@ -122,11 +170,10 @@ class ReceiverConnection(RecordConnection[FromSender, ToSender]):
         self._send(StatisticsRequest())
         return True
 
-    def close(self, reason: str = "", *, is_refusal: bool = False) -> None:
+    def close(self, close: Close) -> None:
         """Send the last frame, after all others."""
         self._send_answers()
-        self._send(Close(reason, is_refusal))
-        self.state = ConnectionState.CLOSED
+        super().close(close)
 
     def data_to_send(self) -> Sequence[bytes]:
         """Return the records to write now."""
@@ -144,7 +191,7 @@ class ReceiverConnection(RecordConnection[FromSender, ToSender]):
     # Frames of the sender
 
     def _validate(self, frame: FromSender) -> None:
-        if self.state is not ConnectionState.OPEN:
+        if self.state is not OPEN:
             self.check_open()
         match frame:
             case Put():
@@ -154,7 +201,11 @@ class ReceiverConnection(RecordConnection[FromSender, ToSender]):
                     if number != self._next_message:
                         self._check_begun(number)
                         return  # this side has discarded the message
-                    count = self._begin()
+                    limit = self.hello.max_concurrent_videos
+                    if len(self._messages) >= limit:
+                        raise ProtocolError(f"it has more than its limit of {limit} messages in flight")
+                    self._next_message += 1
+                    count = 0
                 if frame.tensor != count or count >= MAX_TENSORS:  # _WHOLE is no number of a tensor
                     raise ProtocolError(f"it sent tensor {frame.tensor} of message {number} out of order")
                 self._messages[number] = _WHOLE if frame.last else count + 1
@@ -178,16 +229,7 @@ class ReceiverConnection(RecordConnection[FromSender, ToSender]):
                     raise ProtocolError(f"it sent statistics with more than {MAX_HOLDERS} holders")
                 self._awaits_statistics = False
             case Close():
-                self.state = ConnectionState.CLOSED
-
-    def _begin(self) -> int:
-        """Begin the next message, and return the number of its first tensor."""
-        if len(self._messages) >= self.hello.max_concurrent_videos:
-            raise ProtocolError(
-                f"it has more than its limit of {self.hello.max_concurrent_videos} messages in flight"
-            )
-        self._next_message += 1
-        return 0
+                self.state = CLOSED
 
     def _check_begun(self, number: int) -> None:
         if not self.hello.first_message <= number < self._next_message:

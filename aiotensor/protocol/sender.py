@@ -18,7 +18,7 @@ in the meantime; its owner ignores such an answer.
 from msgspec.structs import replace
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.connection import Close, ConnectionState
+from aiotensor.protocol.connection import CLOSED, OPEN, Close
 from aiotensor.protocol.frames import (
     LEAST_FRAME_BYTES,
     MAX_HOLDERS,
@@ -67,11 +67,6 @@ class SenderConnection(RecordConnection[ToSender, FromSender]):
         self._messages: dict[int, int] = {}  # the count of tensors announced, or _WHOLE
         self._records.append(encode(hello))
 
-    @property
-    def is_admitted(self) -> bool:
-        """Whether the receiver has admitted this sender, and neither side has closed the connection."""
-        return self.state is ConnectionState.OPEN
-
     # Commands
 
     def attach(self, segment: int, placement: str, nbytes: int) -> bytes:
@@ -101,41 +96,28 @@ class SenderConnection(RecordConnection[ToSender, FromSender]):
         holders = statistics.holders[:MAX_HOLDERS]
         self._send(StatisticsReply(bounded(replace(statistics, holders=holders))), _REPLY_BYTES)
 
-    def close(self, *, uses_memory: bool) -> None:
-        """Send the last frame.
-
-        Args:
-            uses_memory: whether tensors allocated by this sender still exist. If so, the receiver must not
-                return any memory to the system, not even memory that it does not use itself.
-        """
-        self._send(Close(uses_memory=uses_memory))
-        self.state = ConnectionState.CLOSED
-
     # Frames of the receiver
 
     def _validate(self, frame: ToSender) -> None:
         match frame:
             case Taken() | Discarded():
-                if self.state is not ConnectionState.OPEN:
+                if self.state is not OPEN:
                     self.check_open()
                 for number in frame.messages:
                     count = self._messages.pop(number, None)
                     if count is None:  # discarded by this side, or never sent
-                        self._check_sent(number)
+                        if not self._first_message <= number < self.next_message:
+                            raise ProtocolError(f"it answered message {number}, which was never sent")
                     elif count != _WHOLE and isinstance(frame, Taken):
                         raise ProtocolError(f"it took message {number}, which was not whole")
             case Close():
-                self.state = ConnectionState.CLOSED
+                self.state = CLOSED
             case Welcome():
                 self.receiver_id = frame.receiver
                 self.accept_hello(frame.version, frame.pid, VERSION)
                 # Never above the limit of this side's sockets, even if the receiver accepts longer records.
                 self._max_sent_bytes = min(frame.max_frame_bytes, MAX_RECORD_BYTES)
                 if frame.is_admitted:
-                    self.state = ConnectionState.OPEN
+                    self.state = OPEN
             case _:
                 self.check_open()
-
-    def _check_sent(self, number: int) -> None:
-        if not self._first_message <= number < self.next_message:
-            raise ProtocolError(f"it answered message {number}, which was never sent")

@@ -1,8 +1,8 @@
 """The server's end of the connection to one client of messages.
 
-    OPENING --ClientHello, then accept--> OPEN --close; reject; disconnected--> CLOSED
-       |                                                                          ^
-       '--reject, after a ClientHello or a violation; disconnected----------------'
+    OPENING --ClientHello, then accept--> OPEN --close; disconnected--> CLOSED
+       |                                                                  ^
+       '--close, after a ClientHello or a violation; disconnected---------'
 
 A message of the client:
 
@@ -17,7 +17,7 @@ owner ignores all messages that arrive on a closed connection, until the client 
 from typing import NamedTuple
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.connection import Close, Connection, ConnectionState
+from aiotensor.protocol.connection import CLOSED, OPEN, Close, Connection
 from aiotensor.protocol.exchange import (
     VERSION,
     Answer,
@@ -32,7 +32,7 @@ from aiotensor.protocol.exchange import (
     read_from_client,
     write,
 )
-from aiotensor.protocol.parts import BODY_BYTES, MAX_PARTS, PartLimits, Parts, check_parts, parts_of
+from aiotensor.protocol.parts import MAX_PARTS, PartLimits, Parts, check_parts, parts_of, split
 from aiotensor.protocol.window import ReceiveWindow
 from aiotensor.types import TensorHandle
 
@@ -90,56 +90,32 @@ class ServerConnection(Connection):
             pid: the process id of this server.
             receiver: the id of the server's receiver; "" for none.
         """
-        self.state = ConnectionState.OPEN
+        self.state = OPEN
         limits = self._own_limits
         return [
             write(ServerHello(VERSION, pid, receiver, limits.waiting, limits.waiting_bytes, *limits.parts))
         ]
 
-    def reject(self, reason: str, *, is_refusal: bool = False) -> Parts:
+    def close(self, reason: str = "", *, is_refusal: bool = False) -> Parts:
         """Close the connection because of an error of the client, or of a limit.
 
         Args:
-            reason: the reason, for the client.
+            reason: the reason, for the client; "" if the server closes.
             is_refusal: whether a new attempt fails too, because of a limit or of the version of the client.
         """
-        self.state = ConnectionState.CLOSED
+        self.state = CLOSED
         return [write(Close(reason[:_MAX_REASON], is_refusal))]
-
-    def close(self) -> Parts:
-        """Close the connection because the server closes."""
-        self.state = ConnectionState.CLOSED
-        return [write(Close())]
 
     def disconnected(self) -> None:
         """End the connection because the socket has ended."""
-        self.state = ConnectionState.CLOSED
-
-    def check(self, parts: Parts) -> None:
-        """Check that the client accepts an answer.
-
-        Args:
-            parts: the body, and the buffers beside it.
-
-        Raises:
-            TooLargeError: a part of it is too large, or it has too many.
-        """
-        check_parts(parts, self.limits, "client")
+        self.state = CLOSED
 
     def take(self, nbytes: int) -> bool:
-        """Count a message that no longer waits; return whether to send the message of `credit`.
-
-        Args:
-            nbytes: the bytes of its body and buffers.
-        """
-        return self.window.take(nbytes) and self.state is ConnectionState.OPEN
+        """Count a message that no longer waits, with its bytes; return whether to send `credit`."""
+        return self.window.take(nbytes) and self.state is OPEN
 
     def credit(self, others: int) -> Parts:
-        """Return the credit for the messages that no longer wait.
-
-        Args:
-            others: the number of unfinished messages of other clients.
-        """
+        """Return the credit for the messages that no longer wait."""
         window = self.window
         window.reported(window.taken, window.taken_bytes)
         return [write(Credit(window.taken, window.taken_bytes, others))]
@@ -151,27 +127,24 @@ class ServerConnection(Connection):
 
         Args:
             number: the number of the message.
-            parts: the body of the answer, and the buffers beside it; checked by `check`.
+            parts: the body of the answer, and the buffers beside it.
             handles: the handles of its tensors that a sender has sent.
             others: the number of unfinished messages of other clients.
+
+        Raises:
+            TooLargeError: the client does not accept it.
         """
-        is_separate = len(parts[0]) >= BODY_BYTES
-        body = None if is_separate else memoryview(parts[0])
+        check_parts(parts, self.limits, "client")
+        body, following = split(parts)
         frame = Answer(number, body, handles, self.window.taken, self.window.taken_bytes, others)
-        return frame, [write(frame), *(parts if is_separate else parts[1:])]
+        return frame, [write(frame), *following]
 
     def answered(self, answer: Answer) -> None:
         """Record that an answer was sent, and the credit in it."""
         self.window.reported(answer.taken, answer.taken_bytes)
 
     def fail(self, number: int, cause: Cause, others: int) -> Parts:
-        """Answer a message with an error.
-
-        Args:
-            number: the number of the message.
-            cause: the error.
-            others: the number of unfinished messages of other clients.
-        """
+        """Answer a message with an error; the arguments are those of `answer`."""
         window = self.window
         window.reported(window.taken, window.taken_bytes)
         return [write(failure(number, cause, window.taken, window.taken_bytes, others))]
@@ -181,7 +154,7 @@ class ServerConnection(Connection):
     def receive(self, message: list[memoryview]) -> tuple[FromClient, list[memoryview]]:
         """Validate a message, and return its frame, and the body and buffers of an `Ask`.
 
-        After a `ClientHello` the owner calls `accept` or `reject`; after an error it calls `reject`.
+        After a `ClientHello` the owner calls `accept` or `close`; after an error it calls `close`.
 
         Raises:
             ProtocolError: the client violated the protocol.

@@ -52,9 +52,7 @@ class SendWindow:
 class ReceiveWindow:
     """The server's end: the messages that wait, and those taken.
 
-    Args:
-        messages: the most messages that may wait.
-        nbytes: the bytes of waiting messages at which the client must stop sending.
+    The arguments are those of `SendWindow`.
 
     Attributes:
         waiting: the number of messages that wait.

@@ -16,11 +16,8 @@ logger = logger_of("receiver")
 class Arrivals:
     """Wake tasks that wait for tensors; belongs to the event loop's thread.
 
-    The connections of a receiver refer to this object and not to the receiver: so a receiver that is not used
-    any more is garbage-collected, and one that a task awaits is not.
-
-    Args:
-        mailbox: where tensors arrive.
+    The connections refer to this object and not to the receiver. So an unused receiver is garbage-collected,
+    and a receiver with a waiting task is not.
 
     Attributes:
         waiters: the calls that wait for the tensor of a key; without empty ones.
@@ -35,11 +32,11 @@ class Arrivals:
 
     @property
     def waiting(self) -> int:
-        """Count the calls that wait."""
+        """The number of waiting calls."""
         return sum(map(len, self.waiters.values())) + len(self.iterators)
 
     def wake(self, keys: Sequence[Key]) -> None:
-        """Wake the tasks that wait for some keys, and those that iterate if a tensor is for them."""
+        """Wake the tasks that wait for these keys, and the iterations that may continue."""
         if self.waiters:
             for key in keys:
                 if key in self.waiters:
@@ -47,7 +44,7 @@ class Arrivals:
         self.wake_iterators()
 
     def wake_iterators(self) -> None:
-        """Wake the tasks that iterate, if a tensor is for them."""
+        """Wake the iterations if a tensor is available for them."""
         if self.iterators and self._mailbox.next_unclaimed() is not None:
             self.iterators.wake()
 
@@ -58,7 +55,7 @@ class Arrivals:
         self.iterators.wake()
 
     def fail(self, error: BaseException) -> None:
-        """Note that nothing more will arrive, because of a bug or a broken machine."""
+        """End all waits because of a bug or a system error: no more tensors will arrive."""
         logger.critical(
             "reading from the senders failed, nothing more will arrive",
             exc_info=error,
@@ -68,10 +65,6 @@ class Arrivals:
         self.wake_all()
 
     def raise_if_failed(self) -> None:
-        """Raise if nothing more will arrive.
-
-        Raises:
-            PeerLostError: it will not.
-        """
+        """Raise `PeerLostError` if no more tensors will arrive."""
         if self._failure is not None:
             raise PeerLostError(f"nothing more will arrive: {self._failure}") from self._failure

@@ -19,7 +19,7 @@ from aiotensor.protocol.pages import gaps
 from aiotensor.runtime.affinity import FreedItems
 from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.runtime.worker import Worker
-from aiotensor.tensors.mapped import MappedSegment, open_segment
+from aiotensor.tensors.mapping import MappedSegment, open_segment
 from aiotensor.tensors.placement import ArrivedTensor
 from aiotensor.tensors.segments import whole_pages
 from aiotensor.tensors.views import Watch, watch_storage
@@ -27,19 +27,20 @@ from aiotensor.tensors.views import Watch, watch_storage
 __all__ = ["Mappings", "SenderMemory"]
 
 
-class SenderMemory:
+class SenderMemory(msgspec.Struct, eq=False):
     """The segments of one sender.
 
-    Args:
-        arena_bytes: the size of the sender's arena in bytes, as it stated it.
-        release: called with the number of each block that the sender may use again.
+    Attributes:
+        arena_bytes: the size of the sender's arena in bytes, as the sender stated it.
+        release: called with the number of each block that the sender may use again; None when it is gone.
+        mapped: the segments in which the sender may place tensors.
+        segments: the segments of a connected sender, or the segments that living tensors use.
     """
 
-    def __init__(self, arena_bytes: int, release: Callable[[int], None]) -> None:
-        self.arena_bytes = arena_bytes
-        self.mapped: dict[int, MappedSegment] = {}  # in which the sender may place tensors
-        self.segments: dict[int, _LeasedSegment] = {}  # also those of a lost sender that living tensors use
-        self.release: Callable[[int], None] | None = release  # None when the sender is gone
+    arena_bytes: int
+    release: Callable[[int], None] | None
+    mapped: dict[int, MappedSegment] = {}
+    segments: "dict[int, _LeasedSegment]" = {}
 
     @property
     def leases(self) -> int:
@@ -52,16 +53,15 @@ class SenderMemory:
         return sum(stop - start for one in self.segments.values() for start, stop in one.leases.values())
 
 
-class _LeasedSegment:
+class _LeasedSegment(msgspec.Struct, eq=False):
     """A segment of a sender, and the living tensors over it."""
 
-    def __init__(self, number: int, mapped: MappedSegment, memory: SenderMemory) -> None:
-        self.number = number
-        self.mapped = mapped
-        self.memory = memory
-        self.leases: dict[int, tuple[int, int]] = {}  # the first byte of each tensor, and the one after it
-        self.is_ours = False  # no other process uses the memory
-        self.lingering_bytes = 0
+    number: int
+    mapped: MappedSegment
+    memory: SenderMemory
+    leases: dict[int, tuple[int, int]] = {}  # the first byte of each tensor, and the one after it
+    is_ours: bool = False  # no other process uses the memory
+    lingering_bytes: int = 0
 
 
 class _Lease(msgspec.Struct, frozen=True):
@@ -73,30 +73,27 @@ class _Lease(msgspec.Struct, frozen=True):
 
 
 class Mappings:
-    """The memory of all senders of one receiver; belongs to the running loop."""
+    """The memory of all senders of one receiver; belongs to the running loop.
+
+    Attributes:
+        freed: the leases whose tensors were freed, and whose blocks are still to be released.
+        lingering_bytes: the bytes of segments whose sender is gone, and that living tensors use.
+    """
 
     def __init__(self) -> None:
         self.leased_bytes = self.peak_leased_bytes = 0
-        self.lingering_bytes = 0  # of segments whose sender is gone, and that living tensors use
+        self.lingering_bytes = 0
         self._leases: dict[int, _Lease] = {}
         self._process_ends: dict[SenderMemory, ProcessEnd] = {}  # of processes whose connections have ended
         self._next_lease = 0
         self._is_closed = False
-        self._freed: FreedItems[int] = FreedItems(asyncio.get_running_loop(), self._leases_ended)
+        self.freed: FreedItems[int] = FreedItems(asyncio.get_running_loop(), self._leases_ended)
         self._worker = Worker("aiotensor-receiver")
 
     @property
     def leases(self) -> int:
         """The number of blocks that living tensors lease."""
         return len(self._leases)
-
-    def collect(self) -> None:
-        """Release the blocks whose tensors were freed until now; if there are many, only some of them."""
-        self._freed.collect()
-
-    def collect_all(self) -> None:
-        """Release every block whose tensor was freed until now."""
-        self._freed.collect_all()
 
     async def settle(self) -> None:
         """Wait until the worker has unmapped all segments that are no longer used."""
@@ -173,7 +170,7 @@ class Mappings:
 
     def _storage_ended(self, watch: Watch) -> None:
         """Handle that a tensor's storage was freed; in any thread, perhaps inside the garbage collector."""
-        self._freed(watch.number)
+        self.freed(watch.number)
 
     def _leases_ended(self, numbers: Sequence[int]) -> None:
         lingering = set()

@@ -12,34 +12,25 @@ logger = logger_of("receiver")
 
 
 class SenderRefusalLog:
-    """Log the refusals of one receiver; belongs to the running loop."""
+    """Log the refusals of one receiver; belongs to the running loop.
+
+    Attributes:
+        refused: a sender was refused, because of a limit or of its version; with its id, pid, and the reason.
+        broken: a peer broke the protocol; with its id, pid, and the reason.
+        replaced: an unidentified connection was closed in favor of new ones; with its pid, and their number.
+        unwritable: writing to a sender failed; with its id, and the reason.
+    """
 
     def __init__(self) -> None:
         # Functions of the module: a timer that is under way keeps no receiver alive.
-        self._refused = RepeatedEvent(_log_refused)
-        self._broken = RepeatedEvent(_log_broken)
-        self._replaced = RepeatedEvent(_log_replaced)
-        self._unwritable = RepeatedEvent(_log_unwritable)
-
-    def sender_refused(self, sender: str | None, pid: int | None, reason: str) -> None:
-        """Log that a sender was refused, because of a limit or of its version."""
-        self._refused.add(sender, pid, reason)
-
-    def protocol_broken(self, sender: str | None, pid: int | None, reason: str) -> None:
-        """Log that a connection was closed because its peer broke the protocol."""
-        self._broken.add(sender, pid, reason)
-
-    def replaced(self, pid: int | None, connections: int) -> None:
-        """Log that an unidentified connection was closed in favor of a new one."""
-        self._replaced.add(pid, connections)
-
-    def unwritable(self, sender: str, reason: str) -> None:
-        """Log that a sender was lost because writing to it failed."""
-        self._unwritable.add(sender, reason)
+        self.refused = RepeatedEvent(_log_refused)
+        self.broken = RepeatedEvent(_log_broken)
+        self.replaced = RepeatedEvent(_log_replaced)
+        self.unwritable = RepeatedEvent(_log_unwritable)
 
     def close(self) -> None:
         """Log the events that were only counted so far."""
-        for event in (self._refused, self._broken, self._replaced, self._unwritable):
+        for event in (self.refused, self.broken, self.replaced, self.unwritable):
             event.close()
 
 

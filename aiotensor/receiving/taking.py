@@ -19,50 +19,40 @@ class Taking:
     """Take tensors by their handles or in the order of arrival; belongs to the event loop's thread.
 
     Args:
-        intake: the connections and the tensors of the receiver.
+        intake: the connections of the receiver.
         listener: accepts the connections.
         affinity: states whether the receiver is closed.
-        counts: counts the tensors that are taken.
         max_wait_s: the limit on waiting for a tensor in seconds; None for no limit.
-
-    Attributes:
-        mailbox: the mailbox of the intake.
     """
 
     def __init__(
-        self,
-        intake: Intake,
-        listener: Listener,
-        affinity: LoopAffinity,
-        counts: dict[str, int],
-        max_wait_s: float | None,
+        self, intake: Intake, listener: Listener, affinity: LoopAffinity, max_wait_s: float | None
     ) -> None:
         self.intake = intake
-        self.mailbox = intake.mailbox
-        self._arrivals = intake.arrivals
-        self._listener = listener
+        self.senders = intake.senders
+        self.mailbox = intake.senders.mailbox
         self.affinity = affinity
-        self._counts = counts
+        self._arrivals = intake.senders.arrivals
+        self._listener = listener
+        self._counts = intake.senders.counts
         self._max_wait_s = max_wait_s
 
     async def close(self) -> None:
         """End all waits, notify the senders, and release everything."""
         self._arrivals.wake_all()
         # Senders that receive a `Close` connect to the next receiver, and must not find this one again.
-        self._listener.stop()
-        try:
-            await self.intake.close()
-        finally:
-            await self._listener.close()
+        self._listener.close()
+        await self.intake.close()
 
     async def hold(self, key: Key) -> Delivery:
         """Wait for a tensor, and reserve it; errors are those of `TensorReceiver.receive`."""
         item = self.find(key)
         if item is not None:
             return item
-        if self._max_wait_s is None:
-            return await self._wait(key)
+        self.mailbox.claim(key)
         try:
+            if self._max_wait_s is None:
+                return await self._wait(key)
             async with at_most(self._max_wait_s, partial(self._overdue, key)):
                 return await self._wait(key)
         except WouldBlockError:
@@ -70,9 +60,12 @@ class Taking:
             if item is None:
                 raise
             return item
+        finally:
+            self.mailbox.unclaim(key)
+            self._arrivals.wake_iterators()  # one of them may return the tensor now
 
     def find(self, key: Key) -> Delivery | None:
-        """Reserve a tensor if it is here."""
+        """Reserve a tensor if it has arrived."""
         try:
             return self.mailbox.hold(key)
         except (PeerLostError, RefusedError):
@@ -84,7 +77,7 @@ class Taking:
     def take(self, key: Key, item: Delivery) -> torch.Tensor:
         """Take a reserved tensor; after the last one of a message, return the permit to the sender."""
         if self.mailbox.finish(key):
-            peer = self.intake.senders.get(key.sender)
+            peer = self.senders.connected.get(key.sender)
             if peer is not None:
                 peer.taken(key.message)
         self._counts["tensors_taken"] += 1
@@ -94,11 +87,6 @@ class Taking:
     def put_back(self, key: Key) -> None:
         """Return a reserved tensor to the mailbox."""
         self._arrivals.wake(self.mailbox.put_back(key))
-
-    def unclaim(self, key: Key) -> None:
-        """Withdraw a claim; an iteration may return the tensor now."""
-        self.mailbox.unclaim(key)
-        self._arrivals.wake_iterators()
 
     async def change(self) -> None:
         """Wait until a tensor for an iteration may be here, or the receiver is closed.
@@ -112,7 +100,7 @@ class Taking:
     def discard(self, key: Key) -> None:
         """Discard the whole message of a tensor, even before it arrives."""
         had_arrived, keys = self.mailbox.discard(key.sender, key.message)
-        peer = self.intake.senders.get(key.sender)
+        peer = self.senders.connected.get(key.sender)
         if had_arrived and peer is not None:
             peer.discard(key.message)
         self._arrivals.wake(keys)

@@ -25,8 +25,8 @@ class MemoryLimit(NamedTuple):
 
     Attributes:
         nbytes: the most memory that its processes may use together.
-        used: what they use now and the kernel cannot take back: without files that it has cached.
-        file: what sets the limit; bytes of its path that are no text are escaped.
+        used: the memory in use that the kernel cannot reclaim: without cached files.
+        file: the path of the limit; bytes that are not UTF-8 are escaped.
     """
 
     nbytes: int
@@ -45,28 +45,22 @@ class _Version(NamedTuple):
     controller: str
     limit: str
     usage: str
-    cached: tuple[str, ...]  # fields of memory.stat; shared memory is in none of them
+    prefix: str  # of the fields of memory.stat
 
 
-_V1 = _Version(
-    "memory",
-    "memory.limit_in_bytes",
-    "memory.usage_in_bytes",
-    ("total_active_file", "total_inactive_file"),
-)
-_V2 = _Version("", "memory.max", "memory.current", ("active_file", "inactive_file"))
+_V1 = _Version("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+_V2 = _Version("", "memory.max", "memory.current", "")
+_CACHED = ("active_file", "inactive_file")  # fields of memory.stat, which do not include shared memory
 
 
 def memory_limits(root: Path) -> Iterator[MemoryLimit]:
     """Find each memory limit that holds for this process: of its control group and of those above it.
 
-    In a container only some of them can be seen; mountinfo says where that part begins.
-
-    Args:
-        root: the folder that has `proc` and `sys`.
+    In a container only some of them can be seen; mountinfo says where that part begins. The root is the
+    folder of `proc` and `sys`.
     """
     groups = _groups_of_this_process(root)
-    for line in _read(root / "proc/self/mountinfo").split("\n"):
+    for line in _read(root, "proc/self/mountinfo").split("\n"):
         ours, _, theirs = line.partition(" - ")
         fields, kind = ours.split(" "), theirs.split(" ")
         if len(fields) < 5 or len(kind) < 3:
@@ -86,13 +80,7 @@ def memory_limits(root: Path) -> Iterator[MemoryLimit]:
 
 
 def warn_if_too_large(sender: str, arena_bytes: int, root: Path | None = None) -> None:
-    """Log a warning if an arena does not fit into what is left of the memory limits.
-
-    Args:
-        sender: the id of the sender.
-        arena_bytes: the most shared memory that it may use.
-        root: the folder that has `proc` and `sys`; None for that of this process.
-    """
+    """Log a warning if the arena of a sender exceeds the free memory of a control group of this process."""
     limit = min(memory_limits(root or ROOT), key=lambda one: one.available, default=None)
     if limit is None or arena_bytes <= limit.available:
         return
@@ -117,36 +105,32 @@ def warn_if_too_large(sender: str, arena_bytes: int, root: Path | None = None) -
 
 def _limit_of(root: Path, folder: PurePosixPath, version: _Version) -> MemoryLimit | None:
     file = folder / version.limit
-    limit = _read(_below(root, file)).strip()
+    limit = _read(root, file).strip()
     if not limit.isdecimal() or int(limit) >= _UNLIMITED:  # "max", or there is none
         return None
-    usage = _read(_below(root, folder / version.usage)).strip()
+    usage = _read(root, folder / version.usage).strip()
     cached = 0
-    for line in _read(_below(root, folder / "memory.stat")).split("\n"):
+    for line in _read(root, folder / "memory.stat").split("\n"):
         name, _, value = line.partition(" ")
-        if name in version.cached and value.isdecimal():
+        if name.startswith(version.prefix) and name[len(version.prefix) :] in _CACHED and value.isdecimal():
             cached += int(value)
     used = int(usage) if usage.isdecimal() else 0
     shown = os.fsencode(file).decode(errors="backslashreplace")
     return MemoryLimit(int(limit), max(used - cached, 0), shown)
 
 
-def _below(root: Path, path: PurePosixPath) -> Path:
-    return root / str(path).lstrip("/")
-
-
-def _read(file: Path) -> str:
-    """Return what is in a file, with the bytes of paths that are no text; nothing if it cannot be read."""
+def _read(root: Path, path: PurePosixPath | str) -> str:
+    """Return the text of a file, decoded like a path; an empty one if the file cannot be read."""
     try:
-        return os.fsdecode(file.read_bytes())
-    except (OSError, ValueError):  # or there can be no such path
+        return os.fsdecode((root / str(path).lstrip("/")).read_bytes())
+    except (OSError, ValueError):  # a path may be invalid
         return ""
 
 
 def _groups_of_this_process(root: Path) -> dict[str, str]:
     """Return the path of each control group by its controller; that of v2 has an empty name."""
     groups = {}
-    for line in _read(root / "proc/self/cgroup").split("\n"):
+    for line in _read(root, "proc/self/cgroup").split("\n"):
         _, _, rest = line.partition(":")
         controllers, colon, path = rest.partition(":")
         if colon:

@@ -36,11 +36,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Descriptor:
-    """A file descriptor that no forked child keeps.
-
-    Args:
-        number: the descriptor; it belongs to this object from now on.
-    """
+    """A file descriptor that belongs to this object, and that no forked child keeps."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -59,11 +55,7 @@ class Descriptor:
 
 
 class ForeignDescriptor:
-    """A descriptor that another library owns, and that no forked child keeps.
-
-    Args:
-        number: the descriptor; the library may close it at any time.
-    """
+    """A descriptor that another library owns and may close at any time, and that no forked child keeps."""
 
     def __init__(self, number: int) -> None:
         self._number = number

@@ -14,16 +14,16 @@ Details = TypeVarTuple("Details")
 MAX_TEXT: Final = 1024
 
 
-def logger_of(room: str) -> logging.Logger:
+def logger_of(name: str) -> logging.Logger:
     """Return a logger whose records contain printable text in a single line.
 
     Some texts come from peers: reasons, names, paths. A line break in such a text would forge a second event,
     and an escape sequence would control the terminal.
 
     Args:
-        room: the part of the logger's name after ``aiotensor.``.
+        name: the part of the logger's name after ``aiotensor.``.
     """
-    logger = logging.getLogger(f"aiotensor.{room}")
+    logger = logging.getLogger(f"aiotensor.{name}")
     # The filter belongs to the logger, because the handlers belong to the application.
     logger.addFilter(_make_plain)
     return logger
@@ -53,8 +53,7 @@ class RepeatedEvent(Generic[*Details]):
         self._count += 1
         self._latest = details
         if self._timer is None:
-            self._log()
-            self._begin_interval()
+            self._interval_ended()
 
     def close(self) -> None:
         """Log the events that were only counted so far."""
@@ -64,14 +63,11 @@ class RepeatedEvent(Generic[*Details]):
         if self._count:
             self._log()
 
-    def _begin_interval(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._interval_ended)
-
     def _interval_ended(self) -> None:
         self._timer = None
         if self._count:
             self._log()
-            self._begin_interval()
+            self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._interval_ended)
 
     def _log(self) -> None:
         if self._latest is not None:

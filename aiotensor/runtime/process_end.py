@@ -13,10 +13,6 @@ class ProcessEnd:
     """Call a function once another process has ended; belongs to the running loop.
 
     Where the kernel cannot tell (before Linux 5.3, or with no descriptors left), it is never called.
-
-    Args:
-        pid: of the process, as the kernel numbers it here.
-        ended: called in the loop.
     """
 
     def __init__(self, pid: int, ended: Callable[[], object]) -> None:

@@ -16,6 +16,7 @@ import anyio.to_thread
 from anyio.lowlevel import RunVar
 
 from aiotensor.runtime.logs import logger_of
+from aiotensor.runtime.waiting import Waiters
 
 __all__ = ["Worker", "in_thread", "no_thread", "thread_limiter"]
 
@@ -24,13 +25,13 @@ logger = logger_of("worker")
 R = TypeVar("R")
 Arguments = TypeVarTuple("Arguments")
 
-# anyio imports its backend when it is first asked for a thread: longer than an event loop can wait.
-# Should it be called otherwise one day, the first call takes longer again, and that is all.
+# anyio imports its backend with the first thread, which would block the event loop. If another version names
+# the module otherwise, only that first call is slower.
 with contextlib.suppress(ImportError):
     importlib.import_module("anyio._backends._asyncio")
 
 
-# Of each event loop. The work in them copies, encodes and decodes, so threads beyond the cores add little.
+# For each event loop. The threads copy, encode and decode, so more threads than cores add little.
 _MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)
 
 _limiter: RunVar[anyio.CapacityLimiter] = RunVar("aiotensor_thread_limiter")
@@ -40,7 +41,7 @@ def thread_limiter() -> anyio.CapacityLimiter:
     """Return the limiter of the library's own threads in the running event loop.
 
     anyio's default limiter belongs to the application: handlers that wait in a thread for this library may
-    hold all of its tokens, and would never release them if the library needed one to go on.
+    hold all of its tokens, and would never release them if the library needed one to continue.
     """
     try:
         return _limiter.get()
@@ -57,21 +58,21 @@ async def in_thread(
 ) -> R:
     """Call a function in a worker thread of anyio, and return its result.
 
-    An error is raised here without the local variables of the frames below: anyio keeps it in a future that
-    its traceback refers to, so the tensors in these frames would live until the garbage collector runs, and
-    what the thread allocated would be freed on the event loop. For the same reason nothing here refers to
-    the arguments once the call was made or abandoned.
+    An error is raised without the local variables of the frames of the call: anyio keeps it in a future that
+    its traceback refers to, so tensors in these frames would live until the garbage collector runs, which
+    would free the memory of the thread on the event loop. For the same reason nothing refers to the arguments
+    after the call has ended or was abandoned.
 
     Waits for the call. Cancelling by a scope of anyio waits for the call, too; `asyncio.Task.cancel` leaves
     it running.
 
     Args:
-        work: what to call. With the default limiter, it must not wait for other work of this library.
-        arguments: passed to it.
-        limiter: bounds the threads; `thread_limiter` by default.
+        work: the function. With the default limiter, it must not wait for other work of this library.
+        arguments: its arguments.
+        limiter: limits the number of threads; `thread_limiter` by default.
 
     Raises:
-        OSError: no thread can be started; nothing was called.
+        OSError: no thread can be started; the function was not called.
     """
     call = _ThreadCall(partial(work, *arguments))
     del work, arguments
@@ -80,12 +81,12 @@ async def in_thread(
     except RuntimeError as error:
         raise no_thread(error) from error
     finally:
-        call.give_up()
+        call.abandon()
     return call.outcome()
 
 
 class _ThreadCall(Generic[R]):
-    """A call, until it is made, and what came of it."""
+    """A call in a thread, and its result."""
 
     def __init__(self, work: Callable[[], R]) -> None:
         self._work: Callable[[], R] | None = work
@@ -95,7 +96,7 @@ class _ThreadCall(Generic[R]):
     def __call__(self) -> None:
         work, self._work = self._work, None
         if work is None:
-            return  # given up before it began
+            return  # abandoned before it began
         try:
             self._values.append(work())
         except BaseException as error:  # noqa: BLE001 - `outcome` raises it
@@ -104,23 +105,23 @@ class _ThreadCall(Generic[R]):
         finally:
             del work  # the traceback has this frame
 
-    def give_up(self) -> None:
-        """Let it begin no more."""
+    def abandon(self) -> None:
+        """Drop the call if it has not begun."""
         self._work = None
 
     def outcome(self) -> R:
-        """Return what was returned, or raise what was raised; once."""
+        """Return the result or raise the error of the call; once."""
         error, self._error = self._error, None
         if error is None:
             return self._values.pop()
         try:
             raise error
         finally:
-            del error  # it has this frame
+            del error  # its traceback has this frame
 
 
 def _clear_locals(error: BaseException) -> None:
-    """Clear the local variables of all frames that an error, and the errors before it, went through."""
+    """Clear the local variables of all frames in the tracebacks of an error, its causes and its contexts."""
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:
@@ -131,46 +132,74 @@ def _clear_locals(error: BaseException) -> None:
             pending += one.__cause__, one.__context__
 
 
-class _Piece(Generic[R]):
-    """A piece of work, as long as somebody wants it."""
-
-    def __init__(self, work: Callable[[], R]) -> None:
-        self._work = work
-        self.is_wanted = True
-
-    def __call__(self) -> R:
-        if not self.is_wanted:
-            raise CancelledError
-        return self._work()
-
-
 class _Lane:
-    """A thread that does one piece of work after the other, started with the first of them."""
+    """A thread that runs work in order; it is started with the first work."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, changes: Waiters) -> None:
         self.executor = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self.running = 0  # pieces that have not ended
+        self.running = 0  # calls of `submit` whose work has not ended
+        self._loop = asyncio.get_running_loop()
+        self._changes = changes  # woken when work has ended
+
+    def submit(
+        self, work: Callable[[], R], on_done: Callable[[], object] = lambda: None
+    ) -> "asyncio.Future[R]":
+        future: asyncio.Future[R] = self._loop.create_future()
+        is_wanted = True
+
+        def run() -> R:
+            if not is_wanted:
+                raise CancelledError
+            return work()
+
+        try:
+            running = self.executor.submit(run)
+        except RuntimeError as error:
+            # The executor has queued it, and would run it before the next work.
+            is_wanted = False
+            raise no_thread(error) from error
+        self.running += 1
+        running.add_done_callback(partial(self._in_loop, future, on_done))
+        future.add_done_callback(lambda _: running.cancel())
+        return future
+
+    def _in_loop(self, future: "asyncio.Future[R]", on_done: Callable[[], object], done: "Future[R]") -> None:
+        # After the loop was closed, no state is left that `_ended` would update.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._ended, future, on_done, done)
+
+    def _ended(self, future: "asyncio.Future[R]", on_done: Callable[[], object], done: "Future[R]") -> None:
+        self.running -= 1
+        try:
+            on_done()
+        finally:
+            if not future.done():
+                error = done.exception()
+                if error is not None:
+                    future.set_exception(error)
+                else:
+                    future.set_result(done.result())
+            if self._changes:
+                self._changes.wake()
 
 
 class Worker:
-    """Run work in threads of its own; belongs to the running loop.
+    """Run work in separate threads; belongs to the running loop.
 
-    There are two lanes, each a thread that does its work in order: one for work that takes long, so that it
-    delays nothing else, and one for the rest. So copies of a kind do not outnumber the cores. A piece of work
-    may run a part of itself in one more thread, the `helper`, which both lanes share: it must be able to
-    do without.
+    There are two lanes, each a thread that runs its work in order: one for work that takes long, and one for
+    other work, which the first does not delay. So copies of one kind do not outnumber the cores. Both lanes
+    share one more thread, the `helper`. Work may run a part of itself there, but must not depend on it.
 
     Args:
-        name: what the threads are called.
+        name: the prefix of the names of the threads.
     """
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._short = _Lane(name)
-        self._long = _Lane(f"{name}-long")
+        self._changes = Waiters()
+        self._short = _Lane(name, self._changes)
+        self._long = _Lane(f"{name}-long", self._changes)
         self.helper = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-helper")
         self._is_closed = False
-        self._settling: list[asyncio.Future[None]] = []
 
     def submit(
         self,
@@ -179,27 +208,27 @@ class Worker:
         *,
         takes_long: bool = False,
     ) -> "asyncio.Future[R]":
-        """Begin a piece of work, and return the future of its result.
+        """Submit work, and return the future of its result.
 
-        Once the future is done, because it was cancelled or was given an error, work that has not begun does
-        not begin any more. Work that has begun goes on.
+        Once the future is done, because it was cancelled or was given an error, work that has not begun is
+        dropped. Work that has begun is not interrupted.
 
         Args:
-            work: what to do, in the thread.
-            on_done: called in the loop when the work has returned or failed, before those who await it wake.
-            takes_long: the work may take tens of milliseconds, and is to delay no other.
+            work: called in a thread.
+            on_done: called in the loop after the work has returned or raised, before the awaiting tasks.
+            takes_long: whether the work may take tens of milliseconds, and must not delay other work.
 
         Raises:
-            OSError: there is no thread yet, and the machine has none to give.
+            OSError: the thread has not been started before, and cannot be started now.
         """
-        return self._submit(self._long if takes_long else self._short, work, on_done)
+        return (self._long if takes_long else self._short).submit(work, on_done)
 
     def begin(self, what: str, work: Callable[[], object]) -> None:
-        """Begin work that is not awaited, after all work that was submitted before; if it fails, log that.
+        """Run work that is not awaited, after all work that was submitted before; an error is logged.
 
         Args:
-            what: what it is called in the log.
-            work: what to do, in a thread; here, if there is none and none can be started.
+            what: the name of the work in the log.
+            work: called in a thread; here, if there is no thread and none can be started.
         """
         try:
             future = self._submit_last(work)
@@ -220,18 +249,16 @@ class Worker:
         Cancelling leaves the work running.
         """
         while self._running:
-            future = self._loop.create_future()
-            self._settling.append(future)
-            await future
+            await self._changes.wait()
 
     def close(self) -> None:
-        """End the threads; if work still runs, without waiting for it. May be called again."""
+        """End the threads, without waiting for work that still runs; can be called again."""
         executors = self._short.executor, self._long.executor, self.helper
         if not self._running:
             for executor in executors:
                 executor.shutdown()
         elif not self._is_closed:
-            # The last of all work, since what runs may yet use the helper.
+            # After all other work, which may still use the helper.
             lane = self._long if self._long.running else self._short
             last = self.helper.shutdown
             lane.executor.submit(self._behind_short(last) if lane is self._long else last)
@@ -243,31 +270,15 @@ class Worker:
     def _running(self) -> int:
         return self._short.running + self._long.running
 
-    def _submit(
-        self, lane: _Lane, work: Callable[[], R], on_done: Callable[[], object]
-    ) -> "asyncio.Future[R]":
-        future: asyncio.Future[R] = self._loop.create_future()
-        piece = _Piece(work)
-        try:
-            running = lane.executor.submit(piece)
-        except RuntimeError as error:
-            # It is in the executor's queue all the same, and would run before the next piece.
-            piece.is_wanted = False
-            raise no_thread(error) from error
-        lane.running += 1
-        running.add_done_callback(lambda done: self._in_loop(lane, done, future, on_done))
-        future.add_done_callback(lambda _: running.cancel())
-        return future
-
     def _submit_last(self, work: Callable[[], R]) -> "asyncio.Future[R]":
         try:
-            return self._submit(self._long, self._behind_short(work), lambda: None)
+            return self._long.submit(self._behind_short(work))
         except OSError:
-            # The long lane never had a thread, so whatever runs is in the short one, and has to end first.
-            return self._submit(self._short, work, lambda: None)
+            # The long lane never had a thread, so all other work is in the short one.
+            return self._short.submit(work)
 
     def _behind_short(self, work: Callable[[], R]) -> Callable[[], R]:
-        """Return the work for the long lane, such that it begins after what the short one has to do now."""
+        """Return work for the long lane that begins after the present work of the short one."""
         if not self._short.running or self._is_closed:
             return work
         before = self._short.executor.submit(lambda: None)
@@ -278,35 +289,10 @@ class Worker:
 
         return wait_and_work
 
-    def _in_loop(
-        self, lane: _Lane, done: "Future[R]", future: "asyncio.Future[R]", on_done: Callable[[], object]
-    ) -> None:
-        # Once the loop is closed, so is everything that `_ended` would set right.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._ended, lane, done, future, on_done)
-
-    def _ended(
-        self, lane: _Lane, done: "Future[R]", future: "asyncio.Future[R]", on_done: Callable[[], object]
-    ) -> None:
-        lane.running -= 1
-        try:
-            on_done()
-        finally:
-            if not future.done():
-                error = done.exception()
-                if error is not None:
-                    future.set_exception(error)
-                else:
-                    future.set_result(done.result())
-            settling, self._settling = self._settling, []
-            for one in settling:
-                if not one.done():
-                    one.set_result(None)
-
 
 def no_thread(error: RuntimeError) -> OSError:
     """Return the error to raise when a thread could not be started."""
-    # Not EAGAIN, as the kernel says: that is a BlockingIOError, and sounds as if one could wait.
+    # Not EAGAIN, the number of the kernel: that is a BlockingIOError, which suggests to wait.
     return OSError(errno.ENOMEM, f"no thread can be started: {error}")
 
 

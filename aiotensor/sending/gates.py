@@ -1,7 +1,8 @@
 """Waiting for a budget: the asyncio futures around the I/O-free `Budget`."""
 
 import asyncio
-from collections.abc import Callable, Hashable, Iterable
+import math
+from collections.abc import Callable, Hashable
 from typing import Generic, Protocol, TypeVar
 
 from aiotensor.errors import AioTensorError
@@ -25,7 +26,7 @@ class CapacityListener(Protocol):
 
 
 class Gate(Generic[P]):
-    """Let callers wait for a budget in order, and release the amounts of cancelled callers.
+    """Let callers wait for a budget in order; belongs to the running loop.
 
     Args:
         limit: the maximum amount in use at once.
@@ -52,17 +53,17 @@ class Gate(Generic[P]):
         self.budget: Budget[P] = Budget(limit, space)
         self.waited = WaitCounter()
         self._stuck_elsewhere = stuck_elsewhere
-        self._long_wait_s = long_wait_s
+        self._long_wait_s = math.inf if long_wait_s is None else long_wait_s
         self._on_long_wait = on_long_wait
-        self._max_wait_s = max_wait_s
+        self._max_wait_s = math.inf if max_wait_s is None else max_wait_s
         self._overdue = overdue
         self._waits: dict[Ticket[P], asyncio.Future[None]] = {}  # longest wait first
-        self._reported: set[Ticket[P]] = set()
-        self._alarm: asyncio.TimerHandle | None = None
-        self._alarm_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None  # one for all waits, since most of them are short
+        self._timer_at = math.inf
+        self._checked_at = -math.inf  # when the timer last expired
         self._failure: Callable[[], AioTensorError] | None = None
         self.on_release: Callable[[], None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop = asyncio.get_running_loop()
 
     def longest_wait_s(self, now: float) -> float:
         """Return the duration of the longest current wait in seconds, by the loop's clock."""
@@ -79,13 +80,14 @@ class Gate(Generic[P]):
         """
         if self._failure is not None:
             raise self._failure()
-        loop = self._running_loop()
+        loop = self._loop
         ticket = self.budget.request(amount, holder)
         ticket.since = loop.time()
         if ticket.granted:
             return ticket
         future = self._waits[ticket] = loop.create_future()
-        self._watch([ticket])
+        if self._next_limit(ticket) < self._timer_at:
+            self._set_timer()
         if self._stuck_elsewhere is not None:
             self.refuse_if_stuck()
         try:
@@ -99,7 +101,6 @@ class Gate(Generic[P]):
         finally:
             self.waited.add(loop.time() - ticket.since)
             del self._waits[ticket]
-            self._reported.discard(ticket)
             # It refers to the error, whose traceback keeps this frame and the callers' frames with tensors.
             del future
         ticket.since = loop.time()
@@ -109,7 +110,7 @@ class Gate(Generic[P]):
         """Take the amount if it is free and the queue is empty."""
         ticket = self.budget.try_request(amount, holder)
         if ticket is not None:
-            ticket.since = self._running_loop().time()
+            ticket.since = self._loop.time()
         return ticket
 
     def release(self, ticket: Ticket[P]) -> None:
@@ -123,9 +124,8 @@ class Gate(Generic[P]):
     def fail(self, make_error: Callable[[], AioTensorError]) -> None:
         """End every current and future wait, each with a new error."""
         self._failure = make_error
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+        if self._timer is not None:
+            self._timer.cancel()
         self.fail_waiting(make_error)
 
     def fail_waiting(self, make_error: Callable[[], AioTensorError]) -> None:
@@ -151,42 +151,34 @@ class Gate(Generic[P]):
         if self._stuck_elsewhere is not None:
             self.refuse_if_stuck()
 
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        # Cached, because each lookup of the running loop asks the kernel for the process id.
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-        return self._loop
+    def _next_limit(self, ticket: Ticket[P]) -> float:
+        """Return the next time at which a wait reaches a limit."""
+        reported_at = ticket.since + self._long_wait_s
+        ended_at = ticket.since + self._max_wait_s
+        return reported_at if self._checked_at < reported_at < ended_at else ended_at
 
-    def _watch(self, tickets: Iterable[Ticket[P]]) -> None:
-        """Set the timer for the time at which the first of these waits must be reported or ended."""
-        times = [
-            ticket.since + limit_s
-            for ticket in tickets
-            for limit_s in (None if ticket in self._reported else self._long_wait_s, self._max_wait_s)
-            if limit_s is not None
-        ]
-        if not times or self._failure is not None:
-            return
-        if self._alarm is not None:
-            if self._alarm_at <= min(times):
-                return  # one timer for all, since most waits are short
-            self._alarm.cancel()
-        self._alarm_at = min(times)
-        self._alarm = self._running_loop().call_at(self._alarm_at, self._ring)
+    def _set_timer(self) -> None:
+        """Set the timer for the next time at which any wait reaches a limit."""
+        if self._timer is not None:
+            self._timer.cancel()
+        times = (self._next_limit(ticket) for ticket, future in self._waits.items() if not future.done())
+        self._timer_at = min(times, default=math.inf)
+        has_limit = self._timer_at < math.inf
+        self._timer = self._loop.call_at(self._timer_at, self._check_limits) if has_limit else None
 
-    def _ring(self) -> None:
-        self._alarm = None
-        now = self._running_loop().time()
-        for ticket, future in list(self._waits.items()):
-            if future.done():
-                continue
-            if _is_over(self._long_wait_s, ticket, now) and ticket not in self._reported:
-                self._reported.add(ticket)
-                self._on_long_wait(ticket.amount)
-            if _is_over(self._max_wait_s, ticket, now):
-                future.set_exception(self._overdue(ticket.amount))
-        self._watch(ticket for ticket, future in self._waits.items() if not future.done())
+    def _check_limits(self) -> None:
+        """Report and end the waits that have reached a limit since the last check."""
+        checked_at, now = self._checked_at, self._loop.time()
+        self._checked_at = now
+        try:
+            for ticket, future in list(self._waits.items()):
+                if checked_at < ticket.since + self._long_wait_s <= now and not future.done():
+                    self._on_long_wait(ticket.amount)
+                if ticket.since + self._max_wait_s <= now:
+                    self._end_wait(ticket, future)
+        finally:  # even if a handler of the log raises an error, the other waits keep their limits
+            self._set_timer()
 
-
-def _is_over(limit_s: float | None, ticket: Ticket[P], now: float) -> bool:
-    return limit_s is not None and now >= ticket.since + limit_s
+    def _end_wait(self, ticket: Ticket[P], future: "asyncio.Future[None]") -> None:
+        if not future.done():
+            future.set_exception(self._overdue(ticket.amount))

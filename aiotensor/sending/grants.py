@@ -1,21 +1,31 @@
-"""The resources of a sender's messages: a permit for each, and shared memory.
+"""The messages in flight of a sender and their resources: a permit for each, and shared memory.
 
-Both are granted in the order of the calls. Waiting that could never end is refused: when everything in use is
-held by messages that wait for more, one of them has to give way.
+A message holds its permit until the receiver has taken all its tensors or either side discarded it. When the
+receiver is gone, all messages in flight are lost, and waiting calls raise an error. If the transport can
+reconnect, later sends wait for the next receiver.
+
+Permits and memory are granted in the order of the calls. A wait that could never end is refused: if messages
+that wait for more memory hold all of it, one of them raises an error.
 """
 
+import asyncio
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from aiotensor.errors import AioTensorError, ClosedError, DiscardedError, again
 from aiotensor.protocol.credits import Ticket
-from aiotensor.sending.gates import Gate, StuckError
+from aiotensor.runtime.waiting import Waiters
+from aiotensor.sending.gates import CapacityListener, Gate, StuckError
 from aiotensor.sending.holders import Holders
 from aiotensor.sending.memory import Memory
-from aiotensor.sending.message import Message, innermost_block
+from aiotensor.sending.message import LOST, OPEN, WHOLE, Message, MessageState, innermost_block
 from aiotensor.sending.settings import Settings
+from aiotensor.statistics.counters import ErrorCounter, snapshot
 from aiotensor.tensors.allocations import Allocation, Block
 from aiotensor.tensors.arena import Arena, Extent
+from aiotensor.types import SenderStatistics
 
 __all__ = ["Grants"]
 
@@ -31,36 +41,50 @@ _STUCK_IN_COPY = (
 
 
 class Grants:
-    """Permits and shared memory of one sender; belongs to the running loop.
+    """The messages, permits and shared memory of one sender; belongs to the running loop.
 
     Args:
         settings: the limits of the sender.
-        counts: counts the tensors that are copied.
+        counts: the counters of the sender.
+        errors: the errors of its calls.
+        listeners: the objects to notify when a new message may have become possible.
         receiver_pid: returns the process id of the receiver, if it is known.
 
     Attributes:
+        failure: the reason why no message can be sent any more.
+        is_closed: whether the sender was closed.
         messages: the messages in flight, the oldest first.
+        drainers: the calls that wait for the ends of messages.
+        changes: the calls that wait for a receiver.
     """
 
     def __init__(
         self,
         settings: Settings,
         counts: dict[str, int],
+        errors: ErrorCounter,
+        listeners: "weakref.WeakSet[CapacityListener]",
         receiver_pid: Callable[[], int | None],
     ) -> None:
-        limits = settings.wait_limits
-        self.max_bytes = settings.max_bytes
+        self.settings = settings
+        self.counts = counts
+        self.failure: AioTensorError | None = None
+        self.is_closed = False
         self.messages: dict[Message, None] = {}
-        self._limits = limits
-        # Allocated blocks whose tensors are being sent, and are not freed before that goes on or ends.
+        self.drainers = Waiters()
+        self.changes = Waiters()
+        self._errors = errors
+        self._listeners = listeners
+        self._is_wake_scheduled = False
+        # Allocated blocks whose tensors are being sent, and are not freed before that continues or ends.
         self._await_permits: Counter[int] = Counter()
         self._await_bytes: Counter[int] = Counter()
         self.permits: Gate[None] = Gate(
             settings.max_messages,
             stuck_elsewhere=None,
-            long_wait_s=limits.long_wait_s,
+            long_wait_s=settings.long_wait_s,
             on_long_wait=lambda _: self.holders.log_wait("a permit"),
-            max_wait_s=limits.max_wait_s,
+            max_wait_s=settings.max_wait_s,
             overdue=lambda _: self.holders.overdue("no permit was free", 1, 0),
         )
         self.memory = Memory(
@@ -68,32 +92,142 @@ class Grants:
             self._gate_over,
             settings.keep_warm_s,
             counts,
-            limits.max_wait_s,
+            settings.max_wait_s,
             lambda nbytes: self.holders.overdue("other copies were under way", 0, nbytes),
         )
-        self.holders = Holders(self.messages, self.permits, self.memory, limits, receiver_pid)
+        self.holders = Holders(self.messages, self.permits, self.memory, settings, receiver_pid)
+        if listeners:
+            self.notify_listeners()
 
     def _gate_over(self, arena: Arena) -> Gate[Extent]:
+        settings = self.settings
         return Gate(
-            self.max_bytes,
+            settings.max_bytes,
             space=arena,
             stuck_elsewhere=self._stuck_in_sends,
-            long_wait_s=self._limits.long_wait_s,
+            long_wait_s=settings.long_wait_s,
             on_long_wait=lambda nbytes: self.holders.log_wait(f"{nbytes} bytes of shared memory"),
-            max_wait_s=self._limits.max_wait_s,
+            max_wait_s=settings.max_wait_s,
             overdue=lambda nbytes: self.holders.overdue("not enough shared memory was free", 0, nbytes),
         )
+
+    def statistics(self) -> SenderStatistics:
+        """Return the current usage of the sender, and its totals since opening."""
+        memory, holders = self.memory, self.holders
+        permits, budget = self.permits.budget, memory.gate.budget
+        return snapshot(
+            SenderStatistics,
+            self.counts,
+            max_concurrent_videos=permits.limit,
+            in_flight=permits.in_use,
+            peak_in_flight=permits.peak,
+            waiting=permits.waiting + budget.waiting + len(memory.waiting_since),
+            longest_wait_s=holders.longest_wait_s(),
+            holders=tuple(holders.list()),
+            arena_bytes=budget.limit,
+            bytes_in_use=budget.in_use,
+            peak_bytes_in_use=budget.peak,
+            warm_bytes=memory.warm_bytes,
+            largest_free_bytes=memory.largest_free,
+            permit_waits=self.permits.waited.waits(),
+            memory_waits=memory.gate.waited.waits(),
+            errors=self._errors.counts(),
+        )
+
+    def fail(self) -> None:
+        """End all current and future waits for resources."""
+        self.permits.fail(self.error)
+        self.memory.gate.fail(self.error)
+
+    # Messages
+
+    def check_open(self, message: Message) -> None:
+        """Raise an error if a message has ended, either during a wait or because sending a record failed."""
+        if message.state is not OPEN:
+            raise self.error(message)
+
+    def error(self, message: Message | None = None) -> AioTensorError:
+        """Return the error to raise in a waiting call, with the reason why a message cannot be sent."""
+        if message is not None and message.loss is not None:
+            return again(message.loss)
+        if self.failure is not None:
+            return again(self.failure)
+        if self.is_closed:
+            return ClosedError("this TensorSender was closed")
+        return DiscardedError("this message was discarded: begin a new one")
+
+    def make_whole(self, message: Message) -> None:
+        """Record that all tensors of a message were announced."""
+        message.state = WHOLE
+        self.counts["messages_sent"] += 1
+        if message.has_bytes:
+            self.memory.gate.budget.settle(message)  # its bytes are released regardless of other waits
+
+    def end(self, message: Message, state: MessageState) -> None:
+        """Release the permit, and stop sending any remaining part of the message."""
+        was_open = message.state is OPEN
+        message.state = state
+        del self.messages[message]
+        if was_open:
+            self.memory.abandon(message)
+            self.memory.gate.budget.settle(message)
+            if message.awaits_receiver and not self._is_wake_scheduled:
+                self._is_wake_scheduled = True
+                asyncio.get_running_loop().call_soon(self._wake)
+        self.permits.release(message.permit)
+        if self.drainers:
+            self.drainers.wake()
+
+    def _wake(self) -> None:
+        """Wake the calls that wait for the receiver, once per iteration: their messages may have ended."""
+        self._is_wake_scheduled = False
+        self.changes.wake()
+
+    def receiver_lost(self, error: AioTensorError, pid: int | None, *, is_final: bool) -> int:
+        """End all messages in flight and all waits, and return the number of messages.
+
+        Args:
+            error: the reason.
+            pid: the id of the receiver's process; None if it is not known.
+            is_final: whether no other receiver can be reached.
+        """
+        if is_final:
+            self.failure = error
+            self.fail()
+        else:
+            self.permits.fail_waiting(lambda: again(error))
+            self.memory.gate.fail_waiting(lambda: again(error))
+        lost = list(self.messages)
+        for message in lost:
+            message.loss = error
+            self.end(message, LOST)
+        self.memory.peer_lost(pid)
+        self.drainers.wake()
+        self.changes.wake()
+        self.capacity_changed()
+        return len(lost)
+
+    # Capacity for new messages
+
+    def notify_listeners(self) -> None:
+        """Begin to notify the listeners. Without any, the callbacks would cost two calls per message."""
+        self.permits.on_release = self.memory.gate.on_release = self.capacity_changed
+
+    def capacity_changed(self) -> None:
+        """Notify the listeners that a new message may have become possible."""
+        for listener in tuple(self._listeners):
+            listener.capacity_changed()
 
     # Permits
 
     async def permit_with(self, allocation: Allocation) -> Ticket[None]:
-        """Wait for a permit to send allocated memory, which is not released meanwhile."""
+        """Wait for a permit to send allocated memory, which is not released during this wait."""
         with _counted(self._await_permits, allocation):
             self.memory.gate.refuse_if_stuck()
             return await self.permits.acquire(1)
 
     def _stuck_in_sends(self) -> int:
-        """Count the bytes of allocated blocks whose sends go on only when other sends have got bytes."""
+        """Count the bytes of allocated blocks whose sends wait, directly or indirectly, for bytes."""
         blocks = set(self._await_bytes)
         waiting = sum(message.awaits_bytes > 0 for message in self.messages)
         if waiting == self.permits.budget.in_use:
@@ -106,12 +240,12 @@ class Grants:
         """Wait for a block of shared memory for a message, and pin it.
 
         Args:
-            nbytes: of the block.
-            message: what it is for.
-            allocation: the allocated block that is to be copied into it; None if it is another tensor.
+            nbytes: the size of the block.
+            message: the message.
+            allocation: the allocated memory that will be copied to the block; None for other tensors.
 
         Raises:
-            WouldBlockError: waiting would never end, or lasted for too long.
+            WouldBlockError: the wait would never end, or exceeded `max_wait_s`.
             OSError: the machine has no descriptors or no addresses left.
         """
         message.awaits_bytes += 1
@@ -132,10 +266,10 @@ class Grants:
         """Wait for a block that a caller will own, and pin it; errors are those of `block`.
 
         Args:
-            nbytes: of the block.
-            message: the open message that the memory is for, and accounted to. If there is none, the wait is
-                accounted to the message in whose block the task or thread is, since the block does not end
-                before; the memory is not, since another task may free it meanwhile.
+            nbytes: the size of the block.
+            message: the open message that will own the memory. If there is none, the wait is accounted to the
+                message in whose `async with` block this task runs, because that block cannot end before; the
+                memory is not, because another task may free it.
         """
         block = self.memory.try_acquire(nbytes, message)
         if block is not None:
@@ -150,7 +284,7 @@ class Grants:
 
 @contextmanager
 def _counted(blocks: Counter[int], allocation: Allocation) -> Iterator[None]:
-    """Count an allocated block as one whose send waits."""
+    """Count a waiting send of an allocated block."""
     number = allocation.block.number
     blocks[number] += 1
     try:

@@ -8,7 +8,7 @@ from aiotensor.runtime.logs import logger_of
 from aiotensor.sending.gates import Gate
 from aiotensor.sending.memory import Memory
 from aiotensor.sending.message import Message
-from aiotensor.sending.settings import WaitLimits
+from aiotensor.sending.settings import Settings
 from aiotensor.types import Holder, Usage
 
 __all__ = ["Holders"]
@@ -24,9 +24,9 @@ class Holders:
 
     Args:
         messages: the messages in flight.
-        permits: the permits, one for each message.
+        permits: their permits.
         memory: the shared memory.
-        limits: the limits on waiting times.
+        settings: the limits of the sender.
         receiver_pid: returns the process id of the receiver, if it is known.
     """
 
@@ -35,13 +35,13 @@ class Holders:
         messages: Collection[Message],
         permits: Gate[None],
         memory: Memory,
-        limits: WaitLimits,
+        settings: Settings,
         receiver_pid: Callable[[], int | None],
     ) -> None:
         self._messages = messages
         self._permits = permits
         self._memory = memory
-        self._limits = limits
+        self._settings = settings
         self._receiver_pid = receiver_pid
         self._loop = asyncio.get_running_loop()
 
@@ -69,13 +69,13 @@ class Holders:
         holders = [
             Holder(None, _ALLOCATED, nbytes, now - allocated_since)
             if message is None
-            else Holder(message.number, message.state.value, nbytes, now - message.since)
+            else Holder(message.number, message.state.value, nbytes, now - message.permit.since)
             for message, nbytes in held.items()
         ]
         return sorted(holders, key=lambda holder: -holder.seconds)
 
     def log_wait(self, what: str) -> None:
-        """Log a long wait, with the holders of what it waits for."""
+        """Log a long wait for a resource, with its holders."""
         holders = self.list()
         held_by = "; ".join(
             f"{_name(holder)} ({holder.state}, {holder.bytes} bytes, {holder.seconds:.1f} s)"
@@ -86,13 +86,13 @@ class Holders:
         pid = self._receiver_pid()
         logger.warning(
             "a send has waited %g s for %s; receiver: %s; held by: %s",
-            self._limits.long_wait_s,
+            self._settings.long_wait_s,
             what,
             "none has answered" if pid is None else f"pid {pid}",
             held_by or "no message",
             extra={
                 "event": "long_wait",
-                "waited_s": self._limits.long_wait_s,
+                "waited_s": self._settings.long_wait_s,
                 "waited_for": what,
                 "peer_pid": pid,
                 "holders": len(holders),
@@ -102,7 +102,7 @@ class Holders:
 
     def overdue(self, reason: str, messages: int, nbytes: int) -> WouldBlockError:
         """Return the error of a wait that exceeded `max_wait_s`; arguments are those of `would_block`."""
-        return self.would_block(f"{reason} for {self._limits.max_wait_s:g} s", messages, nbytes)
+        return self.would_block(f"{reason} for {self._settings.max_wait_s:g} s", messages, nbytes)
 
     def would_block(self, reason: str, messages: int, nbytes: int) -> WouldBlockError:
         """Return the error of a call that would have to wait.

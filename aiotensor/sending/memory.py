@@ -1,9 +1,10 @@
-"""A sender's shared memory: granted in order, filled in a worker, given back when the last pin is gone."""
+"""The shared memory of a sender: granted in order, filled in a worker, released with its last pin."""
 
 import asyncio
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 
+import msgspec
 import torch
 
 from aiotensor.errors import AioTensorError
@@ -22,38 +23,39 @@ from aiotensor.tensors.source import Source
 
 __all__ = ["Memory"]
 
-# The worker does longer copies apart from the others, which would wait for tens of milliseconds.
+# Longer copies take tens of milliseconds, so the worker performs them in a thread of their own.
 _SHORT_COPY_BYTES = 16 << 20
 
 
-class _Copy:
-    """A copy in the worker, or only the memory for one."""
+class _Copy(msgspec.Struct, eq=False):
+    """A copy in the worker, or only the preparation of its memory."""
 
-    def __init__(self, block: Block, holder: Hashable, idle: list[Range], cold: list[Range]) -> None:
-        self.block = block
-        self.holder = holder
-        self.idle = idle  # what is given back first
-        self.cold = cold  # what has to be filled
-        self.since = asyncio.get_running_loop().time()
-        self.has_begun = False
-        self.is_running = True
-        self.filled: list[Range] = []
-        self.is_abandoned = False
-        self.unpins = False  # who asked for it has gone: the end of it takes the pin back
+    block: Block
+    holder: Hashable
+    idle: list[Range]  # returned to the system first
+    cold: list[Range]  # has to be filled
+    since: float
+    has_begun: bool = False
+    is_running: bool = True
+    filled: list[Range] = []
+    is_abandoned: bool = False
+    unpins: bool = False  # its caller was cancelled: its end removes the pin
 
 
 class Memory:
-    """Grant blocks of the arena, copy into them, and take them back.
-
-    Belongs to the event loop's thread, and to the loop that runs when it is made.
+    """Grant blocks of the arena, copy into them, and release them; belongs to the running loop.
 
     Args:
-        limit: bytes in use at once.
+        limit: the maximum number of bytes in use.
         gate: makes the gate over the arena.
-        on_freed: told of the number of each allocated block whose tensor was freed; from any thread.
-        keep_warm_s: after how many seconds idle memory goes back to the system; None for never.
-        max_wait_s: after how many seconds a copy that the worker has not begun fails; None for never.
-        overdue: makes that error, of the bytes to be copied.
+        keep_warm_s: the seconds until idle memory is returned to the system; None for never.
+        counts: counts the tensors that are copied.
+        max_wait_s: the seconds that a copy waits for the worker; None for no limit.
+        overdue: returns the error of a longer wait, given the bytes of the copy.
+
+    Attributes:
+        leases: the pins of the blocks.
+        freed: the blocks of freed tensors from `allocate`, which are still to be released.
     """
 
     def __init__(
@@ -68,9 +70,9 @@ class Memory:
         self._loop = asyncio.get_running_loop()
         self._arena = Arena(limit, self._loop.time, self._release_segment)
         self.gate = gate(self._arena)
-        self._freed: FreedItems[int] = FreedItems(self._loop, self.release_allocations)
-        self.allocations = Allocations(self._freed)
-        self._leases: Leases[Ticket[Extent]] = Leases()
+        self.freed: FreedItems[int] = FreedItems(self._loop, self._release_allocations)
+        self.allocations = Allocations(self.freed)
+        self.leases: Leases[Ticket[Extent]] = Leases()
         self._worker = Worker("aiotensor-sender")
         self._counts = counts
         self._copies: set[_Copy] = set()
@@ -79,7 +81,7 @@ class Memory:
         self._overdue = overdue
         self._trimming: asyncio.TimerHandle | None = None
         self._trims_soon = False
-        self._readers: dict[Segment, ProcessEnd] = {}  # those of retired segments
+        self._readers: dict[Segment, ProcessEnd] = {}  # of retired segments
         self._is_closed = False
 
     async def acquire(self, nbytes: int, holder: Hashable = None) -> Block:
@@ -91,7 +93,7 @@ class Memory:
         return self._own(await self.gate.acquire(nbytes, holder))
 
     def try_acquire(self, nbytes: int, holder: Hashable = None) -> Block | None:
-        """Pin a block if one is free and nobody waits in line."""
+        """Pin a block if one is free and no call waits."""
         ticket = self.gate.try_acquire(nbytes, holder)
         return None if ticket is None else self._own(ticket)
 
@@ -112,9 +114,9 @@ class Memory:
         self._count(source)
 
     async def copy(self, source: Source, block: Block, holder: Hashable) -> None:
-        """Copy a tensor, in the worker if that takes long; the pin is gone if this fails.
+        """Copy a tensor, in the worker if that takes long; an error removes the pin of the owner.
 
-        Cancelling stops the copy; the block is free when the worker has let go of it.
+        Cancellation stops the copy; the pin is removed when the worker has stopped.
 
         Raises:
             CopyAbandonedError: `abandon` was called for the holder.
@@ -133,7 +135,7 @@ class Memory:
     async def tensor_over(
         self, block: Block, dtype: torch.dtype, shape: tuple[int, ...], holder: Hashable
     ) -> torch.Tensor:
-        """Get memory for a block, and return a tensor over it, which pins it; the pin is gone if this fails.
+        """Fill a block with memory, and return a tensor over it as its owner; an error removes the pin.
 
         Raises:
             CopyAbandonedError: `abandon` was called for the holder, or this was closed.
@@ -156,19 +158,19 @@ class Memory:
                 copy.is_abandoned = True
 
     def unaccounted_bytes(self, numbers: Iterable[int]) -> int:
-        """Count the bytes of blocks that are accounted to no open message."""
-        tickets = map(self._leases.grant_of, numbers)
+        """Count the bytes of those blocks that no open message holds."""
+        tickets = map(self.leases.grant_of, numbers)
         return sum(ticket.amount for ticket in tickets if not self.gate.budget.holds(ticket))
 
     def announced(self, number: int, holder: Hashable, *, is_whole: bool) -> None:
-        """Account an allocated block to the message that announces it.
+        """Account an allocated block to the message that announces it, unless an open message holds it.
 
         Args:
-            number: of the block; if an open message has it already, it stays so.
+            number: the number of the block.
             holder: the message.
-            is_whole: whether the message needs nothing more, so that the block will come back in any case.
+            is_whole: whether the message needs no more memory, so that the release depends on no wait.
         """
-        ticket, budget = self._leases.grant_of(number), self.gate.budget
+        ticket, budget = self.leases.grant_of(number), self.gate.budget
         if ticket.holder is None or not budget.holds(ticket):
             if is_whole:
                 ticket.holder = holder
@@ -177,46 +179,37 @@ class Memory:
                 self.gate.refuse_if_stuck()
 
     def account(self, number: int, holder: Hashable) -> None:
-        """Account a block to a holder, or to none."""
-        self.gate.budget.reassign(self._leases.grant_of(number), holder)
-
-    def pin(self, number: int) -> None:
-        """Pin a block for an announcement."""
-        self._leases.pin(number)
+        """Account a block to a holder; None for no holder."""
+        self.gate.budget.reassign(self.leases.grant_of(number), holder)
 
     def unpin(self, numbers: Iterable[int]) -> None:
-        """Take the pins of announcements back.
+        """Remove the pins of announcements.
 
         Raises:
             ProtocolError: no announcement pins such a block.
         """
         for number in numbers:
-            self._release(self._leases.unpin(number))
+            self._release(self.leases.unpin(number))
 
     def unpin_owner(self, number: int) -> None:
-        """Note that nobody writes to a block any more."""
-        self._release(self._leases.disown(number))
+        """Remove the pin of the owner, since this side does not write to the block any more."""
+        self._release(self.leases.disown(number))
 
-    def collect_freed(self) -> None:
-        """Release the blocks of all allocated tensors that were freed until now."""
-        self._freed.collect_all()
-
-    def release_allocations(self, numbers: Iterable[int]) -> None:
-        """Release the blocks of allocated tensors that were freed."""
+    def _release_allocations(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             self.allocations.forget(number)
             self.unpin_owner(number)
 
     def peer_lost(self, pid: int | None) -> None:
-        """Take back what the receiver had; what it may still read is not written to any more.
+        """Remove all pins of announcements, and write no more to memory that the receiver may still read.
 
         Args:
-            pid: of its process, whose end ends every view of the memory there; None if that is not known.
+            pid: the id of its process, which may read the memory until it ends; None if it is not known.
         """
-        # Tensors that it received may live on, and nothing says when they end.
-        sent = [ticket.place for ticket in self._leases.sent() if ticket.place is not None]
+        # The tensors that it received may live on, and no frame will report their ends.
+        sent = [ticket.place for ticket in self.leases.sent() if ticket.place is not None]
         retired = self._arena.detach(sent)
-        for ticket in self._leases.unpin_all():
+        for ticket in self.leases.unpin_all():
             self._release(ticket)
         if retired is not None and retired.used and not self._is_closed:
             self._trim_retired()
@@ -224,26 +217,21 @@ class Memory:
                 self._readers[retired] = ProcessEnd(pid, partial(self._reader_ended, retired))
 
     def holdings(self) -> list[tuple[Ticket[Extent], bool]]:
-        """List what is in use, and whether it was allocated and no announcement pins it."""
+        """List the grants in use, and for each whether it was allocated and no announcement pins it."""
         return [
-            (ticket, number in self.allocations and not self._leases.is_sent(number))
-            for number, ticket in self._leases.grants().items()
+            (ticket, number in self.allocations and not self.leases.is_sent(number))
+            for number, ticket in self.leases.grants().items()
         ]
 
     @property
-    def has_allocations(self) -> bool:
-        """Return whether there are allocated tensors."""
-        return bool(self.allocations)
-
-    @property
     def largest_free(self) -> int:
-        """Return the bytes of the largest block that could be granted now if no call waited."""
+        """The bytes of the largest block that could be granted now if no call waited."""
         budget = self.gate.budget
         return min(budget.limit - budget.in_use, self._arena.largest_free)
 
     @property
     def warm_bytes(self) -> int:
-        """Count the bytes that the system has given, in use or kept warm."""
+        """The bytes that have memory of the system, in use or kept warm."""
         return self._arena.warm_bytes
 
     @property
@@ -252,20 +240,18 @@ class Memory:
         return [copy.since for copy in self._copies if not copy.has_begun]
 
     async def settle(self) -> None:
-        """Wait until no copy runs."""
+        """Wait until the worker is idle."""
         await self._worker.settle()
 
     async def aclose(self) -> None:
-        """Let go of all memory when no copy runs any more, and end the worker."""
+        """Stop all copies and wait for their ends, then release all memory and end the worker."""
         self._stop()
-        self._arena.close()
         await self._worker.settle()
         self._worker.close()
 
     def close(self) -> None:
-        """Do the same without waiting: copies that run are stopped, and end by themselves."""
+        """Do the same without waiting: the copies end by themselves."""
         self._stop()
-        self._arena.close()
         self._worker.close()
 
     def _stop(self) -> None:
@@ -278,6 +264,7 @@ class Memory:
         for reader in self._readers.values():
             reader.cancel()
         self._readers.clear()
+        self._arena.close()
 
     def _count(self, copied: Source) -> None:
         self._counts["tensors_copied"] += 1
@@ -292,12 +279,12 @@ class Memory:
         except BaseException:
             self.gate.release(ticket)
             raise
-        return Block(self._leases.own(ticket), place)
+        return Block(self.leases.own(ticket), place)
 
     async def _run(self, block: Block, holder: Hashable, source: Source | None) -> None:
-        """Fill a block in the worker; if that fails, the pin is gone when it has ended."""
+        """Fill a block in the worker; an error removes the pin when the worker has stopped."""
         idle, cold = self._arena.prepare(block.place)
-        copy = _Copy(block, holder, idle, cold)
+        copy = _Copy(block, holder, idle, cold, self._loop.time())
         try:
             running = self._worker.submit(
                 partial(self._work, copy, source),
@@ -309,11 +296,9 @@ class Memory:
             self.unpin_owner(block.number)
             raise
         self._copies.add(copy)
-        alarm = (
-            None
-            if self._max_wait_s is None
-            else self._loop.call_later(self._max_wait_s, self._end_wait, copy, running)
-        )
+        alarm = None
+        if self._max_wait_s is not None:
+            alarm = self._loop.call_later(self._max_wait_s, self._end_wait, copy, running)
         try:
             await running
         except BaseException:
@@ -333,7 +318,7 @@ class Memory:
             running.set_exception(self._overdue(copy.block.place.nbytes))
 
     def _work(self, copy: _Copy, source: Source | None) -> None:
-        """Get memory for a block, and copy a tensor into it; in the worker."""
+        """Fill a block with memory, and copy a tensor into it; runs in the worker."""
         copy.has_begun = True
         place = copy.block.place
         place.segment.return_memory(copy.idle)
@@ -354,12 +339,12 @@ class Memory:
             self.unpin_owner(copy.block.number)
 
     def _release_segment(self, segment: Segment) -> None:
-        """Unmap a segment: in the worker, behind the copies into it, since much memory takes milliseconds."""
+        """Unmap a segment in the worker, after the copies into it, since much memory takes milliseconds."""
         reader = self._readers.pop(segment, None)
         if reader is not None:
             reader.cancel()
         if segment.is_open:
-            # A receiver may map it for long yet, because of a tensor that is small.
+            # The receiver may keep it mapped for long because of a small tensor.
             free = segment.take_free() if segment.is_attached or segment.is_retired else []
             self._worker.begin("unmapping", partial(_close, segment, free))
 
@@ -377,13 +362,13 @@ class Memory:
             self._trimming = self._loop.call_later(self._keep_warm_s, self._trim)
 
     def _reader_ended(self, segment: Segment) -> None:
-        """Note that the process of the receiver that a segment was retired for has ended."""
+        """Handle the end of the process that could read a retired segment."""
         self._readers.pop(segment, None)
         segment.reader_ended()
         self._trim_retired()
 
     def _trim_retired(self) -> None:
-        """Give back what no block of a retired segment uses: nothing new is placed there."""
+        """Return the unused memory of retired segments to the system: they get no new blocks."""
         self._trims_soon = False
         if self._is_closed:
             return
@@ -392,7 +377,7 @@ class Memory:
                 self._worker.begin("returning memory", partial(segment.return_memory, segment.take_free()))
 
     def _trim(self) -> None:
-        """Give back what has been idle for long; come again if something may be by then."""
+        """Return memory that has been idle for long to the system, and check again later if more is idle."""
         self._trimming = None
         if self._keep_warm_s is None:
             return

@@ -14,12 +14,23 @@ import enum
 import weakref
 from collections.abc import Collection
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from aiotensor.errors import AioTensorError
 from aiotensor.protocol.credits import Ticket
 
-__all__ = ["Message", "MessageState", "enter_block", "innermost_block"]
+__all__ = [
+    "DISCARDED",
+    "LOST",
+    "OPEN",
+    "TAKEN",
+    "WHOLE",
+    "Message",
+    "MessageState",
+    "enter_block",
+    "innermost_block",
+]
 
 
 class MessageState(enum.Enum):
@@ -32,40 +43,37 @@ class MessageState(enum.Enum):
     LOST = "lost"
 
 
+# Each step of a message checks its state, and looking up a member of an enum is slow.
+OPEN, WHOLE, TAKEN, DISCARDED, LOST = MessageState
+
+
+@dataclass(eq=False, slots=True)
 class Message:
     """A message of a sender.
 
-    Args:
+    Attributes:
         permit: its permit, which is released when the message ends.
+        loss: the reason why it is LOST.
+        number: known from its first announcement on.
+        count: the number of announced tensors.
+        awaits_bytes: the number of sends that wait for bytes.
+        awaits_receiver: the number of sends that wait until the receiver reads.
+        has_bytes: whether it ever held shared memory.
     """
 
-    __slots__ = (
-        "awaits_bytes",
-        "awaits_receiver",
-        "count",
-        "has_bytes",
-        "loss",
-        "number",
-        "permit",
-        "since",
-        "state",
-    )
-
-    def __init__(self, permit: Ticket[None]) -> None:
-        self.permit = permit
-        self.since = permit.since  # by the clock of the loop
-        self.state = MessageState.OPEN
-        self.loss: AioTensorError | None = None  # why it is LOST
-        self.number: int | None = None  # known with the first announcement
-        self.count = 0  # tensors announced
-        self.awaits_bytes = 0  # sends that wait for bytes
-        self.awaits_receiver = 0  # sends that wait until the receiver reads
-        self.has_bytes = False  # whether it ever held shared memory
+    permit: Ticket[None]
+    state: MessageState = OPEN
+    loss: AioTensorError | None = None
+    number: int | None = None
+    count: int = 0
+    awaits_bytes: int = 0
+    awaits_receiver: int = 0
+    has_bytes: bool = False
 
     @property
     def has_ended(self) -> bool:
         """Whether its permit was released."""
-        return self.state is not MessageState.OPEN and self.state is not MessageState.WHOLE
+        return self.state is not OPEN and self.state is not WHOLE
 
 
 # The `async with` blocks of messages that surround the running code, the innermost one last. Each has a weak
@@ -81,7 +89,7 @@ def enter_block(message: Message, task: "asyncio.Task[object] | None") -> None:
         message: the message.
         task: the running task; None for a thread, whose calls run in the context of this call.
     """
-    outer = [block for block in _code_blocks.get() if block[1].state is MessageState.OPEN]
+    outer = [block for block in _code_blocks.get() if block[1].state is OPEN]
     _code_blocks.set((*outer, (None if task is None else weakref.ref(task), message)))
 
 
@@ -92,6 +100,6 @@ def innermost_block(messages: Collection[Message]) -> Message | None:
     """
     for task, message in reversed(_code_blocks.get()):
         is_inside = task is None or task() is asyncio.current_task()
-        if is_inside and message.state is MessageState.OPEN and message in messages:
+        if is_inside and message.state is OPEN and message in messages:
             return message
     return None

@@ -9,7 +9,7 @@ from typing import Self
 
 import torch
 
-from aiotensor.errors import DiscardedError, TooLargeError, UsageError
+from aiotensor.errors import DiscardedError, TooLargeError, UsageError, again
 from aiotensor.protocol.frames import MAX_TENSORS
 from aiotensor.runtime.affinity import LoopAffinity
 from aiotensor.sending.message import Message, MessageState, enter_block
@@ -53,7 +53,7 @@ class OpenMessage:
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if is_finalizing() or (message := self._message) is None or message.state is not MessageState.OPEN:
             return
-        self.affinity.freed(self, partial(self._pipeline.messages.abandon, message))
+        self.affinity.freed(self, partial(self._pipeline.abandon, message))
 
     async def __aenter__(self) -> Self:
         with self._errors:
@@ -62,7 +62,7 @@ class OpenMessage:
             self._check()
             self._is_beginning = True
             try:
-                self._message = await self._pipeline.messages.begin()
+                self._message = await self._pipeline.begin()
             finally:
                 self._is_beginning = False
             enter_block(self._message, asyncio.current_task())
@@ -101,11 +101,11 @@ class OpenMessage:
     async def send(self, tensor: Sendable) -> TensorHandle:
         """Send one tensor of the message, and return its handle.
 
-        The receiver can take it when the message is whole, after the block. An error in `send` takes
-        nothing for this tensor and leaves the message as it was: it may be caught, and the block go on.
-        Cancelling does the same, unless the tensor was announced already: then the message is discarded,
+        The receiver can take it when the message is whole, after the block. An error in `send` releases the
+        resources of this tensor and does not affect the message: the block may catch it and continue.
+        Cancellation does the same, unless the tensor was announced already: then the message is discarded,
         and its block ends with `DiscardedError`.
-        Arguments, waiting, cancelling and errors are otherwise those of `TensorSender.send`.
+        Arguments, waiting, cancellation and errors are otherwise those of `TensorSender.send`.
 
         Raises:
             WouldBlockError: all of `arena_bytes` is held by messages that wait for more of it, so that
@@ -140,16 +140,16 @@ class OpenMessage:
         if message is None:
             raise UsageError(_NOT_BEGUN)
         if message.loss is not None:
-            raise self._pipeline.messages.error(message)
+            raise self._pipeline.grants.error(message)
         if message.state is not MessageState.OPEN:
             raise DiscardedError("this message has ended: begin a new one")
         return message
 
     def finish(self) -> None:
-        """Make the message whole now, and not only at the end of the block.
+        """Complete the message now rather than at the end of the block.
 
-        Nothing more can be sent in it. If the block then ends with an exception, the message is discarded
-        all the same, unless the receiver has taken it by then. Finishing again does nothing.
+        No further tensor can be sent in it. If the block then ends with an exception, the message is
+        discarded nevertheless, unless the receiver has already taken it. Finishing again has no effect.
 
         Raises:
             DiscardedError: the message was discarded, by either side.
@@ -158,21 +158,21 @@ class OpenMessage:
             UsageError: a send of this message was not awaited; the message is discarded. Or it is not
                 begun yet.
         """
-        message, messages = self._message, self._pipeline.messages
+        message, pipeline = self._message, self._pipeline
         with self._errors:
             if message is None:
                 raise UsageError(_NOT_BEGUN)
             if self._is_finished:
                 return
             if message.has_ended:
-                raise messages.error(message)  # it was not whole, so no task can have taken it
+                raise pipeline.grants.error(message)  # it was not whole, so no task can have taken it
             if self._sending:
-                messages.abandon(message)
+                pipeline.abandon(message)
                 raise UsageError(
                     "a send of this message was not awaited: await every message.send in its block"
                 )
             self._is_finished = True
-            messages.complete(message)
+            pipeline.complete(message)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -180,14 +180,16 @@ class OpenMessage:
         if self._message is None or self.affinity.is_left_in_child(error):
             return
         if kind is not None:
-            self._pipeline.messages.abandon(self._message)
+            self._pipeline.abandon(self._message)
         else:
             self.affinity.check_place()
             self.finish()
 
     def _check(self) -> None:
         self.affinity.check()
-        self._pipeline.messages.check()
+        failure = self._pipeline.grants.failure
+        if failure is not None:
+            raise again(failure)
 
 
 def owner_of(message: OpenMessage) -> object:

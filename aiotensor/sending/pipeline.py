@@ -8,15 +8,22 @@ A block of shared memory is pinned by the tensor announced over it until the rec
 import math
 import operator
 import sys
+import weakref
 from collections.abc import Sequence
 
 import torch
 from torch.nn import Parameter
 
-from aiotensor.errors import TooLargeError
+from aiotensor.errors import TooLargeError, WouldBlockError
+from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.frames import Put
-from aiotensor.sending.in_flight import FEW_MESSAGES, MessagesInFlight
-from aiotensor.sending.message import Message
+from aiotensor.runtime.waiting import at_most
+from aiotensor.sending.gates import CapacityListener
+from aiotensor.sending.grants import Grants
+from aiotensor.sending.message import Message, MessageState
+from aiotensor.sending.sessions import Sessions
+from aiotensor.sending.settings import Settings
+from aiotensor.statistics.counters import ErrorCounter
 from aiotensor.tensors.allocations import Allocation, Block
 from aiotensor.tensors.copying import CopyAbandonedError
 from aiotensor.tensors.dtypes import DTYPE_NAMES
@@ -30,24 +37,178 @@ from aiotensor.tensors.placement import (
 )
 from aiotensor.tensors.raw import is_addressable, new_tensor
 from aiotensor.tensors.source import Sendable, Source, as_source, check_dtype
+from aiotensor.transports.endpoints import Route
 from aiotensor.types import TensorHandle
 
-__all__ = ["Pipeline"]
+__all__ = ["FEW_MESSAGES", "Pipeline"]
+
+
+# With so few messages in flight, the receiver probably waits for the next one, so it is sent immediately;
+# with more, all messages announced in one iteration of the event loop share a record.
+FEW_MESSAGES = 2
 
 
 class Pipeline:
-    """Extent the tensors of one sender, and announce them; belongs to the event loop's thread.
+    """Send the tensors of one sender; belongs to the running loop.
 
     Args:
         sender: the id of the sender.
-        messages: the messages in flight.
+        route: the way to the receiver.
+        settings: as for `Grants`, like the other arguments.
+
+    Attributes:
+        grants: the messages in flight, with their permits and memory.
+        sessions: the connections to receivers.
     """
 
-    def __init__(self, sender: str, messages: MessagesInFlight) -> None:
-        self.messages = messages
+    def __init__(
+        self,
+        sender: str,
+        route: Route,
+        settings: Settings,
+        counts: dict[str, int],
+        errors: ErrorCounter,
+        listeners: "weakref.WeakSet[CapacityListener]",
+    ) -> None:
+        self.grants = Grants(settings, counts, errors, listeners, lambda: self.sessions.receiver_pid)
+        self.sessions = Sessions(sender, route.connector, self.grants)
         self._sender = sender
-        self._memory = messages.grants.memory
-        self._max_bytes = messages.grants.max_bytes
+        self._permits = self.grants.permits
+        self._memory = self.grants.memory
+        self._max_bytes = settings.max_bytes
+        self._max_wait_s = settings.max_wait_s
+
+    def open(self) -> None:
+        """Begin to connect; errors are those of `Connector.connect`."""
+        try:
+            self.sessions.connect()
+        except BaseException:
+            self.abort()
+            raise
+
+    async def close(self) -> None:
+        """End all waiting calls, and close the session; cancellation skips all waits."""
+        memory = self._memory
+        memory.freed.collect_all()
+        self.grants.is_closed = True
+        self.grants.fail()
+        try:
+            self.abandon_all(MessageState.OPEN)
+            # Before any other wait: without the last frame the receiver treats this sender as lost, together
+            # with all messages that it sent.
+            await self.sessions.close(uses_memory=bool(memory.allocations))
+            self.sessions.abort()
+            await memory.aclose()
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close the session and release the memory without waiting."""
+        self.grants.is_closed = True
+        self.sessions.abort()
+        self._memory.close()
+        self.grants.drainers.wake()
+
+    async def ready(self) -> None:
+        """Wait until a receiver has admitted this sender, as `TensorSender.ready` does."""
+        if self.sessions.is_admitted:
+            return
+        try:
+            async with at_most(self._max_wait_s, self._not_ready):
+                await self.sessions.admission()
+        except WouldBlockError:
+            if not self.sessions.is_admitted:  # it may have been admitted just as the time ran out
+                raise
+
+    def _not_ready(self) -> WouldBlockError:
+        is_there = self.sessions.is_receiver_there
+        reason = "the receiver has not answered" if is_there else "no receiver was here"
+        return self.grants.holders.overdue(reason, 0, 0)
+
+    # Messages
+
+    async def begin(self, allocation: Allocation | None = None) -> Message:
+        """Wait for a permit, and assign it to a new message.
+
+        Args:
+            allocation: the memory that the message will send, whose bytes cannot be freed during this wait.
+        """
+        permit = self._permits.try_acquire(1)
+        if permit is None:
+            waiting = self._permits.acquire(1) if allocation is None else self.grants.permit_with(allocation)
+            permit = await waiting
+        return self._new_message(permit)
+
+    def begin_nowait(self, nbytes: int) -> Message:
+        """Assign a permit to a new message, or raise `WouldBlockError`."""
+        sessions = self.sessions
+        if not sessions.is_ready:
+            if sessions.current is None:
+                reason = "no receiver is here"
+            elif sessions.current.transport.is_writable:
+                reason = "the receiver has not answered"
+            else:
+                reason = "the receiver is slow to read"
+            raise sessions.refusal() or self.grants.holders.would_block(reason, 1, nbytes)
+        permit = self._permits.try_acquire(1)
+        if permit is None:
+            raise self.grants.holders.would_block("no permit is free", 1, nbytes)
+        return self._new_message(permit)
+
+    def complete(self, message: Message) -> None:
+        """Mark a message as whole after all its tensors were announced."""
+        session = self.sessions.current
+        if message.number is None or session is None:
+            self.grants.end(message, MessageState.DISCARDED)  # an empty message was never announced
+            return
+        session.end(message.number)
+        if len(self.grants.messages) <= FEW_MESSAGES:
+            session.flush()
+            self.grants.check_open(message)
+        self.grants.make_whole(message)
+
+    def abandon(self, message: Message) -> None:
+        """Discard a message, including any tensors already announced."""
+        if message.has_ended:
+            return
+        self.grants.end(message, MessageState.DISCARDED)
+        self.grants.counts["messages_discarded"] += 1
+        session = self.sessions.current
+        if message.number is not None and session is not None:
+            session.discard(message.number)
+
+    def abandon_number(self, number: int) -> None:
+        """Discard a message by its number, if it has not ended."""
+        session = self.sessions.current
+        message = None if session is None else session.announced.get(number)
+        if message is not None:
+            self.abandon(message)
+
+    def abandon_all(self, *states: MessageState) -> int:
+        """Discard every message in one of these states, and return their number."""
+        messages = [message for message in self.grants.messages if message.state in states]
+        for message in messages:
+            self.abandon(message)
+        return len(messages)
+
+    async def drain(self) -> None:
+        """Wait until all messages now in flight have ended."""
+        sent = set(self.grants.messages)
+        while any(not message.has_ended for message in sent):
+            await self.grants.drainers.wait()
+            if self.grants.is_closed:
+                break
+        # The receiver may have taken all of them and then closed: no message is lost in that case.
+        for message in sent:
+            if message.state is MessageState.LOST or not message.has_ended:
+                raise self.grants.error(message)
+
+    def _new_message(self, permit: Ticket[None]) -> Message:
+        message = Message(permit)
+        self.grants.messages[message] = None
+        return message
+
+    # Tensors
 
     def prepare(self, value: Sendable) -> tuple[Source, Plan]:
         """Reject a value that can never be sent, before any resources are taken for it."""
@@ -60,10 +221,10 @@ class Pipeline:
     async def put(self, message: Message, source: Source, plan: Plan, *, last: bool) -> TensorHandle:
         """Acquire bytes for a tensor, place the tensor, and announce it."""
         # Only this check bounds the transport's queue: no call adds to the queue while it is not empty.
-        session = self.messages.sessions.current
-        if session is None or not session.transport.is_writable or self.messages.sessions.needs_admission:
-            await self.messages.receiver_reads(message)
-        self.messages.check_open(message)
+        session = self.sessions.current
+        if session is None or not session.transport.is_writable or self.sessions.needs_admission:
+            await self._receiver_reads(message)
+        self.grants.check_open(message)
         allocation = plan.allocation
         if allocation is None:
             if not plan.new_bytes:
@@ -82,9 +243,7 @@ class Pipeline:
         message.has_bytes = True
         block = self._memory.try_acquire(plan.new_bytes, message)
         if block is None:
-            raise self.messages.grants.holders.would_block(
-                "not enough shared memory is free", 1, plan.new_bytes
-            )
+            raise self.grants.holders.would_block("not enough shared memory is free", 1, plan.new_bytes)
         try:
             self._memory.copy_now(source, block)
             return self._announce(message, source, place_copy(block.place), block, last=True)
@@ -110,19 +269,19 @@ class Pipeline:
             raise self._too_large(nbytes)
         if nbytes == 0:
             return _new_empty(sizes, dtype)
-        block = await self.messages.grants.block_to_allocate(nbytes, message)
+        block = await self.grants.block_to_allocate(nbytes, message)
         try:
             if message is not None:
-                self.messages.check_open(message)  # it may have ended while waiting
+                self.grants.check_open(message)  # it may have ended while waiting
         except BaseException:
             self._memory.unpin_owner(block.number)
             raise
         try:
             tensor = await self._memory.tensor_over(block, dtype, sizes, message)
         except CopyAbandonedError:
-            raise self.messages.error(message) from None
-        if self.messages.is_closed:
-            raise self.messages.error()
+            raise self.grants.error(message) from None
+        if self.grants.is_closed:
+            raise self.grants.error()
         return tensor
 
     # Steps
@@ -130,20 +289,20 @@ class Pipeline:
     async def _put_copy(
         self, message: Message, source: Source, allocation: Allocation | None, *, last: bool
     ) -> TensorHandle:
-        block = await self.messages.grants.block(source.nbytes, message, allocation)
+        block = await self.grants.block(source.nbytes, message, allocation)
         try:
-            self.messages.check_open(message)  # it may have ended while waiting
+            self.grants.check_open(message)  # it may have ended while waiting
         except BaseException:
             self._memory.unpin_owner(block.number)
             raise
         try:
             await self._memory.copy(source, block, message)
         except CopyAbandonedError:
-            raise self.messages.error(message) from None
+            raise self.grants.error(message) from None
         try:
-            if not self.messages.sessions.is_ready:
-                await self.messages.receiver_reads(message)
-            self.messages.check_open(message)
+            if not self.sessions.is_ready:
+                await self._receiver_reads(message)
+            self.grants.check_open(message)
             return self._announce(message, source, place_copy(block.place), block, last=last)
         finally:
             self._memory.unpin_owner(block.number)
@@ -161,7 +320,7 @@ class Pipeline:
         self, message: Message, source: Source, placed: Placed, block: Block | None, *, last: bool
     ) -> TensorHandle:
         """Send the frame of a tensor. From this point the receiver owns the tensor."""
-        session = self.messages.sessions.current
+        session = self.sessions.current
         if session is None:
             raise AssertionError("an open message is announced without a receiver")
         block_number: int | None = None
@@ -169,8 +328,8 @@ class Pipeline:
             block_number = block.number
             if not block.place.segment.is_attached:
                 session.attach(block.place.segment)
-                self.messages.check_open(message)
-            self._memory.pin(block_number)
+                self.grants.check_open(message)
+            self._memory.leases.pin(block_number)
         number = message.number
         if number is None:
             number = message.number = session.connection.next_message
@@ -188,14 +347,36 @@ class Pipeline:
             source.requires_grad,
             type(source) is Parameter,
         )
-        session.put(message, put, flush=last and len(self.messages.grants.messages) <= FEW_MESSAGES)
-        self.messages.check_open(message)
+        session.put(message, put, flush=last and len(self.grants.messages) <= FEW_MESSAGES)
+        self.grants.check_open(message)
         message.count += 1
-        self.messages.counts["tensors_sent"] += 1
-        self.messages.counts["bytes_sent"] += source.nbytes
+        self.grants.counts["tensors_sent"] += 1
+        self.grants.counts["bytes_sent"] += source.nbytes
         if last:
-            self.messages.make_whole(message)
+            self.grants.make_whole(message)
         return TensorHandle(self._sender, number, tensor, dtype, shape, put.device)
+
+    async def _receiver_reads(self, message: Message) -> None:
+        """Wait until a receiver is connected and reads."""
+        self.grants.check_open(message)  # a message lost during its copy must not wait for the next receiver
+        message.awaits_receiver += 1
+        try:
+            async with at_most(self._max_wait_s, self._nothing_read):
+                while not self.sessions.is_ready:
+                    await self.sessions.change()
+                    self.grants.check_open(message)
+        except WouldBlockError:
+            if not self.sessions.is_ready:  # it may have changed in this same iteration
+                raise
+            self.grants.check_open(message)
+        finally:
+            message.awaits_receiver -= 1
+
+    def _nothing_read(self) -> WouldBlockError:
+        is_connected = self.sessions.current is not None
+        return self.grants.holders.overdue(
+            "the receiver read nothing" if is_connected else "no receiver was here", 1, 0
+        )
 
     def _too_large(self, nbytes: int) -> TooLargeError:
         return TooLargeError(

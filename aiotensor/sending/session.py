@@ -5,8 +5,7 @@ event loop share a record, unless `flush` writes them earlier.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from aiotensor.errors import ProtocolError, RefusedError
 from aiotensor.protocol.connection import Close, Loss
@@ -23,41 +22,14 @@ from aiotensor.protocol.frames import (
 from aiotensor.protocol.sender import SenderConnection
 from aiotensor.runtime.descriptors import close_all
 from aiotensor.runtime.logs import logger_of
-from aiotensor.sending.message import Message, MessageState
+from aiotensor.sending.grants import Grants
+from aiotensor.sending.message import DISCARDED, TAKEN, Message
 from aiotensor.tensors.segments import Segment
 from aiotensor.transports.base import Transport
-from aiotensor.types import SenderStatistics
 
-__all__ = ["MessageEvents", "Session", "SessionEvents"]
+__all__ = ["Session"]
 
 logger = logger_of("sender")
-
-
-class SessionEvents(Protocol):
-    """The callbacks of a session."""
-
-    def session_admitted(self, session: "Session") -> None:
-        """Handle that the receiver has admitted this sender."""
-
-    def session_lost(self, session: "Session", loss: Loss) -> None:
-        """Handle the end of the session."""
-
-    def writing_resumed(self) -> None:
-        """Handle that the transport accepts records again."""
-
-
-class MessageEvents(Protocol):
-    """The callbacks of a session that concern messages and their memory."""
-
-    def message_ended(self, message: Message, state: MessageState) -> None:
-        """Handle a message that the receiver took or discarded."""
-
-    def blocks_released(self, blocks: Iterable[int]) -> None:
-        """Handle blocks that the receiver released.
-
-        Raises:
-            ProtocolError: the receiver did not hold them.
-        """
 
 
 class Session:
@@ -66,11 +38,9 @@ class Session:
     Args:
         hello: the first frame.
         transport: the connection.
-        events: the object that is notified of changes of the session.
-        messages: the object that is notified of messages.
-        statistics: called when the receiver requests the statistics of this sender; returns None if the
-            sender was garbage-collected. The transport refers to this function, so it must not keep the
-            sender alive.
+        grants: the messages to end, and the memory to release.
+        admitted: called when the receiver has admitted this sender.
+        lost: called at the end of the session.
 
     Raises:
         OSError: the first record could not be written.
@@ -80,16 +50,16 @@ class Session:
         self,
         hello: Hello,
         transport: Transport,
-        events: SessionEvents,
-        messages: MessageEvents,
-        statistics: Callable[[], SenderStatistics | None],
+        grants: Grants,
+        admitted: Callable[[], None],
+        lost: Callable[["Session", Loss], None],
     ) -> None:
         self.transport = transport
         self.connection = SenderConnection(hello)
         self.announced: dict[int, Message] = {}  # the messages in flight, by their numbers
-        self._events = events
-        self._messages = messages
-        self._statistics = statistics
+        self._grants = grants
+        self._admitted = admitted
+        self._lost = lost
         self._sender = hello.sender
         self._loop = asyncio.get_running_loop()
         self._is_flush_scheduled = False
@@ -116,22 +86,18 @@ class Session:
         segment.is_attached = True
 
     def put(self, message: Message, put: Put, *, flush: bool) -> None:
-        """Announce a tensor; from this point the receiver owns it.
-
-        Args:
-            message: the message of the tensor.
-            put: the frame.
-            flush: whether to write it now rather than at the end of this iteration of the event loop.
-        """
+        """Announce a tensor, which the receiver owns from now on; with `flush`, write the frame now."""
         self.announced[put.message] = message
         self.connection.put(put)
-        if flush or self.connection.has_full_record:
+        if flush:
             self.flush()
-        else:
-            self._schedule_flush()
+            return
+        if self.connection.has_full_record:
+            self._write(self.connection.full_records())
+        self._schedule_flush()
 
     def end(self, message: int) -> None:
-        """Make a message whole, after all its tensors."""
+        """Complete a message after its last tensor."""
         self.connection.end(message)
         self._schedule_flush()
 
@@ -143,24 +109,14 @@ class Session:
 
     def flush(self) -> None:
         """Write the pending frames now rather than at the end of this iteration of the event loop."""
+        self._write(self.connection.data_to_send())
+
+    def _write(self, records: Sequence[bytes]) -> None:
         try:
-            for record in self.connection.data_to_send():
+            for record in records:
                 self.transport.write(record)
         except OSError as error:
             self._end(self.connection.lost(f"writing to it failed: {error}", is_retried=True))
-
-    def close(self, *, uses_memory: bool) -> None:
-        """Write the last frame.
-
-        Args:
-            uses_memory: whether tensors allocated by this sender still exist.
-        """
-        self.connection.close(uses_memory=uses_memory)
-        self.flush()
-
-    def abort(self) -> None:
-        """Close the transport without notifying the receiver or the owner of this session."""
-        self.transport.close()
 
     # Events of the transport
 
@@ -173,18 +129,19 @@ class Session:
                 match frame:
                     case Taken() | Discarded():
                         is_taken = isinstance(frame, Taken)
-                        state = MessageState.TAKEN if is_taken else MessageState.DISCARDED
+                        state = TAKEN if is_taken else DISCARDED
                         for number in frame.messages:
                             message = self.announced.pop(number, None)
                             if message is not None:  # otherwise this side has discarded it
-                                self._messages.message_ended(message, state)
+                                self._grants.counts["messages_discarded"] += not is_taken
+                                self._grants.end(message, state)
                     case Release():
-                        self._messages.blocks_released(frame.blocks)
+                        self._grants.memory.unpin(frame.blocks)
                     case StatisticsRequest():
                         self._is_reply_due = True
                         self._schedule_flush()
                     case Welcome(is_admitted=True):
-                        self._events.session_admitted(self)
+                        self._admitted()
                     case Close():
                         self._end(self.connection.closed(frame))
         except RefusedError as error:
@@ -212,7 +169,7 @@ class Session:
         """Handle that the transport accepts records again."""
         if self._is_reply_due:
             self._schedule_flush()
-        self._events.writing_resumed()
+        self._grants.changes.wake()
 
     def _schedule_flush(self) -> None:
         if not self._is_flush_scheduled:
@@ -226,11 +183,9 @@ class Session:
         if self._is_reply_due and self.transport.is_writable:
             # At most one reply is pending, so a receiver that does not read does not make the queue grow.
             self._is_reply_due = False
-            statistics = self._statistics()
-            if statistics is not None:
-                self.connection.reply(statistics)
+            self.connection.reply(self._grants.statistics())
         self.flush()
 
     def _end(self, loss: Loss) -> None:
         self.transport.close()
-        self._events.session_lost(self, loss)
+        self._lost(self, loss)

@@ -9,36 +9,18 @@
 import logging
 import os
 from collections.abc import Callable
-from typing import Protocol
 
 from aiotensor.errors import AioTensorError, ClosedError, RefusedError, again
-from aiotensor.protocol.connection import Loss
+from aiotensor.protocol.connection import Close, ConnectionState, Loss
 from aiotensor.protocol.frames import VERSION, Hello
 from aiotensor.runtime.logs import logger_of
-from aiotensor.runtime.waiting import Waiters
-from aiotensor.sending.session import MessageEvents, Session
-from aiotensor.sending.settings import Settings
+from aiotensor.sending.grants import Grants
+from aiotensor.sending.session import Session
 from aiotensor.transports.base import Connector, ConnectorEvents, Transport
-from aiotensor.types import SenderStatistics
 
-__all__ = ["Sessions", "SessionsEvents"]
+__all__ = ["Sessions"]
 
 logger = logger_of("sender")
-
-
-class SessionsEvents(MessageEvents, Protocol):
-    """The callbacks of the sessions of a sender."""
-
-    def receiver_found(self) -> None:
-        """Handle a receiver that messages can be sent to."""
-
-    def receiver_lost(self, error: AioTensorError, pid: int | None) -> int:
-        """Handle a receiver that is gone or refuses this sender; return the number of lost messages.
-
-        Args:
-            error: the reason.
-            pid: the id of the receiver's process; None if it is not known.
-        """
 
 
 class Sessions:
@@ -47,10 +29,7 @@ class Sessions:
     Args:
         sender: the id of the sender.
         connector: makes the connecting side, given the id of the sender and the object that is notified.
-        settings: the limits of the sender, for the hello.
-        events: the object that is notified.
-        counts: counts `receivers_lost`.
-        statistics: as for `Session`.
+        grants: the messages and their resources.
 
     Attributes:
         current: the session; None while there is none.
@@ -59,32 +38,17 @@ class Sessions:
     """
 
     def __init__(
-        self,
-        sender: str,
-        connector: Callable[[str, ConnectorEvents], Connector],
-        settings: Settings,
-        events: SessionsEvents,
-        counts: dict[str, int],
-        statistics: Callable[[], SenderStatistics | None],
+        self, sender: str, connector: Callable[[str, ConnectorEvents], Connector], grants: Grants
     ) -> None:
         self.current: Session | None = None
         self.failure: AioTensorError | None = None
         self.needs_admission = False
         self._sender = sender
-        self._settings = settings
-        self._events = events
-        self._counts = counts
-        self._statistics = statistics
+        self._grants = grants
+        self._changes = grants.changes
         self._connector = connector(sender, self)
         self._refusal: RefusedError | None = None  # from a receiver that may still be running
         self._next_message = 0
-        self._changes = Waiters()
-        self._is_closing = False
-
-    @property
-    def can_reconnect(self) -> bool:
-        """Whether another receiver can be reached after a loss."""
-        return self._connector.reconnects
 
     @property
     def is_receiver_there(self) -> bool:
@@ -94,7 +58,7 @@ class Sessions:
     @property
     def is_admitted(self) -> bool:
         """Whether a receiver has admitted this sender and is still connected."""
-        return self.current is not None and self.current.connection.is_admitted
+        return self.current is not None and self.current.connection.state is ConnectionState.OPEN
 
     @property
     def receiver_id(self) -> str | None:
@@ -132,22 +96,18 @@ class Sessions:
             self.failure = None  # from an earlier attempt
             self.connect_now()
         while not self.is_admitted:
-            if self._is_closing:
+            if self._grants.is_closed:
                 raise ClosedError("this TensorSender was closed")
             if self.failure is not None:
                 raise again(self.failure)
             await self._changes.wait()
 
     async def change(self) -> None:
-        """Wait until `is_ready` may have changed, or `wake` is called; connect now if there is no session."""
+        """Wait until `is_ready`, or a message that waits for it, may have changed; connect if necessary."""
         if self.current is None:
             self.connect_now()
         if not self.is_ready:
             await self._changes.wait()
-
-    def wake(self) -> None:
-        """Wake all calls of `change` and `admission`, so that they check their conditions again."""
-        self._changes.wake()
 
     def connect_now(self) -> None:
         """Connect now, if there is no session and no attempt is scheduled."""
@@ -161,17 +121,13 @@ class Sessions:
         return self._refusal if self._refusal is None else again(self._refusal)
 
     async def close(self, *, uses_memory: bool) -> None:
-        """Write the last frame of the session, and wait until the transport has passed it to the kernel.
-
-        Args:
-            uses_memory: whether tensors allocated by this sender still exist.
-        """
-        self._is_closing = True
+        """Write the last frame of the session, and wait until the transport has passed it to the kernel."""
         self._changes.wake()
         session = self.current
         if session is None:
             return
-        session.close(uses_memory=uses_memory)
+        session.connection.close(Close(uses_memory=uses_memory))
+        session.flush()
         while self.current is session and not session.transport.is_writable:
             await self._changes.wait()
 
@@ -180,7 +136,7 @@ class Sessions:
         self._connector.close()
         session, self.current = self.current, None
         if session is not None:
-            session.abort()
+            session.transport.close()
         self._changes.wake()
 
     # Events of the connector
@@ -191,54 +147,45 @@ class Sessions:
         Raises:
             OSError: its first record could not be written.
         """
-        limits = self._settings
+        limits = self._grants.settings
         hello = Hello(
             VERSION, os.getpid(), self._sender, limits.max_messages, limits.max_bytes, self._next_message
         )
         self.current = None
-        self.current = Session(hello, transport, self, self._events, self._statistics)
+        self.current = Session(hello, transport, self._grants, self._admitted, self._session_lost)
         self.failure = None
         self._changes.wake()
-        self._events.receiver_found()
+        self._grants.capacity_changed()
 
     def connecting_failed(self, error: AioTensorError) -> None:
         """Handle a permanent failure to connect."""
-        self._lost(error, None, is_retried=False)
+        self.failure, self._refusal = error, None
+        self._grants.receiver_lost(error, None, is_final=not self._connector.reconnects)
 
-    # Events of the session
-
-    def session_admitted(self, session: Session) -> None:
+    def _admitted(self) -> None:
         """Handle that the receiver has admitted this sender."""
         self._refusal, self.needs_admission = None, False
         self._changes.wake()
-        self._events.receiver_found()
+        self._grants.capacity_changed()
 
-    def writing_resumed(self) -> None:
-        """Handle that the transport accepts records again."""
-        self._changes.wake()
-
-    def session_lost(self, session: Session, loss: Loss) -> None:
+    def _session_lost(self, session: Session, loss: Loss) -> None:
         """Handle the end of the session."""
         if self.current is not session:
             return  # it was closed by this side
         self.current = None
+        error, pid, kernel_pid = loss.error, session.connection.peer_pid, session.transport.peer_pid
+        reconnects = self._connector.reconnects
         self._next_message = session.connection.next_message
-        is_retried = loss.is_retried and self._connector.reconnects
-        if is_retried:
+        self.failure = error
+        if loss.is_retried and reconnects:
+            self.failure = None
             self._connector.reconnect()
-        self._lost(loss.error, session, is_retried=is_retried)
-
-    def _lost(self, error: AioTensorError, session: Session | None, *, is_retried: bool) -> None:
-        self.failure = None if is_retried else error
         self._refusal = error if isinstance(error, RefusedError) else None
         self.needs_admission |= self._refusal is not None
-        pid = None if session is None else session.connection.peer_pid
-        peer_pid = None if session is None else session.transport.peer_pid
-        lost = self._events.receiver_lost(error, pid if peer_pid is None else peer_pid)
-        self._changes.wake()
-        if session is None:
-            return
-        self._counts["receivers_lost"] += 1
+        lost = self._grants.receiver_lost(
+            error, pid if kernel_pid is None else kernel_pid, is_final=not reconnects
+        )
+        self._grants.counts["receivers_lost"] += 1
         logger.log(
             logging.WARNING if lost or self._refusal is not None else logging.INFO,
             "%s; %s messages in flight are lost",

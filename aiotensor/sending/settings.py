@@ -2,19 +2,7 @@
 
 from typing import NamedTuple
 
-__all__ = ["Settings", "WaitLimits"]
-
-
-class WaitLimits(NamedTuple):
-    """Limits on waiting times in seconds; None for never.
-
-    Attributes:
-        long_wait_s: the time after which a wait is logged.
-        max_wait_s: the time after which a wait ends with an error.
-    """
-
-    long_wait_s: float | None
-    max_wait_s: float | None
+__all__ = ["Settings"]
 
 
 class Settings(NamedTuple):
@@ -24,10 +12,12 @@ class Settings(NamedTuple):
         max_messages: the number of permits.
         max_bytes: the limit of shared memory in bytes.
         keep_warm_s: the idle time in seconds after which memory is returned to the system; None for never.
-        wait_limits: the limits on waiting times.
+        long_wait_s: the time in seconds after which a wait is logged; None for never.
+        max_wait_s: the time in seconds after which a wait ends with an error; None for never.
     """
 
     max_messages: int
     max_bytes: int
     keep_warm_s: float | None
-    wait_limits: WaitLimits
+    long_wait_s: float | None
+    max_wait_s: float | None

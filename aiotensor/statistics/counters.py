@@ -32,13 +32,7 @@ def new_counts(kind: type[Statistics]) -> dict[str, int]:
 
 
 def snapshot(kind: type[S], counts: Mapping[str, int], **fields: object) -> S:
-    """Return statistics with the counts of an object.
-
-    Args:
-        kind: the class of the statistics.
-        counts: the counts from `new_counts`.
-        fields: all other fields; a counter among them replaces the one in `counts`.
-    """
+    """Return statistics with the counts from `new_counts`, and all other fields, which replace counts."""
     make: Callable[..., S] = kind
     return make(**{**counts, **fields})
 

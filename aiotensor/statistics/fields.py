@@ -1,7 +1,7 @@
 """The fields of statistics and their metrics, derived from the declarations in `aiotensor.types`."""
 
 from functools import cache
-from typing import Any, Literal, NamedTuple, TypeAlias, get_type_hints
+from typing import Literal, NamedTuple, TypeAlias, get_type_hints
 
 import msgspec
 
@@ -13,16 +13,13 @@ _Type: TypeAlias = Literal["counter", "gauge", "histogram"]
 
 
 class Field(NamedTuple):
-    """An exported field of statistics.
+    """An exported field of statistics; see `aiotensor.types.Export`.
 
     Attributes:
-        name: the name of the field.
-        text: its help text.
-        metric: the name of its metric.
-        type: the type of its metric; a histogram comes from `Waits`.
-        labels: the labels that distinguish fields with the same metric, with their values.
-        is_by_type: it counts errors by their types.
-        is_largest: at each endpoint the largest value of all objects is exported, not the sum.
+        text: the help text.
+        metric: the name of the metric.
+        type: the type of the metric; a histogram comes from `Waits`.
+        is_by_type: whether the field counts errors by their types.
     """
 
     name: str
@@ -39,11 +36,7 @@ class Family(NamedTuple):
 
     Attributes:
         name: the name of the metric, without the suffix ``_total`` of counters.
-        type: its type.
-        text: its help text.
         labels: the names of its labels.
-        fields: the fields that it comes from.
-        is_largest: at each endpoint the largest value of all objects is exported, not the sum.
     """
 
     name: str
@@ -79,25 +72,24 @@ def plain_counters(kind: type[Statistics]) -> tuple[str, ...]:
 def _exported(kind: type[Statistics]) -> tuple[Field, ...]:
     """Return the exported fields, in the order of the declarations."""
     declared, types = get_type_hints(kind, include_extras=True), get_type_hints(kind)
-    return tuple(
-        _field(kind, name, types[name], str(meta.description), meta.extra["export"])
-        for name in kind.__struct_fields__
-        for meta in declared[name].__metadata__
-        if isinstance(meta, msgspec.Meta) and meta.extra
-    )
-
-
-def _field(kind: type[Statistics], name: str, value_type: Any, text: str, export: Export) -> Field:
     role = kind.__name__.removesuffix("Statistics").lower()
-    return Field(
-        name=name,
-        text=text,
-        metric=f"aiotensor_{role}_{export.metric or name}",
-        type="histogram" if value_type is Waits else export.kind,
-        labels=dict(export.labels),
-        is_by_type=value_type == dict[str, int],
-        is_largest=export.is_largest,
-    )
+    fields = []
+    for name in kind.__struct_fields__:
+        for meta in declared[name].__metadata__:
+            if isinstance(meta, msgspec.Meta) and meta.extra:
+                export: Export = meta.extra["export"]
+                fields.append(
+                    Field(
+                        name=name,
+                        text=str(meta.description),
+                        metric=f"aiotensor_{role}_{export.metric or name}",
+                        type="histogram" if types[name] is Waits else export.kind,
+                        labels=dict(export.labels),
+                        is_by_type=types[name] == dict[str, int],
+                        is_largest=export.is_largest,
+                    )
+                )
+    return tuple(fields)
 
 
 def _family(first: Field, *others: Field) -> Family:

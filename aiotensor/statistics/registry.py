@@ -11,16 +11,17 @@ import itertools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import NamedTuple, TypeAlias
+from functools import lru_cache
+from typing import NamedTuple, Protocol, TypeAlias
 
 from aiotensor.errors import UsageError
-from aiotensor.statistics.entries import Entry, HasStatistics
-from aiotensor.statistics.sums import Counts, add_counts
-from aiotensor.types import Statistics
+from aiotensor.statistics.fields import counters
+from aiotensor.types import Statistics, Waits
 
-__all__ = ["Entry", "Group", "HasStatistics", "Snapshot", "add", "collect", "owners", "remove"]
+__all__ = ["Counts", "Entry", "Group", "HasStatistics", "Snapshot", "add", "collect", "owners", "remove"]
 
 # The kind and the endpoint of objects, whose counts are added up.
 Group: TypeAlias = tuple[type[Statistics], str]
@@ -33,6 +34,11 @@ _CHECK_INTERVAL_S = 0.05
 
 # A later object has a larger number, and a later snapshot.
 _numbers = itertools.count(1)
+
+
+# A key is the name of a counter with "", the type of an error, the bound of a wait ("" for the last one), or
+# "total_s".
+Counts: TypeAlias = dict[tuple[str, str], float]
 
 
 class Snapshot(NamedTuple):
@@ -53,6 +59,47 @@ class Snapshot(NamedTuple):
     begun: dict[Group, int]
     unanswered: int
     number: int
+
+
+class HasStatistics(Protocol):
+    """An object that the registry can hold."""
+
+    def statistics(self) -> Statistics:
+        """Return the current values and counts; works after closing too."""
+
+
+class Entry:
+    """An entry for an open object of this thread, which does not keep the object alive.
+
+    Args:
+        owner: the object.
+        endpoint: the address or name that all objects at one endpoint have in common.
+        loop: the event loop of the object.
+        number: larger than the numbers of earlier entries.
+    """
+
+    def __init__(
+        self, owner: HasStatistics, endpoint: str, loop: asyncio.AbstractEventLoop, number: int
+    ) -> None:
+        self.endpoint = endpoint
+        self.loop = loop
+        self.number = number
+        self.thread = threading.get_ident()
+        self.last: Statistics | None = None  # the statistics that were read last
+        self.is_closed = False
+        self.is_removed = False  # `last` is part of the sum of closed objects, and must not change any more
+        self.owner = weakref.ref(owner, self._free)
+        self._is_freed = False
+
+    def _free(self, _: object) -> None:
+        # The garbage collector calls this in any thread and at any moment, so it must not take a lock.
+        self._is_freed = True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the object ended without being closed: it was freed, or its loop is closed."""
+        # A reference to the object could become the last one, and free the object here, with the lock held.
+        return self._is_freed or self.loop.is_closed()
 
 
 class _Query:
@@ -109,7 +156,7 @@ class _Registry:
         group = (type(entry.last), entry.endpoint)
         before, number = self.closed.get(group, ({}, entry.number))
         counts = dict(before)
-        add_counts(counts, entry.last)
+        _add_counts(counts, entry.last)
         kept = (counts, min(number, entry.number))
         # From here on nothing is called: a signal handler in between could miss the object or find it twice.
         if group in self.closed:
@@ -132,7 +179,7 @@ class _Registry:
         Raises:
             UsageError: another loop runs in this thread.
         """
-        owner = entry.owner
+        owner = entry.owner()
         if owner is None:
             return
         statistics = owner.statistics()
@@ -207,13 +254,7 @@ _registry = _Registry()
 
 
 def add(owner: HasStatistics, endpoint: str, loop: asyncio.AbstractEventLoop) -> Entry:
-    """Register an open object, in its thread.
-
-    Args:
-        owner: the object.
-        endpoint: the address or name that all objects at one endpoint have in common.
-        loop: the event loop of the object.
-    """
+    """Register an open object, in its thread; the arguments are those of `Entry`."""
     entry = Entry(owner, endpoint, loop, next(_numbers))
     with _registry.changed:
         _registry.sweep()
@@ -244,7 +285,7 @@ def owners() -> list[HasStatistics]:
     """Return every open object, from any thread."""
     with _registry.changed:
         present = list(_registry.entries)
-    return [owner for entry in present if (owner := entry.owner) is not None]
+    return [owner for entry in present if (owner := entry.owner()) is not None]
 
 
 def collect(timeout_s: float) -> Snapshot:
@@ -269,7 +310,7 @@ def collect(timeout_s: float) -> Snapshot:
     begun = {group: first for group, (_, first) in closed.items()}
     for entry, last in known:
         group = (type(last), entry.endpoint)
-        add_counts(counts.setdefault(group, {}), last)
+        _add_counts(counts.setdefault(group, {}), last)
         begun[group] = min(begun.get(group, entry.number), entry.number)
     still_open = [(entry.endpoint, last) for entry, last in known if not entry.is_closed]
     return Snapshot(still_open, counts, begun, unanswered, number)
@@ -282,3 +323,22 @@ def _renew() -> None:
 
 
 os.register_at_fork(after_in_child=_renew)
+
+
+def _add_counts(counts: Counts, statistics: Statistics) -> None:
+    """Add the counters of an object to a sum."""
+    for name in counters(type(statistics)):
+        value = getattr(statistics, name)
+        parts: Iterable[tuple[str, float]] = (("", value),)
+        if isinstance(value, Waits):
+            parts = zip(_parts_of_waits(value.bounds_s), (*value.counts, value.total_s), strict=True)
+        elif isinstance(value, dict):
+            parts = value.items()
+        for part, number in parts:
+            key = (name, part)
+            counts[key] = counts.get(key, 0) + number
+
+
+@lru_cache(maxsize=8)  # all objects of a process count waits by the same bounds
+def _parts_of_waits(bounds_s: tuple[float, ...]) -> tuple[str, ...]:
+    return (*map(str, bounds_s), "", "total_s")

@@ -1,4 +1,4 @@
-"""Blocks that callers allocated, so that sending one of them, or a part of it, copies nothing."""
+"""Blocks that callers allocated, so that sending one, or a part of it, copies nothing."""
 
 from collections.abc import Callable
 
@@ -13,14 +13,14 @@ __all__ = ["Allocation", "Allocations", "Block"]
 
 
 class Block(msgspec.Struct, frozen=True):
-    """A place in the arena, and the number that it is pinned by."""
+    """A block of the arena, and the number of its lease."""
 
     number: int
     place: Extent
 
 
 class Allocation(msgspec.Struct, frozen=True):
-    """A block that a caller has, and the addresses of its memory here."""
+    """A block that a caller allocated, and the addresses of its memory in this process."""
 
     block: Block
     start: int
@@ -28,32 +28,31 @@ class Allocation(msgspec.Struct, frozen=True):
     watch: Watch
 
     def can_carry(self, source: Source) -> bool:
-        """Say whether a tensor that lies in the block can be announced where it lies."""
+        """Return whether a tensor in the block can be announced without a copy."""
         if self.block.place.segment.is_retired:
-            return False  # a receiver that is gone may still read it
+            return False  # a lost receiver may still read it
         if not source.is_contiguous() or source.is_conj() or source.is_neg():
             return False
-        # Views made by numpy, unlike those by torch, may be misaligned or end in the next block. No receiver
-        # accepts that.
+        # Receivers reject tensors that are misaligned or end in the next block, as views by numpy may be.
         start = source.data_ptr()
         return start % source.dtype.itemsize == 0 and start + source.nbytes <= self.stop
 
 
 class Allocations:
-    """Know the memory that callers allocated and still have.
+    """The memory that callers allocated and still use.
 
     Args:
-        on_freed: called with the block's number when its storage was freed, in whichever thread that
-            happens, perhaps inside the garbage collector: it may only enqueue.
+        on_freed: called with the number of a block whose tensors were freed, in any thread, perhaps by the
+            garbage collector: it may only enqueue.
     """
 
     def __init__(self, on_freed: Callable[[int], None]) -> None:
-        # Not a method: nothing that watches may keep this, and through it the memory, alive.
+        # Not a method, since a watch must not keep this object, and so the memory, alive.
         self._freed: Callable[[Watch], None] = lambda watch: on_freed(watch.number)
         self._by_number: dict[int, Allocation] = {}
 
     def add(self, block: Block, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the tensor over a new block, and watch for the end of its storage."""
+        """Return the tensor over a new block, and watch its storage."""
         view = block.place.tensor(dtype, shape)
         start = view.tensor.data_ptr()
         self._by_number[block.number] = Allocation(
@@ -62,7 +61,7 @@ class Allocations:
         return view.tensor
 
     def forget(self, number: int) -> None:
-        """Note, in the event loop, that a block's storage was freed."""
+        """Remove a block whose tensors were freed; in the event loop."""
         self._by_number.pop(number, None)
 
     def __len__(self) -> int:

@@ -1,11 +1,11 @@
-"""The arena: the shared memory of one connection, cut into blocks, and kept warm between tensors.
+"""The arena: the shared memory of one connection, divided into blocks, and kept warm between tensors.
 
-Its segment has several times as many addresses as it may have memory: a block then finds a place in one
-piece wherever the living ones lie. The descriptor goes over the connection once, both sides map it once, and
-a tensor is then named by two numbers.
+The segment has several times as many addresses as its limit of memory, so that there is a contiguous range
+for each block regardless of the positions of the others. The descriptor is sent once, both sides map it once,
+and two numbers then identify the bytes of a tensor.
 
-A memfd has no name, so no process leaves anything behind, and the size of ``/dev/shm`` does not matter. It is
-sealed, so that nothing can turn a read into SIGBUS by shrinking it.
+A memfd has no name, so a killed process leaves no file, and the size of ``/dev/shm`` does not matter. It is
+sealed: a process that shrank it would otherwise cause SIGBUS in the others.
 """
 
 import resource
@@ -23,13 +23,13 @@ from aiotensor.tensors.views import View, view_over
 
 __all__ = ["Arena", "Extent", "read_where", "segment_bytes"]
 
-_MAX_ADDRESSES = 1 << 44  # of 2**47 that a process has
+_MAX_ADDRESSES = 1 << 44  # a process has 2**47
 
 _WHERE = struct.Struct("<QQ")  # segment, offset
 
 
 class Extent(msgspec.Struct, frozen=True):
-    """Where a block is."""
+    """The position of a block."""
 
     segment: Segment
     offset: int
@@ -37,29 +37,29 @@ class Extent(msgspec.Struct, frozen=True):
 
     @property
     def is_warm(self) -> bool:
-        """Return whether the block has memory, so that writing to it takes no longer than the writing."""
+        """Whether the block has memory, so that writing to it allocates none."""
         return self.segment.warm.has(self.offset, self.nbytes)
 
     def describe(self, inner_offset: int) -> bytes:
-        """Name a byte of the block for the receiver."""
+        """Return the position of a byte of the block, for the receiver."""
         return _WHERE.pack(self.segment.number, self.offset + inner_offset)
 
     def view(self) -> memoryview:
         """Return the memory of the block."""
-        return self.segment.view(self.offset, self.nbytes)
+        return self.segment.memory[self.offset : self.offset + self.nbytes]
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> View:
         """Return a tensor over the whole block."""
-        return view_over(self.segment.memory, self.offset, dtype, shape, self.nbytes)
+        return view_over(self.segment.memory, self.offset, dtype, shape)
 
 
 class Arena:
-    """Hand out blocks of one segment; begin another when a receiver that is gone may still read the first.
+    """Allocate blocks of one segment, and create another while a lost receiver may still read the first.
 
     Args:
-        nbytes: how many bytes of memory it may have.
-        now: the clock that says how long a chunk has been idle.
-        release: closes a segment that nothing here needs any more, at once or later.
+        nbytes: the limit of memory in bytes.
+        now: the clock for the idle times of chunks.
+        release: closes a segment without blocks, immediately or later.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Arena:
         self._segment = self._new_segment()
 
     def allocate(self, nbytes: int) -> Extent | None:
-        """Take a block, or None if no free run is long enough."""
+        """Allocate a block; return None if no free run is long enough."""
         segment = self._segment
         offset = segment.blocks.allocate(nbytes)
         if offset is None:
@@ -83,11 +83,11 @@ class Arena:
         return Extent(segment, offset, nbytes)
 
     def prepare(self, place: Extent) -> tuple[list[Range], list[Range]]:
-        """Return what its segment is to give back and to fill, so that a block has memory."""
+        """Return the ranges to return and to fill for the memory of a block, as `Segment.prepare` does."""
         return place.segment.prepare(place.offset, place.nbytes, self._limit)
 
     def free(self, place: Extent) -> None:
-        """Take a block back; its memory stays warm for a while."""
+        """Free a block; its memory stays warm for a while."""
         segment = place.segment
         segment.free(place.offset, place.nbytes, self._now())
         if segment.is_retired and not segment.used and segment in self._retired:
@@ -96,15 +96,11 @@ class Arena:
 
     @property
     def largest_free(self) -> int:
-        """Return the bytes of the longest run of free addresses."""
+        """The size of the longest free run in bytes."""
         return self._segment.blocks.largest_free
 
     def detach(self, elsewhere: Iterable[Extent] = ()) -> Segment | None:
-        """Note that the receiver is gone, and return the segment that is retired if it may still read some.
-
-        Args:
-            elsewhere: the blocks that it may still read: these must not be written to any more.
-        """
+        """Handle the loss of the receiver; if it may still read blocks, retire and return the segment."""
         segment = self._segment
         segment.is_attached = False
         offsets = [place.offset for place in elsewhere if place.segment is segment]
@@ -116,23 +112,23 @@ class Arena:
         return segment
 
     def take_idle(self, before: float) -> tuple[Segment, list[Range]]:
-        """Return the chunks that were left before a time, and their segment; see `Segment.return_memory`."""
+        """Return the chunks that were last used before a time, and their segment."""
         return self._segment, self._segment.take_idle(before)
 
     @property
     def warm_bytes(self) -> int:
-        """Count the bytes that have memory, in use or not."""
+        """The bytes that have memory, in use or not."""
         return sum(segment.warm.nbytes for segment in self.segments())
 
     def close(self) -> None:
-        """Release all memory; a view that is left keeps its segment."""
+        """Release all memory; remaining views keep their segments mapped."""
         segments = list(self.segments())
         self._retired = []
         for segment in segments:
             self._release(segment)
 
     def segments(self) -> Iterator[Segment]:
-        """Go through the present segment and the retired ones."""
+        """Iterate over the present segment and the retired ones."""
         yield self._segment
         yield from self._retired
 
@@ -143,7 +139,7 @@ class Arena:
 
 
 def _address_bytes(arena_bytes: int) -> int:
-    """Return how many bytes of addresses the segment of an arena has."""
+    """Return the size of a segment in bytes, which is smaller in a process with limits."""
     wanted = segment_bytes(arena_bytes)
     limits = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE))
     is_limited = any(limit != resource.RLIM_INFINITY for limit in limits)
@@ -151,15 +147,15 @@ def _address_bytes(arena_bytes: int) -> int:
 
 
 def segment_bytes(arena_bytes: int) -> int:
-    """Return the most bytes of addresses that the segment of an arena has."""
+    """Return the largest size that the segment of an arena has, in bytes."""
     return ADDRESSES_PER_BYTE * whole_pages(arena_bytes)
 
 
 def read_where(payload: bytes) -> tuple[int, int]:
-    """Return the segment and the offset that `Extent.describe` named.
+    """Return the number of the segment and the offset from `Extent.describe`.
 
     Raises:
-        ProtocolError: the payload does not name any.
+        ProtocolError: the payload has another size.
     """
     if len(payload) != _WHERE.size:
         raise ProtocolError(f"the peer placed a tensor by {len(payload)} bytes, which name no place")

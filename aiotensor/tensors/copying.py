@@ -8,7 +8,6 @@ from concurrent.futures import Executor, Future
 from functools import partial
 
 import numpy as np
-import torch
 
 from aiotensor.tensors.arena import Extent
 from aiotensor.tensors.gathering import Gathering, gather
@@ -17,8 +16,8 @@ from aiotensor.tensors.source import Source, is_flat
 
 __all__ = ["QUICK_BYTES", "CopyAbandonedError", "copy_in_threads", "copy_now"]
 
-# So much is copied into warm memory in less time than it takes to wake another thread and be woken by it. It
-# is a twentieth of a millisecond, a tenth on a slow machine: the event loop can spare it.
+# Copying this much into warm memory takes less time than waking a thread and being woken by it: a twentieth
+# of a millisecond, or a tenth on a slow machine, which is acceptable on the event loop.
 QUICK_BYTES = 1 << 20
 
 # From here on two threads are faster than one; below, the second comes too late to help.
@@ -31,7 +30,7 @@ _SHORTEST_STEP_BYTES = 1 << 20
 
 
 class CopyAbandonedError(Exception):
-    """Nobody wants the copy any more."""
+    """The copy is not needed any more."""
 
 
 def copy_now(source: Source, place: Extent) -> None:
@@ -46,63 +45,56 @@ def copy_now(source: Source, place: Extent) -> None:
 def copy_in_threads(
     source: Source, place: Extent, is_abandoned: Callable[[], bool], helper: Executor
 ) -> None:
-    """Copy a source of any size on this thread and, if it is large, on a helper's too.
+    """Copy a source of any size on this thread and, if it is large, on another one, too.
 
     Args:
-        source: what to copy.
-        place: where to; it has memory.
-        is_abandoned: asked between steps of some megabytes.
-        helper: what runs the other half.
+        source: the tensor or array.
+        place: the block, which has memory.
+        is_abandoned: called between steps of a few megabytes.
+        helper: runs the other half.
 
     Raises:
-        CopyAbandonedError: `is_abandoned` said so before the copy was complete.
+        CopyAbandonedError: `is_abandoned` has returned True before the copy was complete.
     """
-    steps = iter(_flat_steps(source, place) if is_flat(source) else _gathering_steps(source, place))
+    steps = iter(_copy_steps(source, place))
 
     def share() -> None:
-        for step in steps:  # the threads take turns at it
+        for step in steps:  # both threads take steps from one iterator
             if is_abandoned():
                 return
             step()
 
     other: Future[None] | None = None
     if source.nbytes >= _SHARED_COPY_BYTES:
-        # If it cannot be started, it finds nothing left to do when it is, with the next copy.
+        # If no thread can be started, this runs before the next copy, when no steps are left.
         with contextlib.suppress(RuntimeError):
             other = helper.submit(share)
     try:
         share()
     finally:
-        # One that has not begun is busy with another copy.
+        # Cancelling succeeds if the helper is still busy with another copy.
         if other is not None and not other.cancel():
             other.result()
-        deque(steps, maxlen=0)  # a helper that could not be started keeps nothing of the source
+        deque(steps, maxlen=0)  # a share that is still queued must not keep the source alive
     if is_abandoned():
         raise CopyAbandonedError
 
 
-def _flat_steps(source: torch.Tensor, place: Extent) -> list[Callable[[], object]]:
-    # These have only addresses: while they are used, the memory under them must live.
-    there, here = _address_of(np.frombuffer(place.view(), np.uint8)), source.data_ptr()
+def _copy_steps(source: Source, place: Extent) -> list[Callable[[], object]]:
+    target: RawBytes = np.frombuffer(place.view(), np.uint8)
+    if not is_flat(source):
+        gathering = Gathering(source, target)
+        return [partial(gathering.copy, box) for box in gathering.boxes]
+    # The steps have only addresses: the caller keeps the memory alive.
+    there, here = _address_of(target), source.data_ptr()
     return [
         partial(ctypes.memmove, there + start, here + start, length)
         for start, length in _steps(source.nbytes)
     ]
 
 
-def _gathering_steps(source: Source, place: Extent) -> list[Callable[[], object]]:
-    gathering = Gathering(source, np.frombuffer(place.view(), np.uint8))
-    return [partial(gathering.copy, box) for box in gathering.boxes]
-
-
-def _address_of(array: RawBytes) -> int:
-    # Not by its `ctypes`: made in a thread, that leaks some bytes now and then (numpy 2.4, Python 3.11).
-    address: int = array.__array_interface__["data"][0]
-    return address
-
-
 def _steps(nbytes: int) -> list[tuple[int, int]]:
-    """Cut a range into steps of (start, length), each at most a quarter of what is left."""
+    """Divide a range into steps of (start, length), each at most a quarter of the rest."""
     steps, start = [], 0
     while start < nbytes:
         left = nbytes - start
@@ -110,3 +102,9 @@ def _steps(nbytes: int) -> list[tuple[int, int]]:
         steps.append((start, length))
         start += length
     return steps
+
+
+def _address_of(array: RawBytes) -> int:
+    # Not by its `ctypes`, which leaks some bytes in threads (numpy 2.4, Python 3.11).
+    address: int = array.__array_interface__["data"][0]
+    return address

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from numpy.lib.stride_tricks import as_strided
 
-from aiotensor.tensors.raw import RawBytes, new_bytes
+from aiotensor.tensors.raw import ArrayMemory, RawBytes, new_bytes
 from aiotensor.tensors.source import Sendable, Source, as_source
 from aiotensor.tensors.views import view_over
 
@@ -61,24 +61,10 @@ _CACHE_PERIOD, _CACHE_LINE, _LINES_PER_SET = 4096, 64, 8
 
 
 class _Tile(NamedTuple):
-    """What is copied before the next tile is begun: the extents of some axes, and along which axis first."""
+    """The extents of a tile along some axes, and the axis of the innermost loop."""
 
     extents: dict[int, int]
     inner: int
-
-
-class _SourceMemory:
-    """Show the memory of a source to numpy, which keeps this alive, and with it the source."""
-
-    def __init__(self, source: Source, shape: Sequence[int], strides: Sequence[int], kind: str) -> None:
-        self._source = source
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (source.data_ptr(), True),
-            "shape": tuple(shape),
-            "strides": tuple(strides),
-            "typestr": kind,
-        }
 
 
 class Gathering:
@@ -104,9 +90,15 @@ class Gathering:
             byte_strides = list(source.array.strides)
         shape, strides = _merged(source.shape, byte_strides)
         raw = np.dtype(_RAW[itemsize])
-        self._source = np.asarray(_SourceMemory(source, shape, strides, raw.str))
+        interface = {
+            "data": (source.data_ptr(), True),
+            "shape": tuple(shape),
+            "strides": tuple(strides),
+            "typestr": raw.str,
+        }
+        self._source = np.asarray(ArrayMemory(source, interface))
         self._target = target.view(raw).reshape(shape)
-        self._signs: Array | None = None  # those that have to be turned, in the target
+        self._signs: Array | None = None  # the numbers in the target whose signs must be inverted
         if source.is_conj() or source.is_neg():
             self._signs = _signs(source, target, shape)
         self._tile = None if source.nbytes <= _TILED_BYTES else _tile(shape, strides, itemsize)
@@ -151,7 +143,7 @@ def as_tensor(value: Sendable) -> torch.Tensor:
     source = as_source(value)
     if isinstance(source, torch.Tensor):
         return source
-    return view_over(gathered(source).data, 0, source.dtype, source.shape, source.nbytes).tensor
+    return view_over(gathered(source).data, 0, source.dtype, source.shape).tensor
 
 
 def _merged(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -236,7 +228,7 @@ def _boxes(shape: list[int], tile: _Tile | None, itemsize: int) -> list[Box]:
 
 
 def _copy_tiles(target: Array, source: Array, tile: _Tile) -> None:
-    """Copy tile by tile; what is left over at the end of an axis is one more row of smaller tiles."""
+    """Copy tile by tile; the rest at the end of an axis is one more row of smaller tiles."""
     for axis, extent in tile.extents.items():
         size = target.shape[axis]
         left = size % extent
@@ -251,7 +243,7 @@ def _copy_tiles(target: Array, source: Array, tile: _Tile) -> None:
 
 
 def _tiles(array: Array, tile: _Tile) -> Array:
-    """Show an array with the axes in the order in which tiles are to be visited, and last the inner loop."""
+    """Return a view of an array whose axes have the order of the tiles, and last the innermost loop."""
     outer: list[tuple[int, int]] = []
     within: list[tuple[int, int]] = []
     loop = (1, 0)

@@ -1,47 +1,68 @@
-"""Small tensors ride in the frame itself: no shared memory, no descriptor, nothing to give back."""
+"""Tensors whose bytes are sent in a frame, or in a separate buffer of a message."""
 
 import ctypes
 import math
 
+import numpy as np
 import torch
 
 from aiotensor.errors import ProtocolError
 from aiotensor.tensors.gathering import gathered
-from aiotensor.tensors.raw import is_addressable, new_tensor
-from aiotensor.tensors.source import Source
+from aiotensor.tensors.raw import RawBytes, flat_bytes, is_addressable, new_bytes, new_tensor
+from aiotensor.tensors.source import Source, is_flat
 from aiotensor.tensors.views import view_over
 
-__all__ = ["MAX_INLINE_BYTES", "bytes_of", "check_size", "open_inline"]
+__all__ = ["MAX_INLINE_BYTES", "buffer_of", "bytes_of", "open_buffer", "open_inline"]
 
 # Above this a copy into shared memory is cheaper than two copies through the socket.
 MAX_INLINE_BYTES = 8 * 1024
 
 
 def bytes_of(source: Source) -> bytes:
-    """Return the bytes of a source's values, in row-major order."""
+    """Return a copy of the values of a source, in row-major order."""
     if source.is_contiguous() and not source.is_conj() and not source.is_neg():
-        return ctypes.string_at(source.data_ptr(), source.nbytes)  # half the time of any array's
+        return ctypes.string_at(source.data_ptr(), source.nbytes)  # twice as fast as by an array
     return gathered(source).tobytes()
 
 
 def open_inline(payload: bytes | memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor with memory of its own from the bytes of a frame.
+    """Return a tensor with a copy of the bytes of a frame.
 
     Raises:
-        ProtocolError: the bytes are not as many as dtype and shape need, or there can be no such shape.
+        ProtocolError: the number of bytes differs from the size of the tensor, or the shape is too large.
     """
-    needed = check_size(len(payload), dtype, shape)
+    if not _check_size(len(payload), dtype, shape):
+        return new_tensor(shape, dtype)
+    return view_over(bytearray(payload), 0, dtype, shape).tensor
+
+
+def buffer_of(source: Source) -> RawBytes:
+    """Return the values of a source in row-major order: its own memory if it is flat, else a copy."""
+    return flat_bytes(source) if is_flat(source) else gathered(source)
+
+
+def open_buffer(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a writable tensor over a buffer, and keep the buffer alive.
+
+    It is a copy if the buffer is read-only, or not aligned for the dtype.
+
+    Raises:
+        ProtocolError: the number of bytes differs from the size of the tensor, or the shape is too large.
+        OSError: no memory is left for a copy.
+    """
+    needed = _check_size(buffer.nbytes, dtype, shape)
     if not needed:
         return new_tensor(shape, dtype)
-    return view_over(bytearray(payload), 0, dtype, shape, needed).tensor
+    flat = np.frombuffer(buffer, np.uint8)
+    if buffer.readonly or flat.__array_interface__["data"][0] % dtype.itemsize:
+        copy = new_bytes(needed)
+        np.copyto(copy, flat)
+        flat = copy
+    return view_over(flat.data, 0, dtype, shape).tensor
 
 
-def check_size(nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Return how many bytes a tensor needs, which has to be what a peer sent for it.
-
-    Raises:
-        ProtocolError: it is not, or there can be no such shape.
-    """
+def _check_size(nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Return the size of a tensor in bytes, after checking the number of bytes from a peer."""
     needed = math.prod(shape) * dtype.itemsize
     if nbytes != needed:
         raise ProtocolError(

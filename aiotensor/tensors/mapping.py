@@ -1,19 +1,28 @@
-"""Shared memory in the address space of this process.
+"""Shared memory in the address space of this process, and the segment of a sender at its receiver.
 
 The module `mmap` of Python keeps a duplicate of the descriptor of each mapping, calls ``madvise`` and
-``munmap`` with the interpreter's lock held, and in a forked child unmaps whatever lies at those addresses by
-then. This module calls the C library instead: a mapping needs no descriptor, other threads run while the
-kernel works, and a forked child has neither the mapping nor a part in its end.
+``munmap`` with the interpreter's lock held, and in a forked child unmaps the addresses even if another
+mapping has them by then. This module calls the C library instead: a mapping needs no descriptor, other
+threads run during the system calls, and a forked child has no mapping and unmaps nothing.
 """
 
 import ctypes
+import fcntl
+import math
 import mmap
 import os
 import weakref
+from contextlib import suppress
 
 import numpy as np
+import torch
 
-__all__ = ["Mapping"]
+from aiotensor.errors import ProtocolError
+from aiotensor.protocol.pages import Range
+from aiotensor.tensors.raw import ArrayMemory
+from aiotensor.tensors.views import View, view_over
+
+__all__ = ["MappedSegment", "Mapping", "open_segment"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap = _libc.mmap
@@ -28,27 +37,11 @@ _FAILED = ctypes.c_void_p(-1).value
 _MADV_POPULATE_WRITE = 23  # the module `mmap` of Python 3.11 has no name for it
 
 
-class _MappedMemory:
-    """What every view of a mapping refers to; the mapping ends with this object."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-        }
-
-
 class Mapping:
-    """Memory behind a descriptor, mapped for reading and writing and shared with other processes.
+    """Shared memory, mapped for reading and writing until its last view is freed.
 
-    Its views keep it mapped, also after `close`. A forked child does not have it: there, touching a view ends
-    the process.
-
-    Args:
-        descriptor: of the memory; it stays the caller's, and is not needed any more.
-        nbytes: the size of the memory.
+    A forked child does not inherit it: there, accessing a view ends the process. The caller keeps the
+    descriptor of the memory, and may close it.
 
     Raises:
         OSError: the memory cannot be mapped, for example because the process has no addresses left.
@@ -59,21 +52,16 @@ class Mapping:
         address = _mmap(None, nbytes, protection, flags, descriptor, 0)
         if address is None or address == _FAILED:
             raise _error()
-        memory = _MappedMemory(address, nbytes)
+        memory = ArrayMemory(None, {"data": (address, False), "shape": (nbytes,), "typestr": "|u1"})
         weakref.finalize(memory, _unmap, os.getpid(), address, nbytes).atexit = False
         self._address = address
         self.view: memoryview = np.asarray(memory).data
         self._advise(mmap.MADV_DONTFORK, 0, nbytes)
 
     def populate(self, start: int, length: int) -> None:
-        """Map the pages of a range, so that the first write to each does not have to.
-
-        Kernels before 5.14 cannot: there the pages are mapped when they are first written.
-        """
-        try:
+        """Map the pages of a range before the first write; has no effect before Linux 5.14."""
+        with suppress(OSError):
             self._advise(_MADV_POPULATE_WRITE, start, length)
-        except OSError:
-            return
 
     def remove(self, start: int, length: int) -> None:
         """Return the memory of a range of pages to the system; it reads as zeros afterwards.
@@ -88,6 +76,60 @@ class Mapping:
         if _madvise(self._address + start, length, advice):
             raise _error()
         del view
+
+
+class MappedSegment:
+    """A segment of a sender, mapped in this process."""
+
+    def __init__(self, mapping: Mapping) -> None:
+        self.nbytes = len(mapping.view)
+        self._mapping: Mapping | None = mapping
+
+    def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> View:
+        """Return a tensor over the memory from an offset.
+
+        Raises:
+            ProtocolError: the range is not within the segment, or not aligned.
+        """
+        nbytes = math.prod(shape) * dtype.itemsize
+        if self._mapping is None or not nbytes or offset % dtype.itemsize or offset + nbytes > self.nbytes:
+            raise ProtocolError(
+                f"the peer placed a tensor of {nbytes} bytes at byte {offset} of a segment of {self.nbytes}"
+            )
+        return view_over(self._mapping.view, offset, dtype, shape)
+
+    def remove(self, ranges: list[Range]) -> None:
+        """Return the memory of ranges to the system, for all processes. Not for the event loop."""
+        mapping = self._mapping
+        if mapping is not None:
+            for start, length in ranges:
+                mapping.remove(start, length)
+
+    def close(self) -> None:
+        """Release the memory, which is unmapped with its last view."""
+        self._mapping = None
+
+
+def open_segment(descriptor: int, nbytes: int) -> MappedSegment:
+    """Map the segment of a peer. The caller keeps the descriptor.
+
+    Raises:
+        ProtocolError: it is not a sealed memfd of this size.
+        OSError: this process has no addresses left to map it.
+    """
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        seals = 0  # it is not a memfd
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise ProtocolError("the peer shared memory that could shrink while it is read")
+    if os.fstatvfs(descriptor).f_bsize != mmap.PAGESIZE:
+        # Reading a hole that the peer makes is SIGBUS if no huge page is left to fill it.
+        raise ProtocolError("the peer shared memory of huge pages, which are not to be had at any time")
+    size = os.fstat(descriptor).st_size
+    if size != nbytes or not nbytes:
+        raise ProtocolError(f"the peer shared {size} bytes of memory and announced {nbytes}")
+    return MappedSegment(Mapping(descriptor, nbytes))
 
 
 def _unmap(pid: int, address: int, nbytes: int) -> None:

@@ -16,7 +16,7 @@ from aiotensor.tensors.allocations import Allocation, Allocations
 from aiotensor.tensors.arena import Extent, read_where
 from aiotensor.tensors.dtypes import dtype_from_name
 from aiotensor.tensors.inline import MAX_INLINE_BYTES, bytes_of, open_inline
-from aiotensor.tensors.mapped import MappedSegment
+from aiotensor.tensors.mapping import MappedSegment
 from aiotensor.tensors.source import Source
 from aiotensor.tensors.views import Owner
 
@@ -96,14 +96,7 @@ def open_tensor(
     shape: tuple[int, ...],
     segments: Mapping[int, MappedSegment],
 ) -> ArrivedTensor:
-    """Open a tensor that a peer placed.
-
-    Args:
-        placement: the placement of its bytes, from the frame.
-        payload: the bytes themselves, or their position, from the frame.
-        dtype_name: from the frame.
-        shape: from the frame, in elements.
-        segments: the segments that the peer attached, by their numbers.
+    """Open a tensor from the fields of its frame and the segments that the peer attached, by their numbers.
 
     Raises:
         ProtocolError: the frame describes an impossible tensor, or an unknown dtype, placement or segment.

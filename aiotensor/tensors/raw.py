@@ -1,35 +1,49 @@
-"""Tensors as bytes: those that lie in row-major order, and new ones."""
+"""Bytes of contiguous tensors, and uninitialized memory."""
 
 import errno
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["RawBytes", "copy_of", "flat_bytes", "is_addressable", "new_bytes", "new_tensor"]
+__all__ = ["ArrayMemory", "RawBytes", "copy_of", "flat_bytes", "is_addressable", "new_bytes", "new_tensor"]
 
 RawBytes = npt.NDArray[np.uint8]
 
 _RAW_DTYPE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
+class ArrayMemory:
+    """Memory for numpy: its arrays over this object keep it, and so the owner, alive.
+
+    Args:
+        owner: the object that the memory belongs to.
+        interface: the fields of the array interface of numpy.
+    """
+
+    def __init__(self, owner: object, interface: Mapping[str, Any]) -> None:
+        self._owner = owner
+        self.__array_interface__ = {"version": 3, **interface}
+
+
 def flat_bytes(tensor: torch.Tensor) -> RawBytes:
-    """Return the bytes of a contiguous tensor, neither conjugate nor negative, as they lie in memory."""
+    """Return a view of the bytes of a flat tensor; see `is_flat`."""
     plain = tensor.detach().view(_RAW_DTYPE[tensor.element_size()])
-    # Not reshape: where there is one element, or none, it keeps strides that cannot be seen as bytes.
+    # Not reshape, which keeps unsuitable strides of a tensor of one element or none.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def is_addressable(shape: Sequence[int], itemsize: int) -> bool:
-    """Return whether torch can compute the strides of a tensor, which also an empty one has."""
+    """Return whether torch can compute the strides of a tensor, even of an empty one."""
     numel = math.prod(shape) or math.prod(size for size in shape if size)
     return numel * itemsize < 2**63
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a contiguous tensor on this thread alone; torch would start a team of threads for it.
+    """Copy a contiguous tensor on this thread; torch would start several threads.
 
     Raises:
         OSError: no memory is left.
@@ -41,10 +55,9 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Make an uninitialized tensor on the CPU, also of the dtypes that torch makes only with a warning.
+    """Return an uninitialized tensor on the CPU, without the warnings of torch about some dtypes.
 
-    It is never an inference tensor: a task that waits inside `torch.inference_mode` leaves that mode on for
-    all other tasks of its thread, and tensors made in it would stay so.
+    It is never an inference tensor, for the same reason as that of `view_over`.
 
     Raises:
         OSError: no memory is left.
@@ -55,13 +68,13 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     try:
         return torch.empty(shape, dtype=_RAW_DTYPE[dtype.itemsize], device="cpu").view(dtype)
     except RuntimeError as error:
-        if "can't allocate memory" not in str(error):  # torch has no type for it
+        if "can't allocate memory" not in str(error):  # torch has no class for this error
             raise
         raise _out_of_memory(math.prod(shape) * dtype.itemsize) from error
 
 
 def new_bytes(nbytes: int) -> RawBytes:
-    """Make an array of bytes that are not initialized.
+    """Return an uninitialized array of bytes.
 
     Raises:
         OSError: no memory is left.

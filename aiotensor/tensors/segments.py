@@ -1,7 +1,7 @@
-"""A sender's segment: one sealed memfd, mapped here, and the blocks in it.
+"""A segment of a sender: a sealed memfd, mapped in this process, and its blocks.
 
-A segment is sparse: the system gives it memory when a block first lies there, and those pages stay for the
-next block. Fresh pages cost several times what the copy costs; warm ones cost the copy alone.
+A segment is sparse: pages get memory when a block first needs it, and keep it for the next block. Copying
+into new pages takes several times as long as copying into these warm ones.
 """
 
 import errno
@@ -25,44 +25,41 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Segment:
-    """One memfd, mapped here, and the blocks in it.
+    """A memfd, mapped in this process, and its blocks.
 
-    `fill`, `return_memory` and `close` may take long, and run in the worker; everything else belongs to the
-    thread of the event loop.
-
-    Args:
-        number: names the segment on the connection.
-        nbytes: how many bytes of addresses it has.
+    `fill`, `return_memory`, `make_way` and `close` may take long, and run in the worker; everything else
+    belongs to the thread of the event loop.
+    Its number identifies it on the connection.
     """
 
     def __init__(self, number: int, nbytes: int) -> None:
         self.number = number
         self.nbytes = whole_pages(nbytes)
         self.blocks = Blocks(self.nbytes)
-        self.is_attached = False  # the receiver has it
-        self.is_retired = False  # nothing new is placed in it
-        self.memory = memoryview(b"")  # all of it, while it is open
+        self.is_attached = False  # the receiver maps it
+        self.is_retired = False  # no new block is placed in it
+        self.memory = memoryview(b"")  # the whole mapping, while the segment is open
         self.used: set[int] = set()  # offsets of the blocks that this process uses
-        self._elsewhere: set[int] = set()  # and of those that a lost receiver may still read
+        self._elsewhere: set[int] = set()  # offsets of the blocks that a lost receiver may still read
         self._mapping: Mapping | None = None
         self._descriptor = Descriptor(-1)
         self.warm = WarmPages(0, mmap.PAGESIZE)
-        self._awaited_bytes = 0  # that were promised by `prepare` and are not filled yet
-        self._shared: list[Range] = []  # of these, those in which other blocks may come to lie
-        self._leaving: dict[int, list[Range]] = {}  # what is to be given back, by its chunk
-        self._noting = threading.Lock()  # of what is leaving; never held for long
-        self._changing = threading.Lock()  # filling a chunk and giving it back exclude each other
-        self._left = np.zeros(0)  # when a chunk was last left by a block
+        self._awaited_bytes = 0  # in ranges that `prepare` has returned and that are not filled yet
+        self._shared: list[Range] = []  # the ones among them that other blocks may overlap
+        self._leaving: dict[int, list[Range]] = {}  # ranges of memory to return, by their chunks
+        self._noting = threading.Lock()  # for `_leaving`; never held for long
+        self._changing = threading.Lock()  # held while memory is filled or returned
+        self._left = np.zeros(0)  # the time when each chunk was last used by a block
 
     def open(self) -> None:
-        """Make the memfd, if it is not there yet; it takes no memory by itself.
+        """Create and map the memfd, once; it has no memory yet.
 
         Raises:
             OSError: the process has no descriptors or no addresses left.
         """
         if self._mapping is not None:
             return
-        if self.nbytes > sys.maxsize:  # no system call takes so many bytes
+        if self.nbytes > sys.maxsize:  # beyond the range of system calls
             raise OSError(errno.ENOMEM, f"no process has {self.nbytes} bytes of addresses")
         descriptor = Descriptor(os.memfd_create("aiotensor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         try:
@@ -80,7 +77,7 @@ class Segment:
 
     @property
     def is_open(self) -> bool:
-        """Return whether it is mapped here."""
+        """Whether it is mapped in this process."""
         return self._mapping is not None
 
     @property
@@ -89,36 +86,28 @@ class Segment:
         return self._descriptor.number
 
     def close(self) -> None:
-        """Release the memory, once; a view that is left keeps it mapped."""
+        """Release the memory, once; remaining views keep it mapped."""
         self._mapping = None
         self.memory = memoryview(b"")
         with self._changing:
             self._descriptor.close()
 
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        """Return some of the memory, writable; the mapping lives at least as long as the view."""
-        return self.memory[offset : offset + nbytes]
-
     # Blocks
 
     def free(self, offset: int, nbytes: int, now: float) -> None:
-        """Take a block back at a time; its memory stays warm for a while."""
+        """Free a block; its memory stays warm for a while after this time."""
         self.used.discard(offset)
         if offset not in self._elsewhere:
             self.blocks.free(offset)
             self._left[offset // CHUNK_BYTES : (offset + nbytes - 1) // CHUNK_BYTES + 1] = now
 
     def retire(self, elsewhere: Iterable[int]) -> None:
-        """Extent nothing new here, since a receiver that was lost may still read some blocks.
-
-        Args:
-            elsewhere: the offsets of these blocks.
-        """
+        """Place no more blocks, because a lost receiver may still read the blocks at some offsets."""
         self.is_retired = True
         self._elsewhere = set(elsewhere)
 
     def reader_ended(self) -> None:
-        """Note that the process of the lost receiver has ended, and reads nothing any more."""
+        """Free the blocks that only the lost receiver may have read, because its process has ended."""
         for offset in self._elsewhere - self.used:
             self.blocks.free(offset)
         self._elsewhere = set()
@@ -126,15 +115,10 @@ class Segment:
     # Memory
 
     def prepare(self, offset: int, nbytes: int, limit: int) -> tuple[list[Range], list[Range]]:
-        """Return what to give back and what to fill, so that a block has memory.
+        """Return the ranges to return to the system, and then the ranges to fill, for the memory of a block.
 
-        Blocks may lie anywhere in the addresses, which are more than the memory may be: where it would exceed
-        the limit, memory that lies idle between blocks is given back first.
-
-        Args:
-            offset: of the block.
-            nbytes: of the block.
-            limit: the most bytes of memory, but for pages that blocks share in part.
+        There are more addresses than memory: if the memory would exceed the limit in bytes, apart from pages
+        at the ends of blocks, idle memory between blocks is returned first.
         """
         present, idle = self.warm.nbytes + self._awaited_bytes, []
         cold = self.warm.missing(offset, nbytes, whole_chunks=True)
@@ -148,7 +132,7 @@ class Segment:
         return idle, cold
 
     def fill(self, ranges: list[Range]) -> None:
-        """Get memory for ranges, and map it. Not for the event loop.
+        """Allocate and map the memory of ranges. Not for the event loop.
 
         Raises:
             OSError: the machine has no memory left (ENOSPC, ENOMEM). At the limit of a control group the
@@ -157,50 +141,50 @@ class Segment:
         for start, length in ranges:
             with self._changing:
                 mapping = self._mapping
-                self._return_memory(start // CHUNK_BYTES, mapping)
-                # Not by touching the pages: where memory is short that would be a signal and not an error.
+                self._return_chunk(start // CHUNK_BYTES)
+                # Not by writing to the pages, which is a signal instead of an error if memory is short.
                 if self.descriptor >= 0:
                     os.posix_fallocate(self.descriptor, start, length)
                 if mapping is not None:
                     mapping.populate(start, length)
 
     def filled(self, cold: list[Range], done: list[Range]) -> None:
-        """Note which ranges have memory, of those that `prepare` returned."""
+        """Record which of the ranges from `prepare` have memory."""
         self._awaited_bytes -= _total(cold)
         for one in _at_the_ends(cold):
             self._shared.remove(one)
         self.warm.add(done)
 
     def take_idle(self, before: float) -> list[Range]:
-        """Return the chunks that are in no block and were left before a time; they count as cold now."""
+        """Return the chunks without blocks that were last used before a time; they count as cold now."""
         taken = []
         for chunk in list(self._idle()):
             if self._left[chunk] <= before:
-                taken += self._take(chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.nbytes), None)
+                taken += self._take(chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.nbytes))
         return taken
 
     def take_free(self) -> list[Range]:
-        """Return all pages that are in no block; they count as cold now."""
-        return self._take_idle_pages(None)
+        """Return all pages without blocks; they count as cold now."""
+        return self._take_idle_pages(self.nbytes)
 
     @property
     def has_idle(self) -> bool:
-        """Return whether there are warm chunks in no block."""
+        """Whether there are warm chunks without blocks."""
         return any(True for _ in self._idle())
 
     def return_memory(self, ranges: list[Range]) -> None:
         """Return the memory of ranges to the system, unless they were filled since. Not for the loop."""
         for start, _ in ranges:
             with self._changing:
-                self._return_memory(start // CHUNK_BYTES, self._mapping)
-        if self.is_retired:  # it is sent to no other receiver
+                self._return_chunk(start // CHUNK_BYTES)
+        if self.is_retired:  # it is not sent to another receiver
             with self._changing:
                 self._descriptor.close()
 
     def make_way(self, ranges: list[Range]) -> None:
-        """Give back memory before ranges are filled, as much as they will need. Not for the loop.
+        """Return as much memory as ranges need, before they are filled. Not for the event loop.
 
-        Two threads fill a segment, so what is to be given back may still wait for the other one.
+        Two threads fill a segment, so another thread may not have returned its ranges yet.
         """
         left = _total(ranges)
         for chunk, leaving in list(self._leaving.items()):
@@ -208,41 +192,39 @@ class Segment:
                 return
             left -= _total(leaving)
             with self._changing:
-                self._return_memory(chunk, self._mapping)
+                self._return_chunk(chunk)
 
-    def _return_memory(self, chunk: int, mapping: Mapping | None) -> None:
+    def _return_chunk(self, chunk: int) -> None:
+        mapping = self._mapping
         with self._noting:
             leaving = self._leaving.pop(chunk, ())
         if mapping is not None:
             for start, length in leaving:
                 mapping.remove(start, length)
 
-    def _take(self, start: int, stop: int, most: int | None) -> list[Range]:
-        """Take the pages of a free run to give them back, but not from chunks that are being filled.
+    def _take(self, start: int, stop: int, most: int = sys.maxsize) -> list[Range]:
+        """Mark pages of a free run as cold, but none of ranges that are being filled.
 
-        These will be noted as warm, and a block that comes to lie there would then lose its memory.
+        `filled` marks these as warm, so a later block there would lose its memory.
         """
         taken: list[Range] = []
         being_filled = [(low, low + length) for low, length in self._shared]
         for low, length in gaps(start, stop, being_filled, mmap.PAGESIZE):
-            left = None if most is None else most - _total(taken)
-            taken += self.warm.take(max(low, start), min(low + length, stop), left)
+            taken += self.warm.take(max(low, start), min(low + length, stop), most - _total(taken))
         with self._noting:
             for one in taken:
                 self._leaving.setdefault(one[0] // CHUNK_BYTES, []).append(one)
         return taken
 
-    def _take_idle_pages(self, most: int | None) -> list[Range]:
-        """Take the pages between blocks, of the longest free runs first."""
+    def _take_idle_pages(self, most: int) -> list[Range]:
+        """Mark pages between blocks as cold, first in the longest free runs."""
         taken: list[Range] = []
-        left = most
         for start, stop in self.blocks.longest_free_runs():
-            found = self._take(start, stop, left)
+            if most <= 0:
+                break
+            found = self._take(start, stop, most)
             taken += found
-            if left is not None:
-                left -= _total(found)
-                if left <= 0:
-                    break
+            most -= _total(found)
         return taken
 
     def _idle(self) -> Iterator[int]:
@@ -260,7 +242,7 @@ def whole_pages(nbytes: int) -> int:
 
 
 def _at_the_ends(cold: list[Range]) -> set[Range]:
-    """Return the first and the last range of a block, which may reach beyond it."""
+    """Return the first and the last range of a block, which may extend beyond it."""
     return {*cold[:1], *cold[-1:]}
 
 

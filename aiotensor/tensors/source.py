@@ -1,4 +1,4 @@
-"""What callers hand in: made a source, and refused if it could not arrive as it is."""
+"""Validation of the values to send: tensors, arrays and DLPack objects become sources."""
 
 from typing import Final, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
@@ -10,14 +10,14 @@ from torch.nn import Parameter
 from aiotensor.errors import UnsupportedTensorError
 from aiotensor.protocol.frames import MAX_DIMENSIONS
 from aiotensor.tensors.dtypes import DTYPE_NAMES
-from aiotensor.tensors.raw import is_addressable
+from aiotensor.tensors.raw import ArrayMemory, is_addressable
 
 __all__ = ["ArraySource", "Sendable", "Source", "SupportsDLPack", "as_source", "check_dtype", "is_flat"]
 
 
 @runtime_checkable
 class SupportsDLPack(Protocol):
-    """Anything that shares its memory by the DLPack protocol."""
+    """An object that shares its memory by the DLPack protocol."""
 
     def __dlpack__(self, *, stream: object = ...) -> object: ...
 
@@ -30,8 +30,8 @@ Sendable: TypeAlias = torch.Tensor | npt.NDArray[np.generic] | SupportsDLPack
 class ArraySource:
     """An array that torch cannot view, because of negative strides or strides of fractions of elements.
 
-    It takes the place of a tensor until its values are copied, so that nothing is copied before there is
-    memory for it. It has what sending needs to know of a tensor.
+    It replaces the tensor until its values are copied into granted memory, and has the attributes of a tensor
+    that sending uses.
     """
 
     __slots__ = ("array", "dtype", "nbytes", "shape")
@@ -52,33 +52,33 @@ class ArraySource:
         return address
 
     def is_contiguous(self) -> bool:
-        """Return False: the values are not in row-major order, or not where torch could read them."""
+        """Return False, since torch cannot read the values."""
         return False
 
     def is_conj(self) -> bool:
-        """Return False: numpy has no conjugate views."""
+        """Return False, since numpy has no conjugate views."""
         return False
 
     def is_neg(self) -> bool:
-        """Return False: numpy has no negative views."""
+        """Return False, since numpy has no negative views."""
         return False
 
 
-# What is sent: memory that is read when there is a place to copy it to.
+# A value to send, whose memory is read once there is a block for it.
 Source: TypeAlias = torch.Tensor | ArraySource
 
 
 def is_flat(source: Source) -> TypeGuard[torch.Tensor]:
-    """Return whether the bytes of a source's values lie in memory as they are, in row-major order."""
+    """Return whether the memory of a source contains its values in row-major order."""
     return source.is_contiguous() and not source.is_conj() and not source.is_neg()
 
 
 def as_source(value: Sendable) -> Source:
-    """Return a view of the memory of `value`, without a copy, or refuse it.
+    """Return a view of the memory of a value, without a copy.
 
     Raises:
-        TypeError: it is no tensor, no array, and has no ``__dlpack__``.
-        UnsupportedTensorError: it would not arrive as it is; the text says why and what to do.
+        TypeError: it is not a tensor or an array, and has no ``__dlpack__``.
+        UnsupportedTensorError: it cannot be sent unchanged; the text states the property and a remedy.
     """
     if isinstance(value, torch.Tensor):
         tensor = value
@@ -101,11 +101,11 @@ def as_source(value: Sendable) -> Source:
 
 
 def check_dtype(dtype: torch.dtype) -> None:
-    """Refuse what is no dtype, and a dtype that cannot travel.
+    """Check that tensors of a dtype can be sent.
 
     Raises:
-        TypeError: it is no torch dtype.
-        UnsupportedTensorError: no tensor of this dtype can travel.
+        TypeError: it is not a torch dtype.
+        UnsupportedTensorError: they cannot.
     """
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype is a torch dtype, for example torch.uint8, got {dtype!r}")
@@ -114,7 +114,7 @@ def check_dtype(dtype: torch.dtype) -> None:
 
 
 def _refusal(tensor: torch.Tensor) -> str | None:
-    """Say why this tensor cannot arrive as it is, or return None if it can."""
+    """Return the reason why a tensor cannot be sent unchanged; None if it can."""
     if type(tensor) is not torch.Tensor and type(tensor) is not Parameter:
         return (
             f"a tensor of the subclass {type(tensor).__name__!r} could not be rebuilt on the other side: "
@@ -138,7 +138,7 @@ def _refusal(tensor: torch.Tensor) -> str | None:
         return f"a tensor of shape {tuple(tensor.shape)} cannot travel: send one of smaller sizes"
     try:
         has_memory = tensor.data_ptr() != 0
-    except RuntimeError:  # as inside a function that `torch.func` transforms
+    except RuntimeError:  # in a function that `torch.func` transforms
         has_memory = False
     if not has_memory and tensor.numel():
         return (
@@ -147,23 +147,9 @@ def _refusal(tensor: torch.Tensor) -> str | None:
         )
     if tensor.requires_grad and not tensor.is_leaf:
         return "a tensor with a gradient history would lose it on the way: send tensor.detach()"
-    if hasattr(tensor, "names") and any(tensor.names):  # gone from recent releases
+    if hasattr(tensor, "names") and any(tensor.names):  # recent releases do not have it
         return "a tensor with named dimensions would lose the names: send tensor.rename(None)"
     return None
-
-
-class _WritableAlias:
-    """Show a read-only array's memory as writable, so that torch takes it without a warning.
-
-    Nothing writes to it: the sender only ever reads what it was given. Copying a read-only array first
-    would cost a second pass over a whole video.
-    """
-
-    def __init__(self, array: npt.NDArray[np.generic]) -> None:
-        self._array = array  # keeps the memory alive for as long as the alias is
-        interface = dict(array.__array_interface__)
-        interface["data"] = (interface["data"][0], False)
-        self.__array_interface__ = interface
 
 
 def _from_numpy(array: npt.NDArray[np.generic]) -> Source:
@@ -179,8 +165,14 @@ def _from_numpy(array: npt.NDArray[np.generic]) -> Source:
     if any(stride < 0 or stride % max(array.itemsize, 1) for stride in array.strides):
         if array.nbytes:
             return ArraySource(array, _view(np.empty(0, array.dtype)).dtype)
-        array = array.copy()  # of nothing
-    return _view(array if array.flags.writeable else np.asarray(_WritableAlias(array)))
+        array = array.copy()  # it is empty
+    if array.flags.writeable:
+        return _view(array)
+    # Declared as writable, so that torch accepts it without a warning; the sender only reads it. Copying the
+    # array first would take as long as sending it.
+    interface = array.__array_interface__
+    alias = ArrayMemory(array, {**interface, "data": (interface["data"][0], False)})
+    return _view(np.asarray(alias))
 
 
 def _view(array: npt.NDArray[np.generic]) -> torch.Tensor:

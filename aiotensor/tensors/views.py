@@ -1,5 +1,6 @@
-"""Tensors over memory that is not their own, and the notice of their end."""
+"""Tensors over memory that they do not own, and the end of their storage."""
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -8,72 +9,53 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import Parameter
 
-__all__ = ["Owner", "View", "Watch", "tensor_over", "view_over", "watch_storage"]
+from aiotensor.errors import ProtocolError
 
-# What torch keeps until the storage of a view is freed.
+__all__ = ["Owner", "View", "Watch", "as_leaf", "tensor_over", "view_over", "watch_storage"]
+
+# The array that torch keeps alive until the storage of a view is freed.
 Owner = npt.NDArray[Any]
 
-# The dtypes that numpy knows too. Through an array a tensor has its shape at once; a second step, to give
-# it a shape or a dtype, takes as long as the first.
-_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
-    dtype: torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
-    for dtype in (
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-        torch.complex128,
-    )
-}
+# The dtypes that numpy has, too. A tensor gets its dtype and its shape from the array; each further view
+# takes as long as the first.
+_NAMES = "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64 complex128"
+_NUMPY: dict[torch.dtype, np.dtype[Any]] = {getattr(torch, name): np.dtype(name) for name in _NAMES.split()}
 
-
-_NUMPY_DIMENSIONS = 32  # of an array at most, in numpy 1
+_NUMPY_DIMENSIONS = 32  # the most dimensions of an array in numpy 1
 
 
 class View(msgspec.Struct, frozen=True):
-    """A tensor, and the object that lives exactly as long as the tensor's storage."""
+    """A tensor, and the object with the same lifetime as its storage."""
 
     tensor: torch.Tensor
     owner: Owner
 
 
 def view_over(
-    buffer: memoryview | bytearray, offset: int, dtype: torch.dtype, shape: tuple[int, ...], nbytes: int
+    buffer: memoryview | bytearray, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> View:
-    """Return a tensor over a writable buffer, which lives at least as long.
+    """Return a tensor of at least one byte over a writable buffer from an offset, and keep the buffer alive.
 
     It is never an inference tensor, nor a view made without gradients: a task that waits inside
     `torch.inference_mode` or `torch.no_grad` leaves that mode on for all other tasks of its thread, and
-    tensors made in it would stay so.
-
-    Args:
-        buffer: the memory.
-        offset: where in it the tensor begins, in bytes.
-        dtype: of its elements.
-        shape: in elements.
-        nbytes: of all of them; not 0.
+    tensors made in it would keep it.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):
-            return view_over(buffer, offset, dtype, shape, nbytes)
+            return view_over(buffer, offset, dtype, shape)
     known = _NUMPY.get(dtype)
     if known is not None and len(shape) <= _NUMPY_DIMENSIONS:
         owner = np.ndarray(shape, known, buffer, offset)
         return View(torch.from_numpy(owner), owner)
-    owner = np.ndarray(nbytes, np.uint8, buffer, offset)
+    owner = np.ndarray(math.prod(shape) * dtype.itemsize, np.uint8, buffer, offset)
     with torch.enable_grad():
         return View(torch.from_numpy(owner).view(dtype).view(shape), owner)
 
 
 def tensor_over(array: npt.NDArray[Any]) -> torch.Tensor:
-    """Return a tensor over the memory of a writable array; not an inference tensor, either."""
+    """Return a tensor over the memory of a writable array, in the same modes as `view_over`."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):
             return torch.from_numpy(array)
@@ -81,7 +63,7 @@ def tensor_over(array: npt.NDArray[Any]) -> torch.Tensor:
 
 
 class Watch(weakref.ref[Owner]):
-    """What notices the end of a view's storage; a plain finalizer costs ten times as much."""
+    """A reference that detects the end of a view's storage, ten times as fast as a finalizer."""
 
     __slots__ = ("number",)
 
@@ -89,13 +71,27 @@ class Watch(weakref.ref[Owner]):
 
 
 def watch_storage(owner: Owner, callback: Callable[[Watch], object], number: int) -> Watch:
-    """Call back when a view's storage is freed; in any thread, perhaps inside the garbage collector.
+    """Watch the storage of a view.
 
     Args:
-        owner: of the view.
-        callback: called with the watch, if that was kept until then.
-        number: for the watch to carry.
+        owner: the owner of the view.
+        callback: called with the watch when the storage is freed, in any thread, perhaps by the garbage
+            collector; not called after the watch itself was freed.
+        number: an attribute of the watch.
     """
     one = Watch(owner, callback)
     one.number = number
     return one
+
+
+def as_leaf(tensor: torch.Tensor, *, requires_grad: bool, is_parameter: bool) -> torch.Tensor:
+    """Return a received tensor with its attributes for autograd.
+
+    Raises:
+        ProtocolError: a tensor of this dtype cannot require a gradient.
+    """
+    if requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ProtocolError(f"the peer sent a tensor of {tensor.dtype} that requires a gradient")
+    if is_parameter:
+        return Parameter(tensor, requires_grad=requires_grad)
+    return tensor.requires_grad_(requires_grad)

@@ -9,17 +9,13 @@ _MAX_PATH_BYTES = 107  # of a socket's address on Linux
 
 
 def socket_path(address: str, scheme: str) -> str:
-    """Return the path that an address such as ``unix:///run/user/1000/engine.sock`` names.
+    """Return the path in an address such as ``unix:///run/user/1000/engine.sock``, decoded by `os.fsdecode`.
 
-    ``%`` and two hexadecimal digits stand for a byte, as in other URLs. A byte that is not UTF-8 is returned
-    as `os.fsdecode` does.
-
-    Args:
-        address: the scheme, ``://`` and an absolute path.
-        scheme: that it is to have.
+    ``%`` and two hexadecimal digits stand for a byte, as in other URLs.
 
     Raises:
-        ValueError: it is no such address, or its path is too long for a socket.
+        ValueError: the address has another scheme, or does not consist of the scheme, ``://`` and an absolute
+            path, or the path is too long for a socket.
     """
     found, _, rest = address.partition("://")
     if found.lower() != scheme or not rest.startswith("/") or "?" in rest or "#" in rest:

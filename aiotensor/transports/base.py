@@ -127,8 +127,8 @@ class Acceptor(Protocol):
     def connection_accepted(self, transport: Transport) -> None:
         """Handle a new connection; this callback starts it, or closes it."""
 
-    def listening_failed(self, error: BaseException) -> None:
-        """Handle the failure of the listener, from a bug or a system error: no more records arrive."""
+    def listening_failed(self, error: OSError) -> None:
+        """Handle a failure of the kernel to read for the listener: no more records arrive."""
 
 
 class Listener(Protocol):
@@ -137,8 +137,5 @@ class Listener(Protocol):
     def accept_now(self) -> None:
         """Accept the pending connections immediately."""
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Accept no more connections; existing ones stay open, but may not deliver further records."""
-
-    async def close(self) -> None:
-        """Stop, and release everything."""

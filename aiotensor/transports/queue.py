@@ -1,4 +1,4 @@
-"""The transport over a multiprocessing queue: many senders put records on one queue, one receiver drains it.
+"""The transport over a multiprocessing queue: many senders put records on one queue, one receiver reads it.
 
 Spawned children inherit the queue, as they do queues of multiprocessing, and any process that has it may put
 records on it: it is for trusted parent and child processes only. It is a record socket rather than a pipe
@@ -11,23 +11,18 @@ far end of it, so the two sides need no address to connect, and each is notified
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import BinaryIO
 
 from aiotensor.runtime.descriptors import close_after_fork, close_all
-from aiotensor.runtime.logs import RepeatedEvent
+from aiotensor.runtime.logs import RepeatedEvent, logger_of, others
 from aiotensor.transports.base import MAX_UNREAD_BYTES, Acceptor, ConnectorEvents, Handler
-from aiotensor.transports.records import (
-    RECORDS_A_TURN,
-    RecordReader,
-    SocketTransport,
-    pipe_of,
-    record_pair,
-)
-from aiotensor.transports.refusals import log_broken
+from aiotensor.transports.records import RecordReader, SocketTransport, pipe_of, record_pair
 from aiotensor.transports.tensor_queue import TensorQueue
 
 __all__ = ["QueueConnector", "QueueListener", "listen_on"]
+
+logger = logger_of("transports")
 
 # A record: its kind, the id of its sender, then the frames.
 _HELLO = b"H"
@@ -38,15 +33,14 @@ _PREFIX_BYTES = len(_HELLO) + _SENDER_CHARS
 # A dead sender is reported once the queue was empty, or after this many more records: the queue's buffer
 # (208 KiB by default) holds fewer, so the sender's last records have been read by then.
 _LAST_RECORDS = 1024
-
-_NO_PIPE = "its first record has no pipe"
+_LAST_RECORDS_A_TURN = 4  # then the other callbacks of the loop run
 
 
 class QueueConnector:
     """Connect to the receiver of a queue, once: the next receiver does not have the pipe.
 
     Args:
-        queue: the queue that the receiver drains.
+        queue: the queue that the receiver reads.
         sender: the id of the sender, 32 characters of ASCII.
         events: the object that is notified.
 
@@ -65,12 +59,7 @@ class QueueConnector:
         self._events = events
 
     def connect(self) -> None:
-        """Connect to the queue.
-
-        Raises:
-            UsageError: the queue was closed, or came here by a fork.
-            OSError: this process has no descriptors left.
-        """
+        """Connect to the queue; errors are those of `TensorQueue.open_reader`."""
         transport = _SenderEnd(self._tensor_queue.open_writer(), self._address)
         try:
             self._events.connected(transport)
@@ -160,27 +149,16 @@ class _SenderEnd:
 class _ReceiverEnd:
     """A receiver's end: records of one sender, which the listener reads, and the pipe to that sender.
 
-    Args:
-        sender: the id of the sender.
-        pipe: the pipe; None if it did not arrive, in which case writing has no effect.
-        ended: called with this object when the other end of the pipe is closed, and with the reason.
-        closed: called with this object when this end is closed.
+    If the pipe did not arrive, it is None, and writing has no effect.
     """
 
     peer_pid = None  # for the same reason as in `_SenderEnd`
 
-    def __init__(
-        self,
-        sender: str,
-        pipe: socket.socket | None,
-        ended: "Callable[[_ReceiverEnd, str], None]",
-        closed: "Callable[[_ReceiverEnd], None]",
-    ) -> None:
+    def __init__(self, sender: str, pipe: socket.socket | None, listener: "QueueListener") -> None:
         self.sender = sender
         self.is_closed = False
         self.handler: Handler | None = None
-        self._ended = ended
-        self._closed = closed
+        self._listener = listener
         self._pipe = None if pipe is None else SocketTransport(pipe, max_unsent_bytes=MAX_UNREAD_BYTES)
 
     @property
@@ -206,7 +184,7 @@ class _ReceiverEnd:
         self.handler = None
         if self._pipe is not None:
             self._pipe.close()
-        self._closed(self)
+        self._listener.forget(self)
 
     # Events of the pipe
 
@@ -215,7 +193,7 @@ class _ReceiverEnd:
         close_all(descriptors)
 
     def connection_lost(self, reason: str) -> None:
-        self._ended(self, reason)
+        self._listener.sender_ended(self, reason)
 
     def resume_writing(self) -> None:
         if self.handler is not None:
@@ -223,12 +201,7 @@ class _ReceiverEnd:
 
 
 async def listen_on(queue: TensorQueue, acceptor: Acceptor, max_record_bytes: int) -> "QueueListener":
-    """Become the only receiver of a queue, and begin to drain it.
-
-    Args:
-        queue: the queue of the senders.
-        acceptor: the object that is notified.
-        max_record_bytes: the longest valid record of a peer.
+    """Become the only receiver of a queue, and begin to read it, as `Route.listen` does; does not wait.
 
     Raises:
         UsageError: the queue has a receiver, was closed, or came here by a fork.
@@ -244,13 +217,9 @@ async def listen_on(queue: TensorQueue, acceptor: Acceptor, max_record_bytes: in
 
 
 class QueueListener:
-    """Drain a queue, and assign its records to their senders.
+    """Read a queue, and assign its records to their senders; `listen_on` makes it.
 
-    Args:
-        sock: the reading end of the queue.
-        lock: the lock of the queue's only receiver, which ends when the file is closed.
-        acceptor: the object that is notified.
-        max_record_bytes: the longest valid record of a peer.
+    It owns the reading end, and the lock of the queue's only receiver, which ends when the file is closed.
     """
 
     def __init__(
@@ -260,118 +229,90 @@ class QueueListener:
         close_after_fork(lock)
         self._sock = sock
         self._lock = lock
-        self._acceptor: Acceptor | None = acceptor
+        self._acceptor = acceptor
+        self._reader = RecordReader(sock, max_record_bytes + _PREFIX_BYTES)
         self._transports: dict[str, _ReceiverEnd] = {}
         self._ended: dict[_ReceiverEnd, str] = {}  # whose last records may still be on the queue
-        self._is_draining = True
-        self._records_since_end = 0
-        self._wake: asyncio.Future[None] | None = None
-        self._broken = RepeatedEvent(log_broken)  # a process that has the queue can invent senders
-        loop = asyncio.get_running_loop()
-        loop.add_reader(sock.fileno(), self._wake_up)
-        reader = RecordReader(sock, max_record_bytes + _PREFIX_BYTES)
-        self._reading = loop.create_task(self._drain(reader), name="aiotensor-drain")
+        self._last_records = 0  # that are read before these are reported
+        self._broken = RepeatedEvent(_log_broken)  # a process that has the queue can invent senders
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(sock.fileno(), self._read)
+        self._is_reading = True
 
     def accept_now(self) -> None:
         """Do nothing: senders cannot reconnect to a queue."""
 
-    def stop(self) -> None:
-        """Stop draining; the remaining records stay on the queue for the next receiver."""
-        if self._acceptor is None:
-            return
-        self._acceptor = None
-        asyncio.get_running_loop().remove_reader(self._sock.fileno())
+    def close(self) -> None:
+        """Stop reading; the remaining records stay on the queue for the next receiver."""
+        self._stop_reading()
         self._sock.close()
-        self._reading.cancel()
-
-    async def close(self) -> None:
-        """Stop draining, and leave the queue to the next receiver."""
-        self.stop()
-        self._broken.close()
         self._lock.close()
-        await asyncio.wait([self._reading])
+        self._broken.close()
 
-    async def _drain(self, reader: RecordReader) -> None:
-        """Read the queue while the listener is open."""
-        loop = asyncio.get_running_loop()
+    def sender_ended(self, transport: _ReceiverEnd, reason: str) -> None:
+        """Report the end of a sender's pipe, once its last records were read."""
+        self._ended[transport] = reason
+        self._last_records = _LAST_RECORDS
+        self._loop.call_soon(self._read_last)
+
+    def forget(self, transport: _ReceiverEnd) -> None:
+        """Ignore further records of a sender whose connection was closed here."""
+        self._transports.pop(transport.sender, None)
+        self._ended.pop(transport, None)
+
+    def _stop_reading(self) -> None:
+        if self._is_reading:
+            self._is_reading = False
+            self._loop.remove_reader(self._sock.fileno())
+
+    def _read(self) -> bool:
+        """Read a record, and return whether there was one."""
+        if not self._is_reading:
+            return False
         try:
-            while True:
-                is_empty = self._read_some(reader)
-                if self._ended and (is_empty or self._records_since_end >= _LAST_RECORDS):
-                    self._report_ended()
-                if is_empty:
-                    self._wake = loop.create_future()
-                    await self._wake
-                    self._wake = None
-                else:
-                    await asyncio.sleep(0)
+            record = self._reader.read()
         except EOFError:
             # All writers are closed, including this process's: the end of the stream would stay readable.
-            loop.remove_reader(self._sock.fileno())
-        except asyncio.CancelledError:
-            if self._acceptor is None:
-                raise  # cancelled by `stop`
-            # Other code cancels every task of the loop: waiting tasks must get an error rather than hang.
-            loop.remove_reader(self._sock.fileno())
-            self._acceptor.listening_failed(
-                RuntimeError("the task that reads from the senders was cancelled")
-            )
-            raise
-        except Exception as error:  # noqa: BLE001 - waiting tasks must get an error rather than hang
-            if self._acceptor is not None:
-                loop.remove_reader(self._sock.fileno())
-                self._acceptor.listening_failed(error)
-        finally:
-            self._is_draining = False
-            self._report_ended()
+            self._stop_reading()
+            return False
+        except OSError as error:
+            self._stop_reading()
+            self._acceptor.listening_failed(error)
+            return False
+        if record is not None:
+            self._dispatch(*record)
+        return record is not None
 
-    def _read_some(self, reader: RecordReader) -> bool:
-        """Read the records of one iteration of the loop, and return whether the queue was empty."""
-        for _ in range(RECORDS_A_TURN):
-            if self._acceptor is None:
-                return True
-            record = reader.read()
-            if record is None:
-                return True
-            self._records_since_end += bool(self._ended)
-            self._dispatch(self._acceptor, *record)
-        return False
-
-    def _dispatch(self, acceptor: Acceptor, data: memoryview, descriptors: list[int]) -> None:
+    def _dispatch(self, data: memoryview, descriptors: list[int]) -> None:
         kind, sender = bytes(data[:1]), bytes(data[1:_PREFIX_BYTES]).decode("ascii", "replace")
         if kind == _HELLO and sender not in self._transports:
-            self._accept(acceptor, sender, descriptors)
+            self._accept(sender, descriptors)
         transport = self._transports.get(sender)
         if transport is None or transport.handler is None:
             close_all(descriptors)  # of a sender whose connection was closed
         else:
             transport.handler.record_received(data[_PREFIX_BYTES:], descriptors)
 
-    def _accept(self, acceptor: Acceptor, sender: str, descriptors: list[int]) -> None:
+    def _accept(self, sender: str, descriptors: list[int]) -> None:
         has_arrived = bool(descriptors)
         pipe = pipe_of(descriptors.pop(0)) if has_arrived else None
         if has_arrived and pipe is None:
-            self._broken.add(sender, _NO_PIPE)
+            self._broken.add(sender, "its first record has no pipe")
             return
-        transport = self._transports[sender] = _ReceiverEnd(sender, pipe, self._has_ended, self._forget)
-        acceptor.connection_accepted(transport)
+        transport = self._transports[sender] = _ReceiverEnd(sender, pipe, self)
+        self._acceptor.connection_accepted(transport)
         if pipe is None:  # the kernel notifies the sender, and this fails the waits for its tensors
-            self._has_ended(transport, "its pipe did not arrive: no descriptors are left here (ulimit -n)")
+            self.sender_ended(transport, "its pipe did not arrive: no descriptors are left here (ulimit -n)")
 
-    def _wake_up(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
-
-    def _has_ended(self, transport: _ReceiverEnd, reason: str) -> None:
-        """Handle the end of a sender's pipe; its last records may still be on the queue."""
-        self._ended[transport] = reason
-        self._records_since_end = 0
-        if self._is_draining:
-            self._wake_up()
+    def _read_last(self) -> None:
+        """Read until the queue is empty, or as many records as it can hold; then report the ended senders."""
+        for _ in range(_LAST_RECORDS_A_TURN):
+            if not (self._last_records and self._read()):
+                break
+            self._last_records -= 1
         else:
-            self._report_ended()
-
-    def _report_ended(self) -> None:
+            self._loop.call_soon(self._read_last)
+            return
         ended, self._ended = self._ended, {}
         for transport, reason in ended.items():
             handler = transport.handler
@@ -379,6 +320,12 @@ class QueueListener:
             if handler is not None:
                 handler.connection_lost(reason)
 
-    def _forget(self, transport: _ReceiverEnd) -> None:
-        self._transports.pop(transport.sender, None)
-        self._ended.pop(transport, None)
+
+def _log_broken(count: int, sender: str, reason: str) -> None:
+    logger.error(
+        "sender %s broke the protocol, its records are ignored: %s%s",
+        sender,
+        reason,
+        others(count),
+        extra={"event": "protocol_broken", "sender_id": sender, "reason": reason, "count": count},
+    )

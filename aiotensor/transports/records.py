@@ -12,7 +12,6 @@ import fcntl
 import os
 import select
 import socket
-import struct
 import termios
 from collections import deque
 from collections.abc import Sequence
@@ -21,23 +20,16 @@ from aiotensor.protocol.frames import MAX_RECORD_BYTES
 from aiotensor.runtime.descriptors import close_after_fork, close_all, duplicates
 from aiotensor.transports.base import Handler
 
-__all__ = [
-    "RECORDS_A_TURN",
-    "RecordReader",
-    "SocketTransport",
-    "pipe_of",
-    "record_pair",
-]
+__all__ = ["RecordReader", "SocketTransport", "pipe_of", "record_pair"]
 
 _MAX_DESCRIPTORS = 8
 # Plain numbers, because enums are slow and these are used for every record. MSG_DONTWAIT is set in each call,
 # since another process with the same socket can switch it to blocking mode.
 _WRITE_FLAGS = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 _READ_FLAGS = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
-_INT = struct.Struct("i")
+_INT_BYTES = array.array("i").itemsize
 _PEER_CLOSED = (BrokenPipeError, ConnectionResetError, ConnectionRefusedError)
 _QUEUED_RECORD_BYTES = 128  # the overhead of a queued record
-RECORDS_A_TURN = 4  # each of many frames; then the other callbacks of the loop run
 
 
 def record_pair() -> tuple[socket.socket, socket.socket]:
@@ -65,16 +57,14 @@ def pipe_of(descriptor: int) -> socket.socket | None:
 class RecordReader:
     """Read records and their descriptors from a non-blocking socket.
 
-    Args:
-        sock: the socket.
-        max_bytes: the longest valid record; a longer one is truncated to `max_bytes + 1` bytes.
+    A record of more than `max_bytes` is invalid, and truncated to one more byte.
     """
 
     def __init__(self, sock: socket.socket, max_bytes: int = MAX_RECORD_BYTES) -> None:
         self._sock = sock
         self._buffer = memoryview(bytearray(max_bytes + 1))
         self.was_reset = False  # the other side closed before it had read everything
-        self._ancillary_bytes = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
+        self._ancillary_bytes = socket.CMSG_SPACE(_MAX_DESCRIPTORS * _INT_BYTES)
 
     def read(self) -> tuple[memoryview, list[int]] | None:
         """Return the next record and its descriptors, or None if there is none yet.
@@ -109,12 +99,7 @@ class RecordReader:
         poll = select.poll()
         poll.register(self._sock, select.POLLRDHUP)
         # In this order: after the other side has closed, no more records arrive.
-        return bool(poll.poll(0)) and _bytes_to_read(self._sock) == 0
-
-
-def _bytes_to_read(sock: socket.socket) -> int:
-    count = fcntl.ioctl(sock, termios.FIONREAD, bytes(_INT.size))
-    return int(_INT.unpack(count)[0])
+        return bool(poll.poll(0)) and not any(fcntl.ioctl(self._sock, termios.FIONREAD, bytes(_INT_BYTES)))
 
 
 def _descriptors_of(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
@@ -180,16 +165,11 @@ class SocketTransport:
         if self.is_closed:
             return
         if self._handler is None and self._reader is not None:
-            self._loop.add_reader(self._sock.fileno(), self._readable)
+            self._loop.add_reader(self._sock.fileno(), self.read_now)
         self._handler = handler
 
     def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send or queue a record, as `Transport.write` does.
-
-        Raises:
-            OSError: the kernel rejected the record (no memory, too many descriptors in transit), or the queue
-                is full; the record was not sent.
-        """
+        """Send or queue a record, as `Transport.write` does."""
         if self.is_closed or self._peer_has_closed:
             return
         if self.is_writable:
@@ -206,10 +186,6 @@ class SocketTransport:
             raise OSError(errno.ENOBUFS, "the peer does not read its records")
         self._queue.records.append((data, duplicates(descriptors) if descriptors else ()))
         self._unsent_bytes = unsent
-
-    def read_now(self) -> None:
-        """Read a record immediately, if there is one; not while another one is being read."""
-        self._readable()
 
     def close(self) -> None:
         """Close at once, and discard the queued records."""
@@ -263,7 +239,8 @@ class SocketTransport:
         if self._reader is not None and isinstance(error, ConnectionResetError):
             self._reader.was_reset = True
 
-    def _readable(self) -> None:
+    def read_now(self) -> None:
+        """Read a record, if there is one, as `Transport.read_now` does; the callback of a readable socket."""
         # One record per callback: an extra read without a result costs more than another poll of the loop.
         reader, handler = self._reader, self._handler
         if reader is None or handler is None:
@@ -280,7 +257,7 @@ class SocketTransport:
         if reader.was_reset and self._handler is not None:
             # uvloop stops watching a socket after an error. No more records arrive; read the rest from here.
             self._loop.remove_reader(self._sock.fileno())
-            self._loop.call_soon(self._readable)
+            self._loop.call_soon(self.read_now)
 
     def _end(self, reason: str) -> None:
         if not self.is_closed:

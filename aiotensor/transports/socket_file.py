@@ -43,9 +43,9 @@ class SocketFile:
 
     def __init__(self, path: str, sock: socket.socket) -> None:
         close_after_fork(sock)
-        self._path = path
+        self.path = path
         self._folder = os.path.dirname(path)
-        self._sock = sock
+        self.sock = sock
         self._identity: tuple[int, int] | None = None  # of the file
 
     async def take(self) -> None:
@@ -65,7 +65,7 @@ class SocketFile:
             folder = Descriptor(os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         except OSError as error:
             raise self._refused(error) from error
-        try:
+        with contextlib.closing(folder):
             await self._lock(folder.number)
             try:
                 self._listen()
@@ -73,17 +73,15 @@ class SocketFile:
                 # A child that another thread starts just now has the descriptor until it runs its program,
                 # and closing this one would leave the folder locked until then.
                 fcntl.flock(folder.number, fcntl.LOCK_UN)
-        finally:
-            folder.close()
 
     def leave(self) -> None:
         """Remove the file, if it is still this socket's, and close the socket."""
         if self._identity is not None:
             with contextlib.suppress(OSError):
-                if _identity_of(self._path) == self._identity:
-                    os.unlink(self._path)
+                if _identity_of(self.path) == self._identity:
+                    os.unlink(self.path)
             self._identity = None
-        self._sock.close()
+        self.sock.close()
 
     async def _lock(self, folder: int) -> None:
         """Wait for the lock of the folder: two receivers that find one stale socket must not both replace it.
@@ -104,10 +102,10 @@ class SocketFile:
                         "waiting for the lock of the folder %s, which another process holds: %s cannot be "
                         "opened before it is released",
                         self._folder,
-                        self._path,
+                        self.path,
                         extra={
                             "event": "folder_locked",
-                            "address": self._path,
+                            "address": self.path,
                             "folder": self._folder,
                             "waited_s": waited_s,
                         },
@@ -121,20 +119,20 @@ class SocketFile:
 
     def _listen(self) -> None:
         # The file gets the mode that the socket has now, so there is no moment when others may connect.
-        os.fchmod(self._sock.fileno(), 0o600)
+        os.fchmod(self.sock.fileno(), 0o600)
         self._remove_stale()
         try:
-            self._sock.bind(self._path)
+            self.sock.bind(self.path)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise UsageError(
-                    f"there is a file at {self._path} already that is no socket of this user: "
+                    f"there is a file at {self.path} already that is no socket of this user: "
                     "choose another path"
                 ) from error
             raise self._refused(error) from error
-        self._identity = _identity_of(self._path)
+        self._identity = _identity_of(self.path)
         # While the folder is locked: a socket that does not listen looks stale.
-        self._sock.listen(_BACKLOG)
+        self.sock.listen(_BACKLOG)
 
     def _remove_stale(self) -> None:
         """Remove the socket of a receiver that is dead.
@@ -146,39 +144,31 @@ class SocketFile:
         # of another kind, and the receiver does not notice.
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
             try:
-                probe.connect(self._path)
+                probe.connect(self.path)
             except FileNotFoundError:
                 return
             except ConnectionRefusedError:
-                if self._may_remove():
-                    try:
-                        os.unlink(self._path)
-                    except OSError as error:
+                try:
+                    status = os.lstat(self.path)
+                    if stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid():
+                        os.unlink(self.path)
+                except OSError as error:
+                    if not isinstance(error, FileNotFoundError):
                         raise self._refused(error) from error
-                return  # otherwise, binding raises the error
+                return  # binding raises the error for another file
             except PermissionError:
                 return  # a file of another user, or a closed folder: binding raises the error
             except OSError as error:
                 if error.errno != errno.EPROTOTYPE:
-                    raise OSError(error.errno, error.strerror, self._path) from error
-        raise UsageError(
-            f"a receiver listens at {self._path} already: close that one, or choose another path"
-        )
-
-    def _may_remove(self) -> bool:
-        """Return whether the path is a socket of this user."""
-        try:
-            status = os.lstat(self._path)
-        except FileNotFoundError:
-            return False
-        return stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid()
+                    raise OSError(error.errno, error.strerror, self.path) from error
+        raise UsageError(f"a receiver listens at {self.path} already: close that one, or choose another path")
 
     def _refused(self, error: OSError) -> OSError:
         """Return an error that names the folder; `OSError` chooses the subclass by the number."""
         reason = _REASONS.get(error.errno or 0)
         if reason is None:
-            return OSError(error.errno, f"cannot listen at {self._path}: {error.strerror}", self._folder)
-        return OSError(error.errno, f"{reason}, so nothing can listen at {self._path}", self._folder)
+            return OSError(error.errno, f"cannot listen at {self.path}: {error.strerror}", self._folder)
+        return OSError(error.errno, f"{reason}, so nothing can listen at {self.path}", self._folder)
 
 
 def _identity_of(path: str) -> tuple[int, int]:

@@ -28,14 +28,15 @@ class TensorQueue:
 
     def __init__(self) -> None:
         reader, writer = record_pair()
-        self._pid = os.getpid()
         # Connections, because `multiprocessing` passes them to spawned children, and they close when they are
         # garbage-collected.
-        self._reader = connection.Connection(reader.detach())
-        self._writer = connection.Connection(writer.detach())
-        # An empty file, which the only receiver locks.
-        self._lock_file = connection.Connection(os.memfd_create("aiotensor-receiver"))
-        self._close_after_fork()
+        self.__setstate__(
+            (
+                connection.Connection(reader.detach()),
+                connection.Connection(writer.detach()),
+                connection.Connection(os.memfd_create("aiotensor-receiver")),
+            )
+        )
 
     def __getstate__(self) -> tuple[object, ...]:
         if context.get_spawning_popen() is None:
@@ -43,12 +44,16 @@ class TensorQueue:
                 "a TensorQueue can only be passed to a child process while it is spawned: pass it in "
                 "multiprocessing.get_context('spawn').Process(target=..., args=(queue,))"
             )
-        return self._reader, self._writer, self._lock_file
+        return self._ends
 
-    def __setstate__(self, state: tuple[_QueueEnd, _QueueEnd, _QueueEnd]) -> None:
-        self._reader, self._writer, self._lock_file = state
+    def __setstate__(self, ends: tuple[_QueueEnd, _QueueEnd, _QueueEnd]) -> None:
         self._pid = os.getpid()
-        self._close_after_fork()
+        self._ends = ends
+        self._reader, self._writer, self._lock_file = (
+            ends  # the last is an empty file that the receiver locks
+        )
+        for end in ends:
+            close_after_fork(end)
 
     def __repr__(self) -> str:
         if os.getpid() != self._pid:
@@ -62,12 +67,8 @@ class TensorQueue:
         starting the children. Then a sender is notified at once when the engine dies before it has opened
         its receiver, because no process is left that could read the queue.
         """
-        for end in (self._reader, self._writer, self._lock_file):
+        for end in self._ends:
             end.close()
-
-    def _close_after_fork(self) -> None:
-        for end in (self._reader, self._writer, self._lock_file):
-            close_after_fork(end)
 
     def lock_for_receiver(self) -> BinaryIO:
         """Lock the queue for its only receiver, inside the library; closing the file unlocks it.

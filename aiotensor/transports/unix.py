@@ -8,14 +8,14 @@ import asyncio
 import errno
 import math
 import socket
+from contextlib import ExitStack
 
 from aiotensor.errors import AccessDeniedError, AioTensorError, UsageError
-from aiotensor.runtime.logs import RepeatedEvent, logger_of
+from aiotensor.runtime.logs import RepeatedEvent, logger_of, others
 from aiotensor.transports.base import MAX_UNREAD_BYTES, Acceptor, ConnectorEvents
 from aiotensor.transports.records import SocketTransport
-from aiotensor.transports.refusals import log_refused
 from aiotensor.transports.socket_file import SocketFile
-from aiotensor.transports.users import check_owner, check_user
+from aiotensor.transports.users import check_owner, check_user, not_permitted
 
 __all__ = ["UnixConnector", "UnixListener", "listen_at"]
 
@@ -40,12 +40,7 @@ def _new_socket() -> socket.socket:
 
 
 class UnixConnector:
-    """Connect to the process that listens at a path, and again after a loss.
-
-    Args:
-        path: the path of the socket.
-        events: the object that is notified.
-    """
+    """Connect to the process that listens at a path, and again after a loss."""
 
     reconnects = True
 
@@ -62,39 +57,26 @@ class UnixConnector:
         self._is_closed = False
 
     def connect(self) -> None:
-        """Connect if a process listens, or begin to poll for it.
-
-        Raises:
-            AccessDeniedError: the process that listens belongs to another user.
-            UsageError: the path does not lead to a socket of this library.
-            OSError: this process has no descriptors or no memory left.
-        """
-        sock = _new_socket()
-        try:
-            sock.connect(self._path)
-            pid = check_user(sock)
-        except (FileNotFoundError, ConnectionRefusedError, BlockingIOError) as error:
-            sock.close()  # it has not started, it is gone, or its backlog is full
-            check_owner(self._path)
-            self.is_backlogged = isinstance(error, BlockingIOError)
-            self._is_exhausted = False
-            self._connect_later()
-            return
-        except PermissionError as error:
-            sock.close()
-            raise AccessDeniedError(
-                f"this user may not connect to {self._path}: run both sides as the same user, in a folder "
-                "that it may enter"
-            ) from error
-        except OSError as error:
-            sock.close()
-            if error.errno in (errno.ENOMEM, errno.ENOBUFS):
-                raise  # a later attempt may succeed
-            raise UsageError(f"nothing can be sent to {self._path}: {error.strerror}") from error
-        except BaseException:
-            sock.close()
-            raise
-        self._transport = transport = SocketTransport(sock, pid)
+        """Connect if a process listens, or begin to poll for it, as `Connector.connect` does."""
+        with ExitStack() as stack:
+            sock = stack.enter_context(_new_socket())
+            try:
+                sock.connect(self._path)
+                pid = check_user(sock)
+            except (FileNotFoundError, ConnectionRefusedError, BlockingIOError) as error:
+                check_owner(self._path)  # the process has not started, has ended, or its backlog is full
+                self.is_backlogged = isinstance(error, BlockingIOError)
+                self._is_exhausted = False
+                self.reconnect()
+                return
+            except PermissionError as error:
+                raise not_permitted(self._path) from error
+            except OSError as error:
+                if error.errno in (errno.ENOMEM, errno.ENOBUFS):
+                    raise  # a later attempt may succeed
+                raise UsageError(f"nothing can be sent to {self._path}: {error.strerror}") from error
+            self._transport = transport = SocketTransport(sock, pid)
+            stack.pop_all()
         self._connected_at = self._loop.time()
         self.is_backlogged = False
         try:
@@ -106,7 +88,17 @@ class UnixConnector:
 
     def reconnect(self) -> None:
         """Begin to poll for the next process that listens."""
-        self._connect_later()
+        if self._is_closed or self._attempt is not None:
+            return
+        if self.is_backlogged:
+            self._attempt = self._loop.call_later(_FULL_RETRY_S, self._connect_again)
+            return
+        if self._loop.time() - self._connected_at >= _LAST_RETRY_S:
+            # Otherwise the delay grows, even if the peer accepts each connection and then closes it.
+            self._delay = _FIRST_RETRY_S
+        self._connected_at = math.inf
+        self._attempt = self._loop.call_later(self._delay, self._connect_again)
+        self._delay = min(2 * self._delay, _LAST_RETRY_S)
 
     def connect_now(self) -> None:
         """Connect now, if there is no connection and no attempt is scheduled."""
@@ -138,100 +130,66 @@ class UnixConnector:
                     extra={"event": "connecting_failed", "address": self._path, "reason": str(error)},
                 )
             self._is_exhausted = True
-            self._connect_later()
-
-    def _connect_later(self) -> None:
-        if self._is_closed or self._attempt is not None:
-            return
-        if self.is_backlogged:
-            self._attempt = self._loop.call_later(_FULL_RETRY_S, self._connect_again)
-            return
-        if self._loop.time() - self._connected_at >= _LAST_RETRY_S:
-            # Otherwise the delay grows, even if the peer accepts each connection and then closes it.
-            self._delay = _FIRST_RETRY_S
-        self._connected_at = math.inf
-        self._attempt = self._loop.call_later(self._delay, self._connect_again)
-        self._delay = min(2 * self._delay, _LAST_RETRY_S)
+            self.reconnect()
 
 
 async def listen_at(path: str, acceptor: Acceptor, max_record_bytes: int) -> "UnixListener":
-    """Listen at a path, and replace the socket file of a dead receiver.
+    """Listen at a path, and replace the socket file of a dead receiver, as `Route.listen` does.
 
     Waiting and errors are those of `SocketFile.take`.
-
-    Args:
-        path: the path to which peers connect.
-        acceptor: the object that is notified.
-        max_record_bytes: the longest valid record of a peer.
     """
-    sock = _new_socket()
-    file = SocketFile(path, sock)
+    file = SocketFile(path, _new_socket())
     try:
         await file.take()
     except BaseException:
         file.leave()
         raise
-    return UnixListener(path, sock, file, acceptor, max_record_bytes)
+    return UnixListener(file, acceptor, max_record_bytes)
 
 
 class UnixListener:
-    """Accept connections at a path.
+    """Accept connections at a path, for `listen_at`."""
 
-    Args:
-        path: the path.
-        sock: the socket that listens there.
-        file: the file of the socket.
-        acceptor: the object that is notified.
-        max_record_bytes: the longest valid record of a peer.
-    """
-
-    def __init__(
-        self, path: str, sock: socket.socket, file: SocketFile, acceptor: Acceptor, max_record_bytes: int
-    ) -> None:
-        self._path = path
-        self._sock: socket.socket | None = sock
+    def __init__(self, file: SocketFile, acceptor: Acceptor, max_record_bytes: int) -> None:
         self._file = file
         self._acceptor = acceptor
         self._max_record_bytes = max_record_bytes
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
-        self._refused = RepeatedEvent(log_refused)  # a peer can connect again at any rate
-        self._loop.add_reader(sock.fileno(), self.accept_now)
+        self._refused = RepeatedEvent(_log_refused)  # a peer can connect again at any rate
+        self._is_closed = False
+        self._loop.add_reader(file.sock.fileno(), self.accept_now)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Close the listening socket, and remove its file."""
-        sock, self._sock = self._sock, None
-        if sock is None:
+        if self._is_closed:
             return
+        self._is_closed = True
         if self._pause is not None:
             self._pause.cancel()
-        self._loop.remove_reader(sock.fileno())
+        self._loop.remove_reader(self._file.sock.fileno())
         self._file.leave()
-
-    async def close(self) -> None:
-        """Stop listening."""
-        self.stop()
         self._refused.close()
 
     def accept_now(self) -> None:
         """Accept the pending connections, but only some in one iteration of the event loop."""
         for _ in range(_ACCEPTS_A_TURN):
-            if self._sock is None:
+            if self._is_closed:
                 return
             try:
-                sock, _ = self._sock.accept()
+                sock, _ = self._file.sock.accept()
             except (BlockingIOError, InterruptedError):
                 return
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                self._pause_accepting(self._sock, error)
+                self._pause_accepting(error)
                 return
             sock.setblocking(False)
             try:
                 pid = check_user(sock)
             except AccessDeniedError as error:
-                self._refused.add(self._path, str(error))
+                self._refused.add(self._file.path, str(error))
                 sock.close()
                 continue
             transport = SocketTransport(
@@ -239,18 +197,26 @@ class UnixListener:
             )
             self._acceptor.connection_accepted(transport)
 
-    def _pause_accepting(self, sock: socket.socket, error: OSError) -> None:
+    def _pause_accepting(self, error: OSError) -> None:
         if self._pause is not None:
             return
         logger.error(
             "a connection cannot be accepted: %s",
             error,
-            extra={"event": "accepting_failed", "address": self._path, "reason": str(error)},
+            extra={"event": "accepting_failed", "address": self._file.path, "reason": str(error)},
         )
-        self._loop.remove_reader(sock.fileno())
+        self._loop.remove_reader(self._file.sock.fileno())
         self._pause = self._loop.call_later(_ACCEPT_PAUSE_S, self._resume_accepting)
 
     def _resume_accepting(self) -> None:
         self._pause = None
-        if self._sock is not None:
-            self._loop.add_reader(self._sock.fileno(), self.accept_now)
+        self._loop.add_reader(self._file.sock.fileno(), self.accept_now)
+
+
+def _log_refused(count: int, path: str, reason: str) -> None:
+    logger.error(
+        "a sender was refused: %s%s",
+        reason,
+        others(count),
+        extra={"event": "sender_refused", "address": path, "reason": reason, "count": count},
+    )

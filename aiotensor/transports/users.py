@@ -1,4 +1,4 @@
-"""Which user is at the other end of a local socket, as the kernel knows it."""
+"""The user at the other end of a local socket."""
 
 import os
 import socket
@@ -6,16 +6,16 @@ import struct
 
 from aiotensor.errors import AccessDeniedError
 
-__all__ = ["check_owner", "check_user"]
+__all__ = ["check_owner", "check_user", "not_permitted"]
 
 _CREDENTIALS = struct.Struct("3i")  # of the peer: pid, uid, gid
 
 
 def check_user(sock: socket.socket) -> int:
-    """Refuse a peer that is another user, and return its process id; 0 if it has none here.
+    """Check that the peer runs as this user, and return its process id; 0 if it has none here.
 
     Raises:
-        AccessDeniedError: it is.
+        AccessDeniedError: it runs as another user.
     """
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(credentials)
@@ -28,13 +28,10 @@ def check_user(sock: socket.socket) -> int:
 
 
 def check_owner(path: str) -> None:
-    """Refuse a socket file of another user that takes no connection.
+    """Check the owner of a socket file without a connection; does nothing if there is no file.
 
-    `check_user` needs a connection. A listener that never accepts gives none once its backlog is full, and a
-    process without rights to the file gets none either.
-
-    Args:
-        path: of the file. Does nothing if there is no file.
+    `check_user` needs a connection, which fails if the backlog is full or this user has no rights to the
+    file.
 
     Raises:
         AccessDeniedError: the file belongs to another user, or this user may not enter its folder.
@@ -43,10 +40,7 @@ def check_owner(path: str) -> None:
     try:
         owner = os.stat(path).st_uid
     except PermissionError as error:
-        raise AccessDeniedError(
-            f"this user may not connect to {path}: run both sides as the same user, in a folder that it may "
-            "enter"
-        ) from error
+        raise not_permitted(path) from error
     except OSError:
         return
     if owner != user:
@@ -54,3 +48,10 @@ def check_owner(path: str) -> None:
             f"nothing accepts a connection at {path}: the file belongs to user {owner}, this process runs as "
             f"user {user}; run both as the same user"
         )
+
+
+def not_permitted(path: str) -> AccessDeniedError:
+    """Return the error for a path that this user may not connect to."""
+    return AccessDeniedError(
+        f"this user may not connect to {path}: run both sides as the same user, in a folder that it may enter"
+    )

@@ -10,14 +10,14 @@ __all__ = ["BASELINE", "CONTENDERS", "missing", "why_not"]
 BASELINE = "torch-queue"
 
 _BLOCKS = "its calls block the event loop for as long as they take"
-_NO_MEMORY = "it has no memory of its own to hand out"
+_NO_MEMORY = "it has no memory for its callers"
 _OURS = "measured for aiotensor alone, as a promise that it makes"
 _BLOCKING = {"allocated": _NO_MEMORY, "loop-lag": _BLOCKS, "resident": _OURS}
 _LIMIT = dict.fromkeys(
     ("allocated", "pipelined", "fan-in", "loop-lag", "idle", "cost", "resident"),
     "it is a limit, and does round trips only",
 )
-_ECHO = {"request-answer": "it is a limit, and gives back as many bytes as it got"}
+_ECHO = {"request-answer": "it is a limit, and returns as many bytes as it received"}
 
 CONTENDERS = {
     contender.name: contender
@@ -173,7 +173,7 @@ def missing(needs: Mapping[str, str]) -> list[str]:
 
 
 def why_not(contender: Contender) -> str | None:
-    """Say why a contender cannot be measured here, if so, and what to do about it."""
+    """Return the reason why a contender cannot be measured here, with a remedy; None if it can."""
     absent = missing(contender.needs)
     if not absent:
         return None

@@ -1,6 +1,6 @@
 """aiotensor's messages with tensors inside: the message over ZeroMQ, its tensors over `unix://`.
 
-For an echo a second link leads back, by which the tensors of answers come. A small answer needs none.
+For an echo, a second sender and receiver transfer the tensors of answers. A small answer needs none.
 """
 
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""What both links of aiotensor share here: one sender and one receiver, as its users have them."""
+"""The common part of both transports of aiotensor: one sender and one receiver."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -65,5 +65,5 @@ class LinkSide:
 
 
 def arena_bytes(layout: Layout) -> int:
-    """Give one sender the default of the library, and each of many less: the receiver bounds the sum."""
+    """Return the default of the library for one sender, and less for several: the receiver bounds the sum."""
     return _ARENA_BYTES if layout.senders == 1 else _ARENA_BYTES_OF_MANY

@@ -1,4 +1,4 @@
-"""aiotensor over its queue link: one `TensorQueue` each way."""
+"""aiotensor over one `TensorQueue` each way."""
 
 import aiotensor
 from bench.contenders.aiotensor_link import LinkSide, arena_bytes

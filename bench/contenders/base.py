@@ -1,8 +1,8 @@
-"""What a contender is: a module with the function `connect`, and one row in the table.
+"""A contender: a module with the function `connect`, and one row in the table.
 
 ``connect(layout)`` gives the closed ends of a connection: a list of sending sides, as many as the layout
-asks for, and one receiving side. Where the layout says so, the road leads both ways. The sending side of a
-contender that carries messages asks, and the receiving side answers.
+asks for, and one receiving side. If the layout asks for it, both sides can send. The sending side of a
+contender that carries messages sends requests, and the receiving side answers them.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar, runt
 
 from bench.records import Cargo, Reply
 
-if TYPE_CHECKING:  # the table of contenders is read without waiting for torch
+if TYPE_CHECKING:  # reading the table of contenders must not import torch
     import torch
 
     from bench.messages import Message, Video
@@ -24,15 +24,15 @@ P_co = TypeVar("P_co", covariant=True)
 
 
 class Layout(NamedTuple):
-    """What a connection must be able to do.
+    """The requirements on a connection.
 
     Attributes:
         senders: processes that send.
-        depth: tensors that may be on their way at once, for each sender.
+        depth: tensors that may be in flight at once, for each sender.
         both_ways: whether the receiving side can send to the one sender too.
         largest: bytes of the largest tensor.
         folder: a fresh folder for sockets, deleted afterwards.
-        reply: what a request is answered with.
+        reply: the kind of answers to requests.
     """
 
     senders: int
@@ -98,14 +98,14 @@ class Contender:
     Attributes:
         name: how the command line and the results name it.
         module: with `connect`; imported only in the processes that measure it.
-        what: it, in a few words.
+        what: a short description.
         uses_loop: whether it is driven by the event loop, and so is measured on more than one.
-        is_limit: whether it only shows what the machine can do, and carries no tensors for anybody.
+        is_limit: whether it only shows the speed of the machine, and is no alternative to aiotensor.
         alone: whether it is one process; there is no far side then.
         drives_itself: whether its module has `near` and `far` in place of the workload's.
         in_quick: whether a quick run measures it too.
-        needs: the modules that must be installed, and the names under which they are.
-        extra: what of this project installs them.
+        needs: the modules that must be installed, and the names of their packages.
+        extra: the extra of this project that installs them.
         largest: bytes of the largest tensor that it can carry; None for any.
         lacks: workloads that it takes no part in, and why.
         carries: tensors one way, or messages and their answers.

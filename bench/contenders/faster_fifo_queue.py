@@ -11,7 +11,7 @@ from bench.contenders.base import Layout
 
 _FOR_EVER_S = 1e6  # its default gives up after ten seconds
 _SMALLEST_RING = 1 << 20
-_PICKLE = 1 << 10  # bytes that pickle adds to an array, with room to spare
+_PICKLE = 1 << 10  # more bytes than pickle adds to an array
 
 
 class RingPort:

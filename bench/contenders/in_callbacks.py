@@ -1,8 +1,8 @@
-"""There and back in callbacks of the event loop: what the limits for asyncio share.
+"""Round trips in callbacks of the event loop, for the limits on asyncio.
 
-Both sides read in a callback of the loop and write in the same callback; no future, no task and no other
-turn of the loop lies between. What arrives becomes a tensor and each tensor is sent, as with any contender,
-and nothing else is done. What a library for asyncio takes beyond this is its own.
+Both sides read in a callback of the loop and write in the same callback, without a future, a task or another
+iteration of the loop. They convert bytes to tensors and back, as all contenders do, and nothing more. So the
+difference between a library for asyncio and this limit is the cost of the library.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ from bench.workloads.base import Stage
 from bench.workloads.round_trip import MARKS, warm_up
 from bench.workloads.stream import fresh
 
-__all__ = ["Road", "far", "near"]
+__all__ = ["CallbackPort", "far", "near"]
 
 
-class Road(Protocol):
+class CallbackPort(Protocol):
     """An open end of a connection that never blocks."""
 
     def listen(self, arrived: Callable[[], None]) -> None:
-        """Call this once for each tensor that has arrived; it receives that, and may send or stop."""
+        """Call a function for each tensor that has arrived; it receives the tensor, and may send or stop."""
 
     def stop(self) -> None: ...
 
@@ -33,7 +33,7 @@ class Road(Protocol):
     def receive(self, size: int) -> torch.Tensor: ...
 
 
-async def near(stage: Stage[Road]) -> AsyncIterator[Batch]:
+async def near(stage: Stage[CallbackPort]) -> AsyncIterator[Batch]:
     """Time the trips, one batch for each size."""
     for size in stage.spec.sizes:
         first = warm_up(stage.spec, size)
@@ -44,7 +44,7 @@ async def near(stage: Stage[Road]) -> AsyncIterator[Batch]:
         yield Batch(size, latencies_ns=latencies[first:])
 
 
-async def far(stage: Stage[Road]) -> None:
+async def far(stage: Stage[CallbackPort]) -> None:
     """Answer the trips."""
     for size in stage.spec.sizes:
         answers = fresh(size, warm_up(stage.spec, size) + stage.spec.effort.trips(size))
@@ -53,10 +53,10 @@ async def far(stage: Stage[Road]) -> None:
         await stage.barrier.meet()
 
 
-# From the end of a list, as any contender is given them; they stay there, so that freeing is not timed.
+# From the end of a list, as for all contenders; they stay in it, so that freeing is not timed.
 
 
-async def _trips(road: Road, size: int, sources: list[torch.Tensor]) -> list[int]:
+async def _trips(port: CallbackPort, size: int, sources: list[torch.Tensor]) -> list[int]:
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     latencies: list[int] = []
     left = reversed(sources)
@@ -67,42 +67,42 @@ async def _trips(road: Road, size: int, sources: list[torch.Tensor]) -> list[int
         source = next(left)
         source[0] = len(latencies) % MARKS
         began = perf_counter_ns()
-        road.send(source)
+        port.send(source)
 
     def arrived() -> None:
-        answer = road.receive(size)
+        answer = port.receive(size)
         value = int(answer[0])
         took = perf_counter_ns() - began
         is_right = value == len(latencies) % MARKS and len(answer) == size
         del answer  # before the next trip is timed
         if not is_right:
-            road.stop()
+            port.stop()
             done.set_exception(RuntimeError(f"trip {len(latencies)} brought back another tensor"))
             return
         latencies.append(took)
         if len(latencies) < len(sources):
             send()
         else:
-            road.stop()
+            port.stop()
             done.set_result(None)
 
-    road.listen(arrived)
+    port.listen(arrived)
     send()
     await done
     return latencies
 
 
-async def _echo(road: Road, size: int, answers: list[torch.Tensor]) -> None:
+async def _echo(port: CallbackPort, size: int, answers: list[torch.Tensor]) -> None:
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     left = reversed(answers)
 
     def arrived() -> None:
-        answer, received = next(left), road.receive(size)
+        answer, received = next(left), port.receive(size)
         answer[0] = int(received[0])
-        road.send(answer)
+        port.send(answer)
         if answer is answers[0]:
-            road.stop()
+            port.stop()
             done.set_result(None)
 
-    road.listen(arrived)
+    port.listen(arrived)
     await done

@@ -1,7 +1,7 @@
-"""Two copies of the tensor into warm memory, in one process: what copying there and back must cost.
+"""Two copies of the tensor into warm memory, in one process: the minimal cost of copying there and back.
 
-Nothing is handed over and nobody is woken. The C library copies; with more than one thread, each copies
-its share, as large as the others.
+No data is passed on, and no process is woken. The C library copies; with several threads, each copies an
+equal share.
 """
 
 import ctypes
@@ -60,6 +60,6 @@ class CopySide:
 
 
 def connect_with(threads: int, layout: Layout) -> tuple[list[CopySide], CopySide]:
-    """Give a side that copies with so many threads; the receiving side is never opened."""
+    """Return a side that copies with this number of threads; the receiving side is never opened."""
     side = CopySide(threads, layout.largest)
     return [side], side

@@ -1,7 +1,7 @@
-"""The bytes of a tensor over a Unix stream socket, blocking: what the kernel alone asks for a trip.
+"""The bytes of a tensor over a Unix stream socket, blocking: the cost of the kernel alone.
 
-No queue, no pickle, no shared memory. At small sizes nothing that wakes another process can be much
-faster. At large sizes it copies twice through the kernel, and is no floor.
+No queue, no pickle, no shared memory. At small sizes no contender that wakes another process can be much
+faster. At large sizes it copies twice through the kernel, and is no lower bound.
 """
 
 import socket
@@ -20,33 +20,33 @@ _LENGTH = struct.Struct("=Q")
 class SocketPort:
     overlaps = False
 
-    def __init__(self, road: socket.socket) -> None:
-        self._road = road
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
 
     async def send(self, tensor: torch.Tensor) -> None:
         payload = tensor.numpy().data
-        # One call for a small tensor; what a large one leaves over follows.
-        sent = self._road.sendmsg([_LENGTH.pack(len(payload)), payload]) - _LENGTH.size
-        self._road.sendall(payload[sent:])
+        # One call for a small tensor; a second call sends the rest of a large one.
+        sent = self._sock.sendmsg([_LENGTH.pack(len(payload)), payload]) - _LENGTH.size
+        self._sock.sendall(payload[sent:])
 
     async def receive(self) -> torch.Tensor:
-        header = self._road.recv(_LENGTH.size, socket.MSG_WAITALL)
+        header = self._sock.recv(_LENGTH.size, socket.MSG_WAITALL)
         if len(header) < _LENGTH.size:
             raise ConnectionError("the other side closed the socket")
         tensor = torch.empty(_LENGTH.unpack(header)[0], dtype=torch.uint8)
-        if self._road.recv_into(tensor.numpy().data, 0, socket.MSG_WAITALL) < len(tensor):
+        if self._sock.recv_into(tensor.numpy().data, 0, socket.MSG_WAITALL) < len(tensor):
             raise ConnectionError("the other side closed the socket in the middle of a tensor")
         return tensor
 
 
 @dataclass(frozen=True)
 class SocketSide:
-    road: socket.socket
+    sock: socket.socket
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[SocketPort]:
-        self.road.setblocking(True)
-        yield SocketPort(self.road)
+        self.sock.setblocking(True)
+        yield SocketPort(self.sock)
 
 
 def connect(layout: Layout) -> tuple[list[SocketSide], SocketSide]:

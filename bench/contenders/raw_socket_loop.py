@@ -16,36 +16,36 @@ __all__ = ["connect", "far", "near"]
 _BUFFER = 1 << 20
 
 
-class SocketRoad:
-    def __init__(self, road: socket.socket) -> None:
+class RecordPort:
+    def __init__(self, sock: socket.socket) -> None:
         self._loop = asyncio.get_running_loop()
-        self._road = road
+        self._sock = sock
 
     def listen(self, arrived: Callable[[], None]) -> None:
-        self._loop.add_reader(self._road, arrived)
+        self._loop.add_reader(self._sock, arrived)
 
     def stop(self) -> None:
-        self._loop.remove_reader(self._road)
+        self._loop.remove_reader(self._sock)
 
     def send(self, tensor: torch.Tensor) -> None:
-        self._road.send(tensor.numpy().data)
+        self._sock.send(tensor.numpy().data)
 
     def receive(self, size: int) -> torch.Tensor:
         tensor = torch.empty(size, dtype=torch.uint8)
-        if self._road.recv_into(tensor.numpy().data) != size:
+        if self._sock.recv_into(tensor.numpy().data) != size:
             raise ConnectionError("the other side closed the socket")
         return tensor
 
 
 @dataclass(frozen=True)
 class SocketSide:
-    road: socket.socket
+    sock: socket.socket
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[SocketRoad]:
-        self.road.setblocking(False)
-        self.road.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
-        yield SocketRoad(self.road)
+    async def open(self) -> AsyncIterator[RecordPort]:
+        self.sock.setblocking(False)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        yield RecordPort(self.sock)
 
 
 def connect(layout: Layout) -> tuple[list[SocketSide], SocketSide]:

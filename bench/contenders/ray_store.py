@@ -1,8 +1,8 @@
 """Ray's object store: arrays are put into it, and references to them go through Ray's own queue.
 
 The near process starts a cluster on this machine, the other joins it with the token that was made for this
-one run. The queue is an actor, so that each tensor costs calls to a third process; at large sizes the store
-is what counts.
+one run. The queue is an actor, so that each tensor costs calls to a third process; at large sizes the cost of
+the store dominates.
 """
 
 import os

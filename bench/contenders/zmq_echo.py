@@ -1,6 +1,6 @@
-"""The bytes of a tensor over a bare ZeroMQ socket and back, blocking: the limit for whatever uses ZeroMQ.
+"""The bytes of a tensor over a bare ZeroMQ socket and back, blocking: the limit for all users of ZeroMQ.
 
-No header, no encoding, and a pair of sockets that know nobody but each other: one part each way.
+No header, no encoding, and an exclusive pair of sockets: one part each way.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -59,7 +59,7 @@ def connect(layout: Layout) -> tuple[list[EchoSide], EchoSide]:
 
 
 def address_in(layout: Layout) -> str:
-    """Give the place where the two sides meet."""
+    """Return the address where the two sides meet."""
     return f"ipc://{layout.folder}/echo"
 
 
@@ -82,5 +82,5 @@ def send(socket: "zmq.Socket[bytes]", tensor: torch.Tensor, flags: int = 0) -> N
 
 
 def receive(socket: "zmq.Socket[bytes]", flags: int = 0) -> torch.Tensor:
-    """Receive bytes as a tensor, which looks into the frame and keeps it."""
+    """Receive bytes as a tensor, which is a view of the frame and keeps it alive."""
     return torch.frombuffer(socket.recv(flags, copy=False).buffer, dtype=torch.uint8)

@@ -1,7 +1,7 @@
 """The bytes of a tensor from a DEALER to a ROUTER and back, by pyzmq's own sockets for asyncio.
 
-No header and no encoding, one part each way beside the identity that a ROUTER needs: what is left of a
-request and its answer if whoever asks and whoever answers just awaits pyzmq.
+No header and no encoding: one part each way beside the identity that a ROUTER needs. This is the minimal cost
+of a request and its answer if both sides only await pyzmq.
 """
 
 from collections.abc import AsyncIterator

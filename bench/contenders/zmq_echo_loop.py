@@ -1,7 +1,7 @@
 """The bytes of a tensor over a bare ZeroMQ socket and back, in callbacks of the event loop.
 
-ZeroMQ's descriptor says only that something has changed, and says it once. So whoever hears it looks until
-nothing is left, and sending, which takes in what has changed too, is followed by such a look.
+ZeroMQ's descriptor only reports that something has changed, and reports it once. So the callback reads until
+nothing is left. Sending may consume such a report, and is therefore followed by a read.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _NOW = int(zmq.NOBLOCK)
 _READABLE = int(zmq.POLLIN)
 
 
-class EchoRoad:
+class LoopEchoPort:
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self._loop = asyncio.get_running_loop()
         self._socket = socket
@@ -34,7 +34,7 @@ class EchoRoad:
     def listen(self, arrived: Callable[[], None]) -> None:
         self._arrived = arrived
         self._loop.add_reader(self._descriptor, self._look)
-        self._loop.call_soon(self._look)  # for what has come before
+        self._loop.call_soon(self._look)  # for messages that arrived before
 
     def stop(self) -> None:
         self._arrived = None
@@ -61,9 +61,9 @@ class EchoSide:
     binds: bool
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[EchoRoad]:
+    async def open(self) -> AsyncIterator[LoopEchoPort]:
         with pair(self.address, binds=self.binds) as socket:
-            yield EchoRoad(socket)
+            yield LoopEchoPort(socket)
 
 
 def connect(layout: Layout) -> tuple[list[EchoSide], EchoSide]:

@@ -51,7 +51,7 @@ class SocketSide:
         if address is None:
             return None
         socket = context.socket(kind)
-        # Half of what may be on its way waits on each side.
+        # Half of the messages in flight may wait on each side.
         socket.set_hwm(max(1, self.depth // 2))
         socket.linger = 0
         if kind == zmq.PULL:

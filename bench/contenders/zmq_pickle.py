@@ -1,4 +1,4 @@
-"""Pickle, protocol 5: the memory of tensors goes beside the pickle, as parts of its own, over plain pyzmq.
+"""Pickle, protocol 5: plain pyzmq sends the memory of tensors beside the pickle, in separate parts.
 
 The messages hold numpy arrays over the memory of the tensors. Those are picked up out of band and not copied;
 torch would pickle a tensor with its bytes inside.

@@ -1,4 +1,4 @@
-"""What those who ask and answer over plain pyzmq share: a DEALER asks a ROUTER over `ipc://`, blocking.
+"""The common part of requests over plain pyzmq: a DEALER asks a ROUTER over `ipc://`, blocking.
 
 Blocking sockets are the faster half of pyzmq. Large parts are neither copied when they are sent nor when
 they are received.

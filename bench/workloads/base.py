@@ -1,4 +1,4 @@
-"""What a workload is: a module with the coroutines `near` and `far`, and one row in the table.
+"""A workload: a module with the coroutines `near` and `far`, and one row in the table.
 
 ``near(stage)`` runs in the process that reports; it is an asynchronous generator of batches. ``far(stage)``
 runs in each of the other processes. A row says on which side the tensors are sent.
@@ -23,21 +23,21 @@ class Workload(NamedTuple):
     Attributes:
         name: how the command line and the results name it.
         module: with `near` and `far`.
-        title: what it measures, as the heading of its table.
+        title: the heading of its table.
         score: the number by which contenders are compared.
-        more_is_better: what the comparison of scores means.
+        more_is_better: whether a higher score is better.
         full: how much of it a full run does.
         quick: how much of it a quick run does.
         sizes: of the tensors; None for those of the command line.
         senders: processes that send at once.
-        depth: tensors that may be on their way at once, for each sender.
+        depth: tensors that may be in flight at once, for each sender.
         source: where the tensors come from.
-        reply: what a request is answered with.
+        reply: the kind of answers to requests.
         both_ways: whether the far side sends too.
-        receiver_is_near: whether the process that reports is the one that receives.
+        receiver_is_near: whether the reporting process receives.
         side_by_side: whether all contenders may be measured at the same time, since they do nothing.
         deadline_s: for one batch; beyond it a contender is taken for hung.
-        carries: what; only contenders that carry the same take part.
+        carries: its cargo; only contenders with the same cargo take part.
         baseline: the contender that the others are compared with; None for that of the run.
     """
 
@@ -62,38 +62,38 @@ class Workload(NamedTuple):
 
 
 class Barrier:
-    """Where the processes of a group wait for each other between batches, never within one.
+    """A barrier for the processes of a group between batches, never within one.
 
-    The near process has a road to each of the others; each of those has one road, to the near process.
+    The near process has a socket to each of the others; each of these has one socket, to the near process.
     """
 
-    def __init__(self, roads: Sequence[socket.socket], *, leads: bool) -> None:
-        self._roads = roads
+    def __init__(self, sockets: Sequence[socket.socket], *, leads: bool) -> None:
+        self._sockets = sockets
         self._leads = leads
-        for road in roads:
-            road.setblocking(False)
+        for sock in sockets:
+            sock.setblocking(False)
 
     async def meet(self) -> None:
-        """Wait until all the other processes are here too."""
+        """Wait until all other processes wait, too."""
         for step in (self._hear, self._tell) if self._leads else (self._tell, self._hear):
-            for road in self._roads:
-                await step(road)
+            for sock in self._sockets:
+                await step(sock)
 
-    async def _tell(self, road: socket.socket) -> None:
-        await asyncio.get_running_loop().sock_sendall(road, b".")
+    async def _tell(self, sock: socket.socket) -> None:
+        await asyncio.get_running_loop().sock_sendall(sock, b".")
 
-    async def _hear(self, road: socket.socket) -> None:
-        if not await asyncio.get_running_loop().sock_recv(road, 1):
+    async def _hear(self, sock: socket.socket) -> None:
+        if not await asyncio.get_running_loop().sock_recv(sock, 1):
             raise ConnectionError("another process of the group is gone")
 
 
 @dataclass(frozen=True)
 class Stage(Generic[P]):
-    """What `near` and `far` are given.
+    """The argument of `near` and `far`.
 
     Attributes:
-        spec: what to measure.
-        port: this process's end of the connection; of which kind, the row says.
+        spec: the task.
+        port: this process's end of the connection.
         barrier: to meet the other processes.
         number: of this process among its kind, from 0.
         processes: the near process and after it the others; known to the near process only.

@@ -1,8 +1,8 @@
-"""What a stream of tensors costs: CPU time of all processes, and shared memory at its peak.
+"""The cost of a stream of tensors: CPU time of all processes, and peak shared memory.
 
-One tensor after the other is sent, and freed at once where it is received. Tensors are fresh, and made
-before the count starts. Shared memory is that of the whole machine beyond what it was before the contender
-was started: only there every page counts once, also those that are mapped nowhere or on their way.
+One tensor after the other is sent, and freed at once where it is received. Tensors are fresh, and made before
+the count starts. Shared memory is the increase on the whole machine since the contender was started: only
+this number counts every page once, even if it is mapped by no process.
 """
 
 from collections.abc import AsyncIterator

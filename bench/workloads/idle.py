@@ -13,7 +13,7 @@ from bench.workloads.stream import drained, fresh, pour, send_end, take
 __all__ = ["far", "near"]
 
 _FEW = 20
-_SETTLE_S = 1.0  # so that what a contender prepares or puts away after traffic is done
+_SETTLE_S = 1.0  # so that a contender has finished its work after traffic
 
 
 async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:

@@ -1,8 +1,8 @@
 """How late a 1 ms ticker on the sender's event loop is, first idle, then while tensors go back to back.
 
-A tick is late by as much as it runs after one millisecond from the tick before. That holds the coarseness
-of the loop's own clock, which is why the idle loop is measured too, and what counts is how much later the
-ticks of the busy loop are. The same tensor is sent over and over: `send` copies it.
+The lateness of a tick is the time since the previous tick, minus one millisecond. It includes the resolution
+of the loop's timers. So the idle loop is measured, too, and the result is the difference to the busy loop.
+The same tensor is sent repeatedly: `send` copies it.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:
     """Tick, idle and busy, one batch for each size."""
     for size in stage.spec.sizes:
         (tensor,) = fresh(size, 1)
-        await stage.port.send(tensor)  # whatever is prepared for the first tensor is not what is measured
+        await stage.port.send(tensor)  # the preparations for the first tensor are not measured
         await send_end(stage.port, size, 1)
         await stage.barrier.meet()
         idle = await _tick(stage.spec.effort.seconds)

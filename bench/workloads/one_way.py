@@ -5,7 +5,7 @@ sender keeps as many sends in flight as the depth says; a contender with blockin
 which holds that many. Senders that are not among those of a batch stay connected and do nothing.
 
 With many senders, torch copies with one thread in each: its threads wait for each other by spinning, and
-those of 16 processes on a few cores would measure nothing but that. It is what their users would do.
+those of 16 processes on a few cores would measure nothing but that. Their users would do the same.
 
 How many tensors make a batch each sender decides by the rate of its warm-up, so that fast and slow
 contenders are measured for about as long. Tensors are fresh, and made before the clock starts.

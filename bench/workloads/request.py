@@ -47,7 +47,7 @@ async def near(stage: Stage[AskingPort]) -> AsyncIterator[Batch]:
             check(number, size, value == mark and found.nbytes == expected)
             if size >= LARGE:
                 kept.append(message)
-            # Freed here, outside the clock, and not when the names are bound anew inside it.
+            # Freed here, and not when the names are rebound, which is timed.
             del message, answer, found
         await stage.barrier.meet()
         yield Batch(size, latencies_ns=latencies[first:], bytes_per_trip=size + expected)

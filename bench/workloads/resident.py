@@ -1,9 +1,8 @@
 """Whether the memory of sender and receiver stays flat over many sends.
 
-Only anonymous memory is looked at: neither files nor shared memory. It is read at the start, after a tenth
-of the sends, when most pools have what they need, and after each third of the rest. An allocator takes what
-it needs in steps, now and then; what leaks grows in every third. Every tensor is a fresh copy, freed when it
-was sent.
+Only anonymous memory is read: neither files nor shared memory. It is read at the start, after a tenth of the
+sends, when most pools are filled, and after each third of the rest. An allocator grows in occasional steps; a
+leak grows in every third. Every tensor is a fresh copy, freed when it was sent.
 """
 
 from collections.abc import AsyncIterator, Iterator

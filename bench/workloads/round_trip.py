@@ -10,7 +10,7 @@ take such memory back as to copy it, and would take the time from the other side
 ``answer="same"`` it sends back the very tensor that it received.
 
 Allocated: both sides ask the contender for memory, write one element there, and send it. The asking is
-timed. What would be written there by a decoder is not written: that is no work of the contender's.
+timed. The rest of the tensor is not written, since a decoder and not the contender would write it.
 """
 
 import statistics
@@ -81,7 +81,7 @@ async def _copied_trips(stage: Stage[Port], size: int) -> Batch:
         check(number, size, value == mark and len(answer) == size)
         if size >= LARGE:
             kept.append(source)
-        # Freed here, outside the clock, and not when the names are bound anew inside it.
+        # Freed here, and not when the names are rebound, which is timed.
         del source, answer
     await stage.barrier.meet()
     return Batch(size, latencies_ns=latencies[first:])
@@ -114,7 +114,7 @@ async def _allocated_trips(stage: Stage[Port], size: int) -> Batch:
 
 
 def warm_up(spec: Spec, size: int) -> int:
-    """Give the trips that are made before those that are timed."""
+    """Return the number of trips before the timed ones."""
     return max(2, spec.effort.trips(size) // 10)
 
 

@@ -25,13 +25,13 @@ def fresh(size: int, count: int) -> list[torch.Tensor]:
 
 
 def drained(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Give tensors away one by one: whoever sent one is the last to hold it."""
+    """Yield tensors and drop them, so that the sender of a tensor has the last reference to it."""
     while tensors:
         yield tensors.pop()
 
 
 async def pour(port: Port, tensors: Iterable[torch.Tensor], width: int) -> None:
-    """Send tensors, up to `width` at once if the port lets sends overlap; else it has a queue of its own."""
+    """Send tensors, up to `width` at once if sends of the port may overlap; otherwise it has a queue."""
     shared = iter(tensors)
 
     async def send() -> None:

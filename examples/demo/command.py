@@ -1,5 +1,6 @@
 """The command line of the demo."""
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -10,35 +11,26 @@ __all__ = ["demo"]
 
 WORKERS = 2
 
+_count = partial(click.option, type=click.IntRange(min=1), show_default=True)
+
 
 @click.command()
 @click.argument(
     "clips", nargs=-1, type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 )
-@click.option(
+@_count(
     "--requests",
-    type=click.IntRange(min=1),
     default=12,
-    show_default=True,
     help="Number of uploads. The clips take turns, and each is uploaded at least once.",
 )
-@click.option(
-    "--concurrency",
-    type=click.IntRange(min=1),
-    default=8,
-    show_default=True,
-    help="Number of concurrent uploads.",
-)
-@click.option(
+@_count("--concurrency", default=8, help="Number of concurrent uploads.")
+@_count(
     "--max-concurrent-videos",
-    type=click.IntRange(min=1),
     default=3,
-    show_default=True,
     help="Videos that each worker decodes or sends to the engine at once. Further videos wait.",
 )
-@click.option(
+@_count(
     "--workers",
-    type=click.IntRange(min=1),
     help=f"Worker processes of the API server.  [default: {WORKERS}, or 1 with --link queue]",
 )
 @click.option(

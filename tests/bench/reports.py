@@ -50,7 +50,7 @@ def result(
     senders: int = 1,
     ratios: list[float] | None = None,
 ) -> Result:
-    """Make a result whose numbers are those of its middle round."""
+    """Return a result with the numbers of its middle round."""
     ratios = ratios or []
     return Result(
         workload=workload,
@@ -69,7 +69,7 @@ def result(
 def trips(
     contender: str, size: int, *medians: float, workload: str = "round-trip", loop: Loop | None = None
 ) -> Result:
-    """Make a result of round trips with these medians, in seconds."""
+    """Return a result of round trips with these medians, in seconds."""
     rounds = [
         {
             "median_s": median,
@@ -93,7 +93,7 @@ def _lag(contender: str, loop: Loop) -> Result:
 
 
 def report(failures: list[Failure] | None = None, skips: list[Skip] | None = None) -> Report:
-    """Make a whole report, with something of everything."""
+    """Return a complete report with results of every kind."""
     results = [
         *(trips(OURS, size, 0.001, 0.002, 0.003, loop="uvloop") for size in (4 * KIB, 150 * MIB)),
         *(trips("torch-queue", size, 0.01, 0.01, 0.01) for size in (4 * KIB, 150 * MIB)),

@@ -33,8 +33,8 @@ def test_a_quick_run_measures_writes_and_prints(tmp_path: Path) -> None:
         assert result["ratio"] > 0
         assert result["contender"] in done.stderr
     assert "round-trip, round 2 of 2" in done.stderr
-    assert "## Numbers to reach" in done.stderr
-    assert "## Numbers to reach" in (tmp_path / "latest.md").read_text()
+    assert "## Goals" in done.stderr
+    assert "## Goals" in (tmp_path / "latest.md").read_text()
     assert (tmp_path / "latency.png").exists()
 
 

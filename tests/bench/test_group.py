@@ -1,4 +1,4 @@
-"""One contender in real processes: what it measures, and how it is ended when it goes wrong."""
+"""One contender in real processes: its measurements, and its end after a failure."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -204,10 +204,10 @@ def test_another_answer_in_a_callback_is_reported(groups: Groups, contender_of: 
         from bench.contenders import zmq_echo_loop
         from bench.contenders.in_callbacks import far, near
 
-        class Road(zmq_echo_loop.EchoRoad):
+        class BrokenPort(zmq_echo_loop.LoopEchoPort):
             def receive(self, size): return super().receive(size).fill_(255)
 
-        zmq_echo_loop.EchoRoad = Road
+        zmq_echo_loop.LoopEchoPort = BrokenPort
         connect = zmq_echo_loop.connect
     """
     one = contender_of("wrong", wrong, carries="messages", drives_itself=True)
@@ -220,7 +220,7 @@ def test_leaving_ends_what_still_runs(contender_of: ContenderOf, tmp_path: Path)
     os.mkfifo(started)
     endless = f"import threading; open({str(started)!r}, 'w').close(); threading.Event().wait()"
     one = contender_of("endless", endless)
-    # As an interrupt does: in another thread than the one that waits for the group.
+    # Another thread runs the group, as with an interrupt.
     with ThreadPoolExecutor() as pool, Groups() as groups:
         future = pool.submit(run, groups, one)
         started.read_bytes()  # returns when the child has opened the other end and closed it

@@ -1,4 +1,4 @@
-"""What a run measures, and what it says of everything that it does not."""
+"""The measurements of a run, and the reasons for omitted ones."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What is the same for every test of blocking calls: nothing is left behind, and nobody complains."""
+"""Fixtures of the tests of blocking calls; each test must leave nothing behind, and cause no warnings."""
 
 import gc
 import threading
@@ -8,7 +8,7 @@ import pytest
 from zmq.utils.garbage import GarbageCollectorThread
 
 from aiotensor.transports.endpoints import Endpoint
-from tests.blocking.nursery import Nursery
+from tests.blocking.fork_server import ForkServer
 from tests.blocking.others import APIS, Other, other
 from tests.blocking.waiting import until
 from tests.channel import parties
@@ -17,7 +17,7 @@ from verification import loops
 from verification.descriptors import our_descriptors
 from verification.places import LINKS
 
-_ENDING_S = 10.0  # more than a thread needs that ends
+_ENDING_S = 10.0  # more than any thread needs to end
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.fixture
 def endpoint(link: str) -> Iterator[Endpoint]:
-    """Make a place where a sender and a receiver meet, over each of the links."""
+    """Return an endpoint for a sender and a receiver, over each transport."""
     with LINKS[link].place() as place:
         yield place.endpoint
         assert len(place.names()) <= 1  # the socket of a receiver that was killed
@@ -58,7 +58,7 @@ def engine(request: pytest.FixtureRequest, endpoint: Endpoint) -> Iterator[Other
 
 @pytest.fixture
 def place() -> Iterator[Place]:
-    """Make a place for messages and tensors."""
+    """Return the addresses for messages and tensors."""
     with parties.place() as place:
         yield place
 
@@ -71,7 +71,7 @@ def stranger(request: pytest.FixtureRequest, place: Place) -> Iterator[Other]:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
+def fork_server() -> Iterator[ForkServer]:
     """Start the process that starts programs."""
-    with Nursery() as nursery:
-        yield nursery
+    with ForkServer() as fork_server:
+        yield fork_server

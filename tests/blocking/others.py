@@ -1,4 +1,4 @@
-"""The process in the other role, driven by a thread without an event loop; with the async API, or with this.
+"""A process in the other role, with the async or the blocking API, for tests without an event loop.
 
 Its functions have the same names in both: coroutine functions of `verification.processes.peers` and
 `tests.channel.peers`, functions of `tests.blocking.works`.
@@ -28,30 +28,30 @@ _context = multiprocessing.get_context("forkserver")  # which `peers` has prepar
 
 
 class Pending:
-    """What another process is doing."""
+    """A call that runs in another process."""
 
     def __init__(self, other: "Other", number: int) -> None:
         self._other = other
         self._number = number
 
     def result(self) -> Any:
-        """Wait until it is done; return what it returned, or raise what it raised."""
+        """Wait for the end, and return the result or raise the error."""
         return self._other.result(self._number)
 
 
 class Other:
-    """Another process, which does one thing after the other (or several at once, with the async API).
+    """A process that runs calls, one after the other with the blocking API, concurrently with the async API.
 
     Args:
-        api: which of the two it uses.
-        endpoint: where it will send to, or receive.
+        api: the API that it uses.
+        endpoint: the endpoint of its sender or receiver.
     """
 
     def __init__(self, api: str, endpoint: Endpoint) -> None:
         connection, theirs = _context.Pipe()
         self._connection: Connection = connection
         self._modules: list[object] = [works] if api == "blocking" else [peers, channel_peers]
-        main: Callable[..., None] = works.main if api == "blocking" else peers._main
+        main: Callable[..., None] = works.main if api == "blocking" else peers.main
         arguments: tuple[object, ...] = (endpoint, theirs)
         if api == "async":
             arguments += (loops.Kind("asyncio", "plain"),)
@@ -68,14 +68,14 @@ class Other:
         return pid
 
     def begin(self, name: str, *args: object, **kwargs: object) -> Pending:
-        """Have it do something."""
+        """Start a call in the process."""
         [work] = [getattr(module, name) for module in self._modules if hasattr(module, name)]
         number, self._next = self._next, self._next + 1
         self._connection.send((number, work, args, kwargs))
         return Pending(self, number)
 
     def call(self, name: str, *args: object, **kwargs: object) -> Any:
-        """Have it do something, and wait until it is done."""
+        """Start a call in the process, and return its result."""
         return self.begin(name, *args, **kwargs).result()
 
     def result(self, number: int) -> object:
@@ -88,21 +88,21 @@ class Other:
         return result
 
     def kill(self) -> None:
-        """End it as the kernel would when memory runs out."""
+        """Kill the process, as the kernel does when memory is exhausted."""
         os.kill(self.pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """Halt it where it is."""
+        """Stop the process, and wait until it has stopped."""
         os.kill(self.pid, signal.SIGSTOP)
         until(lambda: watch.is_stopped(self.pid))
 
     def go_on(self) -> None:
-        """Let it go on, if it is there."""
+        """Continue the process, if it still exists."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGCONT)
 
     def finish(self) -> int | None:
-        """Let it end as programs do, if nobody has killed it, and return its exit status."""
+        """End the process unless it was killed, and return its exit status."""
         with contextlib.suppress(BrokenPipeError):
             self._connection.send(None)
         self.process.join()

@@ -19,11 +19,11 @@ import torch
 import aiotensor
 from aiotensor import ClosedError, TensorHandle, WouldBlockError
 from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
-from aiotensor.blocking.thread import Call
-from tests.blocking import nursery
-from tests.blocking.waiting import is_opening, running, until
+from tests.blocking import fork_server
+from tests.blocking.waiting import running, until
 from tests.blocking.waits import WAITS
 from tests.channel.parties import Answer, Place, Question
+from tests.transports.unix_ends import no_descriptors
 from verification import inside
 from verification.patterns import BIG, pattern
 from verification.processes import watch
@@ -106,7 +106,7 @@ def open_where_somebody_else_does(name: str, *place: str) -> None:
     listener: TensorReceiver | MessageServer[Question]
     listener = TensorReceiver(tensors) if name == "receiver" else MessageServer(messages, Question)
     signal.signal(signal.SIGTERM, lambda *_: listener.close())
-    _say_when(lambda: is_opening(listener), "waits")
+    _say_when(lambda: inside.is_opening(listener), "waits")
     try:
         with listener:
             raise AssertionError("it was opened")
@@ -197,6 +197,17 @@ def start_slowly(*place: str) -> None:
         _say([thread.name for thread in threading.enumerate() if thread.name.startswith("aiotensor")])
 
 
+def open_without_descriptors(*place: str) -> None:
+    """Fail to open an object, because no event loop can be made."""
+    sender = TensorSender(Place(*place).tensors)
+    with no_descriptors():
+        try:
+            sender.__enter__()
+        except OSError as error:
+            _say(error.errno)
+    _say(sender.statistics().in_flight)
+
+
 def close_at_a_signal(*place: str) -> None:
     """Serve until a signal comes, whose handler closes the server in the middle of that."""
     with MessageServer(Place(*place).messages, Question) as server:
@@ -210,15 +221,7 @@ def close_in_the_middle_of_a_call(*place: str) -> None:
     """Close, in a signal handler, an object that this thread is about to use."""
     with TensorReceiver(Place(*place).tensors) as receiver:
         signal.signal(signal.SIGTERM, lambda *_: receiver.close())
-        loop = receiver._loop
-        assert loop is not None
-        begin = loop.begin
-
-        def interrupted(call: Call[Any]) -> None:
-            signal.raise_signal(signal.SIGTERM)
-            begin(call)
-
-        loop.begin = interrupted  # type: ignore[method-assign]
+        inside.before_next_call(receiver, lambda: signal.raise_signal(signal.SIGTERM))
         try:
             receiver.receive(_NOBODYS)
         except ClosedError:
@@ -230,16 +233,7 @@ def close_what_is_handed_to_the_loop(*place: str) -> None:
     with TensorReceiver(Place(*place).tensors) as receiver:  # which keeps the loop
         sender = TensorSender(Place(*place).tensors)
         signal.signal(signal.SIGTERM, lambda *_: sender.close())
-        assert receiver._loop is not None
-        loop: Any = receiver._loop._loop
-        hand_over = loop.call_soon_threadsafe
-
-        def interrupted(*args: Any) -> object:
-            loop.call_soon_threadsafe = hand_over
-            signal.raise_signal(signal.SIGTERM)
-            return hand_over(*args)
-
-        loop.call_soon_threadsafe = interrupted
+        inside.before_next_handover(receiver, lambda: signal.raise_signal(signal.SIGTERM))
         try:
             sender.__enter__()
         except ClosedError:
@@ -426,4 +420,4 @@ def come_too_late(*place: str) -> None:
         server.close()
         _say("closed")
 
-    nursery.last_words.append(end)
+    fork_server.last_words.append(end)

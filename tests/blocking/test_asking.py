@@ -22,7 +22,7 @@ class Asking(NamedTuple):
     sender: TensorSender
 
     def is_settled(self) -> bool:
-        """Say whether nothing is in flight, and all that a message had has come back."""
+        """Return whether nothing is in flight, and all resources of messages were released."""
         seen = self.sender.statistics()
         return not (seen.in_flight or seen.bytes_in_use or any(self.client.statistics().in_flight))
 

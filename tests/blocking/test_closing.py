@@ -1,12 +1,13 @@
-"""Closing waits for what is on its way, as long as it may, and closes whatever happens."""
+"""Closing waits for messages in flight until its timeout, and always closes."""
 
 import asyncio
+import errno
 import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ import torch
 from aiotensor import ClosedError, WouldBlockError
 from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
 from aiotensor.blocking.portal import BlockingObject
+from tests.blocking.fork_server import ForkServer
 from tests.blocking.others import Other, other
-from tests.blocking.waiting import in_thread, is_opening, nobody_listens_in, until
+from tests.blocking.waiting import in_thread, nobody_listens_in, until
 from tests.channel.parties import Answer, Place, Question
+from verification import inside
 from verification.patterns import BIG, pattern
 from verification.promptly import promptly
 
@@ -87,7 +90,7 @@ def test_a_call_that_cannot_stop_at_once_ends_before_the_loop_does(place: Place)
 
 
 def test_what_another_thread_is_opening_can_be_closed(place: Place) -> None:
-    listeners: list[BlockingObject[Any]] = [
+    listeners: list[BlockingObject[Any, Any]] = [
         TensorReceiver(place.tensors),
         MessageServer(place.messages, Question),
     ]
@@ -95,7 +98,7 @@ def test_what_another_thread_is_opening_can_be_closed(place: Place) -> None:
     for listener in listeners:
         with nobody_listens_in(folder):
             opening = in_thread(listener.__enter__)
-            until(lambda: is_opening(listener))  # noqa: B023
+            until(lambda: inside.is_opening(listener))  # noqa: B023
             listener.close()
             assert isinstance(opening.exception(), ClosedError)
         assert not os.listdir(folder)
@@ -124,26 +127,13 @@ def test_several_threads_may_close_at_once_also_while_another_opens(place: Place
         assert not os.listdir(os.path.dirname(place.messages.removeprefix("ipc://")))
 
 
-class _Interrupting:
-    """A lock after which a signal comes, once."""
-
-    def __init__(self, lock: Any) -> None:
-        self._lock = lock
-        self._is_due = True
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-        if self._is_due:
-            self._is_due = False
-            raise KeyboardInterrupt
+def _interrupt() -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def test_closing_that_was_interrupted_at_once_can_be_done_again(place: Place) -> None:
     server = MessageServer(place.messages, Question).__enter__()
-    server._lock = _Interrupting(server._lock)  # type: ignore[assignment]
+    inside.after_next_lock(server, _interrupt)
     with pytest.raises(KeyboardInterrupt):
         server.close()
     server.close()
@@ -214,3 +204,9 @@ def test_statistics_tell_the_end(place: Place) -> None:
     assert (server.statistics().messages_received, server.statistics().clients) == (1, 0)
     assert (sender.statistics().messages_sent, sender.statistics().in_flight) == (1, 0)
     assert (receiver.statistics().tensors_taken, receiver.statistics().senders) == (1, 0)
+
+
+def test_an_object_that_found_no_descriptors_has_statistics(fork_server: ForkServer, place: Place) -> None:
+    with fork_server.program("open_without_descriptors", *place) as program:
+        ended = program.ended()  # asyncio itself warns that the event loop was not closed
+    assert (ended.status, ended.lines) == (0, [str(errno.EMFILE), "0"])

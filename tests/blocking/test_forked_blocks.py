@@ -9,7 +9,7 @@ from typing import NoReturn
 import pytest
 
 from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
-from tests.blocking.nursery import Ended, Nursery
+from tests.blocking.fork_server import Ended, ForkServer
 from tests.channel.parties import Answer, Place, Question
 from tests.forked_blocks import by_each_exception, check_told_of_fork, in_each_block_of
 from tests.runtime.test_affinity import forks, in_a_fork
@@ -96,7 +96,7 @@ def test_a_forked_child_that_reaches_the_end_of_the_block_is_told_at_once(
 
 @pytest.mark.parametrize(("status", "child"), [(0, "0"), (7, "7")])
 def test_a_forked_child_that_leaves_all_blocks_by_sys_exit_says_nothing_and_has_its_status(
-    status: int, child: str, nursery: Nursery, place: Place
+    status: int, child: str, fork_server: ForkServer, place: Place
 ) -> None:
-    with nursery.program("leave_in_a_child", status, *place) as program:
+    with fork_server.program("leave_in_a_child", status, *place) as program:
         assert program.ended() == Ended(0, [child], "")

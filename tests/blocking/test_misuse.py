@@ -1,4 +1,4 @@
-"""What cannot work says so at once: before opening, after closing, after a fork, in an event loop."""
+"""Misuse raises immediately: before opening, after closing, after a fork, in an event loop."""
 
 import asyncio
 import inspect
@@ -19,10 +19,10 @@ from tests.blocking.waiting import in_thread
 from tests.channel.parties import Answer, Place, Question
 from verification.patterns import pattern
 
-_CHILD_S = 20  # after which a child that hangs is ended, also without its parent
+_CHILD_S = 20  # the limit for a child that hangs
 _HANDLE = TensorHandle("nobody", 0, 0, "int64", (3,), "cpu")
 
-Object = BlockingObject[Any]
+Object = BlockingObject[Any, Any]
 Uses = dict[str, Callable[[], object]]
 
 
@@ -37,7 +37,7 @@ def _make(name: str, place: Place) -> Object:
 
 
 def _uses(thing: Object) -> Uses:
-    """Name all that can be done with an object once it is open."""
+    """Return the methods of an open object, by name."""
     match thing:
         case TensorSender() as sender:
             return {
@@ -87,7 +87,7 @@ def test_what_is_not_open_says_so(thing: Object) -> None:
     for use in (_uses(thing) | _iterations(thing)).values():
         with pytest.raises(UsageError, match="is not open yet: enter it with `with`"):
             use()
-    assert thing._look(thing.inner.statistics) == thing.inner.statistics()
+    assert thing.statistics() == thing.inner.statistics()
 
 
 def test_what_was_closed_says_so(thing: Object) -> None:
@@ -133,7 +133,7 @@ def test_the_thread_of_an_event_loop_must_not_wait(thing: Object) -> None:
     with thing:
         texts = asyncio.run(use())
         assert all("would block the event loop of this thread" in text for text in texts)
-        assert asyncio.run(asyncio.to_thread(lambda: thing._look(thing.inner.statistics))) is not None
+        assert asyncio.run(asyncio.to_thread(thing.statistics)) is not None
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -150,7 +150,7 @@ def test_a_forked_child_is_told_at_once(thing: Object) -> None:
         assert os.waitpid(child, 0)[1] == 0
         assert told.split() == ["UsageError"] * len(uses)
         if isinstance(thing, TensorSender):
-            with pytest.raises(TimeoutError):  # the parent goes on
+            with pytest.raises(TimeoutError):  # the parent still works
                 thing.send(pattern(1, 3), timeout=0.01)
 
 
@@ -166,7 +166,7 @@ def _report_from_fork(write: int, uses: list[Callable[[], object]]) -> None:
         os.write(write, " ".join(names).encode())
         os._exit(0)
     finally:
-        os._exit(1)  # whatever it was, a child must not go on with the tests
+        os._exit(1)  # after any error, the child must not continue the tests
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -254,7 +254,7 @@ def test_names_arguments_and_defaults_are_those_of_the_async_api(name: str) -> N
 
 
 def _arguments(function: Callable[..., object]) -> dict[str, object]:
-    """Return what a function takes, with the defaults."""
+    """Return the parameters of a function, with their defaults."""
     return {name: one.default for name, one in inspect.signature(function).parameters.items()}
 
 

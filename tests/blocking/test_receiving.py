@@ -22,7 +22,7 @@ from verification.patterns import BIG, pattern
 
 
 def settled(receiver: TensorReceiver) -> bool:
-    """Say whether nothing is held that somebody sent."""
+    """Return whether the receiver holds no tensors."""
     seen = receiver.statistics()
     return (seen.leases, seen.leased_bytes, seen.unclaimed_tensors, seen.waiting) == (0, 0, 0, 0)
 

@@ -26,7 +26,7 @@ from verification.patterns import BIG, pattern
 
 
 def settled(sender: TensorSender) -> bool:
-    """Say whether all permits and all memory have come back."""
+    """Return whether all permits and all memory were released."""
     seen = sender.statistics()
     return (seen.in_flight, seen.bytes_in_use, seen.waiting, seen.holders) == (0, 0, 0, ())
 
@@ -195,7 +195,7 @@ def test_the_death_of_the_receiver_is_told(engine: Other, endpoint: Endpoint) ->
             until(lambda: sender.statistics().waiting == 1 and drains.count)
         pid = engine.pid
         if isinstance(endpoint, str):
-            os.unlink(endpoint.removeprefix("unix://"))  # nobody connects to a process that is ending
+            os.unlink(endpoint.removeprefix("unix://"))  # no peer connects to a process that exits
         engine.kill()
         for waiting in (draining, sending):
             error = waiting.exception()

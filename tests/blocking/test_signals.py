@@ -1,4 +1,4 @@
-"""A signal ends whatever waits at once; the blocks end, the other side hears of it, and nothing hangs."""
+"""A signal ends waiting calls immediately; the blocks end, the other side is notified, and nothing hangs."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from aiotensor.blocking import MessageClient
-from tests.blocking.nursery import Ended, Nursery
+from tests.blocking.fork_server import Ended, ForkServer
 from tests.blocking.others import other
 from tests.blocking.waiting import nobody_listens_in, until
 from tests.blocking.waits import WAITS
@@ -14,15 +14,15 @@ from tests.channel.parties import Answer, Place, Question
 
 
 def _was_interrupted(ended: Ended) -> bool:
-    """Say whether a program ended as Python ends one at Ctrl-C, and had nothing else to say."""
+    """Return whether a program ended as Python ends one at Ctrl-C, without other errors."""
     assert ended.errors.count("Traceback") == 1, ended.errors
     assert ended.errors.endswith("\nKeyboardInterrupt\n"), ended.errors
     return ended.status == -signal.SIGINT
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_an_interrupt_ends_what_waits(name: str, nursery: Nursery, place: Place) -> None:
-    with WAITS[name].far(place) as hear, nursery.program("wait", name, *place) as program:
+def test_an_interrupt_ends_what_waits(name: str, fork_server: ForkServer, place: Place) -> None:
+    with WAITS[name].far(place) as hear, fork_server.program("wait", name, *place) as program:
         assert program.line() == "waits"
         program.signal()
         ended = program.ended()
@@ -31,17 +31,17 @@ def test_an_interrupt_ends_what_waits(name: str, nursery: Nursery, place: Place)
         hear()
 
 
-def test_an_interrupt_that_another_thread_gets_ends_what_waits(nursery: Nursery, place: Place) -> None:
-    with nursery.program("be_interrupted_elsewhere", *place) as program:
+def test_an_interrupt_that_another_thread_gets_ends_what_waits(fork_server: ForkServer, place: Place) -> None:
+    with fork_server.program("be_interrupted_elsewhere", *place) as program:
         assert _was_interrupted(program.ended())
 
 
 @pytest.mark.parametrize("name", ["receiver", "server"])
-def test_an_interrupt_ends_what_waits_to_be_opened(name: str, nursery: Nursery, place: Place) -> None:
+def test_an_interrupt_ends_what_waits_to_be_opened(name: str, fork_server: ForkServer, place: Place) -> None:
     folder = os.path.dirname(place.messages.removeprefix("ipc://"))
     with (
         nobody_listens_in(folder),
-        nursery.program("open_where_somebody_else_does", name, *place) as program,
+        fork_server.program("open_where_somebody_else_does", name, *place) as program,
     ):
         assert program.line() == "waits"
         program.signal()
@@ -52,11 +52,13 @@ def test_an_interrupt_ends_what_waits_to_be_opened(name: str, nursery: Nursery, 
 
 
 @pytest.mark.parametrize("name", ["receiver", "server"])
-def test_the_handler_of_a_signal_may_close_what_is_opened(name: str, nursery: Nursery, place: Place) -> None:
+def test_the_handler_of_a_signal_may_close_what_is_opened(
+    name: str, fork_server: ForkServer, place: Place
+) -> None:
     folder = os.path.dirname(place.messages.removeprefix("ipc://"))
     with (
         nobody_listens_in(folder),
-        nursery.program("open_where_somebody_else_does", name, *place) as program,
+        fork_server.program("open_where_somebody_else_does", name, *place) as program,
     ):
         assert program.line() == "waits"
         program.signal(signal.SIGTERM)
@@ -64,43 +66,45 @@ def test_the_handler_of_a_signal_may_close_what_is_opened(name: str, nursery: Nu
     assert not os.listdir(folder)
 
 
-def test_the_handler_of_a_signal_may_close_what_is_just_handed_over(nursery: Nursery, place: Place) -> None:
-    with nursery.program("close_what_is_handed_to_the_loop", *place) as program:
+def test_the_handler_of_a_signal_may_close_what_is_just_handed_over(
+    fork_server: ForkServer, place: Place
+) -> None:
+    with fork_server.program("close_what_is_handed_to_the_loop", *place) as program:
         assert program.ended() == Ended(0, ["closed", "0"], "")
 
 
 def test_an_interrupt_of_closing_that_had_not_begun_closes_all_the_same(
-    nursery: Nursery, place: Place
+    fork_server: ForkServer, place: Place
 ) -> None:
-    with nursery.program("close_with_a_busy_loop", *place) as program:
+    with fork_server.program("close_with_a_busy_loop", *place) as program:
         assert program.line() == "waits"
         program.signal()
         assert program.ended() == Ended(0, ["0 False"], "")
 
 
 def test_an_interrupt_of_a_call_that_had_not_begun_leaves_nothing_behind(
-    nursery: Nursery, place: Place
+    fork_server: ForkServer, place: Place
 ) -> None:
-    with nursery.program("go_on_after_a_signal", *place) as program:
+    with fork_server.program("go_on_after_a_signal", *place) as program:
         assert program.line() == "waits"
         program.signal()
         assert program.ended() == Ended(0, ["waiting 0", "True", "True"], "")
 
 
-def test_when_the_interrupt_is_raised_all_is_given_back(nursery: Nursery, place: Place) -> None:
-    with nursery.program("look_at_once", *place) as program:
+def test_when_the_interrupt_is_raised_all_is_given_back(fork_server: ForkServer, place: Place) -> None:
+    with fork_server.program("look_at_once", *place) as program:
         assert program.line() == "waits"
         program.signal()
         assert program.ended() == Ended(0, ["1 2"], "")
 
 
-def test_an_interrupt_takes_no_permit_with_it(nursery: Nursery, place: Place) -> None:
-    with nursery.program("begin_a_message_at_a_signal", *place) as program:
+def test_an_interrupt_takes_no_permit_with_it(fork_server: ForkServer, place: Place) -> None:
+    with fork_server.program("begin_a_message_at_a_signal", *place) as program:
         assert program.ended() == Ended(0, ["in flight 0"], "")
 
 
-def test_an_interrupt_while_the_loop_starts_ends_that_too(nursery: Nursery, place: Place) -> None:
-    with nursery.program("start_slowly", *place) as program:
+def test_an_interrupt_while_the_loop_starts_ends_that_too(fork_server: ForkServer, place: Place) -> None:
+    with fork_server.program("start_slowly", *place) as program:
         assert program.line() == "waits"
         program.signal()
         ended = program.ended()
@@ -108,9 +112,9 @@ def test_an_interrupt_while_the_loop_starts_ends_that_too(nursery: Nursery, plac
         assert ended.lines == ["[]"]
 
 
-def test_the_handler_of_a_signal_may_close_what_waits(nursery: Nursery, place: Place) -> None:
+def test_the_handler_of_a_signal_may_close_what_waits(fork_server: ForkServer, place: Place) -> None:
     with (
-        nursery.program("close_at_a_signal", *place) as program,
+        fork_server.program("close_at_a_signal", *place) as program,
         MessageClient(place.messages, reply_type=Answer) as client,
     ):
         assert client.request(Question(5)) == Answer(5)
@@ -120,15 +124,15 @@ def test_the_handler_of_a_signal_may_close_what_waits(nursery: Nursery, place: P
         until(lambda: client.statistics().servers_lost == 1)
 
 
-def test_the_handler_of_a_signal_may_close_what_is_just_used(nursery: Nursery, place: Place) -> None:
-    with nursery.program("close_in_the_middle_of_a_call", *place) as program:
+def test_the_handler_of_a_signal_may_close_what_is_just_used(fork_server: ForkServer, place: Place) -> None:
+    with fork_server.program("close_in_the_middle_of_a_call", *place) as program:
         assert program.ended() == Ended(0, ["closed"], "")
 
 
-def test_a_second_interrupt_ends_the_closing(nursery: Nursery, place: Place) -> None:
+def test_a_second_interrupt_ends_the_closing(fork_server: ForkServer, place: Place) -> None:
     with other("blocking", place.tensors) as engine:
         engine.call("open_receiver")
-        with nursery.program("send_into_a_full_link", engine.pid, *place) as program:
+        with fork_server.program("send_into_a_full_link", engine.pid, *place) as program:
             assert program.line() == "connected"
             engine.stop()
             try:
@@ -144,10 +148,12 @@ def test_a_second_interrupt_ends_the_closing(nursery: Nursery, place: Place) -> 
             assert "Exception ignored" not in ended.errors
 
 
-def test_an_interrupt_of_closing_does_not_wait_for_what_has_not_left(nursery: Nursery, place: Place) -> None:
+def test_an_interrupt_of_closing_does_not_wait_for_what_has_not_left(
+    fork_server: ForkServer, place: Place
+) -> None:
     with other("blocking", place.tensors) as engine:
         engine.call("open_server", place)
-        with nursery.program("linger", engine.pid, *place) as program:
+        with fork_server.program("linger", engine.pid, *place) as program:
             assert program.line() == "connected"
             engine.stop()
             try:

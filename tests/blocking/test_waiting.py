@@ -1,4 +1,4 @@
-"""Every call that waits gives up in time, and when its object is closed; what it had is given back."""
+"""Every call that waits ends at its timeout, and when its object is closed, and releases its resources."""
 
 import time
 from contextlib import suppress

@@ -1,7 +1,7 @@
-"""Every call that waits, and what makes it wait: one end here, the other end there.
+"""Every call that waits, with the two ends of the connection on which it waits.
 
-What waits is the same for all tests of it: that it gives up in time, when its object is closed, and at a
-signal. A new call that waits is one more function, and one more row of `WAITS`.
+All tests of waiting use the same calls: they time out, they end when their object is closed, and at a signal.
+For a new call that waits, add a function, and a row in `WAITS`.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,6 +15,7 @@ from aiotensor.blocking.portal import BlockingObject
 from tests.blocking.waiting import in_thread, running, until
 from tests.channel.parties import Answer, Place, Question
 from verification import inside
+from verification.internals import held_by_receiver
 from verification.patterns import BIG, pattern
 
 __all__ = ["WAITS", "Row", "Wait"]
@@ -23,19 +24,19 @@ _NOBODYS = TensorHandle("nobody", 0, 0, "int64", (3,), "cpu")
 
 
 class Wait(NamedTuple):
-    """A call that waits, once it is made.
+    """A call that will wait.
 
     Attributes:
-        call: makes it; takes a `timeout`.
-        is_waiting: says whether somebody waits in it.
-        held: what is in use; it is the same before the call and after one that gave up.
-        owner: whose call it is.
+        call: makes the call; takes a `timeout`.
+        is_waiting: returns whether a thread waits in the call.
+        held: returns the resources in use, which a timeout restores.
+        owner: the object whose method is called.
     """
 
     call: Callable[..., object]
     is_waiting: Callable[[], object]
     held: Callable[[], object]
-    owner: BlockingObject[Any]
+    owner: BlockingObject[Any, Any]
 
 
 class Row(NamedTuple):
@@ -43,7 +44,7 @@ class Row(NamedTuple):
 
     Attributes:
         near: opens the end that waits.
-        far: opens the other end, and gives what waits until that has heard of the end of this one.
+        far: opens the other end, and yields a function that waits until it noticed the end of the near one.
         takes_timeout: the call has a `timeout`.
         ends: the call returns when its object is closed, and does not raise.
     """
@@ -99,7 +100,7 @@ def _client(place: Place) -> Iterator[Callable[[], object]]:
 
 @contextmanager
 def _asking(place: Place) -> Iterator[Callable[[], object]]:
-    """Ask, and hear that there is no answer; answers come by a receiver, which takes nothing else."""
+    """Send a request, whose call fails when the server closes; answers with tensors need a receiver."""
     with (
         TensorReceiver(place.answers) as receiver,
         MessageClient(place.messages, receiver=receiver, reply_type=Answer) as client,
@@ -182,9 +183,9 @@ def _drain(place: Place) -> Iterator[Wait]:
 
 
 def _receiving(receiver: TensorReceiver, call: Callable[..., object]) -> Wait:
-    def held() -> tuple[int, int]:
+    def held() -> tuple[int, int, dict[str, int]]:
         seen = receiver.statistics()
-        return seen.waiting, seen.leases
+        return seen.waiting, seen.leases, held_by_receiver(receiver.inner)
 
     return Wait(
         call,

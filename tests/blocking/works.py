@@ -21,7 +21,7 @@ __all__ = ["State", "answer", "main"]
 
 @dataclass
 class State:
-    """What it has between calls."""
+    """The state of the process between calls."""
 
     endpoint: Endpoint
     stack: ExitStack
@@ -99,7 +99,7 @@ def drain(state: State) -> None:
 
 
 def open_client(state: State, /, place: Place, *, by_receiver: bool = False, **options: Any) -> None:
-    """Open a client with a sender; the tensors of its answers come by a receiver if so wished."""
+    """Open a client with a sender, and optionally with a receiver for the tensors of answers."""
     state.sender = state.stack.enter_context(TensorSender(place.tensors, 4, 64 << 20))
     if by_receiver:
         options["receiver"] = state.stack.enter_context(TensorReceiver(place.answers))
@@ -108,7 +108,7 @@ def open_client(state: State, /, place: Place, *, by_receiver: bool = False, **o
 
 
 def open_server(state: State, /, place: Place, *, by_sender: bool = False, **options: Any) -> None:
-    """Open a server that answers; the tensors of its answers go by a sender if so wished."""
+    """Open a server that answers, optionally with a sender for the tensors of answers."""
     receiver = state.stack.enter_context(TensorReceiver(place.tensors))
     if by_sender:
         options["sender"] = state.stack.enter_context(TensorSender(place.answers))
@@ -143,7 +143,7 @@ def ask_many(state: State, first: int, count: int, at_once: int) -> int:
 
 
 def is_right(got: Answer, seed: int, count: int, wish: int = 7) -> bool:
-    """Say whether an answer is that to a pattern, with another one in it."""
+    """Return whether an answer contains the sum of its question's pattern, and the requested pattern."""
     return (
         got.seed == seed
         and got.total == int(pattern(seed, count).sum())

@@ -1,4 +1,4 @@
-"""What the tests of cancelling share."""
+"""Fixtures for the tests of cancellation."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Situations in which operations wait: a copy under way, a line at a gate, a link that takes nothing more."""
+"""Situations in which operations wait: during a copy, at a gate, and for a full connection."""
 
 import asyncio
 import contextlib
@@ -20,14 +20,16 @@ __all__ = ["SLOW", "HeldUp", "Unread", "clog", "in_line", "unread"]
 
 T = TypeVar("T")
 
-SLOW = QUICK_BYTES // 8 + 1000  # elements of int64: the worker thread copies so many, warm or cold
+SLOW = (
+    QUICK_BYTES // 8 + 1000
+)  # elements of int64: the worker thread copies so many, in warm and in cold memory
 
 
 class HeldUp:
-    """Stop copies in the middle of a step until they are let go.
+    """Stop copies in the middle of a step, until they may continue.
 
     Args:
-        monkeypatch: takes it back after the test.
+        monkeypatch: restores the function that copies.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,16 +40,16 @@ class HeldUp:
         monkeypatch.setattr(ctypes, "memmove", self._step)
 
     def stop(self) -> None:
-        """Stop the next copy when it has begun."""
+        """Stop the next copy after it has started."""
         self._copying.clear()
         self._go_on.clear()
 
     def go_on(self) -> None:
-        """Let it go on."""
+        """Continue the stopped copy."""
         self._go_on.set()
 
     def is_copying(self) -> bool:
-        """Say whether one has begun since."""
+        """Return whether a copy has started since."""
         return self._copying.is_set()
 
     def _step(self, target: int, source: int, length: int) -> None:
@@ -57,23 +59,23 @@ class HeldUp:
 
 
 async def in_line(sender: TensorSender, operation: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-    """Begin an operation that joins a line of the sender, and return its task when it stands there."""
+    """Start an operation, and return its task once it waits at a gate of the sender."""
     task = asyncio.get_running_loop().create_task(operation)
-    await asyncio.sleep(0)  # its first step, which takes it there
+    await asyncio.sleep(0)  # its first step
     assert sender.statistics().waiting
     return task
 
 
 class Unread:
-    """The far end of a link, which nobody reads until it is asked to."""
+    """The far end of a connection, which reads only on request."""
 
     def __init__(self, listening: socket.socket | None, reading: socket.socket | None) -> None:
         self._listening = listening
         self._reading = reading
-        self._descriptors: list[int] = []  # a sender hears its own pipe end when these are closed
+        self._descriptors: list[int] = []  # a sender notices the end of its pipe when these are closed
 
     def read(self) -> None:
-        """Read everything that is there."""
+        """Read all pending records."""
         if self._listening is not None and self._reading is None:
             self._reading, _ = self._listening.accept()
             self._reading.setblocking(False)
@@ -86,7 +88,7 @@ class Unread:
                     return
 
     def close(self) -> None:
-        """Leave the link."""
+        """Close the connection."""
         close_all(self._descriptors)
         for sock in (self._listening, self._reading):
             if sock is not None:
@@ -95,7 +97,7 @@ class Unread:
 
 @contextlib.contextmanager
 def unread(place: str | TensorQueue) -> Iterator[Unread]:
-    """Take the receiver's place at an endpoint, and read nothing unasked."""
+    """Listen at an endpoint instead of a receiver, and read only on request."""
     if isinstance(place, TensorQueue):
         with contextlib.closing(Unread(None, place.open_reader())) as far:
             yield far
@@ -110,7 +112,7 @@ def unread(place: str | TensorQueue) -> Iterator[Unread]:
 
 
 def clog(sender: TensorSender, seed: int = 0) -> int:
-    """Send small tensors until the link takes nothing more, and return how many."""
+    """Send small tensors until the connection is full, and return their number."""
     sent = 0
     with pytest.raises(WouldBlockError, match="slow to read"):
         while True:

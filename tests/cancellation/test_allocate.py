@@ -1,4 +1,4 @@
-"""Cancelling `TensorSender.allocate`: the bytes come back, and whoever is next gets them."""
+"""Cancelling `TensorSender.allocate` returns the bytes, and the next call gets them."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ async def test_cancelled_in_line_for_bytes_it_lets_the_next_one_through() -> Non
 
             def free() -> None:
                 held.clear()
-                memory_of(sender).collect_freed()  # in this very turn
+                memory_of(sender).freed.collect_all()  # in this very turn
 
             await allocating.bring(free)
             if await allocating.completed():
@@ -60,5 +60,30 @@ async def test_cancelled_in_line_for_bytes_it_lets_the_next_one_through() -> Non
                 allocating.value.fill_(7)
             del allocating
             assert torch.equal(await receiver.receive(await behind), pattern(2, BIG // 2))
+
+        assert await cancel_everywhere(attempt, sender, receiver)
+
+
+async def test_cancelled_in_the_block_of_a_message_it_returns_the_bytes_and_the_message_is_sent() -> None:
+    async with pair(arena_bytes=BIG * 8) as (sender, receiver):
+
+        async def attempt(attempt: Attempt) -> None:
+            held = [await sender.allocate((BIG,), torch.int64)]
+            async with sender.message() as message:
+                allocating = attempt.start(message.allocate((BIG,), torch.int64))
+                await allocating.until(lambda: sender.statistics().waiting == 1)
+
+                def free() -> None:
+                    held.clear()
+                    memory_of(sender).freed.collect_all()  # in this very turn
+
+                await allocating.bring(free)
+                if await allocating.completed():
+                    tensor = allocating.value
+                else:
+                    tensor = await message.allocate((BIG,), torch.int64)
+                handle = await message.send(tensor.copy_(pattern(1, BIG)))
+            del allocating, tensor
+            assert torch.equal(await receiver.receive(handle), pattern(1, BIG))
 
         assert await cancel_everywhere(attempt, sender, receiver)

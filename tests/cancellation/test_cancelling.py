@@ -14,7 +14,7 @@ from aiotensor.protocol.mailbox import Key
 from aiotensor.runtime.waiting import Waiters
 from tests.cancelling import Attempt, Way, cancel_everywhere
 from tests.pairs import Pair, pair
-from verification.internals import intake_of, memory_of, messages_of
+from verification.internals import drainers_of, intake_of, memory_of, pipeline_of
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
@@ -130,9 +130,9 @@ _kept: list[Any] = []
 
 
 async def _keeps_a_permit(pair: Pair) -> None:
-    ticket = await messages_of(pair.sender).grants.permits.acquire(1)
+    ticket = await pipeline_of(pair.sender).grants.permits.acquire(1)
     await asyncio.sleep(0)  # no `try`
-    messages_of(pair.sender).grants.permits.release(ticket)
+    pipeline_of(pair.sender).grants.permits.release(ticket)
 
 
 async def _keeps_memory(pair: Pair) -> None:
@@ -160,19 +160,19 @@ async def _keeps_a_tensor_unclaimed(pair: Pair) -> None:
 async def _keeps_a_claim(pair: Pair) -> None:
     handle = pair.sender.send_nowait(pattern(0, 3))
     key = Key(handle.sender, handle.message, handle.tensor)
-    intake_of(pair.receiver).mailbox.claim(key)
+    intake_of(pair.receiver).senders.mailbox.claim(key)
     try:
         await asyncio.sleep(0)
     except asyncio.CancelledError:
         await until(lambda: pair.receiver.statistics().unclaimed_tensors == 1)
         pair.receiver.receive_nowait(handle)
         raise
-    intake_of(pair.receiver).mailbox.unclaim(key)
+    intake_of(pair.receiver).senders.mailbox.unclaim(key)
     await pair.receiver.receive(handle)
 
 
 async def _keeps_a_place_in_line(pair: Pair) -> None:
-    drainers = messages_of(pair.sender)._drainers
+    drainers = drainers_of(pair.sender)
     future = asyncio.get_running_loop().create_future()
     drainers.append(future)
     await asyncio.sleep(0)
@@ -227,7 +227,7 @@ LEAKS: dict[str, tuple[Callable[[Pair], Coroutine[Any, Any, None]], str]] = {
     "a descriptor": (_keeps_a_descriptor, "descriptors"),
     "a thread": (_keeps_a_thread, "threads"),
     "an error that nobody sees": (_hides_an_error, "nobody looks at it"),
-    "nothing, but goes on": (_swallows_the_cancellation, "went on as if"),
+    "nothing, but continues": (_swallows_the_cancellation, "ignored its cancellation"),
 }
 
 
@@ -235,7 +235,7 @@ LEAKS: dict[str, tuple[Callable[[Pair], Coroutine[Any, Any, None]], str]] = {
 async def test_whatever_a_cancelled_operation_leaves_behind_is_found(
     operation: Callable[[Pair], Coroutine[Any, Any, None]], found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.holdings._PATIENCE_S", 0.05)  # in vain here, each time
+    monkeypatch.setattr("tests.holdings._PATIENCE_S", 0.05)  # each run waits for all of it
     async with pair() as (sender, receiver):
 
         async def attempt(attempt: Attempt) -> None:

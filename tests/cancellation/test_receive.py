@@ -1,4 +1,4 @@
-"""Cancelling the ways to receive: what was waited for is there for the next one who asks."""
+"""A tensor whose receiving call was cancelled can be received by the next call."""
 
 import asyncio
 import threading
@@ -14,6 +14,7 @@ from aiotensor import (
     TensorSender,
 )
 from aiotensor import receiver as receiver_module
+from aiotensor.tensors.raw import copy_of
 from tests.cancellation.situations import SLOW
 from tests.cancelling import Attempt, Running, Way, cancel_everywhere
 from tests.pairs import endpoint, pair
@@ -68,14 +69,13 @@ async def test_a_receive_cancelled_while_it_copies_leaves_the_tensor_claimable(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copying, go_on = threading.Event(), threading.Event()
-    original = receiver_module._copy
 
     def slow_copy(tensor: torch.Tensor) -> torch.Tensor:
         copying.set()
         go_on.wait()
-        return original(tensor)
+        return copy_of(tensor)
 
-    monkeypatch.setattr(receiver_module, "_copy", slow_copy)
+    monkeypatch.setattr(receiver_module, "copy_of", slow_copy)
     async with pair(max_concurrent_videos=1, arena_bytes=SLOW * 8) as (sender, receiver):
 
         async def attempt(attempt: Attempt) -> None:

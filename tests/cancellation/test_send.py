@@ -1,4 +1,4 @@
-"""Cancelling `TensorSender.send`, wherever it waits: nothing stays held, and whoever is next goes on."""
+"""Cancelling `TensorSender.send` wherever it waits releases everything, and the next call continues."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -48,7 +48,7 @@ async def test_a_send_that_needs_to_wait_for_nothing_cannot_be_cancelled_half_wa
 async def test_a_send_cancelled_around_its_copy_leaves_nothing(count: int) -> None:
     async with pair(max_concurrent_videos=1, arena_bytes=count * 8) as (sender, receiver):
         source = pattern(1, count)
-        await receiver.receive(await sender.send(source))  # the threads are there
+        await receiver.receive(await sender.send(source))  # the threads exist
 
         async def attempt(attempt: Attempt) -> None:
             sending = attempt.start(sender.send(source))
@@ -83,7 +83,7 @@ async def test_a_send_cancelled_in_the_middle_of_its_copy_gives_the_permit_back_
             completed = await sending.completed()
             if completed:
                 assert torch.equal(await receiver.receive(sending.value), source)
-            # Of one that was cancelled the receiver has never heard.
+            # The receiver has no record of a cancelled one.
             after = await sender.send(pattern(2, 3))
             assert after.message == before.message + 1 + completed
             await receiver.receive(after)
@@ -124,7 +124,7 @@ async def test_a_send_cancelled_in_line_for_bytes_lets_the_next_one_through(coun
 
             def free() -> None:
                 held.clear()
-                memory_of(sender).collect_freed()  # in this very turn
+                memory_of(sender).freed.collect_all()  # in this very turn
 
             await sending.bring(free)
             if await sending.completed():
@@ -153,7 +153,7 @@ async def test_a_send_cancelled_before_its_receiver_came_is_not_received(count: 
             await receiver.aclose()
 
     found = await cancel_everywhere(attempt)
-    assert found or (Links.current == "queue" and count == 3)  # which waits for nobody
+    assert found or (Links.current == "queue" and count == 3)  # which does not wait
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -11,7 +11,7 @@ from aiotensor import ClosedError, TensorReceiver, TensorSender
 from tests.cancellation.situations import SLOW, HeldUp, clog, unread
 from tests.cancelling import Attempt, Way, cancel_everywhere
 from tests.pairs import endpoint, pair
-from verification.internals import memory_of, messages_of
+from verification.internals import pipeline_of, segment_of
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
@@ -66,8 +66,8 @@ async def test_a_cancelled_drain_leaves_the_others_that_drain() -> None:
 
 
 async def _closed(sender: TensorSender) -> None:
-    """See that a sender whose closing may have been cancelled is closed all the same."""
-    assert messages_of(sender).sessions.current is None  # the session is closed
+    """Check that a sender is closed although closing may have been cancelled."""
+    assert pipeline_of(sender).sessions.current is None  # the session is closed
     with pytest.raises(ClosedError):
         await sender.send(pattern(0, 3))
     await sender.aclose()
@@ -120,7 +120,7 @@ async def test_closing_cancelled_in_the_middle_of_copies_ends_them_and_loses_not
                     asyncio.create_task(sender.drain()),
                 ]
                 await until(held_up.is_copying)
-                memory = memory_of(sender)._arena._segment.descriptor
+                memory = segment_of(sender).descriptor
                 closing = attempt.start(sender.aclose())
                 await closing.bring(held_up.go_on)
                 if await closing.completed():

@@ -1,4 +1,4 @@
-"""What the sentences of `test_requests.py` run over: each kind of address, and each mode of the loop."""
+"""The variants of the tests of the channel: each kind of address, and each mode of the loop."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,7 +14,7 @@ _WAYS = {f"{mode} tasks": ("ipc", mode) for mode in loops.MODES} | {"tcp": ("tcp
 
 @pytest.fixture(params=_WAYS)
 async def way(request: pytest.FixtureRequest, nothing_left_behind: None) -> AsyncIterator[None]:
-    """Run a test in one of the ways; nothing of it may run on, and nobody may complain."""
+    """Run a test in one of the modes; it must leave no tasks and no complaints of the loop."""
     scheme, mode = _WAYS[request.param]
     before, Places.scheme = Places.scheme, scheme
     with loops.complaints() as complaints:

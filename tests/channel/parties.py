@@ -16,7 +16,6 @@ import torch
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from verification import inside
-from verification.loops import let_threads_run
 from verification.patterns import pattern
 
 __all__ = [
@@ -150,7 +149,6 @@ async def settled(*channels: Channel) -> None:
     end = loop.time() + _PATIENCE_S
     while left := [held for channel in channels if (held := channel.held())]:
         assert loop.time() < end, f"still held: {left}"
-        let_threads_run()
         await asyncio.sleep(0)
 
 

@@ -1,4 +1,4 @@
-"""What tests ask of a process that asks or answers."""
+"""Requests that tests send to a client or a server in another process."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -77,13 +77,13 @@ async def ask(state: State, seed: int, count: int = BIG) -> bool:
 
 
 async def begin_to_ask(state: State, seeds: list[int], count: int = BIG) -> None:
-    """Ask, and let it go on."""
+    """Send a request, and leave it running."""
     state.others["asking"] += [asyncio.create_task(ask(state, seed, count)) for seed in seeds]
     await until(lambda: state.others["client"].statistics().messages_sent >= len(seeds))
 
 
 async def outcomes(state: State) -> list[bool | Exception]:
-    """Wait until all that was asked has ended, and return how."""
+    """Wait until all requests have ended, and return how."""
     asking, state.others["asking"] = state.others["asking"], []
     results: list[bool | Exception] = await asyncio.gather(*asking, return_exceptions=True)
     return results
@@ -105,7 +105,7 @@ async def ask_many(state: State, first: int, count: int, at_once: int) -> int:
 
 
 async def held(state: State) -> dict[str, object]:
-    """Wait until nothing is held here for messages; return what is done."""
+    """Wait until no resources are held for messages, and return the finished requests."""
     others = state.others
     if "client" in others:
         sender, client = others["sender"], others["client"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import zmq
 
-from aiotensor import PeerLostError, TensorReceiver, TensorSender
+from aiotensor import PeerLostError, RemoteError, TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.protocol import exchange
 from aiotensor.protocol.exchange import (
@@ -300,6 +300,33 @@ async def test_a_reply_is_cancelled_at_each_of_its_suspensions_and_can_be_given_
             assert await cancel_everywhere(attempt, sender, receiver, client, server)
 
 
+async def test_serving_is_cancelled_at_each_of_its_suspensions_and_leaves_no_handler() -> None:
+    with place() as here:
+
+        async def attempt(attempt: Attempt) -> None:
+            async with (
+                MessageServer(here.messages, Question) as server,
+                MessageClient(here.messages, reply_type=Answer) as client,
+            ):
+                serving = attempt.start(server.serve(_answer_later))
+                asking = [asyncio.create_task(client.request(Question(seed))) for seed in range(3)]
+                await serving.until(lambda: all(one.done() for one in asking))
+                await server.aclose()
+                if await serving.completed():
+                    assert [(await one).seed for one in asking] == [0, 1, 2]
+                for one in asking:
+                    one.cancel()  # it waits for the next server if it was not sent before
+                for end in await asyncio.gather(*asking, return_exceptions=True):
+                    assert isinstance(end, Answer | RemoteError | PeerLostError | asyncio.CancelledError)
+
+        assert await cancel_everywhere(attempt)
+
+
+async def _answer_later(question: Question) -> Answer:
+    await asyncio.sleep(0)
+    return Answer(question.seed)
+
+
 async def test_a_reply_cancelled_in_the_turn_in_which_it_left_arrives_with_its_tensors() -> None:
     with place() as here:
         async with (
@@ -314,11 +341,9 @@ async def test_a_reply_cancelled_in_the_turn_in_which_it_left_arrives_with_its_t
             await client.send_multipart([write(exchange.Ask(0, body))])
             request = await anext(server)
             [one] = inside.clients_of(server)
-            send, one.queue._send = one.queue._send, lambda *_: False  # the queue is full
-            replying = asyncio.create_task(request.reply(Answer(1, tensor=pattern(1, BIG))))
-            await until(lambda: len(one.queue) == 1)
-            one.queue._send = send
-            one.queue.flush(is_retry=False)
+            with inside.blocked(one.queue):
+                replying = asyncio.create_task(request.reply(Answer(1, tensor=pattern(1, BIG))))
+                await until(lambda: len(one.queue) == 1)
             replying.cancel()
             await asyncio.wait([replying])
             assert replying.cancelled()

@@ -2,36 +2,30 @@
 the next one with the same descriptor.
 """
 
-from aiotensor.channel.connection_limit import ConnectionLimit
-from aiotensor.channel.refusal_log import ClientRefusalLog
+from aiotensor.channel.clients import ConnectionLimit
 
 CLIENT = b"client"
 OTHERS = range(100, 200)
 
 
-def _limit(cut: list[int]) -> ConnectionLimit:
-    def close(descriptor: int) -> bool:
-        cut.append(descriptor)
-        return True
-
-    return ConnectionLimit(None, {CLIENT}.__contains__, close, ClientRefusalLog())
+def _limit() -> ConnectionLimit:
+    return ConnectionLimit(None, {CLIENT}.__contains__)
 
 
 async def test_a_late_message_of_an_ended_connection_leaves_the_client_its_connection() -> None:
-    cut: list[int] = []
-    limit = _limit(cut)
+    limit = _limit()
     limit.opened(5)
     assert limit.identify(5, CLIENT) == []
     assert limit.identify(5, b"late") == []
     for descriptor in OTHERS:
         limit.opened(descriptor)
-    limit.enforce()
-    assert cut == list(OTHERS)[: len(cut)] != []  # the oldest of the others, and not the client's
+    excess = limit.excess()
+    assert excess == list(OTHERS)[: len(excess)] != []  # the oldest of the others, and not the client's
     assert limit.closed(5) == [CLIENT, b"late"]
 
 
 async def test_a_peer_that_is_no_client_replaces_earlier_ones_with_its_descriptor() -> None:
-    limit = _limit([])
+    limit = _limit()
     limit.opened(5)
     assert limit.identify(5, b"first") == []
     assert limit.identify(5, b"second") == [b"first"]

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.channel.fair_queue import FairQueue
-from aiotensor.channel.remote_client import IncomingRequest, Load, RemoteClient
+from aiotensor.channel.incoming_requests import FairQueue
+from aiotensor.channel.remote_client import IncomingRequest, RemoteClient
 from aiotensor.protocol.exchange import Ask
 from aiotensor.protocol.parts import PartLimits
 from aiotensor.protocol.server import ClientLimits, ServerConnection
@@ -22,7 +22,7 @@ def _clients(count: int) -> list[RemoteClient]:
             str(number).encode(),
             ServerConnection(limits),
             lambda parts, is_retry: True,
-            Load(),
+            set(),
             lambda client: None,
         )
         for number in range(count)

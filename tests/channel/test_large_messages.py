@@ -53,7 +53,7 @@ def probe() -> Probe:
 
 
 class Unknown:
-    """What has nothing but DLPack, so that nothing tells beforehand whether it is large."""
+    """An object with nothing but DLPack: its size is not known beforehand."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -66,7 +66,7 @@ class Unknown:
 
 
 class Mark(msgspec.Struct, weakref=True):
-    """What records in which thread it is made and freed."""
+    """An object that records the threads in which it is made and freed."""
 
     note: str = ""
 
@@ -152,7 +152,7 @@ SMALL: dict[str, Callable[[], object]] = {
 
 
 async def exchange(question: object, reply: object) -> None:
-    """Send a message each way, and one that is not answered."""
+    """Send a message in each direction, and a message without an answer."""
     with place() as here:
         async with (
             MessageServer(here.messages, Envelope, max_body_bytes=None) as server,
@@ -220,7 +220,7 @@ async def test_large_messages_that_the_library_alone_refers_to_are_freed_in_thre
 
             serving = asyncio.create_task(server.serve(answer))
             got = await client.request(Envelope(MANY, Mark("question")))
-            # The question, what it was decoded to, and the answer; what that was decoded to is the caller's.
+            # The question, its decoded copy, and the answer; the caller has the decoded answer.
             await until(lambda: len(freed_in) == 3)
             assert threading.get_ident() not in freed_in
             del got

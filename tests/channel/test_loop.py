@@ -1,4 +1,4 @@
-"""Nothing that the channel does keeps the event loop for long, whatever is in a message."""
+"""The channel does not block the event loop for long, whatever a message contains."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -32,7 +32,8 @@ MESSAGES: dict[str, Callable[[], list[torch.Tensor]]] = {
 @pytest.mark.parametrize("make", MESSAGES.values(), ids=MESSAGES)
 async def test_no_message_keeps_the_loop_busy_for_long(make: Callable[[], list[torch.Tensor]]) -> None:
     tensors = make()
-    kept: list[object] = []  # freeing so much takes the kernel a while, and is whoever frees it's own
+    # Freeing this much memory takes the kernel a while, and happens in the thread of the caller.
+    kept: list[object] = []
     with place() as here:
         async with (
             MessageServer(here.messages, Question) as server,
@@ -106,7 +107,7 @@ async def test_three_thousand_tiny_tensors_are_handled_in_many_iterations() -> N
                     assert len((await asking).tensors) == len(tensors)
                 return calls.most
 
-            await ask(tensors[:1])  # what is done for the first one alone does not count
+            await ask(tensors[:1])  # the work for the first request alone is not counted
             calls_of_few = await ask(tensors[:100])
             # More than that is left to threads, which do it again from the beginning.
             assert await ask(tensors) < 1.3 * calls_of_few
@@ -191,7 +192,7 @@ async def test_a_request_of_many_tensors_that_is_cancelled_between_two_iteration
                 assert ends.questions.statistics().tensors_taken < before + amount
                 taking.cancel()
                 await asyncio.wait([taking])
-                taking = asyncio.ensure_future(anext(ends.server))  # which goes on with what was taken
+                taking = asyncio.ensure_future(anext(ends.server))  # continues with the next request
             request = await taking
             assert len(request.message.more["x"]) == amount
             before = ends.answers.statistics().tensors_taken

@@ -1,4 +1,4 @@
-"""A request waits for its server, and for room at it, no longer than `max_wait_s`; for its answer it does."""
+"""A request waits at most `max_wait_s` for its server and for capacity there, but longer for its answer."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Where a server may be, who may connect, and what is refused before anything is done."""
+"""Addresses and keys of servers, and options that are rejected before any connection is made."""
 
 import asyncio
 import errno
@@ -28,7 +28,7 @@ from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
-_PATIENCE_S = 20.0  # for what would otherwise be waited for without end
+_PATIENCE_S = 20.0  # for calls that would otherwise wait without end
 
 
 def key_pair() -> tuple[bytes, bytes]:
@@ -93,6 +93,8 @@ async def test_on_this_machine_there_need_be_none(host: str) -> None:
         ({"max_body_bytes": 0}, ValueError),
         ({"max_body_bytes": 1.5}, TypeError),
         ({"heartbeat_interval_s": 0.0001}, ValueError),
+        ({"heartbeat_interval_s": 0.0}, ValueError),
+        ({"heartbeat_timeout_s": 0.0}, ValueError),
         ({"heartbeat_interval_s": 1.0, "heartbeat_timeout_s": -1.0}, ValueError),
         ({"linger_s": -1.0}, ValueError),
         ({"secret_key": "x"}, ValueError),
@@ -213,7 +215,7 @@ async def test_who_has_the_keys_is_served_and_who_has_not_is_told_so(
             assert (await anext(server)).message.seed == 1
 
             wrong: list[dict[str, Any]] = [
-                {"secret_key": keys["stranger"][1], "server_key": server_public},  # one that is not listed
+                {"secret_key": keys["stranger"][1], "server_key": server_public},  # not in the list
                 {"secret_key": client_secret, "server_key": keys["stranger"][0]},  # another server's
                 {},
             ]

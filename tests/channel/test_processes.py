@@ -227,7 +227,7 @@ async def test_a_wait_for_descriptors_to_connect_ends_after_max_wait_s_and_is_lo
 async def _wait_for_descriptors(
     state: peers.State, place: Place
 ) -> tuple[list[Answer | BaseException], list[str]]:
-    """Return how requests end while there are no descriptors, and what is logged."""
+    """Return how requests end while no descriptors are left, and the log."""
     # The client tries again more than twice in this time.
     client = MessageClient([place.messages] * 8, reply_type=Answer, max_wait_s=0.35)
     with said() as texts, _descriptors_for_some_servers():
@@ -261,14 +261,14 @@ async def test_a_large_part_that_cannot_be_sent_for_want_of_descriptors_fails_al
     with place() as here:
         async with peers.listening(here) as (server, _), peers.process(here) as child:
             serving = asyncio.create_task(server.serve(answer))
-            # What gives back the memory of large parts is started for the first of them.
+            # The thread that frees large parts starts with the first of them.
             assert await child.call(_ask_with_so_many, here, spare) in ("an error", "an answer")
             await server.aclose()
             await serving
 
 
 async def _ask_with_so_many(state: peers.State, place: Place, spare: int) -> str:
-    """Ask with so many descriptors left, say what came of it, and ask again with enough of them."""
+    """Send a request with few descriptors left, describe its end, and repeat it with enough of them."""
     large = Question(1, pattern(1, BIG))
     async with MessageClient(place.messages, reply_type=Answer) as client:
         await client.request(Question(0))
@@ -290,7 +290,7 @@ async def _ask_with_so_many(state: peers.State, place: Place, spare: int) -> str
 async def test_who_opens_without_descriptors_is_told_so_and_lives(side: str) -> None:
     with place() as here:
         async with peers.process(here) as child:
-            # By itself, ZeroMQ ends a process that has none for its threads.
+            # ZeroMQ itself ends a process that has no descriptors for its threads.
             opened = [await child.call(_open_with_so_many, here, side, spare) for spare in range(24)]
             assert opened == sorted(opened)
             assert not opened[0]

@@ -60,11 +60,11 @@ def listening(address: str) -> Iterator[tuple[LoopSocket, Told]]:
 async def test_a_connection_that_zeromq_has_closed_is_cut_without_an_error_and_nothing_else_is() -> None:
     with place() as here, listening(here.messages) as (sock, _):
         reader, writer = os.pipe()
-        assert sock.reset(reader)  # the number is that of a pipe now
+        assert sock.monitor.reset(reader)  # the number is that of a pipe now
         os.fstat(reader)
         for descriptor in (reader, writer):
             os.close(descriptor)
-        assert sock.reset(reader)
+        assert sock.monitor.reset(reader)
 
 
 async def test_a_connection_whose_number_is_another_sockets_by_now_refuses_nobody() -> None:
@@ -102,12 +102,12 @@ async def test_a_connection_is_cut_by_its_number_while_it_is_there(address: str)
             another.accept()[0] as accepted,
         ):
             for elsewhere in (another, one, accepted):  # as if it had the number now
-                assert sock.reset(elsewhere.fileno())
+                assert sock.monitor.reset(elsewhere.fileno())
             accepted.sendall(b"still here")
             assert one.recv(100) == b"still here"
             socket.create_connection(another.getsockname()).close()
             another.accept()[0].close()
-        assert sock.reset(told.connections[0])
+        assert sock.monitor.reset(told.connections[0])
         with suppress(ConnectionResetError):
             while await reader.read(100):  # ZeroMQ greets at once
                 pass

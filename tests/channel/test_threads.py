@@ -22,7 +22,7 @@ from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
-_LIMIT_S = 60  # of what takes less than a second, and never ended before
+_LIMIT_S = 60  # for steps that take less than a second, and hung before
 _REQUESTS = 60
 _COUNT = 200_000  # elements of int64 in an answer: more than 1 MiB
 

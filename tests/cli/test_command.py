@@ -4,7 +4,6 @@ import sys
 from click.testing import CliRunner
 
 from aiotensor.cli.command import aiotensor
-from aiotensor.cli.extras import missing_extra
 
 
 def test_the_version_is_one_line() -> None:
@@ -22,13 +21,3 @@ def test_a_missing_dependency_is_one_sentence_with_what_to_install() -> None:
     assert result.returncode == 1
     assert result.stdout == ""
     assert result.stderr == "`aiotensor` needs click: pip install 'aiotensor[cli]'\n"
-
-
-def test_all_that_is_missing_is_named() -> None:
-    sentence = missing_extra("aiotensor", ["click", "not_here", "nor_this"], extra="cli")
-
-    assert sentence == "`aiotensor` needs not_here, nor_this: pip install 'aiotensor[cli]'"
-
-
-def test_nothing_is_said_when_nothing_is_missing() -> None:
-    assert missing_extra("aiotensor", ["click", "rich"], extra="cli") is None

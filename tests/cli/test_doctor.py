@@ -15,9 +15,8 @@ from rich.console import Console
 
 import aiotensor
 from aiotensor.cli.command import aiotensor as command
-from aiotensor.cli.doctor.finding import Finding, Status, in_words
-from aiotensor.cli.doctor.report import as_lines, verdict
-from aiotensor.cli.doctor.table import as_table
+from aiotensor.cli.doctor.finding import Finding, Status, as_lines, as_table, verdict
+from aiotensor.cli.words import in_words
 from tests.cli import commands
 
 Findings = dict[str, dict[str, str]]
@@ -137,12 +136,12 @@ def test_it_needs_nothing_of_the_library(tmp_path: Path) -> None:
 
     assert status == 0
     rooms = {name for name in names.read_text().split() if name.startswith("aiotensor.")}
-    assert "aiotensor.cli.doctor.examine" in rooms
+    assert "aiotensor.cli.doctor.memory" in rooms
     assert {name for name in rooms if not name.startswith("aiotensor.cli.doctor")} == {
         "aiotensor.runtime",
         "aiotensor.runtime.cgroups",
         "aiotensor.cli",
-        "aiotensor.cli.extras",
+        "aiotensor.cli.words",
         "aiotensor.runtime.logs",
         "aiotensor.protocol",
         "aiotensor.protocol.blocks",
@@ -319,18 +318,18 @@ def test_an_arena_of_no_bytes_is_refused() -> None:
     ],
 )
 def test_the_last_line_sums_up(statuses: list[Status], sentence: str) -> None:
-    assert verdict([Finding("check", status, "found") for status in statuses]) == sentence
+    assert verdict([Finding(status, "found") for status in statuses]) == sentence
 
 
 def test_a_line_says_what_was_found_and_then_what_to_do() -> None:
-    line, _ = as_lines([Finding("uvloop", Status.NOTE, "missing", "Get it")]).splitlines()
+    line, _ = as_lines({"uvloop": Finding(Status.NOTE, "missing", "Get it")}).splitlines()
 
     assert line == "note     uvloop: missing. Get it"
 
 
 def test_the_table_shows_what_was_found_as_it_is_and_what_to_do_below() -> None:
     console = Console(width=60, file=io.StringIO())
-    console.print(as_table([Finding("socket folder", Status.PROBLEM, "/tmp/[red]", "Choose another")]))
+    console.print(as_table({"socket folder": Finding(Status.PROBLEM, "/tmp/[red]", "Choose another")}))
 
     assert isinstance(console.file, io.StringIO)
     lines = [line.split() for line in console.file.getvalue().splitlines()]

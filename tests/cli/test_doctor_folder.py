@@ -18,7 +18,7 @@ from aiotensor.cli.doctor.folder import default_folder, socket_file, socket_fold
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A folder whose path leaves room for the names of sockets, whatever the test is called."""
+    """A folder with a short path, so that the paths of sockets are short enough in every test."""
     with tempfile.TemporaryDirectory(prefix="aiotensor-", dir="/tmp") as folder:
         yield Path(folder)
 
@@ -58,7 +58,7 @@ def test_trouble_with_a_folder_is_a_problem_only_if_it_was_asked_for(tmp_path: P
         (socket_folder(tmp_path / "missing", asked_for=asked_for), "does not exist", "mkdir -p -m 700"),
         (socket_folder(file, asked_for=asked_for), "is no folder", "another path"),
         (socket_folder(file / "below", asked_for=asked_for), "cannot be looked at", "another path"),
-        # Nobody makes a socket there, root neither.
+        # No user can make a socket there, not even root.
         (socket_folder(Path("/sys"), asked_for=asked_for), "no socket can be made", "writable"),
     ]:
         assert is_problem(finding, found, advice) is asked_for

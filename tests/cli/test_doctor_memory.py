@@ -1,4 +1,4 @@
-"""Room for shared memory, on machines that are made up of files."""
+"""The checks of memory, on simulated machines that consist of files."""
 
 from pathlib import Path
 from resource import RLIM_INFINITY
@@ -25,7 +25,7 @@ OTHER = "22 27 0:21 / /proc rw,relatime - proc proc rw\n"
 
 
 def machine(root: Path, *, mounts: str, groups: str, limits: dict[str, str]) -> Path:
-    """Make a root with what /proc says of cgroups, and the files that set limits."""
+    """Write the files of /proc that describe cgroups, and the files with the limits."""
     process = root / "proc/self"
     process.mkdir(parents=True)
     (process / "mountinfo").write_text(OTHER + mounts)

@@ -1,4 +1,4 @@
-"""What is said of Python, torch and GPUs."""
+"""The checks of Python, torch and GPUs."""
 
 import subprocess
 import sys
@@ -10,8 +10,15 @@ import pytest
 import torch
 
 from aiotensor.cli.doctor import software
-from aiotensor.cli.doctor.finding import Status, release_of
-from aiotensor.cli.doctor.software import cuda, event_loop, start_method, torch_build, torch_version
+from aiotensor.cli.doctor.finding import Status
+from aiotensor.cli.doctor.software import (
+    cuda,
+    event_loop,
+    release_of,
+    start_method,
+    torch_build,
+    torch_version,
+)
 
 Cuda = Callable[..., None]
 

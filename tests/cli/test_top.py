@@ -1,4 +1,4 @@
-"""The command as a user runs it, at receivers that run, and what it writes of a look."""
+"""Run the command at running receivers, and test the output of an inspection."""
 
 import asyncio
 import io
@@ -18,17 +18,16 @@ from rich.console import Console
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.cli.command import aiotensor as command
-from aiotensor.cli.top.rates import Rate, rates
-from aiotensor.cli.top.report import as_json, as_lines
-from aiotensor.cli.top.view import as_screen, nobody
-from aiotensor.cli.top.words import brief, short
+from aiotensor.cli.top.report import Rate, as_json, as_lines, rates
+from aiotensor.cli.top.view import as_screen, missing
+from aiotensor.cli.words import brief, short
 from aiotensor.inspection import Inspection, SenderInspection
 from aiotensor.protocol.connection import Close
 from aiotensor.protocol.frames import VERSION, Welcome
 from aiotensor.types import Holder, ReceiverStatistics, SenderStatistics
+from tests.bare_peers import BareReceiver
 from tests.cli import commands
 from tests.frames import NO_WAITS
-from tests.looking import RogueReceiver
 from verification.fuzz.listening import waiting_at
 from verification.internals import inspectors_of
 from verification.patterns import BIG, pattern
@@ -39,7 +38,7 @@ ADDRESS = "unix:///run/user/1000/engine.sock"
 
 
 async def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run the command in a process of its own, while the loop goes on."""
+    """Run the command in a separate process, without blocking the loop."""
     command_line = commands.aiotensor("top", *arguments)
     return await asyncio.to_thread(
         subprocess.run, command_line, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
@@ -48,7 +47,7 @@ async def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 @contextmanager
 def begun(*arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """Begin the command in a process of its own, which ends with the block at the latest."""
+    """Start the command in a separate process, which is killed at the end of the block."""
     command_line = commands.aiotensor("top", *arguments)
     with subprocess.Popen(command_line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
@@ -107,7 +106,7 @@ async def test_without_a_terminal_there_is_one_look_in_plain_lines(address: str)
             f"receiver pid {os.getpid()} at {address}: 1 of 64 senders, 4.0 MiB of 64.0 GiB"
         )
         assert second.startswith(f"sender pid {child.pid} ({name[:6]}): 1 of 4 permits, 781.2 KiB of 4.0 MiB")
-        assert "nobody waits, 1 message (781.2 KiB) sent, 1 tensor (781.2 KiB) unclaimed" in second
+        assert "no call waits, 1 message (781.2 KiB) sent, 1 tensor (781.2 KiB) unclaimed" in second
         assert third.startswith(f"pid {child.pid} message 0, waiting to be taken, 781.2 KiB, ")
         assert "\x1b" not in done.stdout
         _, silent = stopped.stdout.splitlines()
@@ -115,7 +114,7 @@ async def test_without_a_terminal_there_is_one_look_in_plain_lines(address: str)
 
 
 class Screen:
-    """The command on a terminal, and what it has written there."""
+    """The command on a terminal, and its output."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", leader: int) -> None:
         self.process = process
@@ -184,7 +183,7 @@ async def test_on_a_terminal_it_ends_on_sigterm_and_leaves_the_terminal_as_it_wa
         await screen.until("looking for the next one")
         screen.process.terminate()
         assert await screen.ended() == 143
-        # The cursor is back, and the screen that was there before.
+        # These sequences restore the cursor and the previous screen.
         assert screen.written.endswith(b"\x1b[?25h\x1b[?1049l")
 
 
@@ -227,7 +226,7 @@ async def test_what_a_rogue_says_as_it_refuses_tells_the_terminal_nothing(addres
         sock, _ = await asyncio.get_running_loop().sock_accept(listener)
         with sock:
             sock.setblocking(False)
-            rogue = RogueReceiver(sock)
+            rogue = BareReceiver(sock)
             await rogue.say(Welcome(VERSION, 7), Close("\x1b[31mred\x1b]0;title\x07\nError: all is well"))
             done = await running
     assert done.returncode == 1
@@ -242,7 +241,6 @@ async def test_a_process_without_descriptors_says_so_in_one_sentence(address: st
     code = """
 import os, resource
 from aiotensor.cli import main
-from aiotensor.cli.top import rates, report
 import aiotensor.cli.command
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 taken = []
@@ -327,7 +325,7 @@ def _look(sent: int, at: float) -> Inspection:
 
 def _drawn(now: Inspection, *, width: int, height: int = 40, before: Inspection | None = None) -> list[str]:
     console = Console(width=width, height=height, record=True, file=io.StringIO())
-    console.print(as_screen(ADDRESS, now, rates(before, now), height))
+    console.print(as_screen(ADDRESS, before, now, height))
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
@@ -380,7 +378,7 @@ def test_senders_for_whom_there_is_no_room_are_counted(holds: bool, height: int)
 @pytest.mark.parametrize(("width", "address"), [(80, f"unix:///{'x' * 90}"), (30, ADDRESS)])
 def test_what_is_wider_than_the_terminal_takes_no_further_line(width: int, address: str) -> None:
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(as_screen(address, _look(0, 0.0), {}, 14))
+    console.print(as_screen(address, None, _look(0, 0.0), 14))
     lines = console.export_text().splitlines()
 
     assert len(lines) == 14
@@ -446,7 +444,7 @@ def test_what_is_no_number_is_never_written_as_json() -> None:
 
 def test_what_is_not_there_is_said_with_what_is_done() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(nobody("no receiver listens at [red]"))
+    console.print(missing("no receiver listens at [red]"))
     assert console.export_text() == "no receiver listens at [red]\nlooking for the next one ...\n"
 
 

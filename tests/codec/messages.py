@@ -1,4 +1,4 @@
-"""Messages of every kind, their parts as a peer makes them, and what there is to compare."""
+"""Messages of all kinds, records of peers, and comparable descriptions of messages."""
 
 import dataclasses
 import types
@@ -47,7 +47,7 @@ class Options(TypedDict, Generic[T], total=False):
 
 
 def extension(code: str, record: object) -> msgspec.msgpack.Ext:
-    """Put what may be no record where a tensor (T) or an array (A) belongs."""
+    """Return an extension for a tensor (T) or an array (A) with any content."""
     return msgspec.msgpack.Ext(ord(code), msgspec.msgpack.encode(record))
 
 
@@ -87,18 +87,18 @@ def sent(parts: Sequence[bytes | bytearray | memoryview]) -> list[bytearray]:
     return [bytearray(part) for part in parts]
 
 
-# What there is to compare
+# Descriptions of messages
 
 
 def raw(tensor: torch.Tensor) -> Array:
-    """Show the bits of a tensor's values as numbers, in any strides; torch cannot compare every dtype."""
+    """Return the bits of a tensor's values as integers, since torch cannot compare all dtypes."""
     raws = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
     array: Array = tensor.detach().resolve_conj().resolve_neg().view(raws[tensor.element_size()]).numpy()
     return array
 
 
 def plain(value: Any) -> object:
-    """Say all of a message that has to arrive, in a form that can be compared and read."""
+    """Return a comparable and readable description of everything in a message that must arrive."""
     if isinstance(value, torch.Tensor):
         kind = type(value).__name__, value.requires_grad, value.is_leaf
         return kind, value.dtype, tuple(value.shape), raw(value).tobytes()
@@ -135,9 +135,9 @@ def address_of(memory: torch.Tensor | Array | memoryview | bytearray | bytes) ->
     return address
 
 
-# What hypothesis makes of them
+# Strategies
 
-# Nothing rides in the body, some things do, all small ones do.
+# No tensor is inline, some are, all small ones are.
 limits = st.sampled_from([0, 16, 8192])
 shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 seeds = st.integers(0, 2**32 - 1)
@@ -185,7 +185,7 @@ class Kind(NamedTuple):
 
 
 def of(generic: Any, *arguments: Any) -> Any:
-    """Make a type that is known only now."""
+    """Return a type that is constructed at run time."""
     return generic[arguments]
 
 
@@ -198,7 +198,7 @@ _anything = st.recursive(
 
 
 def _around(inner: Kind) -> list[Kind]:
-    """What can be made of one type."""
+    """Return types that contain one type, with strategies for their values."""
     type_, values = inner
     several = st.lists(values, max_size=3)
     return [

@@ -1,4 +1,4 @@
-"""A message with a bit of all, and who decodes it: what comes out is such a message, or a refusal."""
+"""A message with all kinds of fields, and a decoder that returns such a message or refuses."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -46,7 +46,7 @@ every_decoder = pytest.mark.parametrize("which", DECODERS)
 
 
 def read_or_refuse(decoder: TensorDecoder[Any], parts: Received) -> None:
-    """Anything may come of what a peer sends but another exception, or a message that is none."""
+    """Decode the parts from a peer; fail on other errors than refusals, and on invalid messages."""
     try:
         message = decoder.decode(parts)
     except ProtocolError:

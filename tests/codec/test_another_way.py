@@ -1,4 +1,4 @@
-"""Tensors that go another way: a place for some, and a find that may do anything meanwhile."""
+"""Tensors that another transport carries: `place` accepts some, and `find` runs any code."""
 
 import asyncio
 import gc
@@ -123,7 +123,7 @@ def test_a_message_can_bring_a_find_of_its_own() -> None:
 
     assert decoder.decode(parts, lambda handle: torch.tensor(2)) == [torch.tensor(2)]
     assert decoder.decode(parts) == [torch.tensor(1)], "for that message alone"
-    with pytest.raises(ProtocolError, match="nobody here can find it: 'handle'"):
+    with pytest.raises(ProtocolError, match="this decoder has no `find`: 'handle'"):
         anything.decode(parts)
 
 
@@ -151,7 +151,7 @@ def test_a_tensor_that_would_not_arrive_as_it_is_is_not_offered_to_another_way()
     assert offered == []
 
 
-# What the way for tensors raises
+# Errors of `place` and `find`
 
 ERRORS = [
     KeyError("gone"),

@@ -1,4 +1,4 @@
-"""Whatever a peer does to a valid message, what comes out is a message or a ProtocolError."""
+"""Decoding a valid message with any change returns a message, or raises a ProtocolError."""
 
 import msgspec
 import numpy as np

@@ -1,4 +1,4 @@
-"""Whatever a peer sends is a message or a ProtocolError; what cannot be encoded is refused here."""
+"""Decoding any data returns a message or raises a ProtocolError; encoding rejects invalid values."""
 
 from typing import Any
 
@@ -198,7 +198,7 @@ def test_a_message_of_no_parts_is_refused(which: str) -> None:
         DECODERS[which].decode([])
 
 
-# Around the depths at which one of those who go through a message gives up and another does not.
+# Around the recursion limits of msgspec and of the checks, which differ.
 DEPTHS = [10, 200, 330, *range(400, 1200, 25), 3_000, 100_000]
 
 
@@ -244,7 +244,7 @@ def test_a_refusal_does_not_repeat_all_that_a_peer_sent() -> None:
         assert len(str(caught.value)) < 300
 
 
-# What cannot be encoded
+# Values that cannot be encoded
 
 
 @pytest.mark.parametrize("name", REFUSED)

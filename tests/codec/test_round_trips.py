@@ -1,4 +1,4 @@
-"""Messages come back as they were, bit for bit; what is large is not copied on the way."""
+"""Decoded messages equal the encoded ones bit for bit, and large tensors are not copied."""
 
 import gc
 import weakref

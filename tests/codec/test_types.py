@@ -1,4 +1,4 @@
-"""What the annotations of a message say of its tensors is checked, and the text says where and what."""
+"""Annotations of tensors are checked, and the error has the path and both descriptions."""
 
 from typing import (
     Annotated,
@@ -171,7 +171,7 @@ def test_what_belongs_to_a_class_is_no_part_of_its_messages() -> None:
     assert through(Shared, Shared("a")).name == "a"
 
 
-# What can be stated
+# Valid annotations
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is large is not copied on its way, where memory allows it; and what is decoded can be written to."""
+"""Large tensors are not copied if their memory is suitable, and decoded tensors are writable."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""What every sentence of the suite runs over: each link, each event loop, and each mode of the loop."""
+"""Fixtures that run the suite on each kind of endpoint, each event loop, and in each mode of the loop."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -13,7 +13,7 @@ from verification.places import LINKS
 
 @pytest.fixture(params=loops.MODES, autouse=True)
 async def mode(request: pytest.FixtureRequest, nothing_left_behind: None) -> AsyncIterator[str]:
-    """Run a test with plain, debug and eager tasks; nothing of it may run on, and nobody may complain."""
+    """Run a test with plain, debug and eager tasks, without remaining tasks or warnings of the loop."""
     name: str = request.param
     with loops.complaints() as complaints:
         loops.set_mode(asyncio.get_running_loop(), name)
@@ -26,12 +26,12 @@ async def mode(request: pytest.FixtureRequest, nothing_left_behind: None) -> Asy
 
 @pytest.fixture(params=LINKS)
 def pairs(request: pytest.FixtureRequest) -> Iterator[PairMaker]:
-    """Make pairs over each of the links."""
+    """Make pairs over each kind of endpoint."""
     with pairs_over(request.param) as pairs:
         yield pairs
 
 
 @pytest.fixture
 def endpoint(pairs: PairMaker) -> Endpoint:
-    """Name the place where the pairs meet, for tests that open the ends by themselves."""
+    """Return the endpoint of the pairs, for tests that open the objects themselves."""
     return pairs.endpoint

@@ -1,4 +1,4 @@
-"""Pairs over a link: one end here, the other in a process of its own. The same for every link."""
+"""Pairs of a sender and a receiver in two processes, in the same way for every kind of connection."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -15,7 +15,7 @@ from verification.waiting import settled
 
 __all__ = ["Clogged", "NearReceiver", "NearSender", "PairMaker", "pairs_over", "stopped"]
 
-_FILLING = 1000  # elements of what clogs a link: so much rides in a frame
+_FILLING = 1000  # elements of each tensor that fills a connection: it fits into a frame
 
 
 class NearSender(NamedTuple):
@@ -34,7 +34,7 @@ class NearReceiver(NamedTuple):
 
 
 class Clogged(NamedTuple):
-    """A sender here, and what it sent until the link was full; `engine` reads nothing until it goes on."""
+    """A sender here, and its handles until the connection was full; `engine` is stopped."""
 
     sender: TensorSender
     engine: Peer
@@ -43,11 +43,11 @@ class Clogged(NamedTuple):
 
 @dataclass(frozen=True)
 class PairMaker:
-    """Make pairs over one link.
+    """Make pairs at one endpoint.
 
     Attributes:
-        endpoint: where they meet; it is one test's own.
-        comes_back: a sender that lost its receiver goes on with the next one.
+        endpoint: of both; no other test uses it.
+        comes_back: whether a sender that lost its receiver connects to the next one.
     """
 
     endpoint: Endpoint
@@ -69,7 +69,7 @@ class PairMaker:
             ) as sender,
         ):
             await engine.call(peers.open_receiver)
-            # Both have heard of each other: from here on the link is what it is in the middle of work.
+            # Both have received frames of each other, so the handshake is complete.
             assert await engine.call(peers.receive_pattern, await sender.send(pattern(0, 1)), 0)
             await settled(sender)
             yield NearSender(sender, engine)
@@ -87,7 +87,7 @@ class PairMaker:
     async def clogged(
         self, max_concurrent_videos: int = 1000, arena_bytes: int = 1 << 30
     ) -> AsyncIterator[Clogged]:
-        """Open a sender here whose receiver's process is stopped, and fill the link between them."""
+        """Open a sender here whose receiver's process is stopped, and fill the connection between them."""
         async with (
             self.near_sender(max_concurrent_videos, arena_bytes) as (sender, engine),
             stopped(sender, engine) as handles,
@@ -97,7 +97,7 @@ class PairMaker:
 
 @contextmanager
 def pairs_over(link: str) -> Iterator[PairMaker]:
-    """Make a place where pairs meet over a link, and see that nothing of it is left in the end."""
+    """Create an endpoint for pairs, and check at the end that no file of it is left."""
     with LINKS[link].place() as place:
         yield PairMaker(place.endpoint, LINKS[link].comes_back)
         assert len(place.names()) <= 1  # the socket of a receiver that was killed
@@ -105,16 +105,16 @@ def pairs_over(link: str) -> Iterator[PairMaker]:
 
 @asynccontextmanager
 async def stopped(sender: TensorSender, engine: Peer) -> AsyncIterator[list[TensorHandle]]:
-    """Stop the process of a receiver, and fill the link to it."""
+    """Stop the process of a receiver, and fill the connection to it."""
     await engine.stop()
     try:
         yield _fill(sender)
     finally:
-        engine.go_on()  # a sender that closes waits for the link
+        engine.go_on()  # a closing sender waits until its last record is written
 
 
 def _fill(sender: TensorSender) -> list[TensorHandle]:
-    """Send until the link takes no more; the tensor of each handle is `pattern` of its place in the list."""
+    """Send until the connection is full; the tensor of each handle is `pattern` of its index in the list."""
     handles: list[TensorHandle] = []
     try:
         while True:

@@ -1,4 +1,4 @@
-"""What arrives in another process is what was sent, whole, once, and stays."""
+"""Tensors arrive in another process complete and once, with their values, and stay valid."""
 
 import asyncio
 import gc
@@ -112,7 +112,7 @@ async def test_a_message_of_several_tensors_arrives_whole(pairs: PairMaker) -> N
             handles = [await message.send(pattern(0, BIG))]
             receiving = engine.start(peers.receive_pattern, handles[0], 0)
             handles.append(await message.send(pattern(1, 5)))
-            # The engine answers, so it has run, and has read what came before.
+            # The engine answers, so it has read all earlier records.
             assert await engine.call(_arrived) == 2
             assert not receiving.done()
         assert await receiving

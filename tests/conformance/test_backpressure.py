@@ -1,4 +1,4 @@
-"""Limits hold, waits are served in order, and what is given up is free at once."""
+"""Limits hold, waits are served in order, and discarded messages release their memory at once."""
 
 import asyncio
 import os
@@ -78,7 +78,7 @@ async def test_shared_memory_never_exceeds_its_limit_taken_or_not(pairs: PairMak
 
 
 def _bytes_of_memfds() -> int:
-    """Ask the kernel how much memory the segments of this process have."""
+    """Return the memory that the kernel has allocated for the segments of this process."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{name}"
@@ -114,7 +114,7 @@ async def test_a_sender_beyond_a_limit_over_all_senders_is_told_which_and_harms_
         await until(lambda: receiver.statistics().senders == 0)
         if not pairs.comes_back:
             await second.call(peers.open_sender)
-        assert await _arrives(receiver, second)  # there is room now
+        assert await _arrives(receiver, second)  # memory is free now
         assert receiver.statistics().senders_lost == 0
 
 

@@ -1,4 +1,4 @@
-"""A link that nobody reads: senders wait, nothing piles up, nobody hangs, and nothing is lost."""
+"""A receiver that does not read: senders wait, no queue grows, no call hangs, and no tensor is lost."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ _GROWTH_KIB = 1024
 
 
 async def _takes_all(clogged: Clogged) -> None:
-    """Let the engine go on, and see that everything is there that was sent."""
+    """Continue the engine, and check that every sent tensor arrives."""
     clogged.engine.go_on()
     for seed, handle in enumerate(clogged.handles):
         assert await clogged.engine.call(peers.receive_pattern, handle, seed)
@@ -75,7 +75,7 @@ async def test_a_send_cancelled_while_the_link_is_full_gives_everything_back(pai
         await until(lambda: sender.statistics().bytes_in_use == 0)
         await _takes_all(clogged)
         following = await sender.send(pattern(8, 3))
-        assert following.message == handles[-1].message + 1  # the engine never heard of the others
+        assert following.message == handles[-1].message + 1  # the engine has no record of the others
         assert await engine.call(peers.receive_pattern, following, 8)
 
 
@@ -213,7 +213,7 @@ async def test_a_sender_that_is_stopped_holds_up_no_other_and_loses_nothing(endp
             await child.call(peers.open_sender, 1)
             handles[child] = await child.call(peers.send_pattern, 0, BIG)
         await stopped.stop()
-        # It does not hear what it is told, and its permit waits for it.
+        # It does not read the answer that returns its permit.
         assert torch.equal(await receiver.receive(handles[stopped]), pattern(0, BIG))
         assert torch.equal(await receiver.receive(handles[other]), pattern(0, BIG))
         for seed in range(20):
@@ -238,7 +238,7 @@ async def test_a_receiver_that_closes_while_a_sender_does_not_read_is_found_agai
                 await receiver.receive(await sender.send(pattern(0, BIG)))
                 for _ in range(answers):
                     await anext(receiver)
-                    await asyncio.sleep(0)  # an answer of its own
+                    await asyncio.sleep(0)  # a separate answer
                 closing = asyncio.create_task(receiver.aclose())
                 await until(lambda: sender.statistics().receivers_lost == 1)
                 await asyncio.sleep(0.05)  # by then it has looked for another one several times
@@ -259,7 +259,7 @@ async def test_a_receiver_that_does_not_exist_yet_holds_senders_back_and_nothing
         await api.call(peers.open_sender, count)
         sending = api.start(_send_small, count)
         await api.call(peers.forget_tensors)
-        assert not sending.done()  # nobody reads the link
+        assert not sending.done()  # no process reads
         async with TensorReceiver(endpoint) as receiver:
             seen = set()
             for _ in range(count):

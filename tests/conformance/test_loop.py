@@ -36,7 +36,7 @@ async def _too_long(link: str, measure: Callable[[PairMaker], Awaitable[Lengths]
 
 
 async def _some_turns() -> None:
-    """Let the loop hear of what threads have done for it."""
+    """Run the callbacks that threads have scheduled."""
     await asyncio.sleep(0.01)
 
 
@@ -128,7 +128,7 @@ async def test_no_call_of_a_receiver_keeps_the_loop_busy_for_long(link: str) -> 
 
     async def measure(pairs: PairMaker) -> Lengths:
         async with pairs.near_sender() as (sender, engine):
-            # In a new process, where nothing was used before: what is used first is imported first.
+            # In a new process, since the first use of a function may import modules.
             lengths = await engine.call(_copy_measured, await sender.send(source))
             lengths |= await engine.call(_receive_measured, await sender.send(source))
             lengths |= await engine.call(_discard_measured, await sender.send(source))

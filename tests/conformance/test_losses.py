@@ -1,9 +1,11 @@
-"""What becomes of the survivor when the other side dies or closes."""
+"""Effects on a sender or a receiver when its peer dies or closes."""
 
 import asyncio
 import contextlib
 import os
 from collections import Counter
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +42,7 @@ async def test_a_killed_sender_ends_every_wait_for_its_tensors_within_a_second(p
                 with pytest.raises(PeerLostError) as caught:
                     await wait
                 assert caught.value.pid == api.pid
-        # What was taken before stays valid, and the receiver goes on.
+        # Tensors that were taken before stay valid, and the receiver still works.
         assert torch.equal(taken, pattern(1, BIG))
         assert receiver.statistics().senders_lost == 1
         assert receiver.statistics().senders == 0
@@ -80,15 +82,20 @@ async def _begin_message_and_stay(state: peers.State) -> list[TensorHandle]:
 
 
 async def test_a_killed_receiver_ends_every_waiting_send_within_a_second(pairs: PairMaker) -> None:
-    async with pairs.near_sender(max_concurrent_videos=1) as (sender, engine):
+    async with pairs.near_sender(max_concurrent_videos=1, arena_bytes=BIG * 8) as (sender, engine):
         assert await engine.call(peers.receive_pattern, await sender.send(pattern(0, BIG)), 0)
         await sender.send(pattern(1, BIG))
-        waits = [asyncio.create_task(sender.send(pattern(2, count))) for count in (5, BIG)]
-        draining = asyncio.create_task(sender.drain())
-        await until(lambda: sender.statistics().waiting == 2)
+        calls: list[Coroutine[Any, Any, object]] = [
+            *(sender.send(pattern(2, count)) for count in (5, BIG)),
+            sender.message().__aenter__(),
+            sender.allocate((BIG,), torch.int64),
+            sender.drain(),
+        ]
+        waits = [asyncio.create_task(call) for call in calls]
+        await until(lambda: sender.statistics().waiting == 4)  # all but the last one
         with promptly():
             engine.kill()
-            for wait in [*waits, draining]:
+            for wait in waits:
                 with pytest.raises(PeerLostError) as caught:
                     await wait
                 assert caught.value.pid == engine.pid

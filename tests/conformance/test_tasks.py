@@ -1,4 +1,4 @@
-"""Tasks come and go, are cancelled, and use what is not theirs: nothing is lost, and nobody hangs."""
+"""Tasks that are cancelled, or use objects of other tasks, threads and processes, lose and block nothing."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ async def test_a_send_cancelled_in_the_middle_of_its_copy_gives_everything_back(
         assert sender.statistics().in_flight == 0
         await settled(sender)
         following = await sender.send(pattern(2, BIG))
-        assert following.message == before.message + 1  # the engine never heard of the other one
+        assert following.message == before.message + 1  # the engine has no record of the other one
         assert await engine.call(peers.receive_pattern, following, 2)
 
 
@@ -141,7 +141,7 @@ def _report_from_fork(
         os.write(write, " ".join(names).encode())
         os._exit(0)
     finally:
-        os._exit(1)  # whatever it was, a child must not go on with the tests
+        os._exit(1)  # in any case: a child must not continue with the tests
 
 
 async def test_a_receivers_forked_child_does_not_keep_its_senders_waiting(pairs: PairMaker) -> None:

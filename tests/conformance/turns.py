@@ -1,4 +1,4 @@
-"""How much one iteration of the event loop does: in processor time, in what it changes, and in calls."""
+"""Measures of one iteration of the event loop: processor time, changes of state, and calls."""
 
 import abc
 import asyncio
@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Self
 
 from tests.steps import counted_calls
-from verification.loops import let_threads_run
 
 __all__ = ["Calls", "Changes", "Lengths", "Turns", "too_long"]
 
@@ -25,7 +24,7 @@ class _EachIteration(abc.ABC):
     """Call `_look` after each iteration of the running loop within a block."""
 
     def __enter__(self) -> Self:
-        gc.disable()  # a collection is nobody's call
+        gc.disable()  # a collection is not part of any call
         self._loop = asyncio.get_running_loop()
         self._begin()
         self._next = self._loop.call_soon(self._turned)
@@ -41,7 +40,6 @@ class _EachIteration(abc.ABC):
 
     def _turned(self) -> None:
         self._look()
-        let_threads_run()
         self._next = self._loop.call_soon(self._turned)
 
     @abc.abstractmethod
@@ -50,16 +48,16 @@ class _EachIteration(abc.ABC):
     @abc.abstractmethod
     def _look(self) -> None: ...
 
-    def _end(self) -> None:  # noqa: B027 - only some have something to end
+    def _end(self) -> None:  # noqa: B027 - optional
         pass
 
 
 class Turns(_EachIteration):
     """Measure the longest iteration, in processor time of the loop's thread.
 
-    What the kernel does for that thread counts: giving it memory, and taking it away. The time is compared
-    with that of a fixed workload on the same thread: a machine that is slower, or slowed down by its
-    neighbours, takes longer for both.
+    The time includes the work of the kernel for that thread, such as mapping and unmapping memory. It is
+    compared with that of a fixed workload on the same thread: a slower or busier machine takes longer for
+    both.
 
     Attributes:
         longest_s: the processor time of the longest iteration, in seconds.
@@ -88,8 +86,8 @@ class Turns(_EachIteration):
 async def too_long(measure: Callable[[], Awaitable[Lengths]]) -> Lengths:
     """Return the lengths that exceed 1 in each of several attempts.
 
-    On a machine that others use too, a few milliseconds of what they do are counted as this thread's now and
-    then; and what is done for the first time may take longer.
+    On a shared machine, a few milliseconds of other processes are sometimes attributed to this thread; and
+    the first execution may take longer.
     """
     least = await measure()
     for _ in range(_ATTEMPTS - 1):

@@ -1,4 +1,4 @@
-"""What the tests of servers share."""
+"""Fixtures of the tests of servers."""
 
 import tempfile
 from collections.abc import Iterator

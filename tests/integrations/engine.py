@@ -1,4 +1,4 @@
-"""What an engine process does for these servers."""
+"""Functions of the engine process of these servers."""
 
 import asyncio
 
@@ -36,7 +36,7 @@ async def serve(state: State, max_concurrent: int) -> None:
 
 
 async def held(state: State) -> tuple[ReceiverStatistics, ServerStatistics]:
-    """Say what the engine has."""
+    """Return the statistics of the engine."""
     return state.others["receiver"].statistics(), state.others["server"].statistics()
 
 

@@ -1,4 +1,4 @@
-"""What Prometheus would read, and what tests look for in it."""
+"""Scrapes in the format of Prometheus, and functions that search them."""
 
 from collections.abc import Iterable
 from typing import Any, TypeAlias
@@ -16,14 +16,14 @@ Numbers: TypeAlias = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def new_registry(**options: Any) -> CollectorRegistry:
-    """Make a registry with a collector, as applications have one."""
+    """Return a registry with a collector, as in an application."""
     registry = CollectorRegistry()
     registry.register(AioTensorCollector(**options))
     return registry
 
 
 def parse(text: str) -> Numbers:
-    """Read what was scraped, in the format of Prometheus."""
+    """Parse a scrape in the format of Prometheus."""
     return _numbers(
         sample for family in parser.text_string_to_metric_families(text) for sample in family.samples
     )

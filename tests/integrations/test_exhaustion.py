@@ -1,6 +1,6 @@
 """A server without descriptors answers 503, and other errors of the application stay as they are.
 
-Each test exhausts the descriptors of a process of its own with `RLIMIT_NOFILE`.
+Each test exhausts the descriptors of a separate process with `RLIMIT_NOFILE`.
 """
 
 import errno

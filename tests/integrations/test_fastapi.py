@@ -1,4 +1,4 @@
-"""The lifespan: it opens and closes, composes with another, and says what is missing."""
+"""The lifespan opens and closes its objects, composes with another lifespan, and reports misuse."""
 
 import asyncio
 import json
@@ -149,7 +149,7 @@ async def test_an_application_that_is_mounted_answers_by_itself() -> None:
 
 
 async def visit_socket(app: Starlette, path: str) -> list[Message]:
-    """Open a web socket, and return what is said to it."""
+    """Open a web socket, and return the messages that it receives."""
     heard: list[Message] = []
 
     async def receive() -> Message:

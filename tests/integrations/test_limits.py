@@ -15,7 +15,7 @@ RATE, GRACE_S = 1000.0, 5.0
 
 
 def budget() -> UploadBudget:
-    made = RequestLimits(RATE, GRACE_S, None, 5).upload_budget()
+    made = RequestLimits(RATE, GRACE_S, None).upload_budget()
     assert made is not None
     return made
 

@@ -18,7 +18,6 @@ from aiotensor.integrations.prometheus import MultiprocessPublisher
 from aiotensor.statistics import registry
 from tests.integrations.scraping import at, scrape
 from tests.statistics.objects import Counted
-from verification.loops import let_threads_run
 from verification.patterns import pattern
 from verification.places import LINKS
 from verification.processes import peers
@@ -55,7 +54,6 @@ class Workers(NamedTuple):
     async def until(self, condition: Callable[[dict[str, float]], bool]) -> dict[str, float]:
         """Wait until the workers have published something."""
         while not condition(numbers := self.gathered()):
-            let_threads_run()
             await asyncio.sleep(0)
         return numbers
 

@@ -34,7 +34,7 @@ def program(*words: str) -> str:
 
 
 def run(text: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Run a program of the page with a registry of its own, and return its names."""
+    """Run a program of the page with a separate registry, and return its names."""
     import prometheus_client
 
     registry = prometheus_client.CollectorRegistry()
@@ -127,7 +127,9 @@ async def test_workers_of_gunicorn_are_added_up_and_one_that_is_killed_leaves_no
             pids = {int(name.rpartition("_")[2][:-3]) for name in os.listdir(tmp_path / "metrics")}
             assert len(pids) == 2
             killed = pids.pop()
-            await until((tmp_path / "metrics" / f"histogram_{killed}.db").exists)  # the last that it writes
+            last = tmp_path / "metrics" / f"histogram_{killed}.db"  # that it writes
+            # A worker that is killed while the file is empty makes it unreadable for all others.
+            await until(lambda: last.exists() and last.stat().st_size > 0)
             os.kill(killed, signal.SIGKILL)
             await until(lambda: receiver.statistics().senders_lost == 1)
             await until(lambda: receiver.statistics().senders == 2)  # gunicorn has started another

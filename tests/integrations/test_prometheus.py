@@ -39,7 +39,7 @@ PATIENCE_S = 20.0  # more than a loop needs to answer that is not blocked
 
 @contextmanager
 def address() -> Iterator[str]:
-    """Make a new address for one test, since counts at an address persist."""
+    """Return a new address for each test, since counts at an address persist."""
     with LINKS["unix"].place() as place:
         assert isinstance(place.endpoint, str)
         yield place.endpoint

@@ -1,4 +1,4 @@
-"""What a server tells Prometheus under load is the load that it had."""
+"""Under load, the metrics of a server equal the load."""
 
 import asyncio
 from collections import Counter

@@ -172,7 +172,7 @@ async def test_sigterm_lets_requests_end_and_what_was_sent_be_taken(kind: str, f
         await one.call(engine.slow_down, 0.2)
         left = await on.http.post("/left", content=UPLOAD)
         handle = msgspec.json.decode(left.content, type=TensorHandle)
-        # As many as a worker has permits for, with what is left.
+        # With the message that was left, these are all permits of a worker.
         asking = [asyncio.create_task(on.http.post("/totals", content=UPLOAD)) for _ in range(PERMITS - 1)]
         while (await one.call(engine.held))[1].waiting < PERMITS - 1:
             pass

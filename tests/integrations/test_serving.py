@@ -1,4 +1,4 @@
-"""The end of a server: what was sent has its time to be taken, and no end is an error of its own."""
+"""At the end of a server, the receiver has a limited time to take sent messages; no end raises an error."""
 
 import asyncio
 import logging

@@ -31,7 +31,7 @@ from tests.integrations import totals
 
 Handler = Callable[[Request], Awaitable[Response]]
 
-UNLIMITED = RequestLimits(None, 10, None, 7)
+UNLIMITED = RequestLimits(None, 10, None)
 watch = partial(watching.watch, limits=UNLIMITED)
 
 
@@ -111,7 +111,7 @@ def visit(
 ) -> Visit:
     app = Starlette(routes=[Route("/", handler, methods=["POST"])])
     if is_installed:
-        app.add_middleware(WatchRequests)
+        app.add_middleware(WatchRequests, retry_after_s=7)
     if other is not None:
         app.add_middleware(other)
     return Visit(app)
@@ -404,7 +404,7 @@ async def test_what_is_no_request_is_passed_on() -> None:
         seen.append(scope["type"])
         watch(scope)
 
-    watched = WatchRequests(app)
+    watched = WatchRequests(app, 7)
     await watched({"type": "websocket"}, anyio.sleep_forever, _nowhere)  # type: ignore[arg-type]
     assert seen == ["websocket"]
 
@@ -522,8 +522,8 @@ async def test_a_thread_of_a_handler_and_what_it_awaits_are_cancelled() -> None:
 
 
 GRACE_S = 0.05
-SLOW = RequestLimits(1 << 20, GRACE_S, None, 7)
-SHORT = RequestLimits(None, 1, GRACE_S, 7)
+SLOW = RequestLimits(1 << 20, GRACE_S, None)
+SHORT = RequestLimits(None, 1, GRACE_S)
 
 
 def problem(visitor: Visit) -> dict[str, object]:
@@ -566,7 +566,7 @@ async def test_an_upload_that_stalls_is_cancelled_and_answered_with_408(
 
 async def test_a_client_that_keeps_the_rate_may_stall_again_and_again() -> None:
     async def handler(request: Request) -> Response:
-        watch(request.scope, limits=RequestLimits(rate, 2 * stall_s, None, 7))
+        watch(request.scope, limits=RequestLimits(rate, 2 * stall_s, None))
         return PlainTextResponse(str(len(await request.body())))
 
     stall_s, rate = 0.4, 1000

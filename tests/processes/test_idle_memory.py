@@ -143,7 +143,7 @@ async def test_a_small_allocated_tensor_keeps_nothing_else_when_the_engine_is_re
                 await engine.call(peers.close_receiver)
             await until(lambda: sender.statistics().in_flight == 0)
             await until(lambda: sender.statistics().warm_bytes <= ARENA + 2 * MIB)
-            # The segment of the next receiver is there already if nothing of this one is left.
+            # If the segment of this one is completely unused, the next one has its segment already.
             await until(lambda: watch.descriptors(os.getpid()) <= descriptors + 1)
         assert all(torch.equal(tensor, pattern(seed, SMALL)) for seed, tensor in enumerate(kept))
 
@@ -189,7 +189,7 @@ async def test_a_forked_child_keeps_neither_memory_nor_descriptors_of_the_librar
 
 
 def kept_by(pid: int) -> list[str]:
-    """Name what a process has of the library: memory, and sockets and files of its own."""
+    """List the memory, sockets and files that a process has because of the library."""
     found = [target for target in watch.targets(pid) if "memfd" in target]
     return found + ["memory"] * watch.memfds(pid)
 

@@ -134,9 +134,9 @@ async def test_a_sender_survives_its_killed_receivers(address: str, moments: ran
 
 
 async def _told(sender: TensorSender, sending: Sequence["asyncio.Task[int | None]"], lost: int) -> None:
-    """Wait until everybody has heard who waited when the receiver was lost."""
+    """Wait until all calls that waited for the lost receiver have raised."""
     await until(lambda: sender.statistics().receivers_lost > lost)
-    # Who got a permit in the very turn of the loss goes on to the next receiver.
+    # A call that got its permit in the iteration of the loss continues with the next receiver.
     await until(lambda: sum(not send.done() for send in sending) == sender.statistics().in_flight)
 
 

@@ -86,15 +86,25 @@ async def test_opening_goes_on_when_the_process_that_holds_the_lock_is_killed(
 async def test_a_folder_that_stays_locked_is_named_in_the_log_once(
     here: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    attempts: list[int] = []
+    flock = fcntl.flock
+
+    def count(descriptor: int, operation: int) -> None:
+        if operation & fcntl.LOCK_NB:
+            attempts.append(descriptor)
+        flock(descriptor, operation)
+
     monkeypatch.setattr(socket_file, "_LONG_WAIT_S", 0.01)
+    monkeypatch.setattr(socket_file, "_LAST_RETRY_S", 0.01)
+    monkeypatch.setattr(fcntl, "flock", count)
     folder = os.open(folder_of(here), os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        flock(folder, fcntl.LOCK_EX)
         receiver = TensorReceiver(here.tensors)
         opening = asyncio.create_task(receiver.__aenter__())
         await until(lambda: bool(caplog.records))
-        for _ in range(3):
-            await asyncio.sleep(socket_file._LAST_RETRY_S)  # it tries again, and does not log again
+        tried = len(attempts)
+        await until(lambda: len(attempts) > tried + 3)  # and nothing is logged again
         assert not opening.done()
     finally:
         os.close(folder)

@@ -1,4 +1,4 @@
-"""What is peculiar to a queue: the family of processes that shares it, and what waits on it."""
+"""Queues: the processes that inherit one, and the records that wait on it."""
 
 import asyncio
 import pickle

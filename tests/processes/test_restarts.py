@@ -1,4 +1,4 @@
-"""A receiver that is restarted at its address, and what was received before."""
+"""Restarts of a receiver at its address, and tensors that were received before."""
 
 import asyncio
 
@@ -39,7 +39,7 @@ async def test_a_restarted_receiver_gets_what_is_sent_from_then_on(end: str, add
         await second.call(peers.open_receiver)
         for seed, send in zip((5, 6), waiting, strict=True):
             assert await second.call(peers.receive_pattern, await send, seed)
-        # Nobody waits for ever for what the first one was sent.
+        # No call waits forever for a tensor that was sent to the first one.
         for handle in (taken, *lost):
             with pytest.raises(PeerLostError):
                 await second.call(peers.receive_pattern, handle, 0)

@@ -1,4 +1,4 @@
-"""A process that has no descriptors, no memory or no addresses left: whoever waits is told."""
+"""In a process without free descriptors, memory or addresses, waiting calls raise errors."""
 
 import errno
 import os
@@ -49,7 +49,7 @@ async def test_a_copy_for_which_no_memory_is_left_is_an_os_error_and_leaves_the_
 async def _copy_without_memory(state: peers.State) -> None:
     tensor = pattern(0, 16 * MIB)  # 128 MiB
     async with TensorReceiver(state.endpoint) as receiver, TensorSender(state.endpoint) as sender:
-        await receiver.receive(await sender.send(pattern(0, BIG)), copy=True)  # the threads are there now
+        await receiver.receive(await sender.send(pattern(0, BIG)), copy=True)  # the threads exist now
         handle = await sender.send(tensor)
         await receiver.arrived(handle)
         with _addresses(_mapped_bytes() + 64 * MIB):

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from aiotensor.protocol.claims import Claims, Key
+from aiotensor.protocol.arrived import Claims, Key
 
 SENDERS, MESSAGES, TENSORS = "ab", range(2), range(3)
 keys = st.builds(Key, st.sampled_from(SENDERS), st.sampled_from(MESSAGES), st.sampled_from(TENSORS))

@@ -1,7 +1,5 @@
 """A client's end of a connection, without a socket."""
 
-from collections.abc import Callable
-
 import pytest
 
 from aiotensor.errors import PeerLostError, ProtocolError, RefusedError, TooLargeError
@@ -118,19 +116,14 @@ def test_a_message_beyond_a_limit_of_the_server_is_not_numbered(
     parts: Parts, reason: str, limit: int
 ) -> None:
     connection = opened()
-    refuse: list[Callable[[], object]] = [
-        lambda: connection.check(parts),
-        lambda: connection.ask(parts, (), wants_answer=True),
-    ]
-    for call in refuse:
-        with pytest.raises(TooLargeError, match=reason) as caught:
-            call()
-        assert caught.value.limit == limit
+    with pytest.raises(TooLargeError, match=reason) as caught:
+        connection.ask(parts, (), wants_answer=True)
+    assert caught.value.limit == limit
     assert connection.ask([BODY], (), wants_answer=True)[0] == 0
 
 
 def test_packed_tensors_do_not_count_as_a_large_tensor() -> None:
-    opened().check([BODY, *[memoryview(b"x")] * MAX_TENSORS, b"packed"])
+    opened().ask([BODY, *[memoryview(b"x")] * MAX_TENSORS, b"packed"], (), wants_answer=True)
 
 
 def test_credit_ends_with_the_messages_or_their_bytes_and_returns_with_answers() -> None:

@@ -202,9 +202,9 @@ class TwoEnds(RuleBasedStateMachine):
         if is_meant < 9:
             return
         if is_sender:
-            self.sender.close(uses_memory=False)
+            self.sender.close(Close(uses_memory=False))
         elif self.receiver is not None:
-            self.receiver.close()
+            self.receiver.close(Close())
 
     # Records that arrive
 

@@ -173,7 +173,7 @@ def test_an_inspector_of_another_version_gets_the_version_and_the_reason() -> No
     reason = connection.mismatch
     assert reason is not None
     assert f"speaks version {VERSION + 1}" in reason
-    connection.close(reason, is_refusal=True)
+    connection.close(Close(reason, is_refusal=True))
 
     assert frames_of(connection) == [WELCOME, Close(reason, is_refusal=True)]
 
@@ -216,7 +216,7 @@ def test_reports_and_replies_of_the_longest_names_stay_within_the_limit_of_recor
     connection.report(receiver_statistics(), [SenderSummary(name, *[MAX_NUMBER] * 7)] * (2 * MAX_ROWS))
     for _ in range(50):
         connection.forward(StatisticsReply(sender_statistics(holders=holders), name))
-    connection.close("x" * 1024)
+    connection.close(Close("x" * 1024))
 
     records = connection.data_to_send()
     assert all(len(record) <= MAX_RECORD_BYTES for record in records)
@@ -233,7 +233,7 @@ def test_limits_beyond_the_range_of_numbers_are_reported_as_the_largest_number()
 
 def test_nothing_is_sent_after_the_last_frame() -> None:
     connection = inspected()
-    connection.close("a newer connection replaced it", retry=True)
+    connection.close(Close("a newer connection replaced it", retry=True))
     connection.report(receiver_statistics(), [])
     connection.forward(REPLY)
 

@@ -3,8 +3,8 @@ from collections.abc import Callable
 import pytest
 
 from aiotensor.errors import AlreadyTakenError, DiscardedError, PeerLostError, ProtocolError
+from aiotensor.protocol.arrived import REMEMBERED_DISCARDS
 from aiotensor.protocol.mailbox import REMEMBERED_RANGES, REMEMBERED_SENDERS, Key, Mailbox
-from aiotensor.protocol.remembered import REMEMBERED_DISCARDS
 
 
 def joined(limit: int = 8) -> Mailbox[str]:
@@ -96,7 +96,7 @@ def test_waits_for_messages_that_a_closed_sender_did_not_complete_end_with_an_er
         mailbox.hold(Key("s", 1, 0))
     with pytest.raises(DiscardedError, match=r"never sent: its sender \(pid 42\) closed"):
         mailbox.hold(Key("s", 2, 0))
-    assert (mailbox.unclaimed.tensors, mailbox.unclaimed.nbytes) == (1, len("tensor 0"))
+    assert (mailbox.unclaimed_tensors, mailbox.unclaimed_bytes) == (1, len("tensor 0"))
 
 
 def test_a_sender_that_closed_cannot_be_lost_any_more() -> None:
@@ -199,7 +199,7 @@ def test_a_cleared_mailbox_has_no_tensor_and_pending_calls_can_end() -> None:
     mailbox.hold(other)
     mailbox.clear()
 
-    assert (mailbox.unclaimed.tensors, mailbox.unclaimed.nbytes) == (0, 0)
+    assert (mailbox.unclaimed_tensors, mailbox.unclaimed_bytes) == (0, 0)
     assert mailbox.next_unclaimed() is None
     assert not mailbox.finish(held)
     assert mailbox.put_back(other) == []
@@ -303,7 +303,7 @@ def test_a_lost_sender_reconnects_and_continues_its_numbers() -> None:
     mailbox.join("s", 43, 1, 2)
     send(mailbox, 2)
 
-    assert mailbox.unclaimed_of("s").tensors == 1
+    assert mailbox.unclaimed_of("s")[0] == 1
     assert mailbox.next_unclaimed() == Key("s", 2, 0)
     assert mailbox.hold(Key("s", 2, 0)) == "tensor 0"
     assert mailbox.finish(Key("s", 2, 0))

@@ -116,7 +116,7 @@ def test_either_side_may_close() -> None:
     assert receiver.state is CLOSED
 
     receiver = admitted()
-    receiver.close("a newer connection replaced it")
+    receiver.close(Close("a newer connection replaced it"))
     assert receiver.state is CLOSED
     assert frames_of(receiver) == [Close("a newer connection replaced it")]
 
@@ -304,7 +304,7 @@ def test_answers_precede_the_last_frame() -> None:
     receiver.taken(0)
     receiver.discard(1)
     receiver.release(0)
-    receiver.close()
+    receiver.close(Close())
 
     assert frames_of(receiver) == [Taken((0,)), Discarded((1,)), Release((0,)), Close()]
 

@@ -132,6 +132,23 @@ def test_a_full_record_is_reported_until_it_is_written() -> None:
     assert not sender.has_full_record
 
 
+def test_a_full_record_is_written_without_the_frames_that_follow_it() -> None:
+    sender = new_sender(None)
+    first, second = (long_put(MAX_INLINE_BYTES, message) for message in range(2))
+    sender.put(first)
+    assert sender.full_records() == []
+
+    sender.put(second)
+    [full] = sender.full_records()
+    assert decode(FROM_SENDER, full) == [first]
+    assert not sender.has_full_record
+
+    third = put(message=2, shape=(0,), payload=b"", last=True)
+    sender.put(third)
+    [record] = sender.data_to_send()
+    assert decode(FROM_SENDER, record) == [second, third]
+
+
 def test_a_tensor_of_the_largest_inline_size_fits_into_a_record_of_every_receiver() -> None:
     sender = new_sender(None)
     frame = put(
@@ -257,12 +274,12 @@ def test_frames_up_to_the_last_one_count_and_later_ones_are_ignored() -> None:
 def test_nothing_is_sent_by_a_sender_after_its_last_frame() -> None:
     sender = new_sender()
     sender.put(put())
-    sender.close(uses_memory=False)
+    sender.close(Close(uses_memory=False))
     sender.end(0)
     sender.reply(sender_statistics())
     sender.put(put(message=1))
     sender.discard(0)
-    sender.close(uses_memory=True)
+    sender.close(Close(uses_memory=True))
 
     assert frames_of(sender) == [put(), Close(uses_memory=False)]
     sender.put(put(message=2))
@@ -275,7 +292,7 @@ def test_nothing_is_sent_by_a_receiver_after_its_last_frame() -> None:
     receiver.receive(encode(put(last=True), put(message=1, last=True)))
     receiver.taken(0)
     receiver.release(7)
-    receiver.close()
+    receiver.close(Close())
     receiver.taken(1)
     receiver.release(8)
     receiver.request_statistics()

@@ -80,7 +80,7 @@ def test_a_sender_is_not_admitted_before_the_welcome() -> None:
     sender = new()
 
     assert sender.state is OPENING
-    assert not sender.is_admitted
+    assert sender.state is not ConnectionState.OPEN
     assert sender.receiver_id is None
     assert sender.peer_pid is None
 
@@ -90,7 +90,7 @@ def test_a_welcome_admits_the_sender_and_identifies_the_receiver() -> None:
 
     assert sender.receive(encode(WELCOME)) == [WELCOME]
     assert sender.state is OPEN
-    assert sender.is_admitted
+    assert sender.state is ConnectionState.OPEN
     assert (sender.receiver_id, sender.peer_pid) == ("r", 43)
 
 
@@ -112,7 +112,7 @@ def test_a_receiver_of_another_version_is_refused_whatever_it_answers() -> None:
     with pytest.raises(RefusedError, match=f"speaks version {VERSION + 1} of the protocol"):
         sender.receive(encode(Welcome(VERSION + 1, 43, is_admitted=True), Close("it closed too")))
     assert sender.state is CLOSED
-    assert not sender.is_admitted
+    assert sender.state is not ConnectionState.OPEN
 
 
 @pytest.mark.parametrize("first", [WELCOME, NOT_ADMITTED])
@@ -150,16 +150,16 @@ def test_either_side_may_close_in_every_state(received: tuple[Welcome, ...]) -> 
     assert isinstance(sender.closed(Close()).error, PeerLostError)
 
     sender = new(*received)
-    sender.close(uses_memory=True)
+    sender.close(Close(uses_memory=True))
     assert sender.state is CLOSED
-    assert not sender.is_admitted
+    assert sender.state is not ConnectionState.OPEN
     assert frames_of(sender) == [Close(uses_memory=True)]
 
 
 def test_the_last_frame_follows_all_pending_ones_and_states_the_use_of_memory() -> None:
     sender = admitted()
     sender.put(put())
-    sender.close(uses_memory=False)
+    sender.close(Close(uses_memory=False))
 
     assert frames_of(sender) == [put(), Close(uses_memory=False)]
 

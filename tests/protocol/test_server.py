@@ -71,14 +71,14 @@ def test_a_client_of_another_version_is_to_be_refused_with_both_versions() -> No
     assert connection.refusal is not None
     assert f"version {VERSION + 1} of the protocol, this side speaks {VERSION}" in connection.refusal
     assert "install the same aiotensor" in connection.refusal
-    message = connection.reject(connection.refusal, is_refusal=True)
+    message = connection.close(connection.refusal, is_refusal=True)
     assert frames(message) == (Close(connection.refusal, is_refusal=True), [])
     assert connection.is_closed
 
 
 def test_a_rejection_of_any_length_can_be_read() -> None:
     connection = opened()
-    message = connection.reject("\U0001f4a5" * 2000)
+    message = connection.close("\U0001f4a5" * 2000)
     assert frames(message) == (Close("\U0001f4a5" * 1024), [])
     assert connection.is_closed
 
@@ -217,7 +217,7 @@ def test_no_credit_is_due_on_a_closed_connection(end: str) -> None:
     for number in range(4):
         receive(connection, ask(number))
     if end == "rejected":
-        connection.reject("it reads no answers")
+        connection.close("it reads no answers")
     elif end == "closed":
         connection.close()
     else:
@@ -233,5 +233,5 @@ def test_no_credit_is_due_on_a_closed_connection(end: str) -> None:
 )
 def test_an_answer_beyond_a_limit_of_the_client_is_refused(parts: Parts, limit: int) -> None:
     with pytest.raises(TooLargeError, match="the client accepts") as caught:
-        opened().check(parts)
+        opened().answer(0, parts, (), 0)
     assert caught.value.limit == limit

@@ -1,4 +1,4 @@
-"""An iteration delivers the tensors of a message consecutively, with their number, whatever else goes on."""
+"""An iteration delivers the tensors of a message consecutively, with their number, in any order of events."""
 
 import asyncio
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ async def _send(sender: TensorSender, count: int, elements: int = 3) -> list[Ten
 
 
 async def _take(receiver: TensorReceiver, count: int) -> list[tuple[int, int]]:
-    """Iterate so often, and return what came: the number of each message and of its tensor."""
+    """Iterate this many times, and return the numbers of the messages and tensors."""
     return [_place(await anext(receiver)) for _ in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""Observing a receiver does not affect it, its senders or others; unauthorized observers are rejected."""
+"""Inspecting a receiver does not affect it, its senders or others; unauthorized inspectors are rejected."""
 
 import asyncio
 import contextlib
@@ -24,8 +24,8 @@ from aiotensor.protocol.frames import (
 )
 from aiotensor.receiving.intake import MAX_UNIDENTIFIED
 from aiotensor.transports import unix
+from tests.bare_peers import PATIENCE_S, bare_inspector, inspect_patiently, inspector_count
 from tests.frames import REPLY
-from tests.looking import PATIENCE_S, look_at, observers, observing
 from tests.transports.unwritable import Unwritable
 from verification.descriptors import accepted_at
 from verification.internals import awaited_replies, inspectors_of, intake_of, session_of
@@ -58,11 +58,11 @@ async def test_a_stopped_sender_is_told_as_silent_and_comes_back_without_being_c
             told = {sender.sender: sender.statistics for sender in found.senders}
             assert told[name] is None
             assert told[other.id] is not None
-            late = asyncio.create_task(look_at(address))
-            await until(lambda: observers(receiver) == 1)
+            late = asyncio.create_task(inspect_patiently(address))
+            await until(lambda: inspector_count(receiver) == 1)
         finally:
             child.go_on()
-        for found in (await late, await look_at(address)):
+        for found in (await late, await inspect_patiently(address)):
             assert all(sender.statistics is not None for sender in found.senders)
         assert receiver.statistics().senders == 2
         assert receiver.statistics().senders_lost == 0
@@ -77,13 +77,13 @@ async def test_a_stopped_sender_is_asked_once_however_often_somebody_looks(addre
         await child.stop()
         try:
             written = _written_to(receiver, name)
-            async with observing(address) as first, observing(address) as second:
+            async with bare_inspector(address) as first, bare_inspector(address) as second:
                 for observer in (first, second):
                     await observer.reports()
                 for _ in range(50):
-                    async with observing(address) as passing:
+                    async with bare_inspector(address) as passing:
                         await passing.reports()
-                await until(lambda: observers(receiver) == 2)
+                await until(lambda: inspector_count(receiver) == 2)
                 assert written == [encode(StatisticsRequest())]
                 child.go_on()
                 for observer in (first, second):
@@ -92,15 +92,15 @@ async def test_a_stopped_sender_is_asked_once_however_often_somebody_looks(addre
                     assert account.sender == name
         finally:
             child.go_on()
-        # The sender also answers the inquiry of the observers that are gone, once, and within the protocol.
-        assert (await look_at(address)).senders[0].statistics is not None
+        # The sender also answers the request of the inspectors that have disconnected, once.
+        assert (await inspect_patiently(address)).senders[0].statistics is not None
         assert written == [encode(StatisticsRequest())] * 2
         assert receiver.statistics().senders == 1
 
 
 def _written_to(receiver: TensorReceiver, sender: str) -> list[bytes]:
     """Record the records that the receiver writes to a sender from now on."""
-    transport = intake_of(receiver).senders[sender].transport
+    transport = intake_of(receiver).senders.connected[sender].transport
     written: list[bytes] = []
     write = transport.write
 
@@ -117,13 +117,13 @@ async def test_a_sender_that_dies_before_it_has_answered_owes_nothing_any_more(a
         await child.call(peers.open_sender)
         await until(lambda: receiver.statistics().senders == 1)
         await child.stop()
-        async with observing(address) as observer:
+        async with bare_inspector(address) as observer:
             await observer.reports()
             child.kill()
             await until(lambda: receiver.statistics().senders == 0)
             assert not awaited_replies(receiver)
-            assert observers(receiver) == 1
-        await until(lambda: observers(receiver) == 0)
+            assert inspector_count(receiver) == 1
+        await until(lambda: inspector_count(receiver) == 0)
 
 
 async def test_those_who_look_at_once_are_all_answered(address: str) -> None:
@@ -131,13 +131,13 @@ async def test_those_who_look_at_once_are_all_answered(address: str) -> None:
         await until(lambda: receiver.statistics().senders == 1)
         written = _written_to(receiver, sender.id)
 
-        found = await asyncio.gather(*(look_at(address) for _ in range(20)))
+        found = await asyncio.gather(*(inspect_patiently(address) for _ in range(20)))
 
         assert all(one.senders[0].statistics is not None for one in found)
         assert set(written) == {encode(StatisticsRequest())}
         assert len(written) < 20
         assert not awaited_replies(receiver)
-        await until(lambda: observers(receiver) == 0)
+        await until(lambda: inspector_count(receiver) == 0)
 
 
 # Costs that other peers do not pay
@@ -147,20 +147,20 @@ async def test_looking_takes_nobodys_place_and_counts_as_nothing(
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with TensorReceiver(address, max_senders=1, max_unclaimed_messages=2) as receiver:
-        async with observing(address) as early:
+        async with bare_inspector(address) as early:
             assert [report.senders for report in await early.reports()] == [()]
             async with TensorSender(address, 2) as sender:
                 await sender.send(pattern(0, 3))
-                async with observing(address) as late:
+                async with bare_inspector(address) as late:
                     assert [len(report.senders) for report in await late.reports()] == [1]
-                    assert (await look_at(address)).statistics == receiver.statistics()
+                    assert (await inspect_patiently(address)).statistics == receiver.statistics()
                     assert receiver.statistics().senders == 1
                     assert receiver.statistics().promised_messages == 2
-                await until(lambda: observers(receiver) == 1)
+                await until(lambda: inspector_count(receiver) == 1)
                 await anext(receiver)
                 await sender.drain()
         await until(lambda: receiver.statistics().senders == 0)
-        await until(lambda: observers(receiver) == 0)
+        await until(lambda: inspector_count(receiver) == 0)
         assert receiver.statistics().senders_lost == receiver.statistics().senders_refused == 0
     assert not caplog.records
 
@@ -169,18 +169,18 @@ async def test_those_who_look_make_room_for_whoever_comes_the_first_of_them_firs
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with TensorReceiver(address) as receiver, contextlib.AsyncExitStack() as stack:
-        crowd = [await stack.enter_async_context(observing(address)) for _ in range(MAX_UNIDENTIFIED)]
+        crowd = [await stack.enter_async_context(bare_inspector(address)) for _ in range(MAX_UNIDENTIFIED)]
         for observer in crowd:
             await observer.reports()
         async with TensorSender(address) as sender:
             await receiver.receive(await sender.send(pattern(0, 3)))
-        assert (await look_at(address)).statistics.senders_refused == 0
-        await until(lambda: observers(receiver) == MAX_UNIDENTIFIED - 1)
+        assert (await inspect_patiently(address)).statistics.senders_refused == 0
+        await until(lambda: inspector_count(receiver) == MAX_UNIDENTIFIED - 1)
         [bye] = await crowd[0].read_all()
         assert bye == _REPLACED
         assert not caplog.records
         await until(lambda: receiver.statistics().senders == 0)
-        await stack.enter_async_context(observing(address))
+        await stack.enter_async_context(bare_inspector(address))
         async with TensorSender(address) as sender:
             await receiver.receive(await sender.send(pattern(0, 3)))
         assert [type(frame) for frame in await crowd[1].read_all()] == [Close]
@@ -190,10 +190,11 @@ async def test_where_none_inspects_a_new_connection_replaces_the_oldest_unidenti
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with TensorReceiver(address) as receiver, contextlib.AsyncExitStack() as stack:
-        first = await stack.enter_async_context(observing(address))
+        first = await stack.enter_async_context(bare_inspector(address))
         await first.reports()
         silent = [
-            await stack.enter_async_context(observing(address, looks=False)) for _ in range(MAX_UNIDENTIFIED)
+            await stack.enter_async_context(bare_inspector(address, inspects=False))
+            for _ in range(MAX_UNIDENTIFIED)
         ]
         assert await first.read_all() == [_REPLACED]
         assert not caplog.records
@@ -210,12 +211,12 @@ async def test_where_none_inspects_a_new_connection_replaces_the_oldest_unidenti
         await until(lambda: not accepted_at(address))
         # Nor does it count them: the full number of unidentified peers can still connect.
         for _ in range(MAX_UNIDENTIFIED):
-            await stack.enter_async_context(observing(address, looks=False))
+            await stack.enter_async_context(bare_inspector(address, inspects=False))
         await until(lambda: len(accepted_at(address)) == MAX_UNIDENTIFIED)
         assert receiver.statistics().senders_refused == 1
         await stack.aclose()
         await until(lambda: not accepted_at(address))
-        assert (await look_at(address)).senders == ()
+        assert (await inspect_patiently(address)).senders == ()
 
 
 async def test_those_who_go_in_the_middle_of_a_look_are_forgotten_at_once(address: str) -> None:
@@ -225,15 +226,15 @@ async def test_those_who_go_in_the_middle_of_a_look_are_forgotten_at_once(addres
         await child.stop()
         try:
             for _ in range(3):
-                async with observing(address) as observer:
+                async with bare_inspector(address) as observer:
                     await observer.reports()
-                await until(lambda: observers(receiver) == 0)
+                await until(lambda: inspector_count(receiver) == 0)
                 assert awaited_replies(receiver) == [set()]
-            looking = asyncio.create_task(look_at(address))
-            await until(lambda: observers(receiver) == 1)
+            looking = asyncio.create_task(inspect_patiently(address))
+            await until(lambda: inspector_count(receiver) == 1)
             looking.cancel()
             await asyncio.wait([looking])
-            await until(lambda: observers(receiver) == 0)
+            await until(lambda: inspector_count(receiver) == 0)
         finally:
             child.go_on()
         await until(lambda: not awaited_replies(receiver))  # it has replied correctly
@@ -247,9 +248,9 @@ async def test_who_looks_and_does_not_read_harms_nobody_and_is_not_waited_for(
         sender = await stack.enter_async_context(TensorSender(address, 1, arena_bytes=1))
         await until(lambda: receiver.statistics().senders == 1)
         for _ in range(MAX_UNIDENTIFIED - 2):
-            await stack.enter_async_context(observing(address))
-        await until(lambda: observers(receiver) == MAX_UNIDENTIFIED - 2)
-        assert (await look_at(address)).senders[0].statistics is not None
+            await stack.enter_async_context(bare_inspector(address))
+        await until(lambda: inspector_count(receiver) == MAX_UNIDENTIFIED - 2)
+        assert (await inspect_patiently(address)).senders[0].statistics is not None
         await sender.send(pattern(0, 3))
         await anext(receiver)
         await sender.drain()
@@ -257,8 +258,8 @@ async def test_who_looks_and_does_not_read_harms_nobody_and_is_not_waited_for(
         # to a limit.
         monkeypatch.setattr(unix, "MAX_UNREAD_BYTES", 1 << 20)
         before = set(inspectors_of(receiver))
-        await stack.enter_async_context(observing(address))
-        await until(lambda: observers(receiver) == MAX_UNIDENTIFIED - 1)
+        await stack.enter_async_context(bare_inspector(address))
+        await until(lambda: inspector_count(receiver) == MAX_UNIDENTIFIED - 1)
         [deaf] = set(inspectors_of(receiver)) - before
         report = StatisticsReply(sender.statistics(), "x" * 64)
         while deaf in inspectors_of(receiver):
@@ -275,7 +276,7 @@ async def test_one_who_cannot_be_told_anything_is_forgotten_and_nobody_is_asked(
         transport = Unwritable()
         intake_of(receiver).connection_accepted(transport)
         transport.receive(encode(Inspect(VERSION, 1)))
-        assert observers(receiver) == 0
+        assert inspector_count(receiver) == 0
         assert not awaited_replies(receiver)
 
 
@@ -287,7 +288,7 @@ async def test_a_sender_that_cannot_be_asked_is_lost_and_the_others_are_asked(ad
         transport.is_broken = False
         transport.receive(encode(Hello(VERSION, 7, "s", 4, 1)))
         transport.is_broken = True
-        async with observing(address) as observer:
+        async with bare_inspector(address) as observer:
             [report] = await observer.reports()
             assert [row.sender for row in report.senders] == [honest.id, "s"]
             [account] = await observer.read() or []
@@ -298,7 +299,7 @@ async def test_a_sender_that_cannot_be_asked_is_lost_and_the_others_are_asked(ad
 
 
 async def test_a_receiver_that_closes_waits_for_nobody_who_looks(address: str) -> None:
-    async with TensorReceiver(address) as receiver, observing(address) as observer:
+    async with TensorReceiver(address) as receiver, bare_inspector(address) as observer:
         [report] = await observer.reports()
         [inspector] = inspectors_of(receiver)
         for _ in range(20):
@@ -313,8 +314,8 @@ async def test_a_look_at_a_receiver_that_goes_says_so(address: str) -> None:
             await child.call(peers.open_sender)
             await until(lambda: receiver.statistics().senders == 1)
             await child.stop()
-            looking = asyncio.create_task(look_at(address))
-            await until(lambda: observers(receiver) == 1)
+            looking = asyncio.create_task(inspect_patiently(address))
+            await until(lambda: inspector_count(receiver) == 1)
         with pytest.raises(PeerLostError, match="is gone") as caught:
             await looking
         assert caught.value.pid == os.getpid()
@@ -324,8 +325,8 @@ async def test_a_look_at_a_receiver_that_goes_says_so(address: str) -> None:
 async def test_nothing_is_done_while_nobody_looks(address: str) -> None:
     async with TensorReceiver(address) as receiver, TensorSender(address):
         await until(lambda: receiver.statistics().senders == 1)
-        await look_at(address)
-        await until(lambda: observers(receiver) == 0)
+        await inspect_patiently(address)
+        await until(lambda: inspector_count(receiver) == 0)
         assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("aiotensor")]
 
 
@@ -334,7 +335,7 @@ async def test_nothing_is_done_while_nobody_looks(address: str) -> None:
 
 async def _is_cut_off(address: str, *records: bytes) -> list[ToInspector]:
     """Send records, and return all replies until the end of the connection."""
-    async with observing(address, looks=False) as observer:
+    async with bare_inspector(address, inspects=False) as observer:
         for record in records:
             await observer.say(record)
         return await observer.read_all()
@@ -359,7 +360,7 @@ async def test_whoever_looks_may_say_nothing_else(
         frames = await _is_cut_off(address, encode(Inspect(VERSION, 1)), second)
         assert [type(frame) for frame in frames[:2]] == [Welcome, ReceiverReport]
         assert "broke the protocol" in caplog.text
-        await until(lambda: observers(receiver) == 0)
+        await until(lambda: inspector_count(receiver) == 0)
         assert receiver.statistics().senders == 1
         assert receiver.statistics().senders_lost == 0
         await receiver.receive(await sender.send(pattern(0, 3)))
@@ -370,7 +371,7 @@ async def test_an_account_that_nobody_asked_for_breaks_the_protocol(
 ) -> None:
     async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
         await until(lambda: receiver.statistics().senders == 1)
-        await look_at(address)
+        await inspect_patiently(address)
         session_of(sender).connection.reply(sender.statistics())  # a second reply to one request
         session_of(sender).flush()
         await until(lambda: receiver.statistics().senders_lost == 1)
@@ -384,4 +385,4 @@ async def test_another_version_is_told_by_both_sides(address: str, caplog: pytes
         assert close.is_refusal
         assert welcome == Welcome(VERSION, os.getpid(), MAX_RECORD_BYTES, receiver.id)
         assert f"speaks version {VERSION + 1} of the protocol, this side speaks {VERSION}" in caplog.text
-        await until(lambda: observers(receiver) == 0)
+        await until(lambda: inspector_count(receiver) == 0)

@@ -19,10 +19,11 @@ from aiotensor import (
     TensorSender,
     WouldBlockError,
 )
-from aiotensor.protocol.admission import AdmissionLimits
 from aiotensor.protocol.frames import MAX_FRAMES, MAX_RECORD_BYTES, Discard, encode
+from aiotensor.protocol.receiver import AdmissionLimits
 from aiotensor.receiving.intake import MAX_UNIDENTIFIED, Intake
-from aiotensor.statistics.counters import new_counts
+from aiotensor.receiving.senders import Senders
+from aiotensor.statistics.counters import ErrorCounter, new_counts
 from aiotensor.transports import queue, unix
 from aiotensor.transports.endpoints import Endpoint
 from aiotensor.transports.records import SocketTransport, record_pair
@@ -106,7 +107,8 @@ async def test_a_receiver_that_does_not_read_makes_a_sender_wait_and_not_grow() 
 @on_sockets
 async def test_a_sender_to_which_nothing_can_be_written_is_not_admitted() -> None:
     counts = new_counts(ReceiverStatistics)
-    intake = Intake("r", AdmissionLimits(64, None, None, MAX_RECORD_BYTES), counts, lambda: None)
+    senders = Senders(AdmissionLimits(64, None, None, MAX_RECORD_BYTES), counts, ErrorCounter())
+    intake = Intake("r", MAX_RECORD_BYTES, senders)
     near, far = record_pair()
     with far:
         with contextlib.suppress(BlockingIOError):
@@ -116,8 +118,8 @@ async def test_a_sender_to_which_nothing_can_be_written_is_not_admitted() -> Non
         intake.connection_accepted(transport)
         far.send(encode(hello()))
         await until(lambda: transport.is_closed)
-        assert intake.senders == {}
-        assert intake.promised_messages == intake.mapped_bytes == 0
+        assert senders.connected == {}
+        assert senders.promised_messages == senders.mapped_bytes == 0
         assert counts["senders_lost"] == 1
     await intake.close()
 

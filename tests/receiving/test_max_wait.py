@@ -105,10 +105,9 @@ async def test_a_message_whose_tensors_never_come_is_answered_and_what_comes_lat
             MessageClient(here.messages, reply_type=Answer) as client,
         ):
             serving = asyncio.create_task(server.serve(answer))
-            there = inside.servers_of(client)[0]
-            session = await there.ready()
+            session = await inside.servers_of(client)[0].ready()
             handle = await astray.send(pattern(0, BIG))
-            request = await there.ask(session, (handle,), [b"\x80"], wants_answer=True, may_move=False)
+            request = await session.ask((handle,), [b"\x80"], wants_answer=True)
             assert request is not None
             assert request.answer is not None
             with pytest.raises(RemoteError, match="no sender of this id has connected here") as no:

@@ -33,8 +33,8 @@ from aiotensor.protocol.frames import (
     encode,
 )
 from aiotensor.transports.endpoints import Endpoint
+from tests.bare_peers import BareReceiver, read_record
 from tests.frames import put
-from tests.looking import RogueReceiver, read_record
 from tests.pairs import endpoint
 from tests.rogues import RogueSender, rogue_sender
 from verification.fuzz.listening import waiting_at
@@ -72,7 +72,7 @@ async def test_a_limit_of_the_receiver_refuses_a_sender_and_the_next_call_asks_a
                 refused = receiver.statistics().senders_refused
                 await first.aclose()
                 await until(lambda: receiver.statistics().senders == 0)
-                # There is a place now, and nothing asks for it until somebody calls.
+                # There is capacity now, and no attempt is made until the next call.
                 async with TensorSender(place) as third:
                     await third.ready()
                 assert receiver.statistics().senders_refused == refused
@@ -172,11 +172,11 @@ async def _refuse(sender: TensorSender, address: str) -> None:
 
 
 @asynccontextmanager
-async def _accepted(listener: socket.socket) -> AsyncIterator[tuple[socket.socket, RogueReceiver]]:
+async def _accepted(listener: socket.socket) -> AsyncIterator[tuple[socket.socket, BareReceiver]]:
     sock, _ = await asyncio.get_running_loop().sock_accept(listener)
     with sock:
         sock.setblocking(False)
-        yield sock, RogueReceiver(sock)
+        yield sock, BareReceiver(sock)
 
 
 async def _read(sock: socket.socket) -> list[Opening | FromSender]:
@@ -195,7 +195,7 @@ async def test_a_receiver_of_another_version_refuses_every_wait_of_the_sender(ad
                 sock, _ = await asyncio.get_running_loop().sock_accept(listener)
                 with sock:
                     sock.setblocking(False)
-                    await RogueReceiver(sock).say(Welcome(VERSION + 1, 7, is_admitted=True))
+                    await BareReceiver(sock).say(Welcome(VERSION + 1, 7, is_admitted=True))
                     for call in asking:
                         with pytest.raises(
                             RefusedError, match=f"version {VERSION + 1}.*install the same"

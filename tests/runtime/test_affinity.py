@@ -16,7 +16,7 @@ from aiotensor.runtime.affinity import FreedItems, LoopAffinity
 
 
 def in_a_thread(work: Callable[[], object]) -> BaseException | None:
-    """Run something in another thread, and return what it raised."""
+    """Run a function in another thread, and return its error."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -32,7 +32,7 @@ def in_a_thread(work: Callable[[], object]) -> BaseException | None:
 
 
 def in_a_fork(work: Callable[[], object]) -> str:
-    """Run something in a forked child, and return the type and text of what it raised."""
+    """Run a function in a forked child, and return the type and the text of its error."""
     reading_end, writing_end = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -56,7 +56,7 @@ forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:Dep
 
 
 class Opened(Protocol):
-    """What is opened with ``async with``."""
+    """An asynchronous context manager."""
 
     def __aenter__(self) -> Coroutine[Any, Any, object]: ...
 
@@ -211,11 +211,11 @@ def test_a_closed_object_is_no_better_after_a_fork() -> None:
     assert in_a_fork(home.check).startswith("UsageError: this TensorSender came here by a fork")
 
 
-# Word of what was freed
+# Freed items
 
 
 class Collected:
-    """Note what was freed, with the thread that it was handled in."""
+    """Record the handled items and the threads of the calls."""
 
     def __init__(self) -> None:
         self.calls: list[list[int]] = []

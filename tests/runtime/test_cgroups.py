@@ -1,4 +1,4 @@
-"""The memory limit of a container, in trees of real files, and what a sender says about it."""
+"""The memory limits of containers in trees of real files, and the warning of a sender."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ V1_UNLIMITED = 0x7FFFFFFFFFFFF000
 
 
 def tree(root: Path, mountinfo: str, group: str, files: dict[str, str]) -> Path:
-    """Make a root with what the kernel shows of control groups."""
+    """Create a root with the files of control groups."""
     process = root / "proc/self"
     process.mkdir(parents=True)
     (process / "mountinfo").write_bytes(os.fsencode(mountinfo))
@@ -71,7 +71,7 @@ def test_the_limit_of_a_v1_group_is_found_with_what_is_used(tmp_path: Path) -> N
     assert [*memory_limits(root)] == [MemoryLimit(GIB, 200 * MIB, file)]
 
 
-# Of a group or a mount: bytes that are not UTF-8, and what Python takes for a blank or the end of a line.
+# Names of groups and mounts: bytes that are not UTF-8, and characters that `str.split` treats as separators.
 NAMES = {"latin-1": os.fsdecode(b"caf\xe9"), "blanks": "a\x85b\u2028c\x0cd\re\xa0f"}
 
 

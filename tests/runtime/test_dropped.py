@@ -1,6 +1,6 @@
 """Objects that lost their last reference while they were open: reported, and released in their event loop."""
 
-# ruff: noqa: F821 - what is deleted was seen by conditions before
+# ruff: noqa: F821 - earlier conditions use the deleted names
 import asyncio
 import gc
 import itertools
@@ -34,7 +34,7 @@ ARENA = 1 << 20
 
 @pytest.fixture(autouse=True)
 async def everything_is_released(nothing_left_behind: None) -> AsyncIterator[None]:
-    """Wait until what was dropped is closed, before it is seen what is left."""
+    """Wait until dropped objects are closed, before the check for leftovers."""
     yield
     await asyncio.sleep(0)
 
@@ -45,7 +45,7 @@ async def opened(one: Any) -> Any:
 
 @contextmanager
 def unclosed(text: str = "") -> Iterator[list[str]]:
-    """Drop objects in a block, and collect what is said about them: at least once, each with this text."""
+    """Drop objects in a block, and check that there are warnings, each with this text."""
     texts: list[str] = []
 
     def note(message: Warning | str, category: type[Warning], *_: object) -> None:
@@ -364,8 +364,8 @@ def test_what_is_dropped_after_its_loop_was_closed_leaves_no_descriptor(make: Ca
 def test_clients_and_servers_that_are_dropped_when_their_loop_runs_no_more_are_released(
     loop: str, has_keys: bool, is_connected: bool
 ) -> None:
-    # In a process of its own, so that one that waits forever can be ended.
-    process = peers._contexts["forkserver"].Process(
+    # In a separate process, which can be killed if it hangs.
+    process = peers.contexts["forkserver"].Process(
         target=_drop_clients_and_servers, args=(loop, has_keys, is_connected)
     )
     process.start()
@@ -390,7 +390,7 @@ def _drop_clients_and_servers(loop: str, has_keys: bool, is_connected: bool) -> 
             running.close()
         collect()
 
-    drop(is_closed=True, is_cycle=False)  # what is made once stays
+    drop(is_closed=True, is_cycle=False)  # objects that are created once remain
     before = _held()
     for is_closed, is_cycle in itertools.product((False, True), repeat=2):
         drop(is_closed=is_closed, is_cycle=is_cycle)
@@ -407,7 +407,7 @@ async def _left_open(here: Place, has_keys: bool, is_connected: bool) -> list[An
         ]
     at = "tcp://127.0.0.1:0" if has_keys else here.messages
     server = await opened(MessageServer(at, Question, **keys[0]))
-    addresses = [server.address, here.answers.replace("unix:", "ipc:")]  # nobody is at the second
+    addresses = [server.address, here.answers.replace("unix:", "ipc:")]  # no process listens at the second
     client = await opened(
         MessageClient(addresses if is_connected else addresses[1:], reply_type=Answer, **keys[1])
     )

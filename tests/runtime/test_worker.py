@@ -1,4 +1,4 @@
-"""The thread for what takes long: what becomes of work that fails, or that nobody wants any more."""
+"""Worker threads: results, failures and abandoned work."""
 
 import asyncio
 import gc
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 @asynccontextmanager
 async def worker_at_work() -> AsyncIterator[tuple[Worker, threading.Event]]:
-    """Make a worker that has something to do until it is let go."""
+    """Return a worker with work that runs until an event is set."""
     worker, go_on = Worker("worker under test"), threading.Event()
     begun = threading.Event()
 
@@ -187,12 +187,12 @@ async def test_work_of_both_kinds_can_use_the_helper_after_the_worker_was_closed
 
 
 class Thing:
-    """Something that is to be gone as soon as nobody wants it."""
+    """An object that must be freed with its last reference."""
 
 
 @pytest.fixture
 def no_collections() -> Iterator[None]:
-    """Let only that be freed which nobody refers to."""
+    """Disable the garbage collector, so that only objects without references are freed."""
     gc.collect()
     gc.disable()
     yield

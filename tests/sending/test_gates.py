@@ -16,7 +16,7 @@ def gate_of(limit: int) -> Gate[None]:
 
 
 async def begin(gate: Gate[None], amount: int, holder: str | None = None) -> Waiting:
-    """Begin to wait in a task of its own, and return when it is in line."""
+    """Begin to wait in a separate task, and return when it is in the queue."""
     waiting = gate.budget.waiting
     task = asyncio.create_task(gate.acquire(amount, holder))
     while gate.budget.waiting == waiting:
@@ -206,7 +206,7 @@ async def test_it_may_be_an_earlier_waiter_that_is_refused() -> None:
     other = await gate.acquire(5)
     greedy, patient = await begin(gate, 6, "a"), await begin(gate, 1, "new")
 
-    gate.release(other)  # all that is in use belongs to the first in line now, and it wants more
+    gate.release(other)  # the first waiter owns all used bytes, and requests more
     with pytest.raises(StuckError):
         await greedy
     await patient
@@ -235,7 +235,7 @@ async def test_a_refused_waiter_whose_turn_comes_all_the_same_gives_the_grant_ba
     gate = gate_of(10)
     held = await gate.acquire(10, "a")
     task = asyncio.create_task(gate.acquire(5, "a"))
-    await asyncio.sleep(0)  # it is refused, and has not heard of it
+    await asyncio.sleep(0)  # it is refused, and its task has not run yet
     gate.release(held)
 
     with pytest.raises(StuckError):
@@ -287,7 +287,7 @@ async def test_what_comes_back_in_the_turn_of_a_passing_failure_goes_to_those_wh
     held = await gate.acquire(10)
     failed = [await begin(gate, 10) for _ in range(3)]
     gate.fail_waiting(lambda: PeerLostError("gone"))
-    gate.release(held)  # the turn comes to those that have failed, and passes on from them
+    gate.release(held)  # the failed waiters are granted it first, and release it
     later = asyncio.create_task(gate.acquire(10))
 
     errors = await asyncio.gather(*failed, return_exceptions=True)
@@ -339,7 +339,7 @@ async def test_a_waiter_cancelled_in_the_turn_of_its_grant_gives_its_place_back(
 
 
 class Alarms:
-    """A gate that reports waits, and what it reported."""
+    """A gate that reports waits, and the list of its reports."""
 
     def __init__(self, long_wait_s: float | None) -> None:
         self.long_wait_s = long_wait_s
@@ -438,6 +438,24 @@ async def test_a_long_wait_is_reported_in_time_while_an_earlier_one_is_not_overd
     for waiting in (first, second):
         waiting.cancel()
     await asyncio.wait([first, second])
+
+
+async def test_an_error_of_a_report_leaves_the_other_limits_in_force() -> None:
+    def fail(amount: int) -> None:
+        raise RuntimeError(f"cannot report {amount}")
+
+    gate: Gate[None] = Gate(
+        10, long_wait_s=0.01, max_wait_s=0.03, on_long_wait=fail, overdue=lambda _: PeerLostError("too long")
+    )
+    await gate.acquire(10)
+    errors: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: errors.append(str(context["exception"]))
+    )
+    for amount in (1, 2):
+        with pytest.raises(PeerLostError, match="too long"):
+            await gate.acquire(amount)
+    assert errors == ["cannot report 1", "cannot report 2"]
 
 
 async def test_the_longest_of_the_present_waits_is_known() -> None:

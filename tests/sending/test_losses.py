@@ -1,4 +1,4 @@
-"""What becomes of what is sent when the receiver goes, comes back, or cannot be written to."""
+"""Messages that are sent while the receiver closes, reconnects, or cannot be written to."""
 
 import asyncio
 import errno
@@ -99,7 +99,7 @@ async def test_what_was_in_flight_is_lost_aloud_and_later_sends_go_to_the_next_r
                 for seed in range(10, 20):  # as much as would overwrite the old memory
                     handle = await sender.send(pattern(seed, BIG))
                     assert torch.equal(await receiver.receive(handle), pattern(seed, BIG))
-                # The old receiver may read where this lies, so it is copied, and arrives all the same.
+                # The old receiver may read this memory, so the sender copies the tensor.
                 handle = await sender.send(allocated)
                 assert torch.equal(await receiver.receive(handle), pattern(5, BIG))
                 for handle in lost:
@@ -170,6 +170,7 @@ async def test_a_tensor_whose_send_failed_is_freed_without_the_garbage_collector
     waits: str, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pair(max_concurrent_videos=1) as (sender, receiver):
+        await sender.ready()  # a receiver of a queue that has not read of a sender cannot notify it
         if waits == "permit":
             await sender.send(pattern(0, 3))
         tensor = pattern(1, 1_000_000)

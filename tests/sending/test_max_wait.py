@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from aiotensor import PeerLostError, TensorReceiver, TensorSender, WouldBlockError
-from aiotensor.sending.gates import Gate
 from tests.cancellation.situations import clog, unread
 from tests.pairs import endpoint
-from verification.internals import memory_of
+from verification.internals import end_first_wait, memory_of
 from verification.model.stepping import Steps
 from verification.patterns import BIG, pattern
 from verification.waiting import settled, until
@@ -71,13 +70,6 @@ async def test_a_wait_for_memory_ends_and_leaves_its_message_as_it_was() -> None
             await settled(sender)
 
 
-def _let_the_first_be_overdue(gate: Gate[Any]) -> None:
-    """Let the longest wait have begun earlier: a machine that stands still may not let the others join it."""
-    first = next(iter(gate._waits))
-    first.since -= LONG_S
-    gate._watch([first])
-
-
 async def test_a_big_one_that_has_waited_for_too_long_lets_the_small_ones_behind_it_through() -> None:
     with endpoint() as place:
         async with (
@@ -89,7 +81,7 @@ async def test_a_big_one_that_has_waited_for_too_long_lets_the_small_ones_behind
             await until(lambda: sender.statistics().waiting == 1)
             small = asyncio.create_task(sender.send(pattern(3, BIG // 4)))
             await until(lambda: sender.statistics().waiting == 2)
-            _let_the_first_be_overdue(memory_of(sender).gate)
+            end_first_wait(memory_of(sender).gate)  # a short limit could end it before the other joins, too
             with pytest.raises(WouldBlockError):
                 await big
             assert torch.equal(await receiver.receive(await small), pattern(3, BIG // 4))
@@ -138,9 +130,8 @@ def test_a_limit_that_is_no_span_of_time_is_refused() -> None:
             TensorSender("unix:///tmp/nobody", max_wait_s=seconds)
 
 
-@pytest.mark.parametrize(
-    "link", ["unix"], indirect=True
-)  # a queue takes what is sent before its receiver starts
+# A queue accepts records before its receiver starts.
+@pytest.mark.parametrize("link", ["unix"], indirect=True)
 @pytest.mark.parametrize("send", ["small", "large", "several"])
 async def test_a_wait_for_a_receiver_that_is_not_there_ends(send: str) -> None:
     with endpoint() as place:

@@ -1,4 +1,4 @@
-"""A sender's shared memory: what is given back to the system, and when."""
+"""The shared memory of a sender is returned to the system when no tensor uses it."""
 
 import asyncio
 import contextlib
@@ -13,6 +13,7 @@ from aiotensor.sending.gates import Gate
 from aiotensor.sending.memory import Memory
 from aiotensor.statistics.counters import new_counts
 from aiotensor.types import SenderStatistics
+from verification.internals import is_trimming, worker_of
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -33,7 +34,7 @@ async def test_idle_memory_goes_back_to_the_system_after_a_while_and_then_nothin
     memory.unpin_owner(block.number)
     await until(lambda: os.fstat(descriptor).st_blocks == 0)
     assert memory.warm_bytes == 0
-    assert memory._trimming is None
+    assert not is_trimming(memory)
     await memory.aclose()
 
 
@@ -42,7 +43,7 @@ async def test_memory_stays_warm_for_ever_if_that_is_asked_for() -> None:
     block = await memory.acquire(MIB)
     await memory.copy(torch.full((MIB,), 7, dtype=torch.uint8), block, None)
     memory.unpin_owner(block.number)
-    assert memory._trimming is None
+    assert not is_trimming(memory)
     assert memory.warm_bytes == MIB
     await memory.aclose()
 
@@ -70,7 +71,7 @@ async def test_memory_that_was_filled_on_the_loop_is_not_given_back_by_an_earlie
     assert block is not None
     memory.copy_now(torch.full((MIB,), 7, dtype=torch.uint8), block)
     memory.unpin_owner(block.number)
-    memory._worker.submit(go_on.wait)  # the worker is busy with somebody's copy
+    worker_of(memory).submit(go_on.wait)  # the worker is busy with another copy
     await until(lambda: memory.warm_bytes == 0)  # the giving back is queued behind it
     again = memory.try_acquire(MIB, None)
     assert again is not None

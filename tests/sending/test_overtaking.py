@@ -10,7 +10,7 @@ import torch
 
 from aiotensor import TensorSender, WouldBlockError
 from tests.pairs import pair
-from verification.internals import memory_of
+from verification.internals import worker_of
 from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -22,8 +22,8 @@ LARGE = torch.zeros(1, dtype=torch.uint8).expand(64 * MIB)  # which takes no mem
 
 @asynccontextmanager
 async def busy_with_long_work(sender: TensorSender) -> AsyncIterator[None]:
-    """Have the worker of a sender do something that takes as long as the block."""
-    worker, begun, go_on = memory_of(sender)._worker, threading.Event(), threading.Event()
+    """Keep the worker of a sender busy for the length of the block."""
+    worker, begun, go_on = worker_of(sender), threading.Event(), threading.Event()
 
     def work() -> None:
         begun.set()

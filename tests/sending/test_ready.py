@@ -16,10 +16,10 @@ from aiotensor import (
 )
 from aiotensor.protocol.connection import Close
 from aiotensor.protocol.frames import MAX_RECORD_BYTES, VERSION, Welcome
-from tests.looking import RogueReceiver
+from tests.bare_peers import BareReceiver
 from tests.pairs import endpoint
 from verification.fuzz.listening import waiting_at
-from verification.internals import messages_of
+from verification.internals import pipeline_of
 from verification.patterns import pattern
 from verification.waiting import until
 
@@ -49,10 +49,10 @@ async def test_a_welcome_is_no_admission() -> None:
             sock, _ = await asyncio.get_running_loop().sock_accept(listener)
             with sock:
                 sock.setblocking(False)
-                await RogueReceiver(sock).say(Welcome(VERSION, 7))
-                await until(lambda: messages_of(sender).sessions.receiver_pid == 7)
+                await BareReceiver(sock).say(Welcome(VERSION, 7))
+                await until(lambda: pipeline_of(sender).sessions.receiver_pid == 7)
                 assert not probe.done()
-                await RogueReceiver(sock).say(Close("max_senders=0", is_refusal=True))
+                await BareReceiver(sock).say(Close("max_senders=0", is_refusal=True))
                 with pytest.raises(
                     RefusedError, match=r"the receiver \(pid 7\) refused .*max_senders=0"
                 ) as no:

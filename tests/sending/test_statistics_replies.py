@@ -8,7 +8,7 @@ import pytest
 
 from aiotensor import TensorSender, WouldBlockError
 from aiotensor.protocol.frames import MAX_FRAMES, StatisticsReply, StatisticsRequest
-from tests.looking import RogueReceiver, rogue_receiver
+from tests.bare_peers import BareReceiver, bare_receiver
 from verification.internals import session_of
 from verification.patterns import pattern
 from verification.waiting import until
@@ -17,9 +17,9 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
 @asynccontextmanager
-async def clogged(address: str) -> AsyncIterator[tuple[TensorSender, RogueReceiver, int]]:
+async def clogged(address: str) -> AsyncIterator[tuple[TensorSender, BareReceiver, int]]:
     """Connect a sender to a receiver that does not read, until the sender queues frames."""
-    async with rogue_receiver(address) as (sender, receiver):
+    async with bare_receiver(address) as (sender, receiver):
         sent = 0
         while True:
             try:
@@ -47,7 +47,7 @@ class Writes:
 
 
 async def test_requests_of_one_iteration_have_one_reply(address: str) -> None:
-    async with rogue_receiver(address) as (sender, receiver):
+    async with bare_receiver(address) as (sender, receiver):
         await sender.send(pattern(0, 3))
         await receiver.say(*[StatisticsRequest()] * MAX_FRAMES)
         [reply] = await receiver.replies(1)

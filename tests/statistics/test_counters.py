@@ -79,11 +79,11 @@ async def test_what_is_taken_without_waiting_is_no_wait() -> None:
 
 
 class _Theirs(errors.PeerLostError):
-    """An error that somebody derived from ours."""
+    """An error derived from one of the library."""
 
 
 class _Namesake(Exception):  # noqa: N818 - it is called like one of ours
-    """An error of somebody else."""
+    """An error of another library."""
 
 
 _Namesake.__name__ = "ClosedError"

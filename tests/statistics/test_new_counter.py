@@ -62,10 +62,10 @@ def copy_with_a_line_more(tmp_path_factory: pytest.TempPathFactory) -> Path:
     before, found, after = types.read_text().partition(BEFORE)  # of the sender, which is the first
     assert found
     types.write_text(before + LINE + found + after)
-    in_flight = folder / "aiotensor" / "sending" / "in_flight.py"
-    text = in_flight.read_text()
+    grants = folder / "aiotensor" / "sending" / "grants.py"
+    text = grants.read_text()
     assert COUNTED in text
-    in_flight.write_text(text.replace(COUNTED, COUNTED + COUNT))
+    grants.write_text(text.replace(COUNTED, COUNTED + COUNT))
     return folder
 
 

@@ -1,17 +1,17 @@
-"""What the tests of shared memory share: a clock, places, and memory to look at."""
+"""A clock, blocks and random tensors for the tests of shared memory."""
 
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
 
 from aiotensor.protocol.pages import Range
 from aiotensor.tensors.arena import Arena, Extent
-from aiotensor.tensors.mapped import MappedSegment, open_segment
-from aiotensor.tensors.raw import new_tensor
+from aiotensor.tensors.mapping import MappedSegment, open_segment
+from aiotensor.tensors.raw import RawBytes, new_tensor
 from aiotensor.tensors.segments import Segment
 
 MIB = 1 << 20
@@ -19,7 +19,7 @@ PAGE = mmap.PAGESIZE
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that tests advance."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -30,7 +30,7 @@ class Clock:
 
 @contextmanager
 def arena_of(nbytes: int = 8 * MIB, clock: Clock | None = None) -> Iterator[Arena]:
-    """Make an arena, and close it."""
+    """Return an arena, and close it at the end."""
     arena = Arena(nbytes, clock or Clock())
     try:
         yield arena
@@ -83,9 +83,13 @@ def other_side_of(segment: Segment) -> MappedSegment:
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype = torch.uint8, seed: int = 0) -> torch.Tensor:
-    tensor = new_tensor(shape, dtype)
-    values = np.random.default_rng(seed).integers(0, 256, tensor.nbytes, np.uint8)
-    tensor.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(values))
+    return tensor_of(np.random.default_rng(seed).integers(0, 256, (*shape, dtype.itemsize), np.uint8), dtype)
+
+
+def tensor_of(array: RawBytes, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor with the bytes of an array of (*shape, bytes of an element)."""
+    tensor = new_tensor(array.shape[:-1], dtype)
+    tensor.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(array.reshape(-1).copy()))
     return tensor
 
 
@@ -93,6 +97,11 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def open_files() -> set[str]:
-    # But for the one that lists them.
-    return {name for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")}
+def open_files() -> set[tuple[str, int, int]]:
+    """Return the number, the device and the inode of each open descriptor."""
+    files = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the descriptor of the listing
+            status = os.fstat(int(name))
+            files.add((name, status.st_dev, status.st_ino))
+    return files

@@ -34,7 +34,7 @@ class Desk:
         return self.allocations.add(self.blocks[number], dtype, shape)
 
     def take_back(self, number: int) -> None:
-        """Do what the sender does when it hears of a freed block."""
+        """Free a block as the sender does."""
         self.allocations.forget(number)
         self.arena.free(self.blocks.pop(number).place)
 

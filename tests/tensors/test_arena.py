@@ -150,8 +150,8 @@ def test_a_retired_segment_has_no_descriptor_any_more() -> None:
         place.segment.return_memory([])
 
         assert open_files() == before
-        filled(place.segment, chunk(1))  # what was begun before goes on
-        place.segment.view(MIB, 5)[:] = b"hello"
+        filled(place.segment, chunk(1))  # filling has begun before
+        place.segment.memory[MIB : MIB + 5] = b"hello"
 
 
 def test_every_segment_has_a_number_of_its_own() -> None:

@@ -30,7 +30,7 @@ def wanted() -> bool:
 
 
 def copied(source: torch.Tensor, copy: Copy) -> bytes:
-    """Copy a tensor into a block, and return what is in it, if nothing else was changed."""
+    """Copy a tensor into a block, check the memory around it, and return its bytes."""
     with arena_of(source.nbytes + 3 * GUARD) as arena:
         edge, place, other = (place_in(arena, nbytes) for nbytes in (GUARD, source.nbytes, GUARD))
         for guard in (edge, other):
@@ -138,7 +138,7 @@ def test_both_threads_copy(helper: Executor) -> None:
     def meet() -> bool:
         if threading.get_ident() not in seen:
             seen.add(threading.get_ident())
-            both.wait(10)  # neither goes on until the other has begun
+            both.wait(10)  # each thread waits until the other has begun
         return False
 
     source = random_tensor((4 * MIB,))
@@ -221,11 +221,11 @@ def test_a_parameter_is_copied_and_only_read(helper: Executor) -> None:
     assert bytes_of(source.detach()) == before
 
 
-# A copy that nobody wants any more
+# Abandoned copies
 
 
 class After:
-    """Say that a copy is not wanted any more, when asked so many times before."""
+    """Return True after a number of calls."""
 
     def __init__(self, looks: int) -> None:
         self.looks = looks

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from aiotensor.tensors import gathering
 from aiotensor.tensors.dtypes import DTYPES
 from aiotensor.tensors.gathering import Gathering, gathered
-from aiotensor.tensors.raw import RawBytes, new_tensor
+from aiotensor.tensors.raw import RawBytes, flat_bytes
 from aiotensor.tensors.source import as_source
+from tests.tensors.segments import random_tensor, tensor_of
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -22,15 +23,7 @@ VIEWS = ["transpose", "expand", "step", "narrow", "select"]
 
 
 def random_bytes(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> RawBytes:
-    """Make an array of (*shape, bytes of an element)."""
-    return np.random.default_rng(seed).integers(0, 256, (*shape, dtype.itemsize), np.uint8)
-
-
-def tensor_of(array: RawBytes, dtype: torch.dtype) -> torch.Tensor:
-    """Make a tensor of such an array."""
-    tensor = new_tensor(array.shape[:-1], dtype)
-    tensor.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(array.reshape(-1).copy()))
-    return tensor
+    return flat_bytes(random_tensor(shape, dtype, seed)).reshape(*shape, dtype.itemsize)
 
 
 def joined(tensor: torch.Tensor) -> bytes:
@@ -158,7 +151,7 @@ def test_conjugate_and_negative_views_are_read_as_the_values_that_they_show(
     dtype: torch.dtype, view: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut_small(monkeypatch, size, 2)
-    source = VALUES_OF_A_VIEW[view](tensor_of(random_bytes((3, 4), dtype), dtype))
+    source = VALUES_OF_A_VIEW[view](random_tensor((3, 4), dtype))
     assert source.is_conj() or source.is_neg()
 
     found = np.frombuffer(joined(source), np.uint8)

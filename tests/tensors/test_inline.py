@@ -9,21 +9,10 @@ from aiotensor.tensors.allocations import Allocations
 from aiotensor.tensors.dtypes import DTYPES
 from aiotensor.tensors.inline import MAX_INLINE_BYTES, open_inline
 from aiotensor.tensors.placement import open_tensor, place_inline, plan_placement
-from aiotensor.tensors.raw import new_tensor
+from tests.tensors.segments import bytes_of, random_tensor
 
 dtypes = st.sampled_from(list(DTYPES.values()))
 shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)  # small enough for a frame
-
-
-def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    tensor = new_tensor(shape, dtype)
-    raw = np.random.default_rng(seed).integers(0, 256, tensor.nbytes, np.uint8)
-    tensor.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(raw))
-    return tensor
-
-
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def place(source: torch.Tensor) -> bytes:

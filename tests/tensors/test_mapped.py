@@ -14,7 +14,7 @@ from aiotensor.errors import ProtocolError
 from aiotensor.tensors.arena import Extent, read_where
 from aiotensor.tensors.copying import copy_now
 from aiotensor.tensors.dtypes import DTYPES
-from aiotensor.tensors.mapped import open_segment
+from aiotensor.tensors.mapping import open_segment
 from aiotensor.tensors.placement import open_tensor, place_copy
 from aiotensor.tensors.segments import Segment
 from tests.tensors.segments import (
@@ -74,11 +74,11 @@ def test_a_tensor_is_the_same_on_the_other_side(dtype: torch.dtype, shape: tuple
 def test_both_sides_see_what_either_writes() -> None:
     with segment_of() as segment:
         tensor = other_side_of(segment).tensor(64, torch.int32, (2, 3)).tensor
-        segment.view(64, 24)[:] = struct.pack("6i", *range(6))
+        segment.memory[64:88] = struct.pack("6i", *range(6))
         assert tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
 
         tensor[1, 2] = -5
-        assert bytes(segment.view(84, 4)) == struct.pack("i", -5)
+        assert bytes(segment.memory[84:88]) == struct.pack("i", -5)
 
 
 def test_what_was_opened_stays_for_as_long_as_a_view_of_it_lives_and_no_longer() -> None:
@@ -86,7 +86,7 @@ def test_what_was_opened_stays_for_as_long_as_a_view_of_it_lives_and_no_longer()
     with segment_of() as segment:
         mapped = other_side_of(segment)
         filled(segment, chunk(0))
-        segment.view(0, 64)[:] = b"\7" * 64
+        segment.memory[:64] = b"\7" * 64
         opened = mapped.tensor(0, torch.uint8, (64,))
     gone: list[bool] = []
     weakref.finalize(opened.owner, gone.append, True)
@@ -168,7 +168,7 @@ def test_a_tensor_that_ends_where_its_segment_ends_is_opened(offset: int, shape:
         assert view.owner.nbytes == view.tensor.nbytes
 
 
-# What a broken peer may hand over
+# Descriptors of broken peers
 
 
 @contextmanager

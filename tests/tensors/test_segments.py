@@ -28,7 +28,7 @@ def lowered(limit: int, value: int) -> Iterator[None]:
 
 
 def bytes_given(segment: Segment) -> int:
-    """Ask the kernel how much memory a segment has."""
+    """Return the memory of a segment in bytes, according to the kernel."""
     return os.fstat(segment.descriptor).st_blocks * 512
 
 
@@ -124,25 +124,25 @@ def test_the_last_chunk_ends_where_the_segment_ends() -> None:
 def test_filling_what_holds_something_changes_nothing() -> None:
     with segment_of() as segment:
         filled(segment, chunk(0))
-        segment.view(0, 5)[:] = b"hello"
+        segment.memory[:5] = b"hello"
         filled(segment, chunk(0), chunk(1))
 
-        assert bytes(segment.view(0, 5)) == b"hello"
+        assert bytes(segment.memory[:5]) == b"hello"
 
 
 def test_memory_that_is_given_back_is_free_and_reads_as_zero_when_it_comes_again() -> None:
     with segment_of() as segment:
         filled(segment, chunk(0), chunk(1), chunk(2))
-        segment.view(0, 3 * MIB)[:] = b"x" * (3 * MIB)
+        segment.memory[: 3 * MIB] = b"x" * (3 * MIB)
         idle = segment.take_idle(math.inf)
         filled(segment, chunk(1))  # a block came to lie there before it was given back
-        segment.view(MIB, MIB)[:] = b"y" * MIB
+        segment.memory[MIB : 2 * MIB] = b"y" * MIB
         segment.return_memory(idle)
 
         assert bytes_given(segment) == segment.warm.nbytes == MIB
         filled(segment, chunk(0))
-        assert bytes(segment.view(0, MIB)) == bytes(MIB)
-        assert bytes(segment.view(MIB, MIB)) == b"y" * MIB
+        assert bytes(segment.memory[:MIB]) == bytes(MIB)
+        assert bytes(segment.memory[MIB : 2 * MIB]) == b"y" * MIB
 
 
 def test_only_chunks_that_no_block_touches_are_idle() -> None:
@@ -295,16 +295,16 @@ def test_memory_is_not_given_back_from_a_chunk_that_is_being_filled() -> None:
         assert segment.take_free() == [chunk(5)]
         segment.filled(cold, cold)
         assert segment.warm.has(*rest)
-        segment.view(*rest)[:] = b"x" * (MIB // 2)  # of a block that has come since
+        segment.memory[3 * MIB // 2 : 2 * MIB] = b"x" * (MIB // 2)  # of a block that has come since
         segment.return_memory([rest])
-        assert bytes(segment.view(*rest)) == b"x" * (MIB // 2)
+        assert bytes(segment.memory[3 * MIB // 2 : 2 * MIB]) == b"x" * (MIB // 2)
         assert segment.take_free() == [rest]
 
 
 def test_a_view_outlives_its_segment_and_nothing_is_given_back_under_it() -> None:
     with segment_of() as segment:
         filled(segment, chunk(0))
-        view = segment.view(0, 5)
+        view = segment.memory[:5]
         view[:] = b"hello"
         idle = segment.take_idle(0)
     segment.return_memory(idle)
@@ -318,10 +318,10 @@ def test_memory_is_mapped_when_it_is_first_written_where_the_kernel_cannot_do_it
     monkeypatch.setattr(mapping, "_MADV_POPULATE_WRITE", 9999)
     with segment_of() as segment:
         filled(segment, chunk(0))
-        segment.view(0, 5)[:] = b"hello"
+        segment.memory[:5] = b"hello"
 
         assert bytes_given(segment) == MIB
-        assert bytes(segment.view(0, 6)) == b"hello\0"
+        assert bytes(segment.memory[:6]) == b"hello\0"
 
 
 # A machine that is short of something

@@ -25,7 +25,7 @@ def read_only(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
 
 
 class Box:
-    """Something that is neither torch's nor numpy's, over the memory of a tensor."""
+    """An object with DLPack over the memory of a tensor."""
 
     def __init__(self, tensor: torch.Tensor, error: Exception | None = None) -> None:
         self.tensor = tensor
@@ -178,7 +178,7 @@ def test_what_speaks_dlpack_is_taken_without_a_copy() -> None:
     assert torch.equal(tensor, memory)
 
 
-# What is refused: each with its reason, and with what to do
+# Refusals, each with its reason and a remedy
 
 
 def test_a_sparse_tensor_is_refused() -> None:
@@ -215,7 +215,7 @@ def test_a_quantized_tensor_is_refused() -> None:
 
 
 class Named(torch.Tensor):
-    """A subclass that nobody on the other side knows."""
+    """A subclass that the receiver does not have."""
 
 
 def test_a_subclass_is_refused_by_name() -> None:

@@ -34,7 +34,7 @@ class Accepting:
         self.ends.append(end)
         self.accepted.put_nowait(end)
 
-    def listening_failed(self, error: BaseException) -> None:
+    def listening_failed(self, error: OSError) -> None:
         pytest.fail(str(error))
 
     def close(self) -> None:
@@ -104,5 +104,5 @@ async def connected_over(endpoint: Endpoint) -> AsyncIterator[tuple[End, End]]:
         finally:
             connecting.close()
     finally:
-        await listener.close()
+        listener.close()
         accepting.close()

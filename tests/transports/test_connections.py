@@ -10,18 +10,11 @@ import pytest
 
 from aiotensor.runtime.descriptors import close_all
 from aiotensor.transports.endpoints import Endpoint
-from tests.transports.ends import End, fill, is_open, open_sockets, turns
+from tests.transports.ends import End, fill, is_open, turns
 from tests.transports.parties import connected_over
 from verification.places import LINKS
 
 _NUMBER_BYTES = 4  # of a record that `fill` writes
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_open() -> Iterator[None]:
-    before = open_sockets()  # the loop comes and goes in between
-    yield
-    assert open_sockets() == before
 
 
 @pytest.fixture(params=LINKS)

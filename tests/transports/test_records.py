@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,23 +13,6 @@ from aiotensor.runtime.descriptors import close_all
 from aiotensor.transports.records import RecordReader, SocketTransport, record_pair
 from tests.transports.ends import End, end_of, fill, is_open, open_sockets, read_all, turns
 from tests.transports.unix_ends import no_descriptors
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_open() -> Iterator[None]:
-    before = open_sockets()
-    yield
-    assert open_sockets() == before
-
-
-@pytest.fixture
-async def pair() -> AsyncIterator[tuple[End, socket.socket]]:
-    """Return an end on the loop, and the socket at the other end."""
-    near, far = record_pair()
-    end = end_of(near)
-    with far:
-        yield end, far
-        end.transport.close()
 
 
 @pytest.fixture

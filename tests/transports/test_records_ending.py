@@ -4,30 +4,12 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from aiotensor.runtime.descriptors import close_all
-from aiotensor.transports.records import RECORDS_A_TURN, SocketTransport, record_pair
-from tests.transports.ends import End, end_of, fill, open_sockets, turns
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_open() -> Iterator[None]:
-    before = open_sockets()
-    yield
-    assert open_sockets() == before
-
-
-@pytest.fixture
-async def pair() -> AsyncIterator[tuple[End, socket.socket]]:
-    """Return an end on the loop, and the socket at the other end."""
-    near, far = record_pair()
-    end = end_of(near)
-    with far:
-        yield end, far
-        end.transport.close()
+from aiotensor.transports.records import SocketTransport, record_pair
+from tests.transports.ends import End, end_of, fill, turns
 
 
 class Pipe:
@@ -71,19 +53,19 @@ async def test_the_last_records_arrive_from_a_peer_that_had_not_read_everything(
 ) -> None:
     end, far = pair
     end.transport.write(b"never read")
-    for number in range(5 * RECORDS_A_TURN):
+    for number in range(20):
         far.send(bytes([number]))
     far.close()
     await end.was_lost.wait()
 
-    assert end.arrived.qsize() == 5 * RECORDS_A_TURN
+    assert end.arrived.qsize() == 20
 
 
 async def test_the_last_records_arrive_although_writing_failed_before_they_were_read(
     pair: tuple[End, socket.socket],
 ) -> None:
     end, far = pair
-    for number in range(5 * RECORDS_A_TURN):
+    for number in range(20):
         far.send(bytes([number]))
     far.close()
     end.transport.write(b"to nobody")
@@ -91,7 +73,7 @@ async def test_the_last_records_arrive_although_writing_failed_before_they_were_
     await end.was_lost.wait()
 
     words = [await end.read() for _ in range(end.arrived.qsize())]
-    assert words == [bytes([number]) for number in range(5 * RECORDS_A_TURN)]
+    assert words == [bytes([number]) for number in range(20)]
     assert end.lost == ["the other side closed the connection"]
 
 
@@ -102,12 +84,12 @@ async def test_the_last_records_arrive_although_queued_ones_could_not_be_sent(
     pipe = Pipe()
     fill(end.transport)
     end.transport.write(b"queued", [pipe.writing_end])
-    for number in range(5 * RECORDS_A_TURN):
+    for number in range(20):
         far.send(bytes([number]))
     far.close()
     await end.was_lost.wait()
 
-    assert end.arrived.qsize() == 5 * RECORDS_A_TURN
+    assert end.arrived.qsize() == 20
     assert end.lost == ["the other side closed the connection"]
     pipe.check_closed()
 

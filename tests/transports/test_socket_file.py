@@ -129,7 +129,7 @@ async def test_a_read_only_file_system_is_an_os_error(scheme: str, path: Path) -
 def _open_descriptors() -> dict[int, str]:
     descriptors = {}
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one that listed them
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing
             descriptors[int(name)] = os.readlink(f"/proc/self/fd/{name}")
     return descriptors
 

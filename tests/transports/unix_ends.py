@@ -40,7 +40,7 @@ class Receiver(Accepting):
 
     async def end(self) -> None:
         """Stop listening, and close the connections."""
-        await self.listener.close()
+        self.listener.close()
         self.close()
 
 
@@ -91,21 +91,32 @@ class Delays(list[float]):
 
 
 @contextmanager
-def recorded_delays() -> Iterator[Delays]:
-    """Record the delays of all `call_later` of the running loop; `asyncio.sleep` uses it, too."""
-    loop: Any = asyncio.get_running_loop()
-    call_later, delays = loop.call_later, Delays()
+def recorded_delays(*, stops_clock: bool = False) -> Iterator[Delays]:
+    """Record the delays of all `call_later` of the running loop; `asyncio.sleep` uses it, too.
 
-    def record(delay: float, *args: Any, **kwargs: Any) -> asyncio.TimerHandle:
+    Args:
+        stops_clock: run the callbacks in the next iteration, at the same time of the loop, so that results do
+            not depend on the speed of the machine.
+    """
+    loop: Any = asyncio.get_running_loop()
+    call_later, delays, now = loop.call_later, Delays(), loop.time()
+
+    def record(delay: float, *args: Any, **kwargs: Any) -> asyncio.Handle:
         delays.add(delay)
-        handle: asyncio.TimerHandle = call_later(delay, *args, **kwargs)
+        handle: asyncio.Handle = (
+            loop.call_soon(*args, **kwargs) if stops_clock else call_later(delay, *args, **kwargs)
+        )
         return handle
 
     loop.call_later = record
+    if stops_clock:
+        loop.time = lambda: now
     try:
         yield delays
     finally:
         del loop.call_later
+        if stops_clock:
+            del loop.time
 
 
 def leave_stale(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What users write, as a type checker sees it: checked by mypy, never run."""
+"""A sample of the public API, which mypy checks and no test runs."""
 
 from collections.abc import Sequence
 from typing import assert_never, assert_type

@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 import torch
 
 from aiotensor import DiscardedError, PeerLostError, RefusedError, TensorSender, WouldBlockError
-from verification.internals import blocks_of, leases_of, memory_of, messages_of
+from verification.internals import blocks_of, leases_of, memory_of, pipeline_of
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
@@ -60,7 +60,7 @@ async def _discarded(sender: TensorSender) -> None:
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is equal to one that `work` sends."""
+    """Return whether a tensor equals a tensor of `work`."""
     seed = int(tensor[0])
     return (
         1 <= seed <= 6 and tensor.numel() in (3, BIG) and torch.equal(tensor, pattern(seed, tensor.numel()))
@@ -70,7 +70,7 @@ def is_whole(tensor: torch.Tensor) -> bool:
 async def check_all_is_back(sender: TensorSender) -> None:
     """Wait until the sender has released all memory, and check that no block was released twice."""
     await until(lambda: sender.statistics().in_flight == 0 and sender.statistics().bytes_in_use == 0)
-    grants = messages_of(sender).grants
+    grants = pipeline_of(sender).grants
     assert grants.permits.budget.in_use == 0
     assert grants.permits.budget.waiting == 0
     assert leases_of(sender) == 0

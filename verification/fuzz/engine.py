@@ -132,7 +132,7 @@ class Engine:
     async def settle(self) -> None:
         """Free all tensors, and wait until every rogue has disconnected and its memory is unmapped."""
         await until(lambda: self._taking.done() or self._is_settled())
-        await intake_of(self.receiver).mappings.settle()
+        await intake_of(self.receiver).senders.mappings.settle()
         if self._taking.done() and not self._taking.cancelled():
             self.troubles.found.append(f"taking ended: {self._taking.exception()!r}")
 
@@ -143,7 +143,7 @@ class Engine:
             connections_at(self.receiver) == len(self.honest)
             and not statistics.leases
             and not statistics.unclaimed_tensors
-            and not intake_of(self.receiver).mappings.lingering_bytes
+            and not intake_of(self.receiver).senders.mappings.lingering_bytes
         )
 
     async def _take(self) -> None:

@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.transports.endpoints import Endpoint
-from verification import inside, loops
-from verification.fuzz.engine import Figures, Troubles, figures, threads_started
+from verification import inside
+from verification.fuzz.children import child_process, look, stop_watching, watch
+from verification.fuzz.engine import Figures, threads_started
 from verification.fuzz.notes import Note, ask_rightly, messages_at, respond, work
 from verification.fuzz.rogues import answer_as_server, rogue_server
 from verification.fuzz.steps import Conversation
@@ -22,7 +23,6 @@ __all__ = ["LiveClient", "live_client"]
 
 _PATIENCE_S = 20  # for steps of milliseconds; a slower client hangs
 
-_troubles: list[Troubles] = []  # of the child
 _clients: list[MessageClient[Note]] = []
 
 
@@ -32,8 +32,7 @@ def _back(endpoint: Endpoint) -> Endpoint:
 
 
 async def _start(state: peers.State) -> None:
-    _troubles.append(Troubles())
-    _troubles[-1].watch()
+    await watch(state)
     sender = await TensorSender(state.endpoint, 4, 16 << 20).__aenter__()
     receiver = await TensorReceiver(_back(state.endpoint)).__aenter__()
     state.senders.append(sender)
@@ -69,13 +68,9 @@ def _is_settled(state: peers.State) -> bool:
     )
 
 
-async def _look(state: peers.State) -> tuple[Figures, list[str], int]:
-    return figures(), _troubles[-1].found, _troubles[-1].cut_off
-
-
 async def _stop(state: peers.State) -> None:
     await _clients[-1].aclose()
-    _troubles[-1].leave()
+    await stop_watching(state)
 
 
 class LiveClient:
@@ -103,9 +98,10 @@ class LiveClient:
         """Check for errors, and measure the held resources."""
         async with asyncio.timeout(_PATIENCE_S), self._honest_server():
             await self._child.call(_check)  # with a connection, as in every measurement
-            held, troubles, self.cut_off = await self._child.call(_look)
-        assert not troubles, "\n".join(troubles)
-        return held
+            seen = await self._child.call(look)
+        assert not seen.troubles, "\n".join(seen.troubles)
+        self.cut_off = seen.cut_off
+        return seen.figures
 
     @property
     def summary(self) -> str:
@@ -136,11 +132,7 @@ async def _serve(server: MessageServer[Note]) -> None:
 @asynccontextmanager
 async def live_client(endpoint: Endpoint, *, uvloop: bool) -> AsyncIterator[LiveClient]:
     """Start a client in a separate process."""
-    child = peers.Peer(endpoint, kind=loops.Kind("uvloop" if uvloop else "asyncio", "plain"))
-    try:
+    async with child_process(endpoint, uvloop=uvloop) as child:
         await child.call(_start)
         yield LiveClient(endpoint, child)
         await child.call(_stop)
-        assert await child.finish() == 0
-    finally:
-        await child.close()

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from aiotensor import PeerLostError, ProtocolError, TensorReceiver
 from aiotensor.inspection import inspect
 from aiotensor.transports.endpoints import Endpoint
-from verification import loops
-from verification.fuzz.engine import Figures, Troubles, figures
+from verification.fuzz.children import child_process, look, watch
+from verification.fuzz.engine import Figures
 from verification.fuzz.listening import answer, waiting_at
 from verification.fuzz.steps import Conversation
 from verification.fuzz.things import Things
@@ -20,8 +20,6 @@ __all__ = ["INSPECTED", "LiveInspector", "inspect_once", "live_inspector"]
 INSPECTED = "inspected"
 
 _PATIENCE_S = 20  # for steps of milliseconds; a slower inspector hangs
-
-_troubles: list[Troubles] = []  # of the child
 
 
 async def inspect_once(address: Endpoint) -> str:
@@ -35,17 +33,8 @@ async def inspect_once(address: Endpoint) -> str:
     return INSPECTED if all(sender.statistics for sender in inspection.senders) else "no replies"
 
 
-async def _start(state: peers.State) -> None:
-    _troubles.append(Troubles())
-    _troubles[-1].watch()
-
-
 async def _inspect(state: peers.State) -> str:
     return await inspect_once(state.endpoint)
-
-
-async def _look(state: peers.State) -> tuple[Figures, list[str]]:
-    return figures(), _troubles[-1].found
 
 
 class LiveInspector:
@@ -69,9 +58,9 @@ class LiveInspector:
 
     async def look(self) -> Figures:
         """Check for errors, and measure the held resources."""
-        held, troubles = await self._child.call(_look)
-        assert not troubles, "\n".join(troubles)
-        return held
+        seen = await self._child.call(look)
+        assert not seen.troubles, "\n".join(seen.troubles)
+        return seen.figures
 
     @property
     def summary(self) -> str:
@@ -83,11 +72,7 @@ class LiveInspector:
 @asynccontextmanager
 async def live_inspector(address: Endpoint, *, uvloop: bool) -> AsyncIterator[LiveInspector]:
     """Start a process for inspectors."""
-    child = peers.Peer(address, kind=loops.Kind("uvloop" if uvloop else "asyncio", "plain"))
-    try:
-        await child.call(_start)
+    async with child_process(address, uvloop=uvloop) as child:
+        await child.call(watch)
         with Things() as things:
             yield LiveInspector(address, child, things)
-        assert await child.finish() == 0
-    finally:
-        await child.close()

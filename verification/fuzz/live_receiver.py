@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.transports.endpoints import Endpoint
-from verification import loops
+from verification.fuzz.children import child_process
 from verification.fuzz.engine import Engine, Figures, figures, threads_started
 from verification.fuzz.speaking import converse, heard, road_to
 from verification.fuzz.steps import Conversation
@@ -93,13 +93,9 @@ class LiveReceiver:
 @asynccontextmanager
 async def live_receiver(endpoint: Endpoint, *, uvloop: bool) -> AsyncIterator[LiveReceiver]:
     """Start a receiver in a separate process, and connect an honest sender to it."""
-    child = peers.Peer(endpoint, kind=loops.Kind("uvloop" if uvloop else "asyncio", "plain"))
-    try:
+    async with child_process(endpoint, uvloop=uvloop) as child:
         await child.call(_start)
         async with TensorSender(endpoint) as honest:
             await child.call(_trust, honest.id)
             with Things() as things:
                 yield LiveReceiver(endpoint, child, honest, things)
-        assert await child.finish() == 0
-    finally:
-        await child.close()

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.transports.endpoints import Endpoint
-from verification import loops
 from verification.fuzz import api
-from verification.fuzz.engine import Figures, Troubles, figures
+from verification.fuzz.children import child_process, look, watch
+from verification.fuzz.engine import Figures
 from verification.fuzz.listening import answer, waiting_at
 from verification.fuzz.steps import Conversation
 from verification.fuzz.things import Things
@@ -19,13 +19,6 @@ from verification.processes import peers
 __all__ = ["LiveSender", "live_sender"]
 
 _PATIENCE_S = 20  # for steps of milliseconds; a slower sender hangs
-
-_troubles: list[Troubles] = []  # of the child
-
-
-async def _start(state: peers.State) -> None:
-    _troubles.append(Troubles())
-    _troubles[-1].watch()
 
 
 async def _open(state: peers.State) -> None:
@@ -40,11 +33,7 @@ async def _work(state: peers.State) -> Counter[str]:
 async def _check(state: peers.State) -> None:
     await api.check_all_is_back(state.sender)
     await state.sender.aclose()
-
-
-async def _look(state: peers.State) -> tuple[Figures, list[str], int]:
     state.senders.clear()
-    return figures(), _troubles[-1].found, _troubles[-1].cut_off
 
 
 class LiveSender:
@@ -76,9 +65,10 @@ class LiveSender:
 
     async def look(self) -> Figures:
         """Check for errors, and measure the held resources."""
-        held, troubles, self.cut_off = await self._child.call(_look)
-        assert not troubles, "\n".join(troubles)
-        return held
+        seen = await self._child.call(look)
+        assert not seen.troubles, "\n".join(seen.troubles)
+        self.cut_off = seen.cut_off
+        return seen.figures
 
     @property
     def summary(self) -> str:
@@ -99,11 +89,7 @@ class LiveSender:
 @asynccontextmanager
 async def live_sender(address: Endpoint, *, uvloop: bool) -> AsyncIterator[LiveSender]:
     """Start a process for senders."""
-    child = peers.Peer(address, kind=loops.Kind("uvloop" if uvloop else "asyncio", "plain"))
-    try:
-        await child.call(_start)
+    async with child_process(address, uvloop=uvloop) as child:
+        await child.call(watch)
         with Things() as things:
             yield LiveSender(address, child, things)
-        assert await child.finish() == 0
-    finally:
-        await child.close()

@@ -9,8 +9,9 @@ import zmq
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.transports.endpoints import Endpoint
-from verification import inside, loops
+from verification import inside
 from verification.descriptors import accepted_at
+from verification.fuzz.children import child_process
 from verification.fuzz.engine import Figures, Troubles, figures, threads_started
 from verification.fuzz.notes import Note, ask_rightly, messages_at, respond
 from verification.fuzz.rogues import ask_as_client, heard_by_server
@@ -145,8 +146,7 @@ class LiveServer:
 @asynccontextmanager
 async def live_server(endpoint: Endpoint, *, uvloop: bool) -> AsyncIterator[LiveServer]:
     """Start a server in a separate process, and connect an honest client to it."""
-    child = peers.Peer(endpoint, kind=loops.Kind("uvloop" if uvloop else "asyncio", "plain"))
-    try:
+    async with child_process(endpoint, uvloop=uvloop) as child:
         await child.call(_start)
         async with (
             TensorSender(endpoint) as sender,
@@ -159,6 +159,3 @@ async def live_server(endpoint: Endpoint, *, uvloop: bool) -> AsyncIterator[Live
             finally:
                 live.context.destroy(linger=0)
         await child.call(_stop)
-        assert await child.finish() == 0
-    finally:
-        await child.close()

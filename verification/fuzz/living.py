@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 from aiotensor.transports.endpoints import Endpoint
 from verification.fuzz.engine import Figures
 from verification.fuzz.exploring import explore, said_at_random, telling
-from verification.fuzz.steps import Conversation, cases
+from verification.fuzz.steps import CASES, Conversation, cases
 from verification.places import endpoint
 
 __all__ = ["Listening", "Live", "listening"]
@@ -59,7 +59,9 @@ class Listening(Generic[L]):
 
     def replay(self, to: str, *, times: int) -> None:
         """Run the recorded cases."""
-        for said in cases(to).values():
+        recorded = cases(to)
+        assert recorded, f"there is no recorded case in {CASES}"
+        for said in recorded.values():
             for _ in range(times):
                 telling(said, self.hear)
             self.look()

@@ -185,7 +185,7 @@ def _flipped(chooser: Chooser, record: bytes) -> bytes:
 
 def _padded(first: Frame, others: list[Frame], length: int) -> bytes:
     """Lengthen a record to a number of bytes, with an extra field in its first frame."""
-    kind = _KINDS.get(str(first[0]))
+    kind = _KINDS.get(str(first[0])) if first else None
     if kind is not None:  # every optional field has to precede the extra one
         missing = len(kind.__struct_fields__) - len(first) + 1
         first = [*first, *kind.__struct_defaults__[-missing:]] if missing > 0 else first

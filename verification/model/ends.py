@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from verification.internals import cut, intake_of, keep_socket_file, listener_of, messages_of, worker_of
+from verification.internals import cut, intake_of, keep_socket_file, listener_of, pipeline_of, worker_of
 from verification.model.receivers import ReceiverRules
 from verification.model.records import Call, Outcome, Receiver, Sender
 from verification.model.senders import SenderRules
@@ -63,7 +63,7 @@ class EndRules(SenderRules, ReceiverRules):
     def _kill_sender(self, sender: Sender) -> None:
         """End a sender like a killed process: its sockets are closed, without a closing frame."""
         with self.steps.inside():
-            messages_of(sender.sender).sessions.abort()
+            pipeline_of(sender.sender).sessions.abort()
         for call in self.of(sender):
             self.cancel(call)
         self._close_sender(sender, "killed")  # for the resources of this process, which the kernel would free
@@ -92,8 +92,8 @@ class EndRules(SenderRules, ReceiverRules):
         """End a receiver like a killed process: its sockets are closed, and its socket file stays."""
         keep_socket_file(receiver.receiver)
         with self.steps.inside():
-            listener_of(receiver.receiver).stop()
-            for peer in intake_of(receiver.receiver).senders.values():
+            listener_of(receiver.receiver).close()
+            for peer in intake_of(receiver.receiver).senders.connected.values():
                 peer.transport.close()
         for call in self.of(receiver):
             self.cancel(call)
@@ -109,7 +109,7 @@ class EndRules(SenderRules, ReceiverRules):
         if not connected:
             return  # a limit of the receiver has refused it since
         sender = data.draw(st.sampled_from(connected))
-        session = messages_of(sender.sender).sessions.current
+        session = pipeline_of(sender.sender).sessions.current
         if session is not None and not session.transport.is_closed:
             if is_quiet:
                 self.note_who_waits([sender])

@@ -35,7 +35,7 @@ class ReceiverRules(World):
         self.steps.watch(worker_of(receiver))
 
     def handles(self, data: st.DataObject) -> TensorHandle:
-        """Choose a handle, of a known tensor or of one that may be sent later."""
+        """Choose the handle of a known or a future tensor."""
         if len(self.known) and data.draw(st.integers(0, 2)):
             tensor: Tensor = data.draw(st.sampled_from(list(self.known.values())))
             return tensor.handle

@@ -11,7 +11,7 @@ from aiotensor import (
     UsageError,
     WouldBlockError,
 )
-from verification.internals import messages_of, worker_of
+from verification.internals import pipeline_of, worker_of
 from verification.model.records import Block, Call, Message, Outcome, Sender
 from verification.model.world import World
 
@@ -77,7 +77,7 @@ class SenderRules(World):
         sender = data.draw(st.sampled_from(self.living))
         values = self.values(count)
         before = sender.sender.statistics()
-        others_wait = messages_of(sender.sender).grants.permits.budget.waiting > 0
+        others_wait = pipeline_of(sender.sender).grants.permits.budget.waiting > 0
         message = self._begin(sender)
         message.waits_in_line = False
         call = Call("send_nowait", None, self.tick(), _never, sender)

@@ -9,7 +9,7 @@ import torch
 from aiotensor import SenderStatistics, WouldBlockError
 from aiotensor.sending.message import MessageState
 from verification.descriptors import our_descriptors
-from verification.internals import intake_of, memory_of, messages_of, worker_of
+from verification.internals import intake_of, memory_of, pipeline_of, worker_of
 from verification.model.ends import EndRules
 from verification.model.records import Message, Receiver, Sender, Tensor
 
@@ -70,7 +70,7 @@ class SettledWorld(EndRules):
             if sender.end:
                 sender.met = None
             elif receiver is not None:
-                is_here = sender.sender.id in intake_of(receiver.receiver).senders
+                is_here = sender.sender.id in intake_of(receiver.receiver).senders.connected
                 must_be_here = not sender.may_be_refused and (sender.comes_back or not sender.losses)
                 assert is_here or not must_be_here, f"{sender} did not find {receiver}"
                 sender.met = receiver if is_here else None
@@ -122,7 +122,7 @@ class SettledWorld(EndRules):
         assert statistics.bytes_in_use or not for_bytes, f"{sender}: {waiting} wait for bytes that are free"
         begun = [m for m in sender.messages if m.number is None and m.opened and not self.has_ended(m)]
         asking = [call for call in waiting if call.message is not None and call.message.opened is None]
-        granted = len(asking) - messages_of(sender.sender).grants.permits.budget.waiting
+        granted = len(asking) - pipeline_of(sender.sender).grants.permits.budget.waiting
         if not any(message.may_be_lost for message in begun):
             assert statistics.in_flight == len(present) + len(begun) + granted, f"{sender} has permits left"
         held = [tensor for tensor in self.known.values() if tensor.message.sender is sender]

@@ -16,6 +16,7 @@ from aiotensor.protocol import pages
 from aiotensor.runtime.worker import Worker
 from aiotensor.sending import memory
 from aiotensor.tensors import segments
+from verification.internals import lanes_of
 
 T = TypeVar("T")
 _Post = tuple[Callable[..., object], tuple[Any, ...], Context | None]
@@ -99,7 +100,7 @@ class Steps:
     def hold(self, worker: Worker, *, only_long: bool) -> None:
         """Hold a worker, or only its lane for long jobs; wait until its running jobs are done."""
         # Never the short lane alone, since a job in the other may wait for it.
-        for lane in (worker._long,) if only_long else (worker._short, worker._long):
+        for lane in lanes_of(worker)[1:] if only_long else lanes_of(worker):
             event = self._workers[worker][lane] = threading.Event()
             lane.executor.submit(int).result()
             lane.executor.submit(event.wait)
@@ -121,7 +122,7 @@ class Steps:
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
         for worker in self._workers:
-            for lane in (worker._short, worker._long):
+            for lane in lanes_of(worker):
                 for thread in list(lane.executor._threads):
                     thread.join()
 
@@ -131,7 +132,7 @@ class Steps:
         for worker in self._workers:
             if self.is_held(worker):
                 self.let_go(worker)
-            for executor in (worker._short.executor, worker._long.executor, worker.helper):
+            for executor in (*(lane.executor for lane in lanes_of(worker)), worker.helper):
                 executor.shutdown()
 
     def _call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> "_Timer":
@@ -155,7 +156,7 @@ class Steps:
                 else:
                     thread.queue.join()
         for worker, held in self._workers.items():
-            for lane in (worker._short, worker._long):
+            for lane in lanes_of(worker):
                 if lane not in held and lane.running:
                     try:
                         lane.executor.submit(int).result()
@@ -163,13 +164,12 @@ class Steps:
                         for thread in list(lane.executor._threads):
                             thread.join()
         # The order must not depend on which of two threads was faster.
-        lanes = [lane for worker in self._workers for lane in (worker._short, worker._long)]
+        lanes = [lane for worker in self._workers for lane in lanes_of(worker)]
         order = {id(owner): place for place, owner in enumerate([*others, *lanes], 1)}
         posted, self._posted = self._posted, []
-        for callback, args, context in sorted(posted, key=lambda one: order.get(id(_owner_of(*one)), 0)):
+
+        def place_of(one: tuple[Callable[..., object], tuple[object, ...], Context | None]) -> int:
+            return order.get(id(getattr(one[0], "__self__", None)), 0)
+
+        for callback, args, context in sorted(posted, key=place_of):
             self.loop.call_soon(callback, *args, context=context)
-
-
-def _owner_of(callback: Callable[..., object], args: tuple[object, ...], _: object) -> object:
-    owner = getattr(callback, "__self__", None)
-    return args[0] if isinstance(owner, Worker) else owner  # the lane

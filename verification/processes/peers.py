@@ -25,11 +25,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # Children are forked from a server with the slow imports, including that of test modules: pytest.
-_contexts: dict[str, SpawnContext | ForkServerContext] = {
+contexts: dict[str, SpawnContext | ForkServerContext] = {
     "spawn": multiprocessing.get_context("spawn"),
     "forkserver": multiprocessing.get_context("forkserver"),
 }
-_contexts["forkserver"].set_forkserver_preload(["pytest", "torch", "uvloop", "aiotensor"])
+contexts["forkserver"].set_forkserver_preload(["pytest", "torch", "uvloop", "aiotensor"])
 
 
 @dataclass
@@ -71,10 +71,10 @@ class Peer:
         kind: loops.Kind | None = None,
         first: Callable[[], None] | None = None,
     ) -> None:
-        context, loop = _contexts[method], asyncio.get_running_loop()
+        context, loop = contexts[method], asyncio.get_running_loop()
         self._connection, theirs = context.Pipe()
         self.process = context.Process(
-            target=_main, args=(endpoint, theirs, kind or loops.kind_of(loop), first), daemon=True
+            target=main, args=(endpoint, theirs, kind or loops.kind_of(loop), first), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -185,7 +185,7 @@ async def peers(endpoint: Endpoint, count: int, method: str = "forkserver") -> A
             await peer.close()
 
 
-def _main(
+def main(
     endpoint: Endpoint, connection: Connection, kind: loops.Kind, first: Callable[[], None] | None = None
 ) -> None:
     if first is not None:

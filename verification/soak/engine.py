@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from aiotensor import Delivery, DiscardedError, TensorHandle, TensorReceiver
-from aiotensor.protocol import mailbox, remembered
+from aiotensor.protocol import arrived, mailbox
 from aiotensor.protocol.mailbox import Key
 from verification.processes.peers import State
 from verification.soak.numbers import of_python
@@ -37,7 +37,7 @@ class Engine:
     Args:
         receiver: of the tensors.
         store: contains the expected bytes.
-        random: draws all that notes do not determine.
+        random: the source of every choice that no note determines.
         group: runs all tasks, so that one error ends the engine.
     """
 
@@ -170,7 +170,7 @@ _engines: list[Engine] = []  # the engine of this process
 async def run(state: State, folder: Path, seed: int) -> None:
     """Open a receiver, and follow notes until `settle`."""
     prepare(_THREADS)
-    mailbox.REMEMBERED_SENDERS = remembered.REMEMBERED_DISCARDS = _REMEMBERED
+    mailbox.REMEMBERED_SENDERS = arrived.REMEMBERED_DISCARDS = _REMEMBERED
     receiver = TensorReceiver(state.endpoint)
     state.receivers.append(await receiver.__aenter__())
     async with asyncio.TaskGroup() as group:

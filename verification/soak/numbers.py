@@ -32,7 +32,7 @@ def of_kernel(pid: int) -> dict[str, float]:
 
 
 def of_python() -> dict[str, float]:
-    """Count the memory blocks of living objects, without those that the allocator keeps.
+    """Count the memory blocks of living objects, without the free blocks of the allocator.
 
     Garbage is collected first: otherwise cyclic garbage, such as a closed sender, looks like a leak until the
     next full collection, which may not run for 200 s of this load.

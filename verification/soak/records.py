@@ -59,7 +59,7 @@ class Report(msgspec.Struct, frozen=True):
     Attributes:
         seconds: the duration of the load.
         seed: repeats the same load, apart from the timing.
-        processes: the names of those that lived for the whole run.
+        processes: the names of the processes that lived for the whole run.
         samples: in the order of time.
         rest: the numbers of each at the end, after all releases, by link and process.
         visitors: the number of short-lived processes, by link.

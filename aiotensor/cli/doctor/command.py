@@ -1,11 +1,16 @@
-"""The options of `aiotensor doctor`. Imports what it looks at only once it runs."""
+"""The options of `aiotensor doctor`, and the checks in the order in which they are shown."""
 
+import multiprocessing
+import platform
+import resource
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
 
-from aiotensor.cli.extras import missing_extra
+from aiotensor.cli.doctor import folder, kernel, memory, software
+from aiotensor.cli.doctor.finding import Finding, Status, as_json, as_lines, as_table
 
 __all__ = ["doctor"]
 
@@ -13,7 +18,7 @@ __all__ = ["doctor"]
 def _path(_: click.Context, option: click.Parameter, address: str | None) -> Path | None:
     if address is None:
         return None
-    from aiotensor.transports.address import socket_path
+    from aiotensor.transports.address import socket_path  # only here, since the checks do not need it
 
     try:
         return Path(socket_path(address, "unix"))
@@ -26,35 +31,53 @@ def _path(_: click.Context, option: click.Parameter, address: str | None) -> Pat
     "--address",
     callback=_path,
     metavar="unix:///PATH",
-    help="Where your socket is to be. [default: $XDG_RUNTIME_DIR or the folder for temporary files]",
+    help="Address of your socket. [default: $XDG_RUNTIME_DIR or the folder for temporary files]",
 )
 @click.option(
     "--arena-bytes",
     type=click.IntRange(min=1),
     default=1 << 30,
     show_default=True,
-    help="The arena_bytes of a sender, to compare with the memory that there is.",
+    help="The arena_bytes of a sender, to compare with the available memory.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Write a list of JSON objects.")
-def doctor(address: Path | None, arena_bytes: int, as_json: bool) -> None:
-    """Check what this machine allows, and say what to do.
+@click.option("--json", "as_objects", is_flag=True, help="Write a list of JSON objects.")
+def doctor(address: Path | None, arena_bytes: int, as_objects: bool) -> None:
+    """Check what this machine allows, and print advice.
 
-    Each check is `ok`, a `note` (worth knowing; most things work all the same), or a `problem`
-    (something needed is missing). The exit status is 1 if there is a problem, else 0.
+    Each check is `ok`, a `note` (a limitation; most functions work nevertheless), or a
+    `problem` (a requirement is not met). The exit status is 1 if there is a problem, else 0.
     """
-    from aiotensor.cli.doctor import report
-    from aiotensor.cli.doctor.examine import examine
-    from aiotensor.cli.doctor.finding import Status
-
-    findings = examine(arena_bytes, address)
-    if as_json:
-        click.echo(report.as_json(findings))
-    elif sys.stdout.isatty() and not missing_extra("aiotensor doctor", ["rich"], extra="cli"):
+    findings = _examine(arena_bytes, address)
+    if as_objects:
+        click.echo(as_json(findings))
+    elif sys.stdout.isatty() and find_spec("rich") is not None:
         from rich.console import Console
-
-        from aiotensor.cli.doctor.table import as_table
 
         Console().print(as_table(findings))
     else:
-        click.echo(report.as_lines(findings))
-    raise SystemExit(1 if any(finding.status is Status.PROBLEM for finding in findings) else 0)
+        click.echo(as_lines(findings))
+    raise SystemExit(1 if any(finding.status is Status.PROBLEM for finding in findings.values()) else 0)
+
+
+def _examine(arena_bytes: int, socket: Path | None) -> dict[str, Finding]:
+    """Return the findings by the names of the checks, which stay the same from version to version."""
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    file_size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    parent = folder.default_folder() if socket is None else socket.parent
+    return {
+        "kernel": kernel.kernel(platform.system(), platform.release()),
+        "shared memory": kernel.shared_memory(),
+        "unix sockets": kernel.unix_sockets(),
+        "socket folder": folder.socket_folder(parent, asked_for=socket is not None),
+        **({} if socket is None else {"socket file": folder.socket_file(socket)}),
+        "memory": memory.available_memory(arena_bytes),
+        "memory cgroup": memory.cgroup_limit(arena_bytes),
+        "process limits": memory.process_limits(arena_bytes, address_space, memory.mapped_bytes(), file_size),
+        "open files": memory.open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+        "torch": software.torch_version(),
+        "CUDA": software.cuda(),
+        "start method": software.start_method(multiprocessing.get_all_start_methods()),
+        "uvloop": software.event_loop(),
+        "/dev/shm": memory.dev_shm(),  # noqa: S108 - a name
+        "huge pages": memory.huge_pages(),
+    }

@@ -1,46 +1,94 @@
-"""What a check has to say."""
+"""The result of a check, and the output of all results: lines, JSON, or a table on a terminal."""
 
-import re
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-__all__ = ["Finding", "Status", "in_words", "release_of"]
+from aiotensor.cli.words import counted
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+__all__ = ["Finding", "Status", "as_json", "as_lines", "as_table", "read", "verdict"]
 
 
 class Status(StrEnum):
-    """How it is."""
+    """The severity of a finding."""
 
     OK = "ok"
-    NOTE = "note"  # worth knowing; most things work all the same
-    PROBLEM = "problem"  # something that is needed is missing
+    NOTE = "note"  # a limitation; most functions work nevertheless
+    PROBLEM = "problem"  # a requirement is not met
+
+
+_STYLES = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The outcome of one check.
+    """The result of one check.
 
     Attributes:
-        check: what was looked at; stays the same from version to version.
-        status: how it is.
-        found: what is there, as a phrase without a full stop.
-        advice: what to do, as a sentence without a full stop; None if all is fine.
+        status: the severity.
+        found: the result, as a phrase without a full stop.
+        advice: the remedy, as a sentence without a full stop; None if none is needed.
     """
 
-    check: str
     status: Status
     found: str
     advice: str | None = None
 
 
-def in_words(nbytes: int) -> str:
-    """Write a number of bytes in the largest unit that leaves a whole number before the point."""
-    amount, units = float(nbytes), ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"]
-    while amount >= 1024 and len(units) > 1:
-        amount, units = amount / 1024, units[1:]
-    return f"{amount:.0f} {units[0]}" if units[0] == "bytes" else f"{amount:.1f} {units[0]}"
+def read(file: Path) -> str:
+    """Return the text of a file of the kernel; "" if it cannot be read."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
 
 
-def release_of(version: str) -> tuple[int, int]:
-    """Read the first two numbers of a version; zeros if there are none."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+def as_json(findings: Mapping[str, Finding]) -> str:
+    """Write a list of objects with the keys check, status, found and advice."""
+    return json.dumps([{"check": check, **asdict(finding)} for check, finding in findings.items()], indent=2)
+
+
+def as_lines(findings: Mapping[str, Finding]) -> str:
+    """Write one line for each finding, and the verdict as the last line."""
+    return "\n".join([*map(_line, findings, findings.values()), verdict(findings.values())])
+
+
+def _line(check: str, finding: Finding) -> str:
+    advice = f". {finding.advice}" if finding.advice else ""
+    return f"{finding.status:<7}  {check}: {finding.found}{advice}"
+
+
+def verdict(findings: Iterable[Finding]) -> str:
+    """Sum up the findings in one line."""
+    statuses = [finding.status for finding in findings]
+    numbers = [(statuses.count(status), status) for status in (Status.PROBLEM, Status.NOTE)]
+    words = [counted(number, status) for number, status in numbers if number]
+    opening = "something needed is missing" if Status.PROBLEM in statuses else "everything needed is here"
+    return ", ".join([opening, *words])
+
+
+def as_table(findings: Mapping[str, Finding]) -> "Group":
+    """Draw a row for each finding, with its advice below the result, and the verdict. Needs rich."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for check, finding in findings.items():
+        # Text, because paths and error messages may contain brackets, which are no markup.
+        found = Text(finding.found)
+        if finding.advice:
+            found.append(f"\n{finding.advice}", style="italic")
+        table.add_row(Text(finding.status, style=_STYLES[finding.status]), Text(check), found)
+    statuses = [finding.status for finding in findings.values()]
+    worst = next((status for status in (Status.PROBLEM, Status.NOTE) if status in statuses), Status.OK)
+    return Group(table, Text(), Text(verdict(findings.values()), style=_STYLES[worst]))

@@ -1,4 +1,4 @@
-"""What is needed of the kernel: memfds with seals, and Unix sockets that keep records. Each is tried."""
+"""Checks of the kernel: memfds with seals, and Unix sockets that keep records. Each is tried."""
 
 import errno
 import fcntl
@@ -6,14 +6,15 @@ import mmap
 import os
 import socket
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
-from aiotensor.cli.doctor.finding import Finding, Status, release_of
+from aiotensor.cli.doctor.finding import Finding, Status
+from aiotensor.cli.doctor.software import release_of
 
 __all__ = ["kernel", "shared_memory", "unix_sockets"]
 
-_DATA = b"written by the one, read by the other"
+_DATA = b"written at one end, read at the other"
 _SIZE = mmap.PAGESIZE
 _FIRST_WITH_MEMFD = (3, 17)
 _PEER = struct.Struct("iII")  # struct ucred: pid, uid, gid
@@ -29,11 +30,7 @@ _NOT_LINUX = "Use the kernel itself: something between, such as a sandbox, does 
 
 
 class _TrialError(Exception):
-    """A trial went wrong.
-
-    Attributes:
-        advice: what to do.
-    """
+    """A trial failed; `advice` is the remedy."""
 
     def __init__(self, what: str, advice: str = _NOT_LINUX) -> None:
         super().__init__(what)
@@ -41,43 +38,31 @@ class _TrialError(Exception):
 
 
 def kernel(system: str, release: str) -> Finding:
-    """Check that this is Linux, and new enough.
-
-    Args:
-        system: as `platform.system()` has it.
-        release: as `platform.release()` has it.
-    """
+    """Check `platform.system()` and `platform.release()`."""
     found = f"{system} {release}".strip()
     if system != "Linux":
-        return Finding("kernel", Status.PROBLEM, found, "Use Linux: aiotensor runs nowhere else")
+        return Finding(Status.PROBLEM, found, "Use Linux: aiotensor runs nowhere else")
     if release_of(release) < _FIRST_WITH_MEMFD:
-        return Finding("kernel", Status.PROBLEM, found, "Update it: memfd_create came with Linux 3.17")
-    return Finding("kernel", Status.OK, found)
+        return Finding(Status.PROBLEM, found, "Update it: memfd_create came with Linux 3.17")
+    return Finding(Status.OK, found)
 
 
 def shared_memory() -> Finding:
-    """Make a memfd, seal it, pass it over a socket and map it on both ends."""
-    if not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
-        return Finding(
-            "shared memory",
-            Status.PROBLEM,
-            "this build of Python has no os.memfd_create or no fcntl.F_ADD_SEALS",
-            "Use one that was built on glibc 2.27 or later, as Linux distributions have it",
-        )
-    try:
-        _share_a_memfd()
-    except _TrialError as error:
-        return Finding("shared memory", Status.PROBLEM, str(error), error.advice)
-    return Finding("shared memory", Status.OK, "a memfd can be sealed, passed over a socket and mapped")
+    """Check that a memfd can be sealed, passed over a socket, and mapped on both ends."""
+    return _tried(_share_a_memfd, "a memfd can be sealed, passed over a socket and mapped")
 
 
 def unix_sockets() -> Finding:
-    """Send two records through a pair of sockets, and ask who the peer is."""
+    """Check that a pair of sockets keeps records, and reports the credentials of the peer."""
+    return _tried(_send_records, "SOCK_SEQPACKET keeps records, SO_PEERCRED names the peer")
+
+
+def _tried(trial: Callable[[], None], found: str) -> Finding:
     try:
-        _send_records()
+        trial()
     except _TrialError as error:
-        return Finding("unix sockets", Status.PROBLEM, str(error), error.advice)
-    return Finding("unix sockets", Status.OK, "SOCK_SEQPACKET keeps records, SO_PEERCRED names the peer")
+        return Finding(Status.PROBLEM, str(error), error.advice)
+    return Finding(Status.OK, found)
 
 
 @contextmanager
@@ -90,6 +75,11 @@ def _step(what: str) -> Iterator[None]:
 
 
 def _share_a_memfd() -> None:
+    if not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
+        raise _TrialError(
+            "this build of Python has no os.memfd_create or no fcntl.F_ADD_SEALS",
+            "Use one that was built on glibc 2.27 or later, as Linux distributions have it",
+        )
     with _step("memfd_create"):
         descriptor = os.memfd_create("aiotensor-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(descriptor, "r+b", buffering=0):
@@ -98,8 +88,10 @@ def _share_a_memfd() -> None:
         with _step("sealing a memfd"):
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-        if _can_be_resized(descriptor, 0) or _can_be_resized(descriptor, 2 * _SIZE):
-            raise _TrialError("a sealed memfd can still be resized, so a reader could be crashed")
+        for size in (0, 2 * _SIZE):
+            with suppress(OSError):
+                os.ftruncate(descriptor, size)
+                raise _TrialError("a sealed memfd can still be resized, so a reader could be crashed")
         with _step("mapping a sealed memfd"), mmap.mmap(descriptor, _SIZE) as ours:
             ours[: len(_DATA)] = _DATA
             received = _passed_over_a_socket(descriptor)
@@ -112,14 +104,6 @@ def _share_a_memfd() -> None:
                     raise _TrialError("a memfd that was passed on does not hold what was written")
         with _step("opening a memfd under /proc/self/fd"):
             os.close(os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
-
-
-def _can_be_resized(descriptor: int, size: int) -> bool:
-    try:
-        os.ftruncate(descriptor, size)
-    except OSError:
-        return False
-    return True
 
 
 def _passed_over_a_socket(descriptor: int) -> int:
@@ -139,7 +123,7 @@ def _send_records() -> None:
     with _step("a Unix socket of type SOCK_SEQPACKET"):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        theirs.setblocking(False)  # what is sent is there at once, or never
+        theirs.setblocking(False)  # a sent record can be received immediately, or never
         with _step("sending over SOCK_SEQPACKET"):
             ours.send(b"first")
             ours.send(b"second")

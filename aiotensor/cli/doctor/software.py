@@ -1,4 +1,4 @@
-"""What runs on the machine: Python's way to start processes, torch, CUDA and uvloop."""
+"""Checks of the software: Python's start method, torch, CUDA and uvloop."""
 
 import re
 import warnings
@@ -7,25 +7,27 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
-from aiotensor.cli.doctor.finding import Finding, Status, release_of
+from aiotensor.cli.doctor.finding import Finding, Status, read
+from aiotensor.cli.words import counted
 
-__all__ = ["cuda", "event_loop", "start_method", "torch_build", "torch_version"]
+__all__ = ["cuda", "event_loop", "release_of", "start_method", "torch_build", "torch_version"]
 
 _OLDEST_TORCH = (2, 6)
 _OLDEST_UVLOOP = (0, 21)
 
 
-def start_method(methods: Sequence[str]) -> Finding:
-    """Check how multiprocessing starts processes unless it is told.
+def release_of(version: str) -> tuple[int, int]:
+    """Return the first two numbers of a version; zeros if there are none."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
-    Args:
-        methods: as `multiprocessing.get_all_start_methods()` has them, the default first.
-    """
+
+def start_method(methods: Sequence[str]) -> Finding:
+    """Check the default of `multiprocessing.get_all_start_methods()`, which is the first."""
     default = methods[0] if methods else "none"
     if default in ("spawn", "forkserver"):
-        return Finding("start method", Status.OK, f"multiprocessing uses {default} by default")
+        return Finding(Status.OK, f"multiprocessing uses {default} by default")
     return Finding(
-        "start method",
         Status.NOTE,
         f"multiprocessing uses {default} by default; what a forked process inherits of aiotensor is useless",
         'If you use multiprocessing: multiprocessing.get_context("spawn").Process(...)',
@@ -39,23 +41,16 @@ def torch_version() -> Finding:
     except (ImportError, OSError) as error:  # OSError: one of its shared libraries cannot be loaded
         advice = "Install it: pip install 'torch>=2.6'"
         reason = " ".join(str(error).split())  # some of them are long
-        return Finding("torch", Status.PROBLEM, f"cannot be imported: {reason}", advice)
+        return Finding(Status.PROBLEM, f"cannot be imported: {reason}", advice)
     return torch_build(torch.__version__, cuda=torch.version.cuda, hip=torch.version.hip)
 
 
 def torch_build(release: str, *, cuda: str | None, hip: str | None) -> Finding:
-    """Check a version of torch.
-
-    Args:
-        release: the version of torch itself.
-        cuda: the version of CUDA that it was built with, if any.
-        hip: the version of ROCm that it was built with, if any.
-    """
+    """Check a release of torch, which was built with versions of CUDA or ROCm (hip), or neither."""
     kind = f"built with CUDA {cuda}" if cuda else f"built with ROCm {hip}" if hip else "built for the CPU"
     if release_of(release) < _OLDEST_TORCH:
-        advice = "Update it: pip install 'torch>=2.6'"
-        return Finding("torch", Status.PROBLEM, f"{release}, {kind}: too old", advice)
-    return Finding("torch", Status.OK, f"{release}, {kind}")
+        return Finding(Status.PROBLEM, f"{release}, {kind}: too old", "Update it: pip install 'torch>=2.6'")
+    return Finding(Status.OK, f"{release}, {kind}")
 
 
 def event_loop() -> Finding:
@@ -65,48 +60,35 @@ def event_loop() -> Finding:
         installed = version("uvloop")
     except ImportError:  # which PackageNotFoundError is, too
         found = "cannot be imported; asyncio's own event loop works too"
-        return Finding("uvloop", Status.NOTE, found, "For speed: pip install 'aiotensor[uvloop]'")
+        return Finding(Status.NOTE, found, "For speed: pip install 'aiotensor[uvloop]'")
     if release_of(installed) < _OLDEST_UVLOOP:
-        advice = "Update it: pip install 'aiotensor[uvloop]'"
-        return Finding("uvloop", Status.NOTE, f"{installed}: too old", advice)
-    return Finding("uvloop", Status.OK, f"{installed}; the application chooses it, aiotensor never does")
+        return Finding(Status.NOTE, f"{installed}: too old", "Update it: pip install 'aiotensor[uvloop]'")
+    return Finding(Status.OK, f"{installed}; the application chooses it, aiotensor never does")
 
 
 def cuda(root: Path = Path("/")) -> Finding:
-    """Say which GPUs torch can use. None is fine, and none is started: names are read from the driver.
-
-    Args:
-        root: where `proc` is.
-    """
+    """Report the GPUs that torch can use. Names are read from the driver, so that no GPU is started."""
     try:
         import torch
     except (ImportError, OSError):
-        return Finding("CUDA", Status.OK, "not known without torch; not needed")
+        return Finding(Status.OK, "not known without torch; not needed")
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")  # so torch says why it cannot use a GPU that is there
+        warnings.simplefilter("always")  # torch warns about the reason why it cannot use a GPU
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = _names_of_gpus(root)
     here = f"; in this machine: {', '.join(names)}" if names else ""
     if count:
-        gpus = "1 GPU" if count == 1 else f"{count} GPUs"
-        return Finding("CUDA", Status.OK, f"torch can use {gpus}, none is needed{here}")
+        return Finding(Status.OK, f"torch can use {counted(count, 'GPU')}, none is needed{here}")
     found = f"torch can use no GPU, none is needed{here}"
     if caught:
         reason = " ".join(str(caught[0].message).partition("(Triggered")[0].split())
-        advice = "If you want it, see to the driver"
-        return Finding("CUDA", Status.NOTE, f"{found}; it says: {reason}", advice)
+        return Finding(Status.NOTE, f"{found}; it says: {reason}", "If you want it, see to the driver")
     if names:
         advice = "If you want it, install a torch that is built with CUDA, and look at CUDA_VISIBLE_DEVICES"
-        return Finding("CUDA", Status.NOTE, found, advice)
-    return Finding("CUDA", Status.OK, found)
+        return Finding(Status.NOTE, found, advice)
+    return Finding(Status.OK, found)
 
 
 def _names_of_gpus(root: Path) -> list[str]:
-    names = []
-    for file in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):
-        try:
-            text = file.read_text()
-        except OSError:
-            continue
-        names += re.findall(r"^Model:\s*(.*\S)", text, re.MULTILINE)
-    return names
+    texts = map(read, sorted(root.glob("proc/driver/nvidia/gpus/*/information")))
+    return [name for text in texts for name in re.findall(r"^Model:\s*(.*\S)", text, re.MULTILINE)]

@@ -1,28 +1,83 @@
-"""What a look found: lines for people, JSON for machines."""
+"""The report on an inspection: rates, holders, and the output as lines or JSON."""
 
 import json
+from typing import NamedTuple
 
 import msgspec
 
-from aiotensor.cli.doctor.finding import in_words
-from aiotensor.cli.top.rates import rates
-from aiotensor.cli.top.words import Held, counted, holders_of, named, of_limit, printable
+from aiotensor.cli.words import counted, in_words, of_limit, printable
 from aiotensor.inspection import Inspection, SenderInspection
-from aiotensor.types import SenderStatistics
+from aiotensor.types import Holder, SenderStatistics
 
-__all__ = ["as_json", "as_lines"]
+__all__ = ["Held", "Rate", "as_json", "as_lines", "holders_of", "named", "rates"]
+
+_SHOWN_OF_AN_ID = 6
+
+
+class Rate(NamedTuple):
+    """The average rates of a sender between two inspections."""
+
+    bytes_per_s: float
+    messages_per_s: float
+
+
+class Held(NamedTuple):
+    """A holder of resources, with the process id of its sender, and its message."""
+
+    pid: int
+    message: str
+    holder: Holder
+
+
+def rates(before: Inspection | None, now: Inspection) -> dict[str, Rate]:
+    """Return the rates of each sender by its id, without senders that did not reply twice."""
+    earlier = {} if before is None else {sender.sender: sender for sender in before.senders}
+    found = {sender.sender: _rate(earlier.get(sender.sender), sender) for sender in now.senders}
+    return {sender: rate for sender, rate in found.items() if rate is not None}
+
+
+def _rate(before: SenderInspection | None, now: SenderInspection) -> Rate | None:
+    if before is None or before.statistics is None or before.answered_at is None:
+        return None
+    if now.statistics is None or now.answered_at is None or now.answered_at <= before.answered_at:
+        return None
+    seconds = now.answered_at - before.answered_at
+    return Rate(
+        (now.statistics.bytes_sent - before.statistics.bytes_sent) / seconds,
+        (now.statistics.messages_sent - before.statistics.messages_sent) / seconds,
+    )
+
+
+def holders_of(inspection: Inspection) -> list[Held]:
+    """List the holders of all senders, the longest first."""
+    found = [
+        Held(sender.pid, _message(holder), holder)
+        for sender in inspection.senders
+        if sender.statistics is not None
+        for holder in sender.statistics.holders
+    ]
+    return sorted(found, key=lambda held: -held.holder.seconds)
+
+
+def _message(holder: Holder) -> str:
+    return "no message yet" if holder.message is None else f"message {holder.message}"
+
+
+def named(sender: str) -> str:
+    """Shorten the id of a sender."""
+    return printable(sender[:_SHOWN_OF_AN_ID])
 
 
 def as_json(address: str, before: Inspection | None, now: Inspection) -> str:
     """Write one object: the receiver, its `statistics`, and its `senders`, each with its own.
 
-    The `statistics` of a sender that did not answer are null, and so is what it `sent` in a second, unless it
-    answered both times.
+    The `statistics` of a sender that did not reply are null, and so are its rates (`sent`) unless it replied
+    both times.
     """
     found = msgspec.to_builtins(now)
     by_sender = rates(before, now)
     for sender in found["senders"]:
-        del sender["answered_at"]  # by a clock that nobody else has
+        del sender["answered_at"]  # by the clock of this process
         rate = by_sender.get(sender["sender"])
         sender["sent"] = None if rate is None else rate._asdict()
     return json.dumps({"address": address, **found}, indent=2, allow_nan=False)
@@ -49,15 +104,15 @@ def _receiver(address: str, now: Inspection) -> str:
 
 def _sender(sender: SenderInspection) -> str:
     statistics = sender.statistics
-    parts = ["does not answer"] if statistics is None else _of_its_own(statistics)
+    parts = ["does not answer"] if statistics is None else _usage(statistics)
     parts.append(f"{_tensors(sender.unclaimed_tensors, sender.unclaimed_bytes)} unclaimed")
     if sender.leases:
         parts.append(f"{counted(sender.leases, 'lease')} ({in_words(sender.leased_bytes)})")
     return f"sender pid {sender.pid} ({named(sender.sender)}): {', '.join(parts)}"
 
 
-def _of_its_own(statistics: SenderStatistics) -> list[str]:
-    waiting = "nobody waits"
+def _usage(statistics: SenderStatistics) -> list[str]:
+    waiting = "no call waits"
     if statistics.waiting:
         waiting = f"{statistics.waiting} waiting for up to {statistics.longest_wait_s:.1f} s"
     return [
@@ -71,7 +126,7 @@ def _of_its_own(statistics: SenderStatistics) -> list[str]:
 def _holder(held: Held) -> str:
     holder = held.holder
     return (
-        f"pid {held.pid} {held.what}, {printable(holder.state)}, {in_words(holder.bytes)}, "
+        f"pid {held.pid} {held.message}, {printable(holder.state)}, {in_words(holder.bytes)}, "
         f"{holder.seconds:.1f} s"
     )
 

@@ -1,31 +1,71 @@
-"""The same on a terminal. Needs rich, as `watch.py` does."""
+"""Inspect a receiver repeatedly and draw the results on a terminal. Needs rich."""
 
+import asyncio
+import signal
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NoReturn
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from aiotensor.cli.top.rates import Rate
-from aiotensor.cli.top.words import Held, brief, holders_of, named, printable, short
-from aiotensor.inspection import Inspection, SenderInspection
+from aiotensor.cli.top.report import Held, Rate, holders_of, named, rates
+from aiotensor.cli.words import brief, of_limit, printable, short
+from aiotensor.errors import PeerLostError
+from aiotensor.inspection import Inspection, SenderInspection, inspect
 
-__all__ = ["as_screen", "nobody"]
+__all__ = ["as_screen", "missing", "watch"]
 
 _LONG_WAIT_S = 1.0  # worth a colour
 _UNKNOWN = "-"
 _BESIDE_SENDERS = 5  # lines of the screen above them
 _OF_HOLDERS = 3  # lines that holders need beside their own
 
+_over = partial(of_limit, of="/")
 
-def as_screen(address: str, now: Inspection, rates: Mapping[str, Rate], height: int) -> RenderableType:
-    """Draw a look: the receiver, a table of its senders, and who has held something for longest.
+
+async def watch(address: str, interval_s: float, patience_s: float) -> NoReturn:
+    """Inspect a receiver until cancelled, and its successor after it is gone.
+
+    SIGTERM cancels this coroutine, so that the terminal is restored before the process ends.
 
     Args:
-        address: where the receiver listens.
-        now: what was found.
-        rates: how fast senders send, of those where that is known.
-        height: lines of the screen; senders and holders for whom there is no room are counted.
+        address: of the receiver.
+        interval_s: pause in seconds between two inspections.
+        patience_s: seconds to wait in each inspection for a receiver or a sender that does not answer.
+
+    Raises:
+        AioTensorError: this process cannot inspect any receiver at this address.
+    """
+    watching = asyncio.current_task()
+    if watching is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, watching.cancel)
+    # By default rich checks for a terminal before it draws: without one, this would loop and draw nothing.
+    console = Console(force_terminal=True)
+    before: Inspection | None = None
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            try:
+                now = await inspect(address, patience_s=patience_s)
+            except PeerLostError as error:
+                before = None
+                live.update(missing(str(error)), refresh=True)
+            else:
+                live.update(as_screen(address, before, now, console.height), refresh=True)
+                before = now
+            await asyncio.sleep(interval_s)
+
+
+def as_screen(address: str, before: Inspection | None, now: Inspection, height: int) -> RenderableType:
+    """Draw an inspection: the receiver, a table of its senders, and the holders, the longest first.
+
+    Args:
+        address: the address of the receiver.
+        before: the previous inspection, for the rates of senders.
+        now: the inspection.
+        height: lines of the screen; the senders and holders that do not fit are counted.
     """
     held = holders_of(now)
     room = height - _BESIDE_SENDERS
@@ -33,7 +73,7 @@ def as_screen(address: str, now: Inspection, rates: Mapping[str, Rate], height: 
     senders = now.senders
     if len(senders) > for_senders:
         senders = senders[: max(1, for_senders - 1)]
-    parts: list[RenderableType] = [_header(address, now), Text(), _senders(senders, rates)]
+    parts: list[RenderableType] = [_header(address, now), Text(), _senders(senders, rates(before, now))]
     parts += _more(len(now.senders) - len(senders))
     if held:
         for_holders = max(1, room - len(senders) - (len(senders) < len(now.senders)) - _OF_HOLDERS)
@@ -46,8 +86,8 @@ def _more(count: int) -> list[Text]:
     return [Text(f"and {count} more", style="dim")] if count > 0 else []
 
 
-def nobody(reason: str) -> RenderableType:
-    """Say why there is nothing to see, and that it is looked for."""
+def missing(reason: str) -> RenderableType:
+    """Draw the reason why there is no receiver."""
     return Group(Text(printable(reason), style="yellow"), Text("looking for the next one ...", style="dim"))
 
 
@@ -57,12 +97,12 @@ def _header(address: str, now: Inspection) -> RenderableType:
     title.append(f"pid {now.pid}", style="bold cyan").append(f"  {printable(address)}", style="dim")
     limit = statistics.max_mapped_bytes
     of_senders = {
-        "senders": _of(statistics.senders, statistics.max_senders),
+        "senders": _over(statistics.senders, statistics.max_senders),
         "lost": str(statistics.senders_lost),
         "refused": str(statistics.senders_refused),
     }
     of_memory = {
-        "mapped": _of(short(statistics.mapped_bytes), None if limit is None else short(limit)),
+        "mapped": _over(short(statistics.mapped_bytes), None if limit is None else short(limit)),
         "unclaimed": _with_bytes(statistics.unclaimed_tensors, statistics.unclaimed_bytes),
         "leases": _with_bytes(statistics.leases, statistics.leased_bytes),
     }
@@ -70,7 +110,7 @@ def _header(address: str, now: Inspection) -> RenderableType:
 
 
 def _line(text: str = "", style: str = "") -> Text:
-    # One that broke into two would push others off the screen.
+    # A wrapped line would push others off the screen.
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
@@ -82,7 +122,7 @@ def _facts(facts: Mapping[str, str]) -> Text:
     return line
 
 
-def _senders(senders: Sequence[SenderInspection], rates: Mapping[str, Rate]) -> RenderableType:
+def _senders(senders: Sequence[SenderInspection], by_sender: Mapping[str, Rate]) -> RenderableType:
     if not senders:
         return Text("no sender is connected", style="dim")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
@@ -91,7 +131,7 @@ def _senders(senders: Sequence[SenderInspection], rates: Mapping[str, Rate]) -> 
     for name in ("permits", "memory", "sent/s", "msgs/s", "wait", "longest", "unclaimed"):
         table.add_column(name, justify="right", no_wrap=True)
     for sender in senders:
-        table.add_row(*_row(sender, rates.get(sender.sender)))
+        table.add_row(*_row(sender, by_sender.get(sender.sender)))
     return table
 
 
@@ -128,16 +168,12 @@ def _holders(held: list[Held]) -> RenderableType:
         holder = one.holder
         table.add_row(
             Text(f"pid {one.pid}"),
-            Text(one.what),
+            Text(one.message),
             Text(printable(holder.state)),
             Text(short(holder.bytes)),
             Text(f"{brief(holder.seconds)} s"),
         )
     return table
-
-
-def _of(value: object, limit: object | None) -> str:
-    return f"{value}" if limit is None else f"{value}/{limit}"
 
 
 def _with_bytes(count: int, nbytes: int) -> str:

@@ -31,6 +31,10 @@ FRAMES = torch.zeros(8, 48, 64, 3, dtype=torch.uint8)
 TIMES = torch.arange(8, dtype=torch.float64) / 25
 
 
+# Of tests that do not use the library themselves, like the command; the services have their own loops.
+one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "sockets"  # the engine removes it
@@ -137,6 +141,7 @@ async def test_a_message_that_is_no_request_is_answered_with_the_reason(folder: 
     assert raised.value.type_name == "ProtocolError"
 
 
+@one_loop
 async def test_the_engine_leaves_no_socket_behind(folder: Path) -> None:
     async with engine_running(TensorQueue(), folder) as address:
         assert await anyio.Path(address.removeprefix("ipc://")).is_socket()
@@ -144,6 +149,7 @@ async def test_the_engine_leaves_no_socket_behind(folder: Path) -> None:
     assert not await anyio.Path(folder).exists()
 
 
+@one_loop
 async def test_uploads_that_are_no_video_are_refused_and_the_others_are_answered(
     endpoint: TensorQueue | str, folder: Path, make_video: Callable[..., bytes]
 ) -> None:
@@ -174,6 +180,7 @@ async def test_uploads_that_are_no_video_are_refused_and_the_others_are_answered
     assert statistics.messages_sent == 2
 
 
+@one_loop
 async def test_a_client_that_goes_away_gives_back_its_permit(
     endpoint: TensorQueue | str, folder: Path, make_video: Callable[..., bytes], tmp_path: Path
 ) -> None:
@@ -199,6 +206,7 @@ async def test_a_client_that_goes_away_gives_back_its_permit(
     assert upload.outcome is Outcome.ANSWERED
 
 
+@one_loop
 async def test_every_worker_that_uvicorn_starts_serves_uploads_and_reports_what_it_did(
     folder: Path, make_video: Callable[..., bytes], tmp_path: Path
 ) -> None:
@@ -218,6 +226,7 @@ async def test_every_worker_that_uvicorn_starts_serves_uploads_and_reports_what_
         assert report.sender.bytes_in_use == 0
 
 
+@one_loop
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_a_request_that_the_engine_dies_under_fails_and_does_not_hang(
     folder: Path, workers: int, make_video: Callable[..., bytes], tmp_path: Path
@@ -246,6 +255,7 @@ async def test_a_request_that_the_engine_dies_under_fails_and_does_not_hang(
         assert "the engine" in response.json()["detail"]
 
 
+@one_loop
 async def test_a_worker_that_is_killed_is_named(folder: Path) -> None:
     address = f"unix://{folder}/tensors.sock"
     async with services(address, folder, max_concurrent_videos=1, workers=2) as running_services:

@@ -1,4 +1,4 @@
-"""Those who look at a receiver, by the library and on bare sockets, and those who are looked at."""
+"""Inspectors and receivers on bare sockets, which write any record, and their peers."""
 
 import asyncio
 import socket
@@ -31,32 +31,32 @@ from verification.internals import inspectors_of
 
 __all__ = [
     "PATIENCE_S",
-    "Observer",
-    "RogueReceiver",
-    "look_at",
-    "looking_at_rogue",
-    "observers",
-    "observing",
-    "rogue_receiver",
+    "BareInspector",
+    "BareReceiver",
+    "bare_inspector",
+    "bare_receiver",
+    "inspect_patiently",
+    "inspecting_bare_receiver",
+    "inspector_count",
 ]
 
-PATIENCE_S = 20.0  # with those who answer at once
+PATIENCE_S = 20.0  # longer than any reply takes
 
 
-async def look_at(address: str) -> Inspection:
-    """Look at a receiver all of whose senders answer."""
+async def inspect_patiently(address: str) -> Inspection:
+    """Inspect a receiver; all of its senders must reply."""
     return await inspect(address, patience_s=PATIENCE_S)
 
 
-def observers(receiver: TensorReceiver) -> int:
-    """Count those who look at a receiver."""
+def inspector_count(receiver: TensorReceiver) -> int:
+    """Count the inspectors of a receiver."""
     found = inspectors_of(receiver)
-    assert not any(one.transport.is_closed for one in found), "one is remembered that is gone"
+    assert not any(one.transport.is_closed for one in found), "it keeps an inspector that has disconnected"
     return len(found)
 
 
-class Observer:
-    """Somebody who looks, on a bare socket."""
+class BareInspector:
+    """An inspector on a bare socket."""
 
     def __init__(self, address: str) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -64,6 +64,7 @@ class Observer:
         self.sock.connect(address.removeprefix("unix://"))
 
     async def say(self, record: bytes) -> bool:
+        """Write a record; return False if the connection has ended."""
         return await say(self.sock, record)
 
     async def read(self) -> list[ToInspector] | None:
@@ -72,19 +73,19 @@ class Observer:
         try:
             record = await loop.sock_recv(self.sock, MAX_RECORD_BYTES + 1)
         except ConnectionResetError:
-            return await self.read()  # the last words come after that
+            return await self.read()  # the last records follow
         assert len(record) <= MAX_RECORD_BYTES
         return decode(TO_INSPECTOR, record) if record else None
 
     async def read_all(self) -> list[ToInspector]:
-        """Return all that is said until the end."""
+        """Return all frames until the end of the connection."""
         found: list[ToInspector] = []
         while (frames := await self.read()) is not None:
             found += frames
         return found
 
     async def reports(self) -> list[ReceiverReport]:
-        """Return the reports, up to the last."""
+        """Return the reports of one inspection."""
         found: list[ReceiverReport] = []
         while not found or not found[-1].last:
             found += [frame for frame in await self.read() or [] if isinstance(frame, ReceiverReport)]
@@ -92,11 +93,16 @@ class Observer:
 
 
 @asynccontextmanager
-async def observing(address: str, *, looks: bool = True) -> AsyncIterator[Observer]:
-    """Look at a receiver, for as long as the block lasts."""
-    observer = Observer(address)
+async def bare_inspector(address: str, *, inspects: bool = True) -> AsyncIterator[BareInspector]:
+    """Connect an inspector to a receiver, and disconnect it at the end.
+
+    Args:
+        address: of the receiver.
+        inspects: whether the inspector sends its first frame.
+    """
+    observer = BareInspector(address)
     with observer.sock:
-        if looks:
+        if inspects:
             assert await observer.say(encode(Inspect(VERSION, 1)))
         yield observer
 
@@ -109,17 +115,18 @@ def read_record(record: bytes) -> list[Opening | FromSender]:
         return [*decode(FROM_SENDER, record)]
 
 
-class RogueReceiver:
-    """A receiver on a bare socket, which says what it likes to one sender or observer."""
+class BareReceiver:
+    """A receiver on a bare socket, with one sender or inspector."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
 
     async def say(self, *frames: Any) -> None:
+        """Write frames in one record."""
         assert await say(self.sock, encode(*frames))
 
     async def replies(self, count: int) -> list[StatisticsReply]:
-        """Read until there were so many replies."""
+        """Read a number of statistics replies."""
         found: list[StatisticsReply] = []
         while len(found) < count:
             record = await asyncio.get_running_loop().sock_recv(self.sock, MAX_RECORD_BYTES)
@@ -127,7 +134,7 @@ class RogueReceiver:
         return found
 
     async def read_all(self) -> list[Opening | FromSender]:
-        """Read until the sender has closed."""
+        """Return all frames until the sender has closed."""
         found: list[Opening | FromSender] = []
         while record := await asyncio.get_running_loop().sock_recv(self.sock, MAX_RECORD_BYTES):
             found += read_record(record)
@@ -135,27 +142,29 @@ class RogueReceiver:
 
 
 @asynccontextmanager
-async def rogue_receiver(address: str) -> AsyncIterator[tuple[TensorSender, RogueReceiver]]:
-    """Connect a sender to somebody who says what it likes."""
+async def bare_receiver(address: str) -> AsyncIterator[tuple[TensorSender, BareReceiver]]:
+    """Connect a sender to a bare receiver, which admits it."""
     with waiting_at(address) as listener:
         async with TensorSender(address, 2000) as sender:
             sock, _ = await asyncio.get_running_loop().sock_accept(listener)
             with sock:
                 sock.setblocking(False)
-                receiver = RogueReceiver(sock)
+                receiver = BareReceiver(sock)
                 await receiver.say(Welcome(VERSION, 1, is_admitted=True))
                 yield sender, receiver
 
 
 @asynccontextmanager
-async def looking_at_rogue(address: str) -> AsyncIterator[tuple["asyncio.Task[Inspection]", RogueReceiver]]:
-    """Look at somebody who says what it likes."""
+async def inspecting_bare_receiver(
+    address: str,
+) -> AsyncIterator[tuple["asyncio.Task[Inspection]", BareReceiver]]:
+    """Inspect a bare receiver, which has read the first frame of the inspector."""
     with waiting_at(address) as listener:
-        looking = asyncio.create_task(look_at(address))
+        inspecting = asyncio.create_task(inspect_patiently(address))
         loop = asyncio.get_running_loop()
         sock, _ = await loop.sock_accept(listener)
         with sock:
             sock.setblocking(False)
-            [look] = read_record(await loop.sock_recv(sock, MAX_RECORD_BYTES))
-            assert isinstance(look, Inspect)
-            yield looking, RogueReceiver(sock)
+            [first] = read_record(await loop.sock_recv(sock, MAX_RECORD_BYTES))
+            assert isinstance(first, Inspect)
+            yield inspecting, BareReceiver(sock)

@@ -1,7 +1,7 @@
-"""Fresh processes in no time: a server that has imported torch, and nothing else, forks them.
+"""Start new processes quickly: a server that has imported only torch forks them.
 
 Importing torch takes about a second, and a run starts hundreds of processes. `multiprocessing` has such a
-fork server; what is added here is that the processes it started can start others from the same server.
+fork server; this module lets the processes that it started start others from the same server.
 """
 
 import multiprocessing
@@ -17,19 +17,19 @@ Server = str | None
 
 _PRELOADED = ["torch", "numpy", "msgspec", "asyncio"]
 # CPython's documentation says that a child of a fork server uses that server for its own children. It has
-# the means to, and starts another server nevertheless. From 3.14 a server also asks who one is.
+# the means to, but starts another server. From 3.14 a server also authenticates its clients.
 _CAN_BE_SHARED = sys.version_info < (3, 14)
 
 
 def own_server() -> Server:
-    """Start the server of this process, if it does not run yet, and say where it is."""
+    """Start the server of this process, if it does not run yet, and return its address."""
     multiprocessing.set_forkserver_preload(_PRELOADED)
     multiprocessing.forkserver.ensure_running()
     return _server()._forkserver_address if _CAN_BE_SHARED else None
 
 
 def adopt(server: Server) -> None:
-    """Let this process, which that server has started, start its own children from it too."""
+    """Start the children of this process from the server that has started it."""
     if server is None:
         multiprocessing.set_forkserver_preload(_PRELOADED)
         return
@@ -42,10 +42,9 @@ def _server() -> Any:
 
 
 class Output:
-    """Make a descriptor the standard output and error of a process that is started with this as an argument.
+    """Redirect the standard output and error of a new process, which gets this object as an argument.
 
-    It must be the first argument: then whatever goes wrong from there, in unpickling the next ones too,
-    is written to it.
+    It must be the first argument, so that errors while the others are unpickled are written to it, too.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""The memory that ZeroMQ sends without copying it."""
+"""The memory of large messages: whether ZeroMQ still reads it, and freeing it in a thread."""
 
 import asyncio
 import weakref
@@ -8,8 +8,11 @@ import zmq
 
 from aiotensor.protocol.parts import Parts
 from aiotensor.runtime.affinity import FreedItems
+from aiotensor.runtime.worker import Worker
 
-__all__ = ["ZeroCopyBuffers"]
+__all__ = ["MessageMemory"]
+
+_QUICK_FREED_BYTES = 8 << 20
 
 
 class _Use:
@@ -21,13 +24,19 @@ class _Use:
         self.references: list[weakref.ref[Any]] = []
 
 
-class ZeroCopyBuffers:
-    """Track the memory that ZeroMQ reads without copying; belongs to the running loop."""
+class MessageMemory:
+    """Track the memory that ZeroMQ reads without copying, and free large messages in a thread.
+
+    The kernel needs a millisecond to reclaim 20 MB, and Python as long for the objects of a large decoded
+    message. The thread starts with the first large message. Belongs to the running loop.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._freed: FreedItems[_Use] = FreedItems(self._loop, self._release)
         self._used: set[_Use] = set()  # keeps the weak references: their callbacks need them alive
+        self._worker = Worker("aiotensor-channel")
+        self._is_closed = False
 
     def watch(self, parts: Parts) -> "asyncio.Future[None] | None":
         """Watch the large buffers of a message, before it is sent; return None if it has none.
@@ -54,3 +63,22 @@ class ZeroCopyBuffers:
                 self._used.discard(use)
                 if not use.released.done():
                     use.released.set_result(None)
+
+    def free_parts(self, parts: "list[memoryview] | list[bytes | memoryview]") -> None:
+        """Release the parts of a message, by emptying the list now or in the thread."""
+        if sum(map(len, parts)) > _QUICK_FREED_BYTES:
+            self.free(parts)
+        else:
+            parts.clear()
+
+    def free(self, box: list[Any]) -> None:
+        """Empty a list in the thread."""
+        if self._is_closed:
+            box.clear()
+        else:
+            self._worker.begin("freeing a message", box.clear)
+
+    def close(self) -> None:
+        """Stop the thread after the pending work."""
+        self._is_closed = True
+        self._worker.close()

@@ -1,9 +1,8 @@
-"""A process that has imported what takes long, and forks programs: Python runs and ends them as it does any.
+"""A process that has imported torch, and forks programs, which start faster in this way.
 
-    test -- a name, arguments, where to write --> nursery -- fork --> program
-    test <-- its pid, and later its status ------ nursery
-
-A child of multiprocessing would not do: it ends without taking the interpreter apart.
+The test sends a name, arguments, and descriptors for output and errors. The process forks the program, and
+replies with its pid, and later with its exit status. Children of `multiprocessing` could not replace it: they
+exit without finalizing the interpreter.
 """
 
 import atexit
@@ -20,18 +19,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, NamedTuple, Self
 
-__all__ = ["Ended", "Nursery", "Program", "last_words"]
+__all__ = ["Ended", "ForkServer", "Program", "last_words"]
 
 _ROOT = Path(__file__).parents[2]
 _LIMIT_S = 20.0  # for a program to end
 _LONGEST = 4096
 
-# Called when the interpreter ends, after what is registered by modules that are imported later.
+# Called when the interpreter exits, after the exit handlers of modules that are imported later.
 last_words: list[Callable[[], object]] = []
 
 
 class Ended(NamedTuple):
-    """How a program has ended: its exit status, negative for a signal, and what it wrote and nobody read."""
+    """The end of a program: its exit status, negative for a signal, and its unread output and errors."""
 
     status: int
     lines: list[str]
@@ -39,45 +38,53 @@ class Ended(NamedTuple):
 
 
 class Program:
-    """A program that runs, as the test sees it."""
+    """A running program."""
 
-    def __init__(self, nursery: "Nursery", pid: int, output: IO[str], errors: IO[str]) -> None:
+    def __init__(self, fork_server: "ForkServer", pid: int, output: IO[str], errors: IO[str]) -> None:
         self.pid = pid
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._output = output
         self._errors = errors
         self._status: int | None = None
 
     def line(self) -> str:
-        """Wait for the next line that it writes."""
+        """Wait for the next line of its output."""
         return self._output.readline().rstrip("\n")
 
     def signal(self, number: signal.Signals = signal.SIGINT) -> None:
-        """Send it a signal; by default the one of Ctrl-C."""
+        """Send a signal to the program, by default SIGINT."""
         os.kill(self.pid, number)
 
     def ended(self) -> Ended:
-        """Wait until it has ended, and fail if it does not."""
+        """Wait until the program has ended, and fail if it hangs."""
         try:
-            self._status = self._nursery.wait(self.pid, _LIMIT_S)
+            self._status = self._fork_server.wait(self.pid, _LIMIT_S)
         except TimeoutError:
-            self.signal(signal.SIGABRT)  # faulthandler says where it hangs
-            self._status = self._nursery.status()
+            self.signal(signal.SIGABRT)  # faulthandler prints the tracebacks
+            self._status = self._fork_server.status()
             raise AssertionError(f"the program did not end:\n{self._errors.read()}") from None
         return Ended(self._status, self._output.read().splitlines(), self._errors.read())
 
     def close(self) -> None:
         if self._status is None:
             self.signal(signal.SIGKILL)
-            self._nursery.wait(self.pid, _LIMIT_S)
+            self._fork_server.wait(self.pid, _LIMIT_S)
 
 
-class Nursery:
+class ForkServer:
     """Start programs; a test waits for one at a time."""
 
     def __enter__(self) -> Self:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        options = ["-W", "error", "-X", "faulthandler", "-m", "tests.blocking.nursery", str(theirs.fileno())]
+        options = [
+            "-W",
+            "error",
+            "-X",
+            "faulthandler",
+            "-m",
+            "tests.blocking.fork_server",
+            str(theirs.fileno()),
+        ]
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, *options], cwd=_ROOT, pass_fds=[theirs.fileno()]
@@ -109,7 +116,7 @@ class Nursery:
         """Wait for the end of a program, and return its exit status.
 
         Raises:
-            TimeoutError: it took longer than so many seconds; the status is told when it has ended.
+            TimeoutError: it did not end within `limit_s` seconds; `status` returns its status later.
         """
         self._socket.send(json.dumps({"pid": pid}).encode())
         self._socket.settimeout(limit_s)
@@ -119,16 +126,16 @@ class Nursery:
             self._socket.settimeout(None)
 
     def status(self) -> int:
-        """Return the next number that the nursery tells."""
+        """Return the next number that the process sends."""
         number: int = json.loads(self._socket.recv(_LONGEST))
         return number
 
 
 def _next_program(control: socket.socket) -> Callable[[], None] | None:
-    """Do what tests ask; return in each child with its program, and with none when all is over."""
-    from tests.blocking import programs  # behind `last_words`
+    """Serve requests of tests; return the program in each child, and None at the end."""
+    from tests.blocking import programs  # after the definition of `last_words`
 
-    # Or each program, which has what was imported from here, would copy most of it when it ends.
+    # Otherwise the garbage collection at the end of each program would copy most of the shared pages.
     gc.collect()
     gc.freeze()
     while True:
@@ -151,16 +158,16 @@ def _next_program(control: socket.socket) -> Callable[[], None] | None:
         control.send(json.dumps(child).encode())
 
 
-def _end() -> None:
+def end() -> None:
     for word in last_words:
         word()
 
 
 if __name__ == "__main__":
-    # Not the module that is named so: programs import that one.
-    from tests.blocking import nursery
+    # Import the module by name, as programs do: `__main__` is another instance of it.
+    from tests.blocking import fork_server
 
-    atexit.register(nursery._end)
+    atexit.register(fork_server.end)
     with socket.socket(fileno=int(sys.argv[1])) as control:
         program = _next_program(control)
     if program is not None:

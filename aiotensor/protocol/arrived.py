@@ -1,0 +1,102 @@
+"""The state of a mailbox: messages that have arrived, their senders, and the calls that wait for tensors."""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+from aiotensor.errors import AioTensorError
+from aiotensor.protocol.numbers import NumberSet
+
+__all__ = ["REMEMBERED_DISCARDS", "ArrivedMessage", "Claims", "Key", "SenderRecord"]
+
+T = TypeVar("T")
+
+# The number of discarded messages that are remembered for each sender. An older one gets a less exact error.
+REMEMBERED_DISCARDS = 1024
+
+
+class Key(NamedTuple):
+    """The name of one tensor: the first three fields of its handle."""
+
+    sender: str
+    message: int
+    tensor: int
+
+
+class Claims:
+    """Count the calls that wait for each tensor by its handle; only one of them can receive it."""
+
+    __slots__ = ("_by_message",)
+
+    def __init__(self) -> None:
+        self._by_message: dict[tuple[str, int], dict[int, int]] = {}  # the count for each tensor
+
+    def __bool__(self) -> bool:
+        return bool(self._by_message)
+
+    def __contains__(self, key: Key) -> bool:
+        return key.tensor in self._by_message.get((key.sender, key.message), ())
+
+    def add(self, key: Key) -> None:
+        """Add a claim."""
+        claims = self._by_message.setdefault((key.sender, key.message), {})
+        claims[key.tensor] = claims.get(key.tensor, 0) + 1
+
+    def remove(self, key: Key) -> None:
+        """Remove a claim."""
+        claims = self._by_message[key.sender, key.message]
+        claims[key.tensor] -= 1
+        if not claims[key.tensor]:
+            del claims[key.tensor]
+        if not claims:
+            del self._by_message[key.sender, key.message]
+
+    def of_message(self, sender: str, number: int) -> list[Key]:
+        """List the claimed tensors of a message, including unknown ones."""
+        return [Key(sender, number, tensor) for tensor in self._by_message.get((sender, number), ())]
+
+    def of_sender(self, sender: str) -> list[Key]:
+        """List the claimed tensors of a sender."""
+        return [
+            key
+            for name, number in self._by_message
+            if name == sender
+            for key in self.of_message(name, number)
+        ]
+
+
+@dataclass(eq=False, slots=True)
+class ArrivedMessage(Generic[T]):
+    """The tensors of one message that has not ended."""
+
+    keys: list[Key] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # in bytes, one for each key
+    tensors: dict[int, T] = field(default_factory=dict)  # still to be taken
+    count: int | None = None  # set when the message becomes whole
+    held: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False, slots=True)
+class SenderRecord(Generic[T]):
+    """One sender and its messages."""
+
+    joined: bool = False
+    left: bool = False
+    loss: AioTensorError | None = None  # while it is gone
+    last_loss: AioTensorError | None = None
+    pid: int | None = None
+    limit: int = 0
+    first: int = 0  # messages below it belonged to a connection that was lost
+    next: int = 0
+    messages: dict[int, ArrivedMessage[T]] = field(default_factory=dict)
+    unclaimed_tensors: int = 0  # in these messages, counted on each change: a scan would block the loop
+    unclaimed_bytes: int = 0
+    ended: NumberSet = field(default_factory=NumberSet)
+    discarded: OrderedDict[int, None] = field(default_factory=OrderedDict)
+
+    def discard(self, number: int) -> None:
+        """Record that a message was discarded."""
+        self.ended.add(number)
+        self.discarded[number] = None
+        if len(self.discarded) > REMEMBERED_DISCARDS:
+            self.discarded.popitem(last=False)

@@ -1,0 +1,361 @@
+"""The senders of a receiver: their admission, their frames and the answers to them, and their ends.
+
+    Hello --admitted--> connected --Close--> closed      its whole messages can still be taken
+      |                     |
+      |                     '--violation, failed write, end of the connection--> lost, with its messages
+      '-- refused, because of a limit or its version
+
+The admission of a sender covers its maximum use: its messages in flight and its arena count against the
+receiver's limits from its hello on, so that no later frame can exceed them.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError, RefusedError
+from aiotensor.protocol.connection import Close
+from aiotensor.protocol.frames import (
+    Attach,
+    Discard,
+    End,
+    Hello,
+    Put,
+    SenderSummary,
+    StatisticsReply,
+    Welcome,
+)
+from aiotensor.protocol.mailbox import Key, Mailbox
+from aiotensor.protocol.receiver import AdmissionLimits, ReceiverConnection
+from aiotensor.receiving.arrivals import Arrivals
+from aiotensor.receiving.inspectors import InspectorPeer
+from aiotensor.receiving.mappings import Mappings, SenderMemory
+from aiotensor.receiving.refusals import SenderRefusalLog
+from aiotensor.runtime.descriptors import close_all
+from aiotensor.runtime.waiting import Waiters
+from aiotensor.statistics.counters import ErrorCounter, snapshot
+from aiotensor.tensors.arena import segment_bytes
+from aiotensor.tensors.placement import open_tensor
+from aiotensor.tensors.views import as_leaf
+from aiotensor.transports.base import Transport
+from aiotensor.types import Delivery, ReceiverStatistics, TensorHandle
+
+__all__ = ["SenderPeer", "Senders"]
+
+
+class Senders:
+    """The senders of one receiver, with their tensors and their memory; belongs to the running loop.
+
+    Args:
+        limits: the limits for all senders together.
+        counts: the counters of the receiver.
+        errors: the errors of its calls.
+
+    Attributes:
+        connected: the connected senders, by their ids.
+        mailbox: the tensors that have arrived.
+        arrivals: the calls that wait for tensors.
+        mappings: the memory of the senders.
+        refusals: the log of closed connections.
+        writing_resumed: woken when a transport accepts records again.
+    """
+
+    def __init__(self, limits: AdmissionLimits, counts: dict[str, int], errors: ErrorCounter) -> None:
+        self.connected: dict[str, SenderPeer] = {}
+        self.mailbox: Mailbox[Delivery] = Mailbox()
+        self.arrivals = Arrivals(self.mailbox)
+        self.mappings = Mappings()
+        self.refusals = SenderRefusalLog()
+        self.writing_resumed = Waiters()
+        self.counts = counts
+        self._limits = limits
+        self._errors = errors
+        self._loop = asyncio.get_running_loop()
+        self._answered: dict[SenderPeer, None] = {}  # whose answers are written at the end of this iteration
+
+    @property
+    def mapped_bytes(self) -> int:
+        """The bytes of arenas that are mapped here, or may be."""
+        arenas = sum(peer.memory.arena_bytes for peer in self.connected.values())
+        return self.mappings.lingering_bytes + arenas
+
+    @property
+    def promised_messages(self) -> int:
+        """The messages that connected senders may have unclaimed, and those left by closed senders."""
+        promised = sum(peer.connection.hello.max_concurrent_videos for peer in self.connected.values())
+        return self.mailbox.messages_left + promised
+
+    def statistics(self) -> ReceiverStatistics:
+        """Return the current usage of the receiver, and its totals since opening."""
+        limits, mailbox, mappings = self._limits, self.mailbox, self.mappings
+        return snapshot(
+            ReceiverStatistics,
+            self.counts,
+            senders=len(self.connected),
+            max_senders=limits.senders,
+            waiting=self.arrivals.waiting,
+            unclaimed_tensors=mailbox.unclaimed_tensors,
+            unclaimed_bytes=mailbox.unclaimed_bytes,
+            mapped_bytes=self.mapped_bytes,
+            max_mapped_bytes=limits.mapped_bytes,
+            promised_messages=self.promised_messages,
+            max_unclaimed_messages=limits.unclaimed_messages,
+            leases=mappings.leases,
+            leased_bytes=mappings.leased_bytes,
+            peak_leased_bytes=mappings.peak_leased_bytes,
+            messages_discarded=mailbox.messages_discarded,
+            errors=self._errors.counts(),
+        )
+
+    def connect(self, transport: Transport, hello: Hello, welcome: Welcome) -> None:
+        """Admit a sender or refuse it, and send it the result."""
+        sender = hello.sender
+        connection = ReceiverConnection(hello, welcome, segment_bytes(hello.arena_bytes))
+        peer = SenderPeer(transport, connection, self)
+        transport.start(peer)
+        refusal = connection.mismatch
+        if refusal is None:
+            earlier = self.connected.get(sender)
+            if earlier is not None:  # it has reconnected, and the end of its old connection is still unread
+                self.lose(earlier, PeerLostError("it connected again"))
+            refusal = self._limits.exceeded_by(
+                hello, len(self.connected), self.mapped_bytes, self.promised_messages
+            )
+        if refusal is not None:
+            self.refuse(peer, refusal, is_refusal=True)
+            if sender not in self.connected:
+                error = RefusedError(refusal, pid=hello.pid)
+                self.arrivals.wake(self.mailbox.lose(sender, error, hello.pid))
+            return
+        try:
+            keys = self.mailbox.join(sender, hello.pid, hello.max_concurrent_videos, hello.first_message)
+        except ProtocolError as error:
+            self.refusals.broken.add(sender, hello.pid, str(error))
+            transport.close()
+            return
+        self.connected[sender] = peer
+        connection.admit()
+        peer.flush()
+        self.arrivals.wake(keys)
+
+    def refuse(self, peer: "SenderPeer", reason: str, *, is_refusal: bool) -> None:
+        """Close a connection with a reason; after a refusal, a retry would fail too."""
+        self.counts["senders_refused"] += 1
+        self.refusals.refused.add(peer.sender, peer.connection.hello.pid, reason)
+        peer.connection.refuse(reason, is_refusal=is_refusal)
+        peer.flush()
+        error = RefusedError(reason) if is_refusal else PeerLostError(reason)
+        self.lose(peer, error, was_refused=True)
+
+    def lose(self, peer: "SenderPeer", error: AioTensorError, *, was_refused: bool = False) -> None:
+        """Drop a sender that is gone, and all its messages."""
+        peer.transport.close()
+        if self.connected.get(peer.sender) is not peer:
+            self.writing_resumed.wake()
+            return  # it was not admitted, or this receiver is closing
+        self._forget(peer)
+        self.counts["senders_lost"] += not was_refused
+        self.arrivals.wake(self.mailbox.lose(peer.sender, error))
+        self.mappings.freed.collect_all()  # losing the sender has freed its tensors that no task has taken
+        self.mappings.take_over_after(peer.memory, peer.pid)
+
+    def leave(self, peer: "SenderPeer", close: Close) -> None:
+        """Drop a sender that closed, and keep its whole messages."""
+        keys = self.mailbox.leave(peer.sender)
+        self._forget(peer)
+        peer.transport.close()
+        if close.uses_memory:
+            self.mappings.take_over_after(peer.memory, peer.pid)
+        else:
+            self.mappings.take_over(peer.memory)
+        self.arrivals.wake(keys)
+
+    def schedule_flush(self, peer: "SenderPeer") -> None:
+        """Write the answers to a sender at the end of this iteration of the event loop."""
+        if not self._answered:
+            self._loop.call_soon(self._flush_answers)
+        self._answered[peer] = None
+
+    async def close(self) -> None:
+        """Notify every sender, and release their memory; it stays mapped while tensors over it live.
+
+        Waits until the last frames to the senders are sent, and the memory is unmapped.
+        """
+        peers = list(self.connected.values())
+        # Before the last frames, which tell the senders which blocks are free.
+        self.mailbox.clear()
+        self.mappings.freed.collect_all()
+        for peer in peers:
+            peer.connection.close(Close())
+            peer.flush()
+        for peer in list(self.connected.values()):
+            self._forget(peer)
+        try:
+            for peer in peers:
+                while not (peer.transport.is_writable or peer.transport.is_closed):
+                    await self.writing_resumed.wait()
+            await self.mappings.settle()
+        finally:
+            for peer in peers:
+                peer.transport.close()
+            self.mappings.close()
+            self.refusals.close()
+
+    def _flush_answers(self) -> None:
+        # The release of a tensor that was freed right after it was taken is sent together with that answer.
+        self.mappings.freed.collect()
+        answered, self._answered = self._answered, {}
+        for peer in answered:
+            peer.flush()
+
+    def _forget(self, peer: "SenderPeer") -> None:
+        del self.connected[peer.sender]
+        self.mappings.sender_gone(peer.memory)
+
+
+class SenderPeer:
+    """Handle the frames of one sender, and answer them."""
+
+    def __init__(self, transport: Transport, connection: ReceiverConnection, senders: Senders) -> None:
+        self.transport = transport
+        self.connection = connection
+        self.sender = connection.hello.sender
+        self.memory = SenderMemory(connection.hello.arena_bytes, self._release)
+        self.inspectors: set[InspectorPeer] = set()  # that wait for the statistics of the sender
+        self._senders = senders
+        self._mailbox = senders.mailbox
+
+    @property
+    def pid(self) -> int:
+        """The process id of the sender according to the kernel, or else as the sender stated it."""
+        pid = self.transport.peer_pid
+        return self.connection.hello.pid if pid is None else pid
+
+    def summary(self) -> SenderSummary:
+        """Return what this receiver knows of the sender."""
+        hello = self.connection.hello
+        return SenderSummary(
+            self.sender,
+            hello.pid,
+            hello.max_concurrent_videos,
+            hello.arena_bytes,
+            *self._mailbox.unclaimed_of(self.sender),
+            self.memory.leases,
+            self.memory.leased_bytes,
+        )
+
+    # Answers
+
+    def taken(self, message: int) -> None:
+        """Return the permit of a message whose tensors were all taken."""
+        self.connection.taken(message)
+        self._senders.schedule_flush(self)
+
+    def discard(self, message: int) -> None:
+        """Return the permit of a message that no task will take."""
+        self.connection.discard(message)
+        self._senders.schedule_flush(self)
+
+    def request_statistics(self, inspector: InspectorPeer) -> None:
+        """Request the statistics of the sender for an inspector, unless a request is pending."""
+        self.inspectors.add(inspector)
+        if self.connection.request_statistics():
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the pending frames now."""
+        try:
+            for record in self.connection.data_to_send():
+                self.transport.write(record)
+        except OSError as error:
+            self._senders.refusals.unwritable.add(self.sender, str(error))
+            self._senders.lose(self, PeerLostError(f"writing failed: {error}"))
+
+    def _release(self, block: int) -> None:
+        self.connection.release(block)
+        self._senders.schedule_flush(self)
+
+    # Events of the transport
+
+    def record_received(self, data: memoryview, descriptors: list[int]) -> None:
+        """Handle the frames of a record."""
+        keys: list[Key] = []
+        try:
+            for frame in self.connection.receive(data):
+                match frame:
+                    case Put():
+                        keys += self._store(frame)
+                    case End():
+                        keys += self._mailbox.end(self.sender, frame.message)
+                    case Discard():
+                        keys += self._mailbox.discard(self.sender, frame.message)[1]
+                    case Attach():
+                        self._attach(frame, descriptors)
+                    case StatisticsReply():
+                        self._forward(frame)
+                    case Close():
+                        self._senders.leave(self, frame)
+                if self.transport.is_closed:
+                    break
+        except ProtocolError as error:
+            self._senders.refusals.broken.add(self.sender, self.connection.hello.pid, str(error))
+            # A new error: the traceback of the raised one would keep the record, and mapped memory, while the
+            # loss is remembered.
+            self._senders.lose(self, ProtocolError(*error.args))
+        finally:
+            if keys:
+                self._senders.arrivals.wake(keys)
+            if descriptors:
+                close_all(descriptors)
+
+    def connection_lost(self, reason: str) -> None:
+        """Handle a sender that is gone."""
+        self._senders.lose(self, PeerLostError(reason))
+
+    def resume_writing(self) -> None:
+        """Handle that the transport accepts records again."""
+        self._senders.writing_resumed.wake()
+
+    def _store(self, put: Put) -> Sequence[Key]:
+        """Open a tensor that arrived, and store it; return the keys whose waiters are to be woken."""
+        mailbox, sender = self._mailbox, self.sender
+        if not mailbox.wants(sender, put.message):
+            self.discard(put.message)
+            if put.block is not None:
+                self._release(put.block)
+            return ()
+        arrived = open_tensor(put.placement, put.payload, put.dtype, put.shape, self.memory.mapped)
+        tensor = arrived.tensor
+        if put.requires_grad or put.is_parameter:
+            tensor = as_leaf(tensor, requires_grad=put.requires_grad, is_parameter=put.is_parameter)
+        handle = TensorHandle(sender, put.message, put.tensor, put.dtype, put.shape, put.device)
+        key = Key(sender, put.message, put.tensor)
+        keys = mailbox.put(key, Delivery(handle, tensor), tensor.nbytes, last=put.last)
+        if arrived.owner is not None:
+            if put.block is None:
+                raise ProtocolError("it placed a tensor in a block without a number")
+            self._senders.mappings.lease(self.memory, arrived, put.block)
+        return keys
+
+    def _attach(self, attach: Attach, descriptors: list[int]) -> None:
+        if not descriptors:
+            reason = "its memory did not arrive: no descriptors are left here (ulimit -n)"
+            self._senders.refuse(self, reason, is_refusal=False)
+            return
+        try:
+            self._senders.mappings.attach(self.memory, attach.segment, attach.nbytes, descriptors[0])
+        except RefusedError as error:
+            self._senders.refuse(self, str(error), is_refusal=True)
+        except OSError as error:
+            reason = f"its memory cannot be mapped here: {error}"
+            self._senders.refuse(self, reason, is_refusal=False)
+        finally:
+            close_all([descriptors.pop(0)])
+
+    def _forward(self, reply: StatisticsReply) -> None:
+        """Forward the statistics of the sender to the inspectors that wait for them."""
+        inspectors, self.inspectors = self.inspectors, set()
+        for inspector in inspectors:
+            inspector.connection.forward(replace(reply, sender=self.sender))
+            inspector.flush()
