@@ -8,7 +8,7 @@ import math
 import socket
 import struct
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
@@ -25,7 +25,10 @@ __all__ = ["Monitor", "SocketEvents"]
 _EVENTS_A_TURN = 32
 _EVENTS_MOST_S = 0.02
 
-_NOBLOCK = int(zmq.NOBLOCK)  # each operation on an enum takes as long as a call into ZeroMQ
+# Plain numbers: each operation on an enum takes as long as a call into ZeroMQ.
+_NOBLOCK = int(zmq.NOBLOCK)
+_ACCEPTED = int(zmq.EVENT_ACCEPTED)
+_DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
 
 _numbers = itertools.count()
 
@@ -81,26 +84,22 @@ class Monitor:
         context: the context of the socket.
         sock: the socket.
         events: the owner, whose callbacks are called.
-        caught_up: called when all events were reported, before the calls that `after_events` has postponed.
 
     Attributes:
-        postponed: the calls that `after_events` has postponed.
+        postponed: the number of calls that `after_events` has postponed.
 
     Raises:
         zmq.ZMQError: the process has no descriptors left.
     """
 
-    def __init__(
-        self,
-        context: ZmqContext,
-        sock: "zmq.Socket[bytes]",
-        events: SocketEvents,
-        caught_up: Callable[[], None],
-    ) -> None:
-        self.postponed: deque[Callable[[], None]] = deque()
+    def __init__(self, context: ZmqContext, sock: "zmq.Socket[bytes]", events: SocketEvents) -> None:
+        self.postponed = 0
         self._loop = asyncio.get_running_loop()
         self._events = events
-        self._caught_up = caught_up
+        # The queue of events and postponed calls. The key of an accepted connection is its descriptor; all
+        # other entries have negative numbers.
+        self._waiting: OrderedDict[int, tuple[int, int] | Callable[[], None]] = OrderedDict()
+        self._numbers = itertools.count(-1, -1)
         self._is_closed = self._is_reporting = self._has_more = False
         self._paused_at = math.inf  # when reading events stopped, though more were waiting
         self._connections: dict[int, ForeignDescriptor] = {}  # and the listener, by their descriptors
@@ -130,7 +129,9 @@ class Monitor:
         until = now + min(now - self._paused_at, _EVENTS_MOST_S)
         count = 0
         try:
-            while not self._is_closed and self.report_one():
+            self._read()
+            while self._waiting:
+                self._report_next()
                 count += 1
                 if count % _EVENTS_A_TURN == 0 and time.monotonic() >= until:
                     self._paused_at = time.monotonic()
@@ -141,9 +142,6 @@ class Monitor:
         finally:
             self._is_reporting = False
         self._paused_at = math.inf
-        self._caught_up()
-        while self.postponed and not self._is_closed:
-            self.postponed.popleft()()
 
     def _report_more(self) -> None:
         self._has_more = False
@@ -155,17 +153,42 @@ class Monitor:
         Usually this calls it at once. During a flood of connections it is called in a later iteration of the
         event loop, in the order of these calls.
         """
-        self.postponed.append(callback)
+        self._read()  # before this call, so that the call does not wait for later events
+        self._waiting[next(self._numbers)] = callback
+        self.postponed += 1
         if not self._has_more:
             self.report()
 
-    def report_one(self) -> bool:
-        """Report an event, and return whether there was one."""
-        try:
-            data, _ = self._socket.recv_multipart(_NOBLOCK)
-        except zmq.Again:
-            return False
-        event, value = _EVENT.unpack(data)
+    def report_first(self) -> None:
+        """Report the first event, and no other."""
+        self._read()
+        if self._waiting:
+            self._report_next()
+
+    def _read(self) -> None:
+        """Read all events; omit connections that end before they are reported.
+
+        So in a flood there is little to report, and only open connections occupy memory.
+        """
+        receive, waiting = self._socket.recv, self._waiting
+        with contextlib.suppress(zmq.Again):
+            while not self._is_closed:
+                event, value = _EVENT.unpack(receive(_NOBLOCK))
+                receive(_NOBLOCK)  # the address
+                if event == _ACCEPTED:
+                    waiting[value] = event, value
+                elif event != _DISCONNECTED or waiting.pop(value, None) is None:
+                    waiting[next(self._numbers)] = event, value
+
+    def _report_next(self) -> None:
+        _, first = self._waiting.popitem(last=False)
+        if isinstance(first, tuple):
+            self._report_event(*first)
+        else:
+            self.postponed -= 1
+            first()
+
+    def _report_event(self, event: int, value: int) -> None:
         if event == zmq.EVENT_LISTENING:
             self._connections[value] = ForeignDescriptor(value)
             with contextlib.suppress(OSError), copy_of(value) as listener:
@@ -182,7 +205,6 @@ class Monitor:
         elif event == zmq.EVENT_DISCONNECTED:
             self._connections.pop(value, None)
             self._events.disconnected(value)
-        return True
 
     def reset(self, descriptor: int) -> bool:
         """Reset an accepted connection; return whether it has ended or is about to end."""
@@ -204,7 +226,8 @@ class Monitor:
         self._is_closed = True
         self._loop.remove_reader(self._descriptor)
         self._connections.clear()
-        self.postponed.clear()
+        self._waiting.clear()
+        self.postponed = 0
         del self._events
         self._socket.close(0)
 

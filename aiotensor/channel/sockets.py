@@ -63,7 +63,7 @@ class LoopSocket:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._events = events
-        self._is_closed = self._is_scheduled = self._was_full = False
+        self._is_closed = self._is_scheduled = self._was_full = self._is_suspended = False
         self._after_messages: deque[tuple[int, Callable[[], None]]] = deque()
         self._messages_read = 0
         self._retry: asyncio.TimerHandle | None = None
@@ -73,7 +73,7 @@ class LoopSocket:
             self._socket.linger = 0
             for option, value in options.items():
                 self._socket.set(option, value)
-            self.monitor = Monitor(context, self._socket, events, self._events_reported)
+            self.monitor = Monitor(context, self._socket, events)
             made.pop_all()
         self._polled = [(self._socket, _POLLIN)]
         self._descriptor = int(self._socket.get(zmq.FD))
@@ -103,7 +103,7 @@ class LoopSocket:
         self._socket.bind(address)  # type: ignore[arg-type]  # bytes work as well
         self._begin()
         # EVENT_LISTENING: a child forked in this iteration closes the listener too.
-        self.monitor.report_one()
+        self.monitor.report_first()
 
     @property
     def address(self) -> str:
@@ -187,10 +187,6 @@ class LoopSocket:
         self._read_soon()
         self.monitor.begin()
 
-    def _events_reported(self) -> None:
-        if len(self.monitor.postponed) > _MESSAGES_A_TURN:
-            self._read_soon()  # reading messages was suspended
-
     def _read_one(self) -> None:
         """Read a message, or discard some remaining parts of a message with too many."""
         parts: list[zmq.Frame] = []
@@ -216,7 +212,8 @@ class LoopSocket:
         self._is_scheduled = is_drained = False
         for _ in range(_MESSAGES_A_TURN):
             # A message of an unidentified peer waits until the events before it have been reported.
-            if len(self.monitor.postponed) > _MESSAGES_A_TURN:
+            if self.monitor.postponed > _MESSAGES_A_TURN:
+                self._suspend()
                 break
             is_drained = not self.has_messages()
             if is_drained:
@@ -234,6 +231,16 @@ class LoopSocket:
             self._read_soon()
         if self._was_full:
             self._try_again()
+
+    def _suspend(self) -> None:
+        """Read no messages until the events up to now have been reported."""
+        if not self._is_suspended:
+            self._is_suspended = True
+            self.monitor.after_events(self._resume)
+
+    def _resume(self) -> None:
+        self._is_suspended = False
+        self._read_soon()
 
     def _try_again(self) -> None:
         """Send waiting messages; any call into ZeroMQ may consume the signal that the socket is writable."""

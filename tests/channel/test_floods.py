@@ -19,6 +19,7 @@ from verification.waiting import until
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 REPLIES, CLIENTS = 100, 4
+ATTACKERS = 8  # enough that there are always unhandled events of connections
 
 
 # At ``ipc://`` only processes of the same user reach the server. "hang up" is left out there: a process can
@@ -122,7 +123,7 @@ async def test_a_new_client_is_served_during_a_flood_though_the_loop_has_other_w
                         pass
                     await asyncio.sleep(0)
 
-            with attacked(here.messages, "greet", 1):
+            with attacked(here.messages, "greet", ATTACKERS):
                 working = asyncio.create_task(work())
                 async with MessageClient(here.messages, reply_type=Answer) as new:
                     assert (await new.request(Question(1))).seed == 1
