@@ -169,7 +169,9 @@ async def _run(
 
     async with workers:
         async with running(server, engine), anyio.create_task_group() as group:
-            for death in (server.death, engine.death, loss):
+            # A single worker is the process of the server, whose death says more.
+            losses = [loss] if options.workers > 1 else []
+            for death in (server.death, engine.death, *losses):
                 group.start_soon(end_with, death)
             errors.print(f"engine: process {engine.pid}, API server: process {server.pid}", highlight=False)
             with errors.status("starting"):

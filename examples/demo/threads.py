@@ -1,9 +1,12 @@
-"""Run work in threads that stop soon after the waiting task was cancelled."""
+"""Run work in threads, and stop it when the waiting task is cancelled."""
 
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeAlias, TypeVar
+
+import anyio
 
 __all__ = ["Checkpoint", "in_thread", "no_checkpoint"]
 
@@ -20,7 +23,8 @@ def no_checkpoint() -> None:
 async def in_thread(work: Callable[[Checkpoint], R]) -> R:
     """Call a function in a thread, and return its result.
 
-    Waits for the function. Cancelling does not wait: the next checkpoint in the thread ends the function.
+    Waits for the function. Cancelling waits too: the next checkpoint in the thread ends the function. So a
+    caller can close afterwards what the function uses.
 
     Args:
         work: called with the checkpoint.
@@ -31,8 +35,14 @@ async def in_thread(work: Callable[[Checkpoint], R]) -> R:
         if cancelled.is_set():
             raise asyncio.CancelledError
 
+    working = asyncio.create_task(asyncio.to_thread(work, checkpoint))
     try:
-        return await asyncio.to_thread(work, checkpoint)
+        return await asyncio.shield(working)
     except asyncio.CancelledError:
         cancelled.set()
+        # A surrounding scope of anyio would cancel this wait again in each iteration of the loop.
+        with anyio.CancelScope(shield=True):
+            while not working.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([working])
         raise

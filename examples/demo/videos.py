@@ -82,7 +82,7 @@ class Videos:
 
         Args:
             name: the name of the file.
-            file: the file, which may be read in a thread until shortly after a cancellation.
+            file: the file; the caller may close it after this call, even a cancelled one.
 
         Raises:
             VideoError: the file is not a video, or is too large.

@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import threading
 
 import pytest
@@ -22,7 +23,7 @@ async def test_an_error_of_the_work_is_raised() -> None:
         await in_thread(work)
 
 
-async def test_cancelling_does_not_wait_for_the_work_and_ends_it_at_its_next_checkpoint() -> None:
+async def test_cancelling_ends_the_work_at_its_next_checkpoint_and_waits_for_this() -> None:
     begun, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()
 
     def work(checkpoint: Checkpoint) -> None:
@@ -36,9 +37,33 @@ async def test_cancelling_does_not_wait_for_the_work_and_ends_it_at_its_next_che
 
     waiting = asyncio.create_task(in_thread(work))
     await asyncio.to_thread(begun.wait)
-    waiting.cancel()
+    for _ in range(2):
+        waiting.cancel()
+        done, _ = await asyncio.wait([waiting], timeout=0.05)
+        assert not done
+    may_go_on.set()
     await asyncio.wait([waiting])
     assert waiting.cancelled()
-    assert not ended.is_set()
+    assert ended.is_set()
+
+
+async def test_an_error_of_cancelled_work_is_not_reported() -> None:
+    begun, may_go_on = threading.Event(), threading.Event()
+    reported: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+
+    def work(checkpoint: Checkpoint) -> None:
+        begun.set()
+        may_go_on.wait()
+        raise ValueError("no frames")
+
+    waiting = asyncio.create_task(in_thread(work))
+    await asyncio.to_thread(begun.wait)
+    waiting.cancel()
+    await asyncio.sleep(0)
     may_go_on.set()
-    await asyncio.to_thread(ended.wait)
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    del waiting
+    gc.collect()
+    assert reported == []
