@@ -99,9 +99,9 @@ class Monitor:
         # The queue of events and postponed calls. The key of an accepted connection is its descriptor; all
         # other entries have negative numbers.
         self._waiting: OrderedDict[int, tuple[int, int] | Callable[[], None]] = OrderedDict()
-        self._numbers = itertools.count(-1, -1)
+        self._keys = itertools.count(-1, -1)
         self._is_closed = self._is_reporting = self._has_more = False
-        self._paused_at = math.inf  # when reading events stopped, though more were waiting
+        self._paused_at = math.inf  # when reporting stopped, though more events were waiting
         self._connections: dict[int, ForeignDescriptor] = {}  # and the listener, by their descriptors
         self._local: object = None  # the path or port where the socket listens
         with contextlib.ExitStack() as made:
@@ -154,7 +154,7 @@ class Monitor:
         event loop, in the order of these calls.
         """
         self._read()  # before this call, so that the call does not wait for later events
-        self._waiting[next(self._numbers)] = callback
+        self._waiting[next(self._keys)] = callback
         self.postponed += 1
         if not self._has_more:
             self.report()
@@ -178,7 +178,7 @@ class Monitor:
                 if event == _ACCEPTED:
                     waiting[value] = event, value
                 elif event != _DISCONNECTED or waiting.pop(value, None) is None:
-                    waiting[next(self._numbers)] = event, value
+                    waiting[next(self._keys)] = event, value
 
     def _report_next(self) -> None:
         _, first = self._waiting.popitem(last=False)

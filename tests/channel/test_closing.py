@@ -4,12 +4,20 @@ import asyncio
 
 import pytest
 
-from aiotensor import ClosedError, PeerLostError
-from tests.channel.parties import Answer, Question, channel, settled
+from aiotensor import ClosedError, PeerLostError, TensorHandle
+from tests.channel.parties import Answer, Channel, Question, channel, settled
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("way")
+
+
+async def ask_without_a_permit(ends: Channel) -> tuple[TensorHandle, "asyncio.Task[Answer]"]:
+    """Begin a request that waits for the permit of a tensor; return the tensor's handle, and the request."""
+    handle = await ends.sender.send(pattern(1, BIG))
+    asking = asyncio.create_task(ends.client.request(Question(2, pattern(2, BIG))))
+    await until(lambda: ends.sender.statistics().waiting == 1)
+    return handle, asking
 
 
 async def test_closing_ends_what_waits_on_either_side() -> None:
@@ -34,9 +42,7 @@ async def test_closing_ends_what_waits_on_either_side() -> None:
 
 async def test_closing_a_client_ends_a_request_that_waits_for_a_permit_at_once() -> None:
     async with channel(1) as ends:
-        handle = await ends.sender.send(pattern(1, BIG))
-        asking = asyncio.create_task(ends.client.request(Question(2, pattern(2, BIG))))
-        await until(lambda: ends.sender.statistics().waiting == 1)
+        handle, asking = await ask_without_a_permit(ends)
         await ends.client.aclose()
         with pytest.raises(ClosedError, match="this MessageClient was closed"):
             await asking
@@ -46,9 +52,7 @@ async def test_closing_a_client_ends_a_request_that_waits_for_a_permit_at_once()
 
 async def test_closing_a_client_while_it_sends_a_tensor_is_not_the_loss_of_its_server() -> None:
     async with channel(1) as ends:
-        handle = await ends.sender.send(pattern(1, BIG))
-        asking = asyncio.create_task(ends.client.request(Question(2, pattern(2, BIG))))
-        await until(lambda: ends.sender.statistics().waiting == 1)
+        handle, asking = await ask_without_a_permit(ends)
         closing = asyncio.create_task(ends.client.aclose())
         await ends.receiver.receive(handle)  # returns the permit: the tensor of the request may be sent
         with pytest.raises(ClosedError, match="this MessageClient was closed"):
@@ -59,9 +63,7 @@ async def test_closing_a_client_while_it_sends_a_tensor_is_not_the_loss_of_its_s
 
 async def test_losing_a_server_ends_a_request_that_waits_for_a_permit() -> None:
     async with channel(1) as ends:
-        handle = await ends.sender.send(pattern(1, BIG))
-        asking = asyncio.create_task(ends.client.request(Question(2, pattern(2, BIG))))
-        await until(lambda: ends.sender.statistics().waiting == 1)
+        handle, asking = await ask_without_a_permit(ends)
         await ends.server.aclose()
         with pytest.raises(PeerLostError, match="lost while the tensors of a message"):
             await asking

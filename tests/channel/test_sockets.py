@@ -3,8 +3,9 @@
 import asyncio
 import os
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 import zmq
@@ -14,6 +15,7 @@ from aiotensor.channel.context import ZmqContext
 from aiotensor.channel.sockets import LoopSocket
 from tests.channel.parties import Answer, Question, answer, place
 from verification import inside
+from verification.descriptors import our_descriptors
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -24,9 +26,11 @@ class Told:
 
     def __init__(self) -> None:
         self.connections: list[int] = []
+        self.reported = 0  # the connections up to now, with those that have ended
 
     def connected(self, descriptor: int) -> None:
         self.connections.append(descriptor)
+        self.reported += 1
 
     def disconnected(self, descriptor: int) -> None:
         self.connections.remove(descriptor)
@@ -121,3 +125,42 @@ async def connected(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamW
     if scheme == "ipc":
         return await asyncio.open_unix_connection(where)
     return await asyncio.open_connection("127.0.0.1", int(where.rpartition(":")[2]))
+
+
+def greeted(address: str) -> socket.socket:
+    """Connect without the event loop, and wait until ZeroMQ has accepted the connection."""
+    one = socket.socket(socket.AF_UNIX)
+    one.connect(address.removeprefix("ipc://"))
+    assert one.recv(1)
+    return one
+
+
+async def test_a_connection_that_ends_before_the_loop_handles_it_is_not_reported() -> None:
+    with place() as here, listening(here.messages) as (_, told):
+        await asyncio.sleep(0)  # the socket listens
+        before = our_descriptors()
+        # The loop is blocked until ZeroMQ has closed its ends of the connections.
+        for _ in range(100):
+            greeted(here.messages).close()
+        ends_s = time.monotonic() + 60
+        while our_descriptors() != before:
+            assert time.monotonic() < ends_s
+        with greeted(here.messages):
+            await until(lambda: bool(told.connections))
+            assert told.reported == 1
+        await until(lambda: not told.connections)
+
+
+async def test_a_call_waits_for_the_events_before_it_and_for_no_later_ones() -> None:
+    with place() as here, listening(here.messages) as (sock, told), ExitStack() as opened:
+        reported = asyncio.get_running_loop().create_future()
+        for _ in range(200):
+            opened.enter_context(greeted(here.messages))
+        sock.monitor.after_events(lambda: reported.set_result(told.reported))
+        assert not reported.done()  # an iteration does not handle that many events
+        for _ in range(100):
+            opened.enter_context(greeted(here.messages))
+        assert await reported == 200
+        await until(lambda: told.reported == 300)
+        opened.close()
+        await until(lambda: not told.connections)
