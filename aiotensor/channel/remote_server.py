@@ -6,8 +6,8 @@ While there is no connection, new requests wait for the next server. When a serv
 fail with `PeerLostError`.
 
 `dialing.py` decides where to connect and when. Each attempt has a new socket, and no socket is connected
-twice: closing a socket discards its unsent messages, so no cancelled message reaches the next server. Each
-attempt is a new `ServerSession`, which is used once the server has accepted this client.
+twice, so no cancelled message reaches the next server. Each attempt is a new `ServerSession`, which is used
+once the server has accepted this client.
 """
 
 import asyncio
@@ -48,6 +48,11 @@ from aiotensor.types import Usage
 __all__ = ["RemoteServer"]
 
 logger = logger_of("channel")
+
+# A server that has sent its last message closes the connection. If ZeroMQ has sent only some parts of a
+# message by then, and this side has discarded the others, libzmq 4.3.5 fails an assertion, which ends the
+# process. So unsent parts remain until the server has read them or has closed, at most for this long.
+_LINGER_S = 0.2
 
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
@@ -265,7 +270,7 @@ class RemoteServer:
         try:
             frame, following = connection.receive([part.buffer for part in parts])
         except RefusedError as error:
-            self._lose(Loss(error, is_retried=False, reason=str(error)))
+            self._lose(Loss(error, is_retried=False, reason=str(error)), _LINGER_S)
             return
         except ProtocolError as error:
             logger.error(
@@ -279,7 +284,7 @@ class RemoteServer:
                     "reason": str(error),
                 },
             )
-            self._lose(connection.violated(error))
+            self._lose(connection.violated(error), _LINGER_S)
             return
         match frame:
             case ServerHello():
@@ -288,7 +293,7 @@ class RemoteServer:
                 if self._reported is not None:
                     self._reported(self, 0)
             case Close():
-                self._lose(connection.closed(frame))
+                self._lose(connection.closed(frame), _LINGER_S)
             case _:
                 attempt.handle(frame, following)
                 if self._reported is not None:
@@ -296,12 +301,12 @@ class RemoteServer:
 
     # Ends
 
-    def _lose(self, loss: Loss) -> None:
+    def _lose(self, loss: Loss, linger_s: float = 0.0) -> None:
         """Handle the end of a connection after the handshake."""
         was_ready = self.session is not None
         lost = 0 if self.session is None else self.session.unanswered
         self.lost += was_ready
-        self._end(loss.error)
+        self._end(loss.error, linger_s)
         logger.log(
             logging.WARNING if lost or isinstance(loss.error, RefusedError) else logging.INFO,
             "%s; %s messages get no answer",

@@ -6,9 +6,10 @@ import os
 import random
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
+import torch
 
 from aiotensor import PeerLostError, RemoteError, WouldBlockError
 from aiotensor.channel import MessageClient, MessageServer
@@ -22,6 +23,7 @@ from verification.waiting import until
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 CLIENTS, EACH, AT_ONCE = 4, 250, 64
+SERVERS = 100  # enough that libzmq would abort a client that closes its socket too early
 
 
 async def _answer_out_of_order(server: MessageServer[Question], chance: random.Random) -> None:
@@ -369,6 +371,52 @@ async def test_either_side_is_killed_at_any_moment_many_times_and_the_other_goes
                 await until(lambda: receiver.statistics().leases + receiver.statistics().senders == 0)
             await server.aclose()
             await serving
+
+
+async def test_clients_outlive_servers_that_close_while_they_send_messages_of_many_parts() -> None:
+    chance = random.Random(1)
+    with place() as here:
+        clients = [peers.Peer(here.tensors) for _ in range(3)]
+        try:
+            for client in clients:
+                await client.call(_send_parts, here)
+            for _ in range(SERVERS):
+                async with MessageServer(here.messages, list[torch.Tensor]) as server:
+                    serving = asyncio.create_task(server.serve(_count))
+                    messages = chance.randrange(1, 30)
+                    await until(lambda: server.statistics().messages_received >= messages)  # noqa: B023
+                    await server.aclose()
+                    await serving
+            for client in clients:
+                assert await client.call(_servers_lost) > 0
+        finally:
+            for client in clients:
+                await client.close()
+
+
+async def _send_parts(state: peers.State, where: Place) -> None:
+    """Begin to send messages of several large parts, one after the other."""
+    client = await state.stack.enter_async_context(MessageClient(where.messages, reply_type=int))
+    tensors = [torch.zeros(BIG, dtype=torch.uint8) for _ in range(3)]
+
+    async def send() -> None:
+        while True:
+            with suppress(PeerLostError):
+                await client.request(tensors)
+
+    state.others |= {"client": client, "sending": [asyncio.create_task(send()) for _ in range(8)]}
+
+
+async def _servers_lost(state: peers.State) -> int:
+    """Stop sending, and return how many servers were lost."""
+    for task in state.others["sending"]:
+        task.cancel()
+    await asyncio.wait(state.others["sending"])
+    return int(state.others["client"].statistics().servers_lost)
+
+
+async def _count(tensors: list[torch.Tensor]) -> int:
+    return len(tensors)
 
 
 async def _until_lost(state: peers.State) -> None:
