@@ -3,8 +3,10 @@
 import asyncio
 import gc
 import os
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,6 +52,22 @@ def address() -> Iterator[str]:
     with LINKS["unix"].place() as place:
         yield str(place.endpoint)
         assert not place.names()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder whose path is short enough for sockets, unlike those of pytest."""
+    with tempfile.TemporaryDirectory(prefix="aiotensor-") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """Disable the garbage collector, so that only objects without references are freed."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 _ENDING_S = 10.0  # more than a thread needs that ends

@@ -4,11 +4,29 @@ from typing import Any
 
 import msgspec
 
-from aiotensor.protocol.frames import VERSION, Hello, Put, StatisticsReply
+from aiotensor.protocol.frames import (
+    FROM_SENDER,
+    VERSION,
+    FromSender,
+    Hello,
+    Put,
+    StatisticsReply,
+    decode,
+)
+from aiotensor.protocol.sender import SenderConnection
 from aiotensor.statistics.counters import WaitCounter
 from aiotensor.types import ReceiverStatistics, SenderStatistics
 
-__all__ = ["NO_WAITS", "REPLY", "hello", "put", "receiver_statistics", "record_of", "sender_statistics"]
+__all__ = [
+    "NO_WAITS",
+    "REPLY",
+    "frames_of",
+    "hello",
+    "put",
+    "receiver_statistics",
+    "record_of",
+    "sender_statistics",
+]
 
 NO_WAITS = WaitCounter().waits()
 
@@ -58,3 +76,8 @@ def put(**changes: object) -> Put:
 def record_of(*frames: object) -> bytes:
     """Encode a record of values that may be no frames."""
     return msgspec.msgpack.encode(frames)
+
+
+def frames_of(sender: SenderConnection) -> list[FromSender]:
+    """Return the frames that a sender's end has to send."""
+    return [frame for record in sender.data_to_send() for frame in decode(FROM_SENDER, record)]

@@ -11,7 +11,6 @@ from aiotensor import TensorReceiver, TensorSender
 from aiotensor.protocol.blocks import Blocks
 from aiotensor.receiving.inspectors import InspectorPeer
 from aiotensor.receiving.intake import Intake
-from aiotensor.receiving.taking import Taking
 from aiotensor.runtime.worker import Worker
 from aiotensor.sending.gates import Gate
 from aiotensor.sending.memory import Memory
@@ -45,7 +44,6 @@ __all__ = [
     "segment_of",
     "session_of",
     "shrink_send_buffer",
-    "taking_of",
     "unidentified_at",
     "worker_of",
 ]
@@ -137,12 +135,6 @@ def intake_of(receiver: TensorReceiver) -> Intake:
     return receiver._taking.intake
 
 
-def taking_of(receiver: TensorReceiver) -> Taking:
-    """Return the object that takes tensors for a receiver that was opened."""
-    assert receiver._taking is not None
-    return receiver._taking
-
-
 def held_by_receiver(receiver: TensorReceiver) -> dict[str, int]:
     """Count the waits, claims and answers of a receiver that are not part of its statistics."""
     senders = intake_of(receiver).senders
@@ -167,7 +159,8 @@ def awaited_replies(receiver: TensorReceiver) -> list[set[InspectorPeer]]:
 
 def listener_of(receiver: TensorReceiver) -> Listener:
     """Return the listener of a receiver that was opened."""
-    return taking_of(receiver)._listener
+    assert receiver._taking is not None
+    return receiver._taking._listener
 
 
 def keep_socket_file(receiver: TensorReceiver) -> None:

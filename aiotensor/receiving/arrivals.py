@@ -28,7 +28,7 @@ class Arrivals:
         self.waiters: dict[Key, Waiters] = {}
         self.iterators = Waiters()
         self._mailbox = mailbox
-        self._failure: BaseException | None = None
+        self._failure: OSError | None = None
 
     @property
     def waiting(self) -> int:
@@ -54,8 +54,8 @@ class Arrivals:
             waiters.wake()
         self.iterators.wake()
 
-    def fail(self, error: BaseException) -> None:
-        """End all waits because of a bug or a system error: no more tensors will arrive."""
+    def fail(self, error: OSError) -> None:
+        """End all waits because of a system error: no more tensors will arrive."""
         logger.critical(
             "reading from the senders failed, nothing more will arrive",
             exc_info=error,

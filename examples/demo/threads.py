@@ -35,7 +35,8 @@ async def in_thread(work: Callable[[Checkpoint], R]) -> R:
         if cancelled.is_set():
             raise asyncio.CancelledError
 
-    working = asyncio.create_task(asyncio.to_thread(work, checkpoint))
+    # A future and no task, which the end of the loop would cancel while the thread continues.
+    working = asyncio.get_running_loop().run_in_executor(None, work, checkpoint)
     try:
         return await asyncio.shield(working)
     except asyncio.CancelledError:
@@ -45,4 +46,5 @@ async def in_thread(work: Callable[[Checkpoint], R]) -> R:
             while not working.done():
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([working])
+        working.exception()  # or asyncio logs that it was never retrieved
         raise

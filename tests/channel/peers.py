@@ -20,6 +20,7 @@ __all__ = [
     "State",
     "ask",
     "ask_many",
+    "begin_to_answer",
     "begin_to_ask",
     "fork_and_sleep",
     "held",
@@ -55,7 +56,12 @@ async def open_server(state: State, /, place: Place, *, answers: bool = True, **
     server: MessageServer[Question] = MessageServer(place.messages, Question, receiver=receiver, **options)
     state.others |= {"receiver": receiver, "server": await state.stack.enter_async_context(server)}
     if answers:
-        state.others["serving"] = asyncio.create_task(server.serve(answer))
+        await begin_to_answer(state)
+
+
+async def begin_to_answer(state: State) -> None:
+    """Answer messages in a task of the process."""
+    state.others["serving"] = asyncio.create_task(state.others["server"].serve(answer))
 
 
 @asynccontextmanager

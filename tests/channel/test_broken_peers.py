@@ -291,9 +291,6 @@ async def test_a_fuzzed_part_at_each_position_of_a_message_harms_nobody(position
         await until(lambda: ends.server.statistics().clients == 1)
 
 
-Asked = tuple[zmq.asyncio.Socket, bytes, "asyncio.Task[parties.Answer]"]
-
-
 async def _waiting(client: MessageClient[parties.Answer]) -> "asyncio.Task[parties.Answer]":
     """Start a request, and return when it waits for a server."""
     asking = asyncio.create_task(client.request(Question(1)))

@@ -338,7 +338,7 @@ async def test_a_server_that_does_not_move_is_lost_by_its_heartbeats() -> None:
                     await client.call(_until_lost)
             finally:
                 server.go_on()
-            await server.call(_begin_to_answer)
+            await server.call(peers.begin_to_answer)
             assert await client.call(peers.ask, 3)
 
 
@@ -434,10 +434,6 @@ async def _outcomes_until_lost(state: peers.State) -> list[bool | Exception]:
     results = await peers.outcomes(state)
     await peers.held(state)
     return [result for result in results if not isinstance(result, asyncio.CancelledError)]
-
-
-async def _begin_to_answer(state: peers.State) -> None:
-    state.others["serving"] = asyncio.create_task(state.others["server"].serve(answer))
 
 
 async def _open_at_and_answer_nothing(state: peers.State, where: Place) -> str:

@@ -17,7 +17,6 @@ from aiotensor.channel import MessageClient, MessageServer
 from tests.channel import peers
 from tests.channel.parties import Answer, Place, Question, answer, channel, place
 from verification.patterns import pattern
-from verification.processes.peers import State
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -25,10 +24,6 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 _LIMIT_S = 60  # for steps that take less than a second, and hung before
 _REQUESTS = 60
 _COUNT = 200_000  # elements of int64 in an answer: more than 1 MiB
-
-
-async def begin_to_answer(state: State) -> None:
-    state.others["serving"] = asyncio.create_task(state.others["server"].serve(answer))
 
 
 @contextmanager
@@ -73,7 +68,7 @@ async def test_more_blocking_endpoints_than_there_are_threads_get_their_large_re
                     asking = [asyncio.create_task(http.get(f"/{seed}")) for seed in range(_REQUESTS)]
                     threads = anyio.to_thread.current_default_thread_limiter()
                     await until(lambda: client.statistics().in_flight == (threads.total_tokens,))
-                    await engine.call(begin_to_answer)
+                    await engine.call(peers.begin_to_answer)
                     got = [int((await one).text) for one in asking]
             finally:
                 web.should_exit = web.force_exit = True

@@ -1,9 +1,7 @@
 """The decoder of the examples releases the memory of a batch that it could not fill."""
 
-import gc
 import io
 import weakref
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,15 +28,8 @@ class BrokenDisk(io.FileIO):
         """Do nothing."""
 
 
-@pytest.fixture
-def no_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-async def test_a_file_that_cannot_be_read_keeps_no_batch_in_memory(folder: Path, no_collection: None) -> None:
+@pytest.mark.usefixtures("no_collections")
+async def test_a_file_that_cannot_be_read_keeps_no_batch_in_memory(folder: Path) -> None:
     path = folder / "long.mkv"
     film(path, 150)
     async with Decoder(BrokenDisk(path)) as decoder:

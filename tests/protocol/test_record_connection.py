@@ -16,7 +16,6 @@ from aiotensor.protocol.frames import (
     VERSION,
     Discard,
     Discarded,
-    FromSender,
     Put,
     Release,
     StatisticsRequest,
@@ -30,7 +29,7 @@ from aiotensor.protocol.sender import SenderConnection
 from aiotensor.statistics.counters import ERROR_NAMES
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
 from aiotensor.types import MAX_NUMBER, Holder, SenderStatistics, Waits
-from tests.frames import NO_WAITS, hello, put, sender_statistics
+from tests.frames import NO_WAITS, frames_of, hello, put, sender_statistics
 
 
 def welcome(max_frame_bytes: int = MAX_RECORD_BYTES) -> Welcome:
@@ -54,10 +53,6 @@ def new_receiver(max_frame_bytes: int = MAX_RECORD_BYTES, max_messages: int = 2)
     receiver.admit()
     receiver.data_to_send()
     return receiver
-
-
-def frames_of(sender: SenderConnection) -> list[FromSender]:
-    return [frame for record in sender.data_to_send() for frame in decode(FROM_SENDER, record)]
 
 
 def long_put(nbytes: int, message: int = 0) -> Put:

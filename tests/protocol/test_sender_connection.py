@@ -11,7 +11,6 @@ from aiotensor.protocol.frames import (
     Discard,
     Discarded,
     End,
-    FromSender,
     Release,
     StatisticsReply,
     StatisticsRequest,
@@ -23,7 +22,7 @@ from aiotensor.protocol.frames import (
 )
 from aiotensor.protocol.sender import SenderConnection
 from aiotensor.types import MAX_NUMBER, Holder
-from tests.frames import hello, put, sender_statistics
+from tests.frames import frames_of, hello, put, sender_statistics
 
 OPENING, OPEN, CLOSED = ConnectionState
 
@@ -60,10 +59,6 @@ def with_message(state: str) -> SenderConnection:
             sender.receive(encode(Discarded((0,))))
     sender.data_to_send()
     return sender
-
-
-def frames_of(sender: SenderConnection) -> list[FromSender]:
-    return [frame for record in sender.data_to_send() for frame in decode(FROM_SENDER, record)]
 
 
 # The states of the connection

@@ -1,10 +1,9 @@
 """Worker threads: results, failures and abandoned work."""
 
 import asyncio
-import gc
 import threading
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -188,15 +187,6 @@ async def test_work_of_both_kinds_can_use_the_helper_after_the_worker_was_closed
 
 class Thing:
     """An object that must be freed with its last reference."""
-
-
-@pytest.fixture
-def no_collections() -> Iterator[None]:
-    """Disable the garbage collector, so that only objects without references are freed."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.usefixtures("no_collections")

@@ -65,5 +65,33 @@ async def test_an_error_of_cancelled_work_is_not_reported() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     del waiting
+    for _ in range(3):  # the loop refers to the work until then
+        await asyncio.sleep(0)
     gc.collect()
     assert reported == []
+
+
+def test_the_end_of_the_loop_waits_for_the_work() -> None:
+    begun, ended = threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    def work(checkpoint: Checkpoint) -> None:
+        begun.set()
+        with pytest.raises(asyncio.CancelledError):
+            while True:
+                checkpoint()
+        ended.set()
+
+    async def call() -> None:
+        try:
+            await in_thread(work)
+        finally:
+            seen.append(ended.is_set())
+
+    async def main() -> "asyncio.Task[None]":
+        calling = asyncio.create_task(call())
+        await asyncio.to_thread(begun.wait)
+        return calling
+
+    assert asyncio.run(main()).cancelled()
+    assert seen == [True]
