@@ -1,4 +1,4 @@
-"""Inspect a running receiver: its statistics, and those of its senders."""
+"""Inspect a running receiver and its senders, or a running publisher."""
 
 import asyncio
 import contextlib
@@ -18,9 +18,9 @@ from aiotensor.runtime.waiting import Waiters
 from aiotensor.transports.base import Transport
 from aiotensor.transports.endpoints import route_to
 from aiotensor.transports.tensor_queue import TensorQueue
-from aiotensor.types import ReceiverStatistics, SenderStatistics
+from aiotensor.types import PublisherStatistics, ReceiverStatistics, SenderStatistics
 
-__all__ = ["Inspection", "SenderInspection", "inspect"]
+__all__ = ["Inspection", "PublisherInspection", "SenderInspection", "inspect"]
 
 
 class SenderInspection(SenderSummary, frozen=True, array_like=False):
@@ -44,7 +44,7 @@ class SenderInspection(SenderSummary, frozen=True, array_like=False):
 
 
 class Inspection(msgspec.Struct, frozen=True):
-    """The result of one inspection.
+    """The result of one inspection of a receiver.
 
     Attributes:
         receiver: its id.
@@ -59,26 +59,43 @@ class Inspection(msgspec.Struct, frozen=True):
     senders: tuple[SenderInspection, ...]
 
 
-async def inspect(address: str, *, patience_s: float) -> Inspection:
-    """Inspect the receiver that listens at an address, once.
+class PublisherInspection(msgspec.Struct, frozen=True):
+    """The result of one inspection of a publisher.
 
-    An inspection changes nothing at the receiver, and uses no place of a sender. The receiver requests the
+    Attributes:
+        publisher: its id.
+        pid: its process id.
+        statistics: the result of its `statistics()`, with at most 128 subscribers; numbers beyond 2^63 - 1 as
+            that.
+        answered_at: the time of its answer, by `time.monotonic`.
+    """
+
+    publisher: str
+    pid: int
+    statistics: PublisherStatistics
+    answered_at: float
+
+
+async def inspect(address: str, *, patience_s: float) -> Inspection | PublisherInspection:
+    """Inspect the receiver or the publisher that listens at an address, once.
+
+    An inspection changes nothing there, and uses no place of a sender or subscriber. A receiver requests the
     statistics of its senders. A sender that is stopped or busy is reported without them.
 
     Args:
-        address: the address of the receiver, such as ``unix:///run/user/1000/engine.sock``.
-        patience_s: the limit in seconds on waiting for the receiver, and then again for its senders.
+        address: the address, such as ``unix:///run/user/1000/engine.sock``.
+        patience_s: the limit in seconds on waiting for an answer, and then again for the senders.
 
-    Waits for the receiver, and for its senders until each has replied or the time is over. Cancellation has
-    no side effects.
+    Waits for the receiver or publisher, and for its senders until each has replied or the time is over.
+    Cancellation has no side effects.
 
     Raises:
         TypeError: it is not an address; a `TensorQueue` has none.
         ValueError: no transport serves the address, or `patience_s` is not positive.
-        AccessDeniedError: the receiver runs as another user.
-        PeerLostError: no receiver listens there, or it closed, or it did not answer in time.
-        ProtocolError: the receiver has another version of the protocol, or violated it.
-        UsageError: the process at the address is not a receiver.
+        AccessDeniedError: the other side runs as another user.
+        PeerLostError: nothing listens there, or it closed, or it did not answer in time.
+        ProtocolError: the other side has another version of the protocol, or violated it.
+        UsageError: the process at the address is neither a receiver nor a publisher.
         OSError: the machine has no descriptors left.
     """
     if isinstance(address, TensorQueue):
@@ -140,17 +157,21 @@ class _Inspector:
                 raise self._failure
             await self._changes.wait()
 
-    def inspection(self) -> Inspection:
+    def inspection(self) -> Inspection | PublisherInspection:
         """Return the reports and replies that have arrived."""
         connection = self.connection
         if connection.statistics is None or connection.peer_pid is None:
             raise AssertionError("an inspection ends after the last report")
+        statistics = connection.statistics
+        if isinstance(statistics, PublisherStatistics):
+            now = time.monotonic()
+            return PublisherInspection(connection.receiver_id, connection.peer_pid, statistics, now)
         senders = []
         for sender, summary in connection.senders.items():
             reply, replied_at = connection.replies.get(sender), self._replied_at.get(sender)
-            statistics = None if reply is None else reply.statistics
-            senders.append(SenderInspection(**asdict(summary), statistics=statistics, answered_at=replied_at))
-        return Inspection(connection.receiver_id, connection.peer_pid, connection.statistics, tuple(senders))
+            replied = None if reply is None else reply.statistics
+            senders.append(SenderInspection(**asdict(summary), statistics=replied, answered_at=replied_at))
+        return Inspection(connection.receiver_id, connection.peer_pid, statistics, tuple(senders))
 
     def close(self) -> None:
         """Close the connection."""

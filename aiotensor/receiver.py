@@ -116,7 +116,7 @@ class TensorReceiver(LoopObject):
         except BaseException:
             await intake.close()
             raise
-        return Taking(intake, listener, self.affinity, self._max_wait_s)
+        return Taking(intake, senders, listener, self.affinity, self._max_wait_s)
 
     async def receive(self, handle: TensorHandle, *, copy: bool = False) -> torch.Tensor:
         """Return the tensor that a handle names, once it has arrived.

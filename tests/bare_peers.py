@@ -8,7 +8,7 @@ from typing import Any
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.errors import ProtocolError
-from aiotensor.inspection import Inspection, inspect
+from aiotensor.inspection import Inspection
 from aiotensor.protocol.frames import (
     FROM_SENDER,
     MAX_RECORD_BYTES,
@@ -27,6 +27,7 @@ from aiotensor.protocol.frames import (
 )
 from verification.fuzz.listening import waiting_at
 from verification.fuzz.speaking import say
+from verification.inspecting import inspect_receiver
 from verification.internals import inspectors_of
 
 __all__ = [
@@ -45,7 +46,7 @@ PATIENCE_S = 20.0  # longer than any reply takes
 
 async def inspect_patiently(address: str) -> Inspection:
     """Inspect a receiver; all of its senders must reply."""
-    return await inspect(address, patience_s=PATIENCE_S)
+    return await inspect_receiver(address, patience_s=PATIENCE_S)
 
 
 def inspector_count(receiver: TensorReceiver) -> int:

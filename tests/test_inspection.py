@@ -42,7 +42,7 @@ from tests.steps import steps_of
 from tests.transports.unix_ends import in_child, leave_stale
 from verification.fuzz.listening import waiting_at
 from verification.fuzz.speaking import say
-from verification.internals import intake_of, unidentified_at
+from verification.internals import senders_of, unidentified_at
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 from verification.waiting import until
@@ -200,7 +200,7 @@ async def test_to_tell_of_many_tensors_that_nobody_took_is_no_more_work_than_of_
             while sender.statistics().in_flight < count:
                 await sender.send(pattern(0, 3))
             await until(lambda count=count: receiver.statistics().unclaimed_tensors == count)  # type: ignore[misc]
-            [peer] = intake_of(receiver).senders.connected.values()
+            [peer] = senders_of(receiver).connected.values()
             row = peer.summary()
             assert (row.unclaimed_tensors, row.unclaimed_bytes) == (count, count * 24)
             assert receiver.statistics().unclaimed_bytes == count * 24

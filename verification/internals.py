@@ -9,8 +9,10 @@ from typing import Any
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.protocol.blocks import Blocks
+from aiotensor.protocol.frames import Hello
 from aiotensor.receiving.inspectors import InspectorPeer
 from aiotensor.receiving.intake import Intake
+from aiotensor.receiving.senders import Senders
 from aiotensor.runtime.worker import Worker
 from aiotensor.sending.gates import Gate
 from aiotensor.sending.memory import Memory
@@ -42,6 +44,7 @@ __all__ = [
     "pipeline_of",
     "resume_reading",
     "segment_of",
+    "senders_of",
     "session_of",
     "shrink_send_buffer",
     "unidentified_at",
@@ -114,7 +117,7 @@ def worker_of(owner: TensorSender | TensorReceiver | Memory) -> Worker:
         case TensorSender():
             return worker_of(memory_of(owner))
         case TensorReceiver():
-            return intake_of(owner).senders.mappings._worker
+            return senders_of(owner).mappings._worker
 
 
 def lanes_of(worker: Worker) -> tuple[Any, Any]:
@@ -129,7 +132,13 @@ def session_of(sender: TensorSender) -> Session:
     return session
 
 
-def intake_of(receiver: TensorReceiver) -> Intake:
+def senders_of(receiver: TensorReceiver) -> Senders:
+    """Return the senders of a receiver that was opened."""
+    assert receiver._taking is not None
+    return receiver._taking.senders
+
+
+def intake_of(receiver: TensorReceiver) -> Intake[Hello]:
     """Return the connections of a receiver that was opened."""
     assert receiver._taking is not None
     return receiver._taking.intake
@@ -137,7 +146,7 @@ def intake_of(receiver: TensorReceiver) -> Intake:
 
 def held_by_receiver(receiver: TensorReceiver) -> dict[str, int]:
     """Count the waits, claims and answers of a receiver that are not part of its statistics."""
-    senders = intake_of(receiver).senders
+    senders = senders_of(receiver)
     return {
         "queues of waiters": len(senders.arrivals.waiters),
         "claims": bool(senders.mailbox._claims),
@@ -153,7 +162,7 @@ def inspectors_of(receiver: TensorReceiver) -> list[InspectorPeer]:
 
 def awaited_replies(receiver: TensorReceiver) -> list[set[InspectorPeer]]:
     """List the inspectors that wait for the statistics of each sender."""
-    peers = intake_of(receiver).senders.connected.values()
+    peers = senders_of(receiver).connected.values()
     return [peer.inspectors for peer in peers if peer.connection._awaits_statistics]
 
 
@@ -200,9 +209,7 @@ def _receiving_end(transport: Transport) -> SocketTransport:
 
 def connections_at(receiver: TensorReceiver) -> int:
     """Count the connections of a receiver, in any role."""
-    return (
-        len(intake_of(receiver).senders.connected) + unidentified_at(receiver) + len(inspectors_of(receiver))
-    )
+    return len(senders_of(receiver).connected) + unidentified_at(receiver) + len(inspectors_of(receiver))
 
 
 def unidentified_at(receiver: TensorReceiver) -> int:

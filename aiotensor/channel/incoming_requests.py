@@ -10,9 +10,10 @@ from typing import Generic, TypeVar
 import torch
 
 from aiotensor.channel.memory import MessageMemory
-from aiotensor.channel.payloads import QUICK_TENSORS, Handles, discard, pack, unpack
+from aiotensor.channel.payloads import QUICK_TENSORS, Handles, discard, send_tensors
 from aiotensor.channel.remote_client import IncomingRequest, RemoteClient, RequestState
 from aiotensor.codec import TensorDecoder
+from aiotensor.codec.payload import pack, unpack
 from aiotensor.errors import AioTensorError, ClosedError, ProtocolError, UsageError, WouldBlockError
 from aiotensor.protocol.exchange import Cause
 from aiotensor.protocol.parts import check_parts
@@ -310,7 +311,7 @@ class IncomingRequests(Generic[M]):
                 incoming.client.log_no_sender()
             if sender is not None and payload.tensors:
                 check_parts(parts, incoming.client.connection.limits, "client")  # before sending its tensors
-                handles = await payload.send_tensors(sender)
+                handles = await send_tensors(payload, sender)
             released = self.memory.watch(parts)
             was_wanted = await incoming.client.answer(incoming, parts, handles)
         finally:

@@ -12,15 +12,14 @@ from aiotensor.channel.memory import MessageMemory
 from aiotensor.channel.payloads import (
     QUICK_TENSORS,
     Handles,
-    Payload,
     ReceivedAnswer,
     discard,
-    pack,
-    unpack,
+    send_tensors,
 )
 from aiotensor.channel.remote_server import RemoteServer
 from aiotensor.channel.session import SentRequest
 from aiotensor.codec import TensorDecoder
+from aiotensor.codec.payload import Payload, pack, unpack
 from aiotensor.errors import AlreadyTakenError, ClosedError, DiscardedError, PeerLostError, ProtocolError
 from aiotensor.protocol.parts import check_parts
 from aiotensor.receiver import TensorReceiver, has_seen
@@ -190,7 +189,7 @@ class OutgoingRequests(Generic[R]):
         try:
             if sender is not None and (payload.tensors or inside is not None):
                 check_parts(payload.parts, session.connection.limits, "server")  # before sending its tensors
-                handles = await session.sending(payload.send_tensors(sender, inside)) or ()
+                handles = await session.sending(send_tensors(payload, sender, inside)) or ()
                 if session is not server.session:
                     discard(sender, handles)
                     return None

@@ -13,8 +13,9 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from aiotensor.channel.cancelling import CancelOnce
-from aiotensor.channel.payloads import QUICK_BODY_BYTES, Handles
+from aiotensor.channel.payloads import Handles
 from aiotensor.channel.send_queue import SendQueue
+from aiotensor.codec.payload import QUICK_BODY_BYTES
 from aiotensor.protocol.exchange import Ask, Cause
 from aiotensor.protocol.parts import Parts
 from aiotensor.protocol.server import ServerConnection

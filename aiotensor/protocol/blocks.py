@@ -26,23 +26,25 @@ LARGE_BYTES = 1 << 20  # the size from which a block is cut from the low end of 
 class Blocks:
     """Allocate ranges that do not overlap, and free them in any order.
 
-    Every offset and every length is a multiple of `ALIGNMENT`. Use it in one thread and not in finalizers: a
-    garbage collection may start in the middle of any of its methods.
+    Every offset and every length is a multiple of the alignment. Use it in one thread and not in finalizers:
+    a garbage collection may start in the middle of any of its methods.
 
     Args:
-        size: the size of the memory range in bytes; the attribute is rounded down to `ALIGNMENT`.
+        size: the size of the memory range in bytes; the attribute is rounded down to the alignment.
+        alignment: of the blocks, in bytes; a power of two.
 
     Raises:
-        ValueError: the size is less than `ALIGNMENT`.
+        ValueError: the size is less than the alignment.
     """
 
-    __slots__ = ("_by_length", "_lengths", "_start_of", "_stop_of", "in_use", "size")
+    __slots__ = ("_alignment", "_by_length", "_lengths", "_start_of", "_stop_of", "in_use", "size")
 
-    def __init__(self, size: int) -> None:
-        if size < ALIGNMENT:
-            raise ValueError(f"size must be at least {ALIGNMENT} bytes, got {size}")
-        self.size = size & -ALIGNMENT
-        self.in_use = 0  # allocated bytes, each block rounded up to ALIGNMENT
+    def __init__(self, size: int, alignment: int = ALIGNMENT) -> None:
+        if size < alignment:
+            raise ValueError(f"size must be at least {alignment} bytes, got {size}")
+        self.size = size & -alignment
+        self.in_use = 0  # allocated bytes, each block rounded up to the alignment
+        self._alignment = alignment
         self._lengths: dict[int, int] = {}  # of the allocated blocks, by their offsets
         self._by_length: list[tuple[int, int]] = []  # (length, start) of the free runs, sorted
         self._stop_of: dict[int, int] = {}  # of the free runs, by their start
@@ -58,14 +60,14 @@ class Blocks:
         """Allocate a block, and return its offset; None if no free run is long enough.
 
         Args:
-            nbytes: the size of the block, which is rounded up to `ALIGNMENT`.
+            nbytes: the size of the block, which is rounded up to the alignment.
 
         Raises:
             ValueError: `nbytes` is less than 1.
         """
         if nbytes < 1:
             raise ValueError(f"a block must have at least 1 byte, got {nbytes}")
-        length = (nbytes + ALIGNMENT - 1) & -ALIGNMENT
+        length = (nbytes + self._alignment - 1) & -self._alignment
         index = bisect_left(self._by_length, (length, 0))
         if index == len(self._by_length):
             return None
@@ -105,7 +107,7 @@ class Blocks:
         self._add_run(start, stop)
 
     def length_of(self, offset: int) -> int:
-        """Return the bytes of a block, rounded up to `ALIGNMENT`.
+        """Return the bytes of a block, rounded up to the alignment.
 
         Raises:
             ValueError: no allocated block begins at this offset.

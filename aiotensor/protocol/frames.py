@@ -27,6 +27,9 @@
       |         StatisticsReply(...) |            StatisticsReply(...) |   forwarded as each sender replies
       | <--------------------------- | <------------------------------ |
 
+A publisher answers an inspector with a `Welcome` and a `PublisherReport`; its other frames are in
+`aiotensor.protocol.broadcast`.
+
 No frame depends on a kind of memory or of transport: `placement` identifies the code that opens a `payload`,
 and file descriptors accompany a record. Frames are msgpack arrays whose first item is the tag; unknown
 trailing items are ignored, so a later version can add fields. A record is an array of frames: frames of one
@@ -41,7 +44,7 @@ from msgspec.structs import asdict, replace
 
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.connection import Close
-from aiotensor.types import MAX_NUMBER, Number, ReceiverStatistics, SenderStatistics
+from aiotensor.types import MAX_NUMBER, Number, PublisherStatistics, ReceiverStatistics, SenderStatistics
 
 __all__ = [
     "ARENA",
@@ -70,12 +73,14 @@ __all__ = [
     "Inspect",
     "Number",
     "Opening",
+    "PublisherReport",
     "Put",
     "ReceiverReport",
     "Release",
     "SenderSummary",
     "StatisticsReply",
     "StatisticsRequest",
+    "Subscribe",
     "Taken",
     "ToInspector",
     "ToSender",
@@ -120,7 +125,8 @@ MAX_TENSORS = 1024
 # So the longest reply fits into a record of any receiver, and can be forwarded.
 MAX_HOLDERS = 8
 
-# The most senders in one `ReceiverReport`, which fit into a record with any names. More take more reports.
+# The most senders in one `ReceiverReport`, and subscribers in a `PublisherReport`, which fit into a record
+# with any names. More senders take more reports.
 MAX_ROWS = 128
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -148,6 +154,20 @@ class Inspect(msgspec.Struct, frozen=True, array_like=True, tag="inspect"):
 
     version: int
     pid: Number
+
+
+class Subscribe(msgspec.Struct, frozen=True, array_like=True, tag="subscribe"):
+    """Open the connection of a subscriber; see `aiotensor.protocol.broadcast`.
+
+    `publisher` is the id of the publisher that it was connected to before, and `next` the number of the first
+    publication that it did not receive from that one.
+    """
+
+    version: int
+    pid: Number
+    subscriber: Name
+    publisher: OptionalName = ""
+    next: Number = 0
 
 
 class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
@@ -258,14 +278,20 @@ class ReceiverReport(msgspec.Struct, frozen=True, array_like=True, tag="receiver
     last: bool = True
 
 
-Opening = Hello | Inspect
+class PublisherReport(msgspec.Struct, frozen=True, array_like=True, tag="publisher report"):
+    """Answer an `Inspect`, with the slowest subscribers only."""
+
+    statistics: PublisherStatistics
+
+
+Opening = Hello | Inspect | Subscribe
 FromSender = Attach | Put | End | Discard | StatisticsReply | Close
 ToSender = Welcome | Taken | Discarded | Release | StatisticsRequest | Close
-ToInspector = Welcome | ReceiverReport | StatisticsReply | Close
+ToInspector = Welcome | ReceiverReport | PublisherReport | StatisticsReply | Close
 
 Frame = Opening | FromSender | ToSender | ToInspector
 Frames = TypeVar("Frames")
-Statistics = TypeVar("Statistics", SenderStatistics, ReceiverStatistics)
+Statistics = TypeVar("Statistics", SenderStatistics, ReceiverStatistics, PublisherStatistics)
 
 # Encodes a sequence of frames as one record.
 encode_record: Callable[[Sequence[object]], bytes] = msgspec.msgpack.Encoder().encode

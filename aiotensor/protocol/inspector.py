@@ -6,11 +6,14 @@ The inspector's end, `InspectorConnection`:
        |                                              ^
        '--Welcome of another version; Close; violation'
 
-It receives each `ReceiverReport`, up to the last one, and then one `StatisticsReply` of each sender. The
-receiver's end, `InspectedConnection`, is open from the `Inspect` on, and accepts no further frame.
+A receiver sends each `ReceiverReport`, up to the last one, and then one `StatisticsReply` of each sender. A
+publisher sends a `PublisherReport`. The inspected end, `InspectedConnection`, is open from the `Inspect` on,
+and accepts no further frame.
 """
 
 from collections.abc import Sequence
+
+from msgspec.structs import replace
 
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.connection import CLOSED, OPEN, Close, mismatch
@@ -23,6 +26,7 @@ from aiotensor.protocol.frames import (
     VERSION,
     FromSender,
     Inspect,
+    PublisherReport,
     ReceiverReport,
     SenderSummary,
     StatisticsReply,
@@ -32,7 +36,7 @@ from aiotensor.protocol.frames import (
     encode,
 )
 from aiotensor.protocol.records import RecordConnection
-from aiotensor.types import ReceiverStatistics
+from aiotensor.types import PublisherStatistics, ReceiverStatistics
 
 __all__ = ["InspectedConnection", "InspectorConnection"]
 
@@ -45,7 +49,7 @@ class InspectorConnection(RecordConnection[ToInspector, Inspect]):
 
     Attributes:
         receiver_id: the id of the receiver.
-        statistics: of the receiver; None before the first report.
+        statistics: of the receiver or publisher; None before the first report.
         senders: the senders in the reports, by their ids.
         replies: the replies of the senders that have replied, by their ids.
         has_reports: whether the last report has arrived.
@@ -54,7 +58,7 @@ class InspectorConnection(RecordConnection[ToInspector, Inspect]):
     def __init__(self, pid: int) -> None:
         super().__init__("inspector", "the receiver", TO_INSPECTOR, MAX_RECORD_BYTES, LEAST_FRAME_BYTES)
         self.receiver_id = ""
-        self.statistics: ReceiverStatistics | None = None
+        self.statistics: ReceiverStatistics | PublisherStatistics | None = None
         self.senders: dict[str, SenderSummary] = {}
         self.replies: dict[str, StatisticsReply] = {}
         self.has_reports = False
@@ -77,6 +81,11 @@ class InspectorConnection(RecordConnection[ToInspector, Inspect]):
                     raise ProtocolError("it sent a report after the last one")
                 self.statistics, self.has_reports = frame.statistics, frame.last
                 self.senders.update((row.sender, row) for row in frame.senders)
+            case PublisherReport():
+                self.check_open()
+                if self.statistics is not None:
+                    raise ProtocolError("it sent a second report")
+                self.statistics, self.has_reports = frame.statistics, True
             case StatisticsReply():
                 if not self.has_reports or frame.sender not in self.senders:
                     raise ProtocolError("it forwarded a reply of a sender that it did not report")
@@ -104,6 +113,12 @@ class InspectedConnection(RecordConnection[FromSender, ToInspector]):
         self.state = OPEN
         self.mismatch = mismatch(inspect.version, VERSION)
         self._send(welcome)
+
+    def report_publisher(self, statistics: PublisherStatistics) -> None:
+        """Send what a publisher knows, with the slowest subscribers only."""
+        self._send(
+            PublisherReport(bounded(replace(statistics, lags=statistics.lags[:MAX_ROWS]))), MAX_RECORD_BYTES
+        )
 
     def report(self, statistics: ReceiverStatistics, senders: Sequence[SenderSummary]) -> None:
         """Send what the receiver knows."""

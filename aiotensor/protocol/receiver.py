@@ -14,36 +14,31 @@ Numbers of messages and of their tensors increase without gaps. A sender may con
 side has discarded, because it does not know that yet; its owner drops such tensors.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from aiotensor.errors import ProtocolError
+from aiotensor.protocol.answers import AnsweringConnection
 from aiotensor.protocol.connection import CLOSED, OPEN, OPENING, Close, mismatch
 from aiotensor.protocol.frames import (
     ARENA,
     FROM_SENDER,
     MAX_HOLDERS,
-    MAX_NUMBERS,
     MAX_RECORD_BYTES,
     MAX_TENSORS,
     VERSION,
     Attach,
     Discard,
-    Discarded,
     End,
     FromSender,
     Hello,
     Put,
-    Release,
     StatisticsReply,
     StatisticsRequest,
-    Taken,
     ToSender,
     Welcome,
 )
-from aiotensor.protocol.records import RecordConnection
 
 __all__ = ["MAX_SEGMENTS", "AdmissionLimits", "ReceiverConnection"]
 
@@ -101,7 +96,7 @@ class AdmissionLimits(NamedTuple):
         return None
 
 
-class ReceiverConnection(RecordConnection[FromSender, ToSender]):
+class ReceiverConnection(AnsweringConnection[FromSender, ToSender]):
     """A receiver's end of one connection to a sender.
 
     Args:
@@ -125,9 +120,6 @@ class ReceiverConnection(RecordConnection[FromSender, ToSender]):
         self._max_segment_bytes = max_segment_bytes
         self._next_message = hello.first_message
         self._messages: dict[int, int] = {}  # the count of tensors that arrived, or _WHOLE
-        self._taken: list[int] = []
-        self._discarded: list[int] = []
-        self._released: list[int] = []
         self._awaits_statistics = False
 
     @property
@@ -158,10 +150,6 @@ class ReceiverConnection(RecordConnection[FromSender, ToSender]):
         if self._messages.pop(message, None) is not None:
             self._discarded.append(message)
 
-    def release(self, block: int) -> None:
-        """Return a block, once for each `Put` that named it."""
-        self._released.append(block)
-
     def request_statistics(self) -> bool:
         """Request the statistics of the sender; return False if it has not replied to the last request."""
         if self._awaits_statistics:
@@ -169,24 +157,6 @@ class ReceiverConnection(RecordConnection[FromSender, ToSender]):
         self._awaits_statistics = True
         self._send(StatisticsRequest())
         return True
-
-    def close(self, close: Close) -> None:
-        """Send the last frame, after all others."""
-        self._send_answers()
-        super().close(close)
-
-    def data_to_send(self) -> Sequence[bytes]:
-        """Return the records to write now."""
-        if self._taken or self._discarded or self._released:
-            self._send_answers()
-        return super().data_to_send()
-
-    def _send_answers(self) -> None:
-        for make, numbers in ((Taken, self._taken), (Discarded, self._discarded), (Release, self._released)):
-            if numbers:
-                for start in range(0, len(numbers), MAX_NUMBERS):
-                    self._send(make(tuple(numbers[start : start + MAX_NUMBERS])))
-                numbers.clear()
 
     # Frames of the sender
 

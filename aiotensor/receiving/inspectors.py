@@ -17,7 +17,7 @@ __all__ = ["InspectorPeer"]
 
 
 class InspectorPeer:
-    """One inspector of a receiver.
+    """One inspector of a receiver or a publisher.
 
     Args:
         transport: the connection.

@@ -1,12 +1,14 @@
-"""The connections of a receiver before their roles are known, and its inspectors.
+"""The connections of a receiver or a publisher before their roles are known, and its inspectors.
 
-accepted --first frame--> sender or inspector
+accepted --first frame--> sender or subscriber, or inspector
    |
    '-- replaced by a newer connection
 """
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any, Generic, Protocol, TypeVar
 
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.connection import Close
@@ -16,31 +18,69 @@ from aiotensor.protocol.frames import (
     VERSION,
     Hello,
     Inspect,
+    Subscribe,
     Welcome,
     decode,
     encode,
 )
 from aiotensor.protocol.inspector import InspectedConnection
 from aiotensor.receiving.inspectors import InspectorPeer
-from aiotensor.receiving.senders import Senders
 from aiotensor.runtime.descriptors import close_all
-from aiotensor.runtime.logs import logger_of
 from aiotensor.transports.base import Transport
 
 __all__ = ["MAX_UNIDENTIFIED", "Intake"]
 
-logger = logger_of("receiver")
+Opened = TypeVar("Opened", bound=Hello | Subscribe)  # the first frame of a peer
 
-# Connections that are not admitted as senders: unidentified ones, and inspectors. A sender of this library
-# sends its hello right after it has connected, so the oldest unidentified connection is the least likely to
-# be one. Inspectors are closed first: they can ask again.
+# Connections that are not admitted: unidentified ones, and inspectors. A peer of this library sends its first
+# frame right after it has connected, so the oldest unidentified connection is the least likely to be one.
+# Inspectors are closed first: they can ask again.
 MAX_UNIDENTIFIED = 64
+
+
+class Host(Protocol[Opened]):
+    """The object that an intake is for: the senders of a receiver, or the subscribers of a publisher.
+
+    Attributes:
+        opening: the type of the first frame of a sender or subscriber.
+        wrong_role: the reason to refuse the other of the two.
+    """
+
+    opening: type[Opened]
+    wrong_role: str
+
+    def connect(self, transport: Transport, opening: Opened, welcome: Welcome) -> None:
+        """Admit a sender or subscriber, or refuse it, and send it the result."""
+
+    def report(self, inspector: InspectorPeer) -> None:
+        """Send the statistics to an inspector."""
+
+    def inspector_ended(self, inspector: InspectorPeer) -> None:
+        """Forget an inspector."""
+
+    def broken(self, pid: int | None, reason: str) -> None:
+        """Log that a connection without a role, or an inspector, broke the protocol."""
+
+    def replaced(self, pid: int | None, connections: int) -> None:
+        """Log that an unidentified connection is closed because of so many newer ones."""
+
+    def refused(self, opening: Hello | Subscribe, reason: str) -> None:
+        """Log that a peer is refused."""
+
+    def transports(self) -> Iterable[Transport]:
+        """Return the connections of the senders or subscribers."""
+
+    def listening_failed(self, error: OSError) -> None:
+        """Handle that no more records arrive."""
+
+    async def close(self) -> None:
+        """Close the connections of the senders or subscribers."""
 
 
 class Unidentified:
     """A connection before its first frame."""
 
-    def __init__(self, transport: Transport, intake: "Intake") -> None:
+    def __init__(self, transport: Transport, intake: "Intake[Any]") -> None:
         self.transport = transport
         self._intake = intake
 
@@ -57,41 +97,40 @@ class Unidentified:
         """Do nothing: only one frame is ever written."""
 
 
-class Intake:
-    """The connections of one receiver; belongs to the running loop.
+class Intake(Generic[Opened]):
+    """The connections of one receiver or publisher; belongs to the running loop.
 
     Args:
-        receiver: the id of the receiver.
+        host_id: its id.
         max_frame_bytes: the longest record that it accepts.
-        senders: the senders of the receiver.
+        host: its senders or subscribers.
     """
 
-    def __init__(self, receiver: str, max_frame_bytes: int, senders: Senders) -> None:
-        self.senders = senders
-        self._receiver = receiver
+    def __init__(self, host_id: str, max_frame_bytes: int, host: Host[Opened]) -> None:
+        self._host = host
+        self._host_id = host_id
         self._max_frame_bytes = max_frame_bytes
         self._inspectors: dict[InspectorPeer, None] = {}  # the oldest first
         self._unidentified: dict[Unidentified, None] = {}  # the oldest first
 
     def read_now(self) -> None:
         """Read a record of each connection immediately, if there is one."""
-        peers = self.senders.connected.values()
-        for transport in [one.transport for one in self._unidentified] + [peer.transport for peer in peers]:
+        for transport in [*(one.transport for one in self._unidentified), *self._host.transports()]:
             transport.read_now()
 
     async def close(self) -> None:
-        """Close all connections, as `Senders.close` does."""
+        """Close all connections, as `Host.close` does."""
         # These see only the end of their connections: they might not read, and would delay the others.
         for inspector in list(self._inspectors):
             self._inspector_ended(inspector)
         for connection in list(self._unidentified):
             self.drop(connection)
-        await self.senders.close()
+        await self._host.close()
 
     # Unidentified connections
 
     def connection_accepted(self, transport: Transport) -> None:
-        """Add a connection, and close another one if too many are not admitted as senders."""
+        """Add a connection, and close another one if too many are not admitted."""
         connection = Unidentified(transport, self)
         self._unidentified[connection] = None
         transport.start(connection)
@@ -100,7 +139,7 @@ class Intake:
 
     def listening_failed(self, error: OSError) -> None:
         """Fail all waits, since no more records arrive."""
-        self.senders.arrivals.fail(error)
+        self._host.listening_failed(error)
 
     def first_record_received(self, connection: Unidentified, data: memoryview) -> None:
         """Identify a connection."""
@@ -109,17 +148,23 @@ class Intake:
                 raise ProtocolError(f"it sent a record of more than {MAX_HELLO_BYTES} bytes")
             [opening] = decode(OPENING, data)
         except ProtocolError as error:
-            self.senders.refusals.broken.add(None, None, str(error))
+            self._host.broken(None, str(error))
             self.drop(connection)
             return
-        del self._unidentified[connection]
-        welcome = Welcome(
-            VERSION, os.getpid(), self._max_frame_bytes, self._receiver, isinstance(opening, Hello)
-        )
-        if isinstance(opening, Hello):
-            self.senders.connect(connection.transport, opening, welcome)
-        else:
+        is_admitted = isinstance(opening, self._host.opening)
+        welcome = Welcome(VERSION, os.getpid(), self._max_frame_bytes, self._host_id, is_admitted)
+        if isinstance(opening, self._host.opening):
+            del self._unidentified[connection]
+            self._host.connect(connection.transport, opening, welcome)
+        elif isinstance(opening, Inspect):
+            del self._unidentified[connection]
             self._connect_inspector(connection.transport, opening, welcome)
+        else:
+            reason = self._host.wrong_role
+            self._host.refused(opening, reason)
+            with suppress(OSError):
+                connection.transport.write(encode(welcome, Close(reason, is_refusal=True)))
+            self.drop(connection)
 
     def drop(self, connection: Unidentified) -> None:
         """Close a connection whose role is unknown."""
@@ -135,8 +180,7 @@ class Intake:
             self._inspector_ended(inspector)
             return
         oldest = next(iter(self._unidentified))
-        self.senders.counts["senders_refused"] += 1
-        self.senders.refusals.replaced.add(oldest.transport.peer_pid, MAX_UNIDENTIFIED)
+        self._host.replaced(oldest.transport.peer_pid, MAX_UNIDENTIFIED)
         with suppress(OSError):
             oldest.transport.write(encode(Close(reason, retry=True)))
         self.drop(oldest)
@@ -144,12 +188,7 @@ class Intake:
     # Inspectors
 
     def _connect_inspector(self, transport: Transport, inspect: Inspect, welcome: Welcome) -> None:
-        """Send the statistics of the receiver to an inspector, and request those of the senders."""
-        logger.debug(
-            "process %s inspects this receiver",
-            inspect.pid,
-            extra={"event": "receiver_inspected", "peer_pid": inspect.pid},
-        )
+        """Send the statistics to an inspector."""
         connection = InspectedConnection(inspect, welcome)
         inspector = InspectorPeer(transport, connection, self._inspector_ended)
         self._inspectors[inspector] = None
@@ -159,18 +198,12 @@ class Intake:
             inspector.flush()
             self._inspector_ended(inspector, ProtocolError(connection.mismatch))
             return
-        senders = list(self.senders.connected.values())
-        connection.report(self.senders.statistics(), [sender.summary() for sender in senders])
-        inspector.flush()
-        for sender in senders:
-            if inspector in self._inspectors:  # not if writing to it failed
-                sender.request_statistics(inspector)
+        self._host.report(inspector)
 
     def _inspector_ended(self, inspector: InspectorPeer, error: ProtocolError | None = None) -> None:
         """Close the connection of an inspector, and forget it."""
         if error is not None:
-            self.senders.refusals.broken.add(None, inspector.connection.peer_pid, str(error))
+            self._host.broken(inspector.connection.peer_pid, str(error))
         self._inspectors.pop(inspector, None)
-        for sender in self.senders.connected.values():
-            sender.inspectors.discard(inspector)
+        self._host.inspector_ended(inspector)
         inspector.transport.close()

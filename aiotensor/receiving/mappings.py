@@ -1,7 +1,7 @@
-"""The memory of senders that is mapped here, and the living tensors that lease blocks of it.
+"""The memory of peers that is mapped here, and the living tensors that lease blocks of it.
 
-A segment stays mapped while its sender is connected, or a tensor over it lives. A block is released to the
-sender when the tensor over it is freed. When a sender is gone, and no other process uses its segment, all
+A segment stays mapped while its owner is connected, or a tensor over it lives. A block is released to the
+owner when the tensor over it is freed. When a sender is gone, and no other process uses its segment, all
 memory of it that no tensor uses is returned to the system.
 """
 
@@ -17,24 +17,26 @@ import msgspec
 from aiotensor.errors import RefusedError
 from aiotensor.protocol.pages import gaps
 from aiotensor.runtime.affinity import FreedItems
-from aiotensor.runtime.process_end import ProcessEnd
+from aiotensor.runtime.process_end import ProcessEnd, WatchProcess
 from aiotensor.runtime.worker import Worker
 from aiotensor.tensors.mapping import MappedSegment, open_segment
 from aiotensor.tensors.placement import ArrivedTensor
 from aiotensor.tensors.segments import whole_pages
 from aiotensor.tensors.views import Watch, watch_storage
 
-__all__ = ["Mappings", "SenderMemory"]
+_QUICK_DROP_BYTES = 256 << 10  # in some microseconds
+
+__all__ = ["Mappings", "PeerMemory"]
 
 
-class SenderMemory(msgspec.Struct, eq=False):
-    """The segments of one sender.
+class PeerMemory(msgspec.Struct, eq=False):
+    """The segments of one sender or publisher.
 
     Attributes:
-        arena_bytes: the size of the sender's arena in bytes, as the sender stated it.
-        release: called with the number of each block that the sender may use again; None when it is gone.
-        mapped: the segments in which the sender may place tensors.
-        segments: the segments of a connected sender, or the segments that living tensors use.
+        arena_bytes: the size of its arena in bytes, as it stated it.
+        release: called with the number of each block that it may use again; None when it is gone.
+        mapped: the segments in which it may place tensors.
+        segments: the segments of a connected peer, or the segments that living tensors use.
     """
 
     arena_bytes: int
@@ -54,14 +56,24 @@ class SenderMemory(msgspec.Struct, eq=False):
 
 
 class _LeasedSegment(msgspec.Struct, eq=False):
-    """A segment of a sender, and the living tensors over it."""
+    """A segment of a peer, and the living tensors over it."""
 
     number: int
     mapped: MappedSegment
-    memory: SenderMemory
+    memory: PeerMemory
     leases: dict[int, tuple[int, int]] = {}  # the first byte of each tensor, and the one after it
     is_ours: bool = False  # no other process uses the memory
     lingering_bytes: int = 0
+    uses: "dict[int, _BlockUse]" = {}  # of a private segment, by block
+
+
+class _BlockUse(msgspec.Struct, eq=False):
+    """A block of a private segment: its living tensors, all of them, and the range from first to last."""
+
+    start: int
+    stop: int
+    leases: int = 0
+    pins: int = 0
 
 
 class _Lease(msgspec.Struct, frozen=True):
@@ -73,18 +85,23 @@ class _Lease(msgspec.Struct, frozen=True):
 
 
 class Mappings:
-    """The memory of all senders of one receiver; belongs to the running loop.
+    """The memory of all peers of one receiver or subscriber; belongs to the running loop.
+
+    Args:
+        are_private: whether writing to a tensor is visible to this process only. Then the copied pages are
+            dropped before a block is released.
 
     Attributes:
         freed: the leases whose tensors were freed, and whose blocks are still to be released.
-        lingering_bytes: the bytes of segments whose sender is gone, and that living tensors use.
+        lingering_bytes: the bytes of segments whose owner is gone, and that living tensors use.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, are_private: bool = False) -> None:
+        self._are_private = are_private
         self.leased_bytes = self.peak_leased_bytes = 0
         self.lingering_bytes = 0
         self._leases: dict[int, _Lease] = {}
-        self._process_ends: dict[SenderMemory, ProcessEnd] = {}  # of processes whose connections have ended
+        self._process_ends: dict[PeerMemory, ProcessEnd] = {}  # of processes whose connections have ended
         self._next_lease = 0
         self._is_closed = False
         self.freed: FreedItems[int] = FreedItems(asyncio.get_running_loop(), self._leases_ended)
@@ -109,7 +126,7 @@ class Mappings:
             lease.segment.mapped.close()
         self._worker.close()
 
-    def attach(self, memory: SenderMemory, number: int, nbytes: int, descriptor: int) -> None:
+    def attach(self, memory: PeerMemory, number: int, nbytes: int, descriptor: int) -> None:
         """Map a segment; the caller keeps the descriptor.
 
         Raises:
@@ -118,7 +135,7 @@ class Mappings:
             OSError: the segment cannot be mapped here for another reason.
         """
         try:
-            mapped = open_segment(descriptor, nbytes)
+            mapped = open_segment(descriptor, nbytes, is_private=self._are_private)
         except OSError as error:
             addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
             if error.errno != errno.ENOMEM or addresses == resource.RLIM_INFINITY:
@@ -131,7 +148,7 @@ class Mappings:
         memory.mapped[number] = mapped
         memory.segments[number] = _LeasedSegment(number, mapped, memory)
 
-    def lease(self, memory: SenderMemory, arrived: ArrivedTensor, block: int) -> None:
+    def lease(self, memory: PeerMemory, arrived: ArrivedTensor, block: int) -> None:
         """Keep a block from its sender for as long as a tensor over it lives."""
         owner = arrived.owner
         if owner is None or arrived.segment is None:
@@ -141,12 +158,24 @@ class Mappings:
         self._next_lease += 1
         watch = watch_storage(owner, self._storage_ended, number)
         self._leases[number] = _Lease(segment, block, watch)
-        segment.leases[number] = (arrived.offset, arrived.offset + owner.nbytes)
+        start, stop = segment.leases[number] = (arrived.offset, arrived.offset + owner.nbytes)
+        if segment.mapped.is_private:
+            use = segment.uses.setdefault(block, _BlockUse(start, stop))
+            use.start, use.stop = min(use.start, start), max(use.stop, stop)
+            use.leases += 1
+            use.pins += 1
         self.leased_bytes += owner.nbytes
         self.peak_leased_bytes = max(self.peak_leased_bytes, self.leased_bytes)
 
-    def sender_gone(self, memory: SenderMemory) -> None:
-        """Unmap the segments of a sender that no tensor uses."""
+    def detach(self, memory: PeerMemory, number: int) -> None:
+        """Unmap a segment in which its owner places no more tensors, once no tensor uses it."""
+        memory.mapped.pop(number, None)
+        segment = memory.segments.get(number)
+        if segment is not None and not segment.leases:
+            self._unmap(segment)
+
+    def peer_gone(self, memory: PeerMemory) -> None:
+        """Unmap the segments of a peer that no tensor uses."""
         memory.release = None
         memory.mapped.clear()
         for segment in list(memory.segments.values()):
@@ -156,17 +185,17 @@ class Mappings:
             else:
                 self._unmap(segment)
 
-    def take_over(self, memory: SenderMemory) -> None:
+    def take_over(self, memory: PeerMemory) -> None:
         """Return unused memory of a sender to the system: its process does not use the memory any more."""
         self._process_ends.pop(memory, None)
         for segment in memory.segments.values():
             segment.is_ours = True
             self._trim(segment)
 
-    def take_over_after(self, memory: SenderMemory, pid: int) -> None:
-        """Do the same once a process has ended: until then it may use the memory."""
+    def take_over_after(self, memory: PeerMemory, watch: WatchProcess) -> None:
+        """Do the same once the process of the peer has ended: until then it may use the memory."""
         if memory.segments:
-            self._process_ends[memory] = ProcessEnd(pid, partial(self.take_over, memory))
+            self._process_ends[memory] = watch(partial(self.take_over, memory))
 
     def _storage_ended(self, watch: Watch) -> None:
         """Handle that a tensor's storage was freed; in any thread, perhaps inside the garbage collector."""
@@ -180,15 +209,42 @@ class Mappings:
             start, stop = segment.leases.pop(number)
             self.leased_bytes -= stop - start
             release = segment.memory.release
-            if release is not None:
-                release(lease.block)
-            else:
+            if release is None:
                 lingering.add(segment)
+            elif segment.mapped.is_private:
+                self._lease_of_private_ended(segment, lease.block)
+            else:
+                release(lease.block)
         for segment in lingering:
             if not segment.leases:
                 self._unmap(segment)
             elif segment.is_ours:
                 self._trim(segment)
+
+    def _lease_of_private_ended(self, segment: _LeasedSegment, block: int) -> None:
+        """Drop the copied pages of a block after its last lease, and then return it to its owner.
+
+        Not earlier: another tensor of the block may use one of these pages.
+        """
+        use = segment.uses[block]
+        use.leases -= 1
+        if use.leases:
+            return
+        del segment.uses[block]
+        drop = partial(segment.mapped.drop_copies, use.start, use.stop)
+        if use.stop - use.start <= _QUICK_DROP_BYTES:
+            drop()
+            self._dropped(segment, block, use)
+        else:
+            self._worker.begin("dropping copied pages", drop, partial(self._dropped, segment, block, use))
+
+    def _dropped(self, segment: _LeasedSegment, block: int, use: "_BlockUse") -> None:
+        release = segment.memory.release
+        if release is not None:  # its owner may be gone since
+            for _ in range(use.pins):
+                release(block)
+        if segment.number not in segment.memory.mapped and not segment.leases:
+            self._unmap(segment)  # it was detached
 
     def _set_lingering(self, segment: _LeasedSegment, nbytes: int) -> None:
         self.lingering_bytes += nbytes - segment.lingering_bytes

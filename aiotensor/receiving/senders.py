@@ -10,7 +10,7 @@ receiver's limits from its hello on, so that no later frame can exceed them.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
@@ -24,15 +24,18 @@ from aiotensor.protocol.frames import (
     Put,
     SenderSummary,
     StatisticsReply,
+    Subscribe,
     Welcome,
 )
 from aiotensor.protocol.mailbox import Key, Mailbox
 from aiotensor.protocol.receiver import AdmissionLimits, ReceiverConnection
 from aiotensor.receiving.arrivals import Arrivals
 from aiotensor.receiving.inspectors import InspectorPeer
-from aiotensor.receiving.mappings import Mappings, SenderMemory
+from aiotensor.receiving.mappings import Mappings, PeerMemory
 from aiotensor.receiving.refusals import SenderRefusalLog
 from aiotensor.runtime.descriptors import close_all
+from aiotensor.runtime.logs import logger_of
+from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.runtime.waiting import Waiters
 from aiotensor.statistics.counters import ErrorCounter, snapshot
 from aiotensor.tensors.arena import segment_bytes
@@ -42,6 +45,8 @@ from aiotensor.transports.base import Transport
 from aiotensor.types import Delivery, ReceiverStatistics, TensorHandle
 
 __all__ = ["SenderPeer", "Senders"]
+
+logger = logger_of("receiver")
 
 
 class Senders:
@@ -108,6 +113,57 @@ class Senders:
             errors=self._errors.counts(),
         )
 
+    # Connections; see `Host`
+
+    opening = Hello
+    wrong_role = (
+        "a TensorReceiver listens at this address, and no Publisher: open the Publisher at another address, "
+        "and pass that one to the Subscriber"
+    )
+
+    def transports(self) -> list[Transport]:
+        """Return the connections of the senders."""
+        return [peer.transport for peer in self.connected.values()]
+
+    def report(self, inspector: InspectorPeer) -> None:
+        """Send the statistics of the receiver to an inspector, and request those of the senders."""
+        pid = inspector.connection.peer_pid
+        logger.debug(
+            "process %s inspects this receiver",
+            pid,
+            extra={"event": "receiver_inspected", "peer_pid": pid},
+        )
+        senders = list(self.connected.values())
+        inspector.connection.report(self.statistics(), [sender.summary() for sender in senders])
+        inspector.flush()
+        for sender in senders:
+            if not inspector.transport.is_closed:  # writing to it may have failed
+                sender.request_statistics(inspector)
+
+    def inspector_ended(self, inspector: InspectorPeer) -> None:
+        """Forward no more statistics to an inspector."""
+        for sender in self.connected.values():
+            sender.inspectors.discard(inspector)
+
+    def broken(self, pid: int | None, reason: str) -> None:
+        """Log that a connection without a role, or an inspector, broke the protocol."""
+        self.refusals.broken.add(None, pid, reason)
+
+    def replaced(self, pid: int | None, connections: int) -> None:
+        """Log that an unidentified connection is closed because of so many newer ones."""
+        self.counts["senders_refused"] += 1
+        self.refusals.replaced.add(pid, connections)
+
+    def refused(self, opening: Hello | Subscribe, reason: str) -> None:
+        """Log that a peer is refused."""
+        self.counts["senders_refused"] += 1
+        name = opening.sender if isinstance(opening, Hello) else opening.subscriber
+        self.refusals.refused.add(name, opening.pid, reason)
+
+    def listening_failed(self, error: OSError) -> None:
+        """End all waits, since no more records arrive."""
+        self.arrivals.fail(error)
+
     def connect(self, transport: Transport, hello: Hello, welcome: Welcome) -> None:
         """Admit a sender or refuse it, and send it the result."""
         sender = hello.sender
@@ -141,8 +197,7 @@ class Senders:
 
     def refuse(self, peer: "SenderPeer", reason: str, *, is_refusal: bool) -> None:
         """Close a connection with a reason; after a refusal, a retry would fail too."""
-        self.counts["senders_refused"] += 1
-        self.refusals.refused.add(peer.sender, peer.connection.hello.pid, reason)
+        self.refused(peer.connection.hello, reason)
         peer.connection.refuse(reason, is_refusal=is_refusal)
         peer.flush()
         error = RefusedError(reason) if is_refusal else PeerLostError(reason)
@@ -150,25 +205,26 @@ class Senders:
 
     def lose(self, peer: "SenderPeer", error: AioTensorError, *, was_refused: bool = False) -> None:
         """Drop a sender that is gone, and all its messages."""
-        peer.transport.close()
         if self.connected.get(peer.sender) is not peer:
+            peer.transport.close()
             self.writing_resumed.wake()
             return  # it was not admitted, or this receiver is closing
         self._forget(peer)
         self.counts["senders_lost"] += not was_refused
         self.arrivals.wake(self.mailbox.lose(peer.sender, error))
         self.mappings.freed.collect_all()  # losing the sender has freed its tensors that no task has taken
-        self.mappings.take_over_after(peer.memory, peer.pid)
+        self.mappings.take_over_after(peer.memory, peer.watch)
+        peer.transport.close()
 
     def leave(self, peer: "SenderPeer", close: Close) -> None:
         """Drop a sender that closed, and keep its whole messages."""
         keys = self.mailbox.leave(peer.sender)
         self._forget(peer)
-        peer.transport.close()
         if close.uses_memory:
-            self.mappings.take_over_after(peer.memory, peer.pid)
+            self.mappings.take_over_after(peer.memory, peer.watch)
         else:
             self.mappings.take_over(peer.memory)
+        peer.transport.close()
         self.arrivals.wake(keys)
 
     def schedule_flush(self, peer: "SenderPeer") -> None:
@@ -211,7 +267,7 @@ class Senders:
 
     def _forget(self, peer: "SenderPeer") -> None:
         del self.connected[peer.sender]
-        self.mappings.sender_gone(peer.memory)
+        self.mappings.peer_gone(peer.memory)
 
 
 class SenderPeer:
@@ -221,16 +277,14 @@ class SenderPeer:
         self.transport = transport
         self.connection = connection
         self.sender = connection.hello.sender
-        self.memory = SenderMemory(connection.hello.arena_bytes, self._release)
+        self.memory = PeerMemory(connection.hello.arena_bytes, self._release)
         self.inspectors: set[InspectorPeer] = set()  # that wait for the statistics of the sender
         self._senders = senders
         self._mailbox = senders.mailbox
 
-    @property
-    def pid(self) -> int:
-        """The process id of the sender according to the kernel, or else as the sender stated it."""
-        pid = self.transport.peer_pid
-        return self.connection.hello.pid if pid is None else pid
+    def watch(self, ended: Callable[[], object]) -> ProcessEnd:
+        """Call a function once the process of the sender has ended."""
+        return self.transport.watch_peer(self.connection.hello.pid, ended)
 
     def summary(self) -> SenderSummary:
         """Return what this receiver knows of the sender."""

@@ -5,8 +5,10 @@ from functools import partial
 import torch
 
 from aiotensor.errors import ClosedError, PeerLostError, RefusedError, WouldBlockError
+from aiotensor.protocol.frames import Hello
 from aiotensor.protocol.mailbox import Key
 from aiotensor.receiving.intake import Intake
+from aiotensor.receiving.senders import Senders
 from aiotensor.runtime.affinity import LoopAffinity
 from aiotensor.runtime.waiting import Waiters, at_most
 from aiotensor.transports.base import Listener
@@ -20,21 +22,27 @@ class Taking:
 
     Args:
         intake: the connections of the receiver.
+        senders: its senders.
         listener: accepts the connections.
         affinity: states whether the receiver is closed.
         max_wait_s: the limit on waiting for a tensor in seconds; None for no limit.
     """
 
     def __init__(
-        self, intake: Intake, listener: Listener, affinity: LoopAffinity, max_wait_s: float | None
+        self,
+        intake: Intake[Hello],
+        senders: Senders,
+        listener: Listener,
+        affinity: LoopAffinity,
+        max_wait_s: float | None,
     ) -> None:
         self.intake = intake
-        self.senders = intake.senders
-        self.mailbox = intake.senders.mailbox
+        self.senders = senders
+        self.mailbox = senders.mailbox
         self.affinity = affinity
-        self._arrivals = intake.senders.arrivals
+        self._arrivals = senders.arrivals
         self._listener = listener
-        self._counts = intake.senders.counts
+        self._counts = senders.counts
         self._max_wait_s = max_wait_s
 
     async def close(self) -> None:

@@ -3,31 +3,47 @@
 import asyncio
 import os
 from collections.abc import Callable
+from typing import TypeAlias
 
 from aiotensor.runtime.descriptors import Descriptor
 
-__all__ = ["ProcessEnd"]
+__all__ = ["ProcessEnd", "WatchProcess"]
 
 
 class ProcessEnd:
     """Call a function once another process has ended; belongs to the running loop.
 
     Where the kernel cannot tell (before Linux 5.3, or with no descriptors left), it is never called.
+
+    Args:
+        pid: the id of the process.
+        ended: called in the loop.
+        open_descriptor: returns a descriptor of the process; raises `ProcessLookupError` if it has ended.
     """
 
-    def __init__(self, pid: int, ended: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        pid: int,
+        ended: Callable[[], object],
+        open_descriptor: Callable[[int], int] = os.pidfd_open,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
+        self._pid = pid
         self._ended = ended
         self._descriptor = Descriptor(-1)
         self._soon: asyncio.Handle | None = None
         try:
-            self._descriptor = Descriptor(os.pidfd_open(pid))
+            self._descriptor = Descriptor(open_descriptor(pid))
         except ProcessLookupError:
             self._soon = self._loop.call_soon(ended)
         except OSError:
             return
         else:
             self._loop.add_reader(self._descriptor.number, self._has_ended)
+
+    def again(self, ended: Callable[[], object]) -> "ProcessEnd":
+        """Wait for the end of the same process with another function."""
+        return ProcessEnd(self._pid, ended, lambda _: os.dup(self._descriptor.number))
 
     def cancel(self) -> None:
         """Wait no longer. May be called again."""
@@ -40,3 +56,7 @@ class ProcessEnd:
     def _has_ended(self) -> None:
         self.cancel()
         self._ended()
+
+
+# Begins to wait for the end of one process, and calls a function then.
+WatchProcess: TypeAlias = Callable[[Callable[[], object]], ProcessEnd]

@@ -223,12 +223,15 @@ class Worker:
         """
         return (self._long if takes_long else self._short).submit(work, on_done)
 
-    def begin(self, what: str, work: Callable[[], object]) -> None:
+    def begin(
+        self, what: str, work: Callable[[], object], on_success: Callable[[], object] = lambda: None
+    ) -> None:
         """Run work that is not awaited, after all work that was submitted before; an error is logged.
 
         Args:
             what: the name of the work in the log.
             work: called in a thread; here, if there is no thread and none can be started.
+            on_success: called in the loop after the work, unless that raised an error.
         """
         try:
             future = self._submit_last(work)
@@ -240,8 +243,9 @@ class Worker:
                 extra={"event": "work_on_loop", "work": what, "reason": str(error)},
             )
             work()
+            on_success()
         else:
-            future.add_done_callback(partial(_log_failure, what))
+            future.add_done_callback(partial(_begun_work_ended, what, on_success))
 
     async def settle(self) -> None:
         """Wait until no work runs; errors are raised where the work was submitted.
@@ -296,8 +300,13 @@ def no_thread(error: RuntimeError) -> OSError:
     return OSError(errno.ENOMEM, f"no thread can be started: {error}")
 
 
-def _log_failure(what: str, future: "asyncio.Future[object]") -> None:
-    if not future.cancelled() and (error := future.exception()) is not None:
+def _begun_work_ended(what: str, on_success: Callable[[], object], future: "asyncio.Future[object]") -> None:
+    if future.cancelled():
+        return
+    error = future.exception()
+    if error is None:
+        on_success()
+    else:
         logger.error(
             "%s failed",
             what,

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 from aiotensor.errors import AioTensorError, ClosedError, DiscardedError, again
 from aiotensor.protocol.credits import Ticket
+from aiotensor.runtime.process_end import WatchProcess
 from aiotensor.runtime.waiting import Waiters
 from aiotensor.sending.gates import CapacityListener, Gate, StuckError
 from aiotensor.sending.holders import Holders
@@ -183,12 +184,12 @@ class Grants:
         self._is_wake_scheduled = False
         self.changes.wake()
 
-    def receiver_lost(self, error: AioTensorError, pid: int | None, *, is_final: bool) -> int:
+    def receiver_lost(self, error: AioTensorError, watch: WatchProcess | None, *, is_final: bool) -> int:
         """End all messages in flight and all waits, and return the number of messages.
 
         Args:
             error: the reason.
-            pid: the id of the receiver's process; None if it is not known.
+            watch: watches the process of the receiver; None if there was none.
             is_final: whether no other receiver can be reached.
         """
         if is_final:
@@ -201,7 +202,7 @@ class Grants:
         for message in lost:
             message.loss = error
             self.end(message, LOST)
-        self.memory.peer_lost(pid)
+        self.memory.receiver_lost(watch)
         self.drainers.wake()
         self.changes.wake()
         self.capacity_changed()

@@ -1,18 +1,19 @@
 """The shared memory of a sender: granted in order, filled in a worker, released with its last pin."""
 
 import asyncio
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 
 import msgspec
 import torch
 
 from aiotensor.errors import AioTensorError
+from aiotensor.protocol.blocks import ALIGNMENT
 from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.leases import Leases
 from aiotensor.protocol.pages import Range
 from aiotensor.runtime.affinity import FreedItems
-from aiotensor.runtime.process_end import ProcessEnd
+from aiotensor.runtime.process_end import ProcessEnd, WatchProcess
 from aiotensor.runtime.worker import Worker
 from aiotensor.sending.gates import Gate
 from aiotensor.tensors.allocations import Allocations, Block
@@ -52,6 +53,8 @@ class Memory:
         counts: counts the tensors that are copied.
         max_wait_s: the seconds that a copy waits for the worker; None for no limit.
         overdue: returns the error of a longer wait, given the bytes of the copy.
+        alignment: of the blocks, in bytes.
+        segment_closed: called with each segment that is closed here, in which no block is used.
 
     Attributes:
         leases: the pins of the blocks.
@@ -66,9 +69,12 @@ class Memory:
         counts: dict[str, int],
         max_wait_s: float | None = None,
         overdue: Callable[[int], AioTensorError] = lambda nbytes: AioTensorError("waited for too long"),
+        alignment: int = ALIGNMENT,
+        segment_closed: Callable[[Segment], object] = lambda segment: None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._arena = Arena(limit, self._loop.time, self._release_segment)
+        self._arena = Arena(limit, self._loop.time, self._release_segment, alignment)
+        self._segment_closed = segment_closed
         self.gate = gate(self._arena)
         self.freed: FreedItems[int] = FreedItems(self._loop, self._release_allocations)
         self.allocations = Allocations(self.freed)
@@ -81,7 +87,7 @@ class Memory:
         self._overdue = overdue
         self._trimming: asyncio.TimerHandle | None = None
         self._trims_soon = False
-        self._readers: dict[Segment, ProcessEnd] = {}  # of retired segments
+        self._readers: dict[Segment, list[ProcessEnd]] = {}  # of retired segments
         self._is_closed = False
 
     async def acquire(self, nbytes: int, holder: Hashable = None) -> Block:
@@ -200,21 +206,44 @@ class Memory:
             self.allocations.forget(number)
             self.unpin_owner(number)
 
-    def peer_lost(self, pid: int | None) -> None:
+    def receiver_lost(self, watch: WatchProcess | None) -> None:
         """Remove all pins of announcements, and write no more to memory that the receiver may still read.
 
         Args:
-            pid: the id of its process, which may read the memory until it ends; None if it is not known.
+            watch: watches its process, which may read the memory until it ends; None if there was none.
         """
         # The tensors that it received may live on, and no frame will report their ends.
         sent = [ticket.place for ticket in self.leases.sent() if ticket.place is not None]
-        retired = self._arena.detach(sent)
+        self._arena.detach()
+        self._arena.retire(sent)
         for ticket in self.leases.unpin_all():
             self._release(ticket)
-        if retired is not None and retired.used and not self._is_closed:
-            self._trim_retired()
-            if pid is not None:
-                self._readers[retired] = ProcessEnd(pid, partial(self._reader_ended, retired))
+        self._await_end(sent, watch)
+
+    def reader_lost(self, numbers: Sequence[int], watch: WatchProcess) -> None:
+        """Do the same for one of several readers.
+
+        Args:
+            numbers: the block of each announcement to this reader whose pin is to be removed.
+            watch: as for `receiver_lost`.
+        """
+        places = [ticket.place for ticket in map(self.leases.grant_of, numbers) if ticket.place is not None]
+        self._arena.retire(places)
+        self.unpin(numbers)
+        self._await_end(places, watch)
+
+    def _await_end(self, places: Sequence[Extent], watch: WatchProcess | None) -> None:
+        """Free the blocks that a lost reader may read once its process has ended."""
+        if self._is_closed or not places:
+            return
+        self._trim_retired()
+        by_segment: dict[Segment, list[int]] = {}
+        for place in places:
+            by_segment.setdefault(place.segment, []).append(place.offset)
+        for segment, offsets in by_segment.items():
+            if watch is not None and segment.used:
+                end = watch(partial(self._reader_ended, segment, offsets))
+                self._readers.setdefault(segment, []).append(end)
 
     def holdings(self) -> list[tuple[Ticket[Extent], bool]]:
         """List the grants in use, and for each whether it was allocated and no announcement pins it."""
@@ -222,6 +251,15 @@ class Memory:
             (ticket, number in self.allocations and not self.leases.is_sent(number))
             for number, ticket in self.leases.grants().items()
         ]
+
+    @property
+    def retired(self) -> int:
+        """The number of retired segments, in which blocks are in use."""
+        return sum(segment.is_retired for segment in self._arena.segments())
+
+    def segments(self) -> Iterator[Segment]:
+        """Iterate over the present segment and the retired ones."""
+        return self._arena.segments()
 
     @property
     def largest_free(self) -> int:
@@ -261,8 +299,9 @@ class Memory:
         if self._trimming is not None:
             self._trimming.cancel()
             self._trimming = None
-        for reader in self._readers.values():
-            reader.cancel()
+        for readers in self._readers.values():
+            for reader in readers:
+                reader.cancel()
         self._readers.clear()
         self._arena.close()
 
@@ -340,9 +379,9 @@ class Memory:
 
     def _release_segment(self, segment: Segment) -> None:
         """Unmap a segment in the worker, after the copies into it, since much memory takes milliseconds."""
-        reader = self._readers.pop(segment, None)
-        if reader is not None:
+        for reader in self._readers.pop(segment, ()):
             reader.cancel()
+        self._segment_closed(segment)
         if segment.is_open:
             # The receiver may keep it mapped for long because of a small tensor.
             free = segment.take_free() if segment.is_attached or segment.is_retired else []
@@ -361,10 +400,9 @@ class Memory:
         elif self._trimming is None and self._keep_warm_s is not None:
             self._trimming = self._loop.call_later(self._keep_warm_s, self._trim)
 
-    def _reader_ended(self, segment: Segment) -> None:
-        """Handle the end of the process that could read a retired segment."""
-        self._readers.pop(segment, None)
-        segment.reader_ended()
+    def _reader_ended(self, segment: Segment, offsets: Sequence[int]) -> None:
+        """Handle the end of a process that could read blocks of a retired segment."""
+        segment.reader_ended(offsets)
         self._trim_retired()
 
     def _trim_retired(self) -> None:

@@ -5,16 +5,13 @@
 A block of shared memory is pinned by the tensor announced over it until the receiver releases it.
 """
 
-import math
-import operator
-import sys
 import weakref
 from collections.abc import Sequence
 
 import torch
 from torch.nn import Parameter
 
-from aiotensor.errors import TooLargeError, WouldBlockError
+from aiotensor.errors import WouldBlockError
 from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.frames import Put
 from aiotensor.runtime.waiting import at_most
@@ -23,6 +20,7 @@ from aiotensor.sending.grants import Grants
 from aiotensor.sending.message import Message, MessageState
 from aiotensor.sending.sessions import Sessions
 from aiotensor.sending.settings import Settings
+from aiotensor.sending.sizes import new_empty, sizes_of, too_large
 from aiotensor.statistics.counters import ErrorCounter
 from aiotensor.tensors.allocations import Allocation, Block
 from aiotensor.tensors.copying import CopyAbandonedError
@@ -35,8 +33,7 @@ from aiotensor.tensors.placement import (
     place_inline,
     plan_placement,
 )
-from aiotensor.tensors.raw import is_addressable, new_tensor
-from aiotensor.tensors.source import Sendable, Source, as_source, check_dtype
+from aiotensor.tensors.source import Sendable, Source, as_source
 from aiotensor.transports.endpoints import Route
 from aiotensor.types import TensorHandle
 
@@ -215,7 +212,7 @@ class Pipeline:
         source = as_source(value)
         plan = plan_placement(source, self._memory.allocations)
         if plan.new_bytes > self._max_bytes:
-            raise self._too_large(plan.new_bytes)
+            raise too_large(plan.new_bytes, self._max_bytes)
         return source, plan
 
     async def put(self, message: Message, source: Source, plan: Plan, *, last: bool) -> TensorHandle:
@@ -260,15 +257,9 @@ class Pipeline:
             dtype: the type of its elements.
             message: the open message that the memory is for; None if it is for no particular message.
         """
-        sizes = tuple(map(operator.index, shape))
-        if min(sizes, default=0) < 0:
-            raise ValueError(f"the sizes of a shape are not negative, got {sizes}")
-        check_dtype(dtype)
-        nbytes = math.prod(sizes) * dtype.itemsize
-        if nbytes > self._max_bytes:
-            raise self._too_large(nbytes)
+        sizes, nbytes = sizes_of(shape, dtype, self._max_bytes)
         if nbytes == 0:
-            return _new_empty(sizes, dtype)
+            return new_empty(sizes, dtype)
         block = await self.grants.block_to_allocate(nbytes, message)
         try:
             if message is not None:
@@ -377,22 +368,3 @@ class Pipeline:
         return self.grants.holders.overdue(
             "the receiver read nothing" if is_connected else "no receiver was here", 1, 0
         )
-
-    def _too_large(self, nbytes: int) -> TooLargeError:
-        return TooLargeError(
-            f"{nbytes} bytes can never fit into arena_bytes={self._max_bytes}: "
-            "send smaller parts, or raise arena_bytes",
-            limit=self._max_bytes,
-            requested=nbytes,
-        )
-
-
-def _new_empty(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor without elements."""
-    if not is_addressable(sizes, dtype.itemsize):
-        raise TooLargeError(
-            f"an empty tensor of shape {sizes} has strides that cannot be computed: choose smaller sizes",
-            limit=sys.maxsize,
-            requested=math.prod(size for size in sizes if size) * dtype.itemsize,
-        )
-    return new_tensor(sizes, dtype)

@@ -187,5 +187,7 @@ class Session:
         self.flush()
 
     def _end(self, loss: Loss) -> None:
-        self.transport.close()
-        self._lost(self, loss)
+        try:
+            self._lost(self, loss)  # which watches the process of the receiver, by the open connection
+        finally:
+            self.transport.close()

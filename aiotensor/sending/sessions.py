@@ -9,6 +9,7 @@
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 
 from aiotensor.errors import AioTensorError, ClosedError, RefusedError, again
 from aiotensor.protocol.connection import Close, ConnectionState, Loss
@@ -173,7 +174,7 @@ class Sessions:
         if self.current is not session:
             return  # it was closed by this side
         self.current = None
-        error, pid, kernel_pid = loss.error, session.connection.peer_pid, session.transport.peer_pid
+        error, pid = loss.error, session.connection.peer_pid
         reconnects = self._connector.reconnects
         self._next_message = session.connection.next_message
         self.failure = error
@@ -182,9 +183,8 @@ class Sessions:
             self._connector.reconnect()
         self._refusal = error if isinstance(error, RefusedError) else None
         self.needs_admission |= self._refusal is not None
-        lost = self._grants.receiver_lost(
-            error, pid if kernel_pid is None else kernel_pid, is_final=not reconnects
-        )
+        watch = partial(session.transport.watch_peer, pid or 0)
+        lost = self._grants.receiver_lost(error, watch, is_final=not reconnects)
         self._grants.counts["receivers_lost"] += 1
         logger.log(
             logging.WARNING if lost or self._refusal is not None else logging.INFO,

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.blocks import ADDRESSES_PER_BYTE
+from aiotensor.protocol.blocks import ADDRESSES_PER_BYTE, ALIGNMENT
 from aiotensor.protocol.pages import Range
 from aiotensor.tensors.segments import Segment, whole_pages
 from aiotensor.tensors.views import View, view_over
@@ -60,11 +60,17 @@ class Arena:
         nbytes: the limit of memory in bytes.
         now: the clock for the idle times of chunks.
         release: closes a segment without blocks, immediately or later.
+        alignment: of the blocks, in bytes.
     """
 
     def __init__(
-        self, nbytes: int, now: Callable[[], float], release: Callable[[Segment], object] = Segment.close
+        self,
+        nbytes: int,
+        now: Callable[[], float],
+        release: Callable[[Segment], object] = Segment.close,
+        alignment: int = ALIGNMENT,
     ) -> None:
+        self._alignment = alignment
         self._limit = whole_pages(nbytes)
         self._addresses = _address_bytes(nbytes)
         self._now = now
@@ -99,17 +105,18 @@ class Arena:
         """The size of the longest free run in bytes."""
         return self._segment.blocks.largest_free
 
-    def detach(self, elsewhere: Iterable[Extent] = ()) -> Segment | None:
-        """Handle the loss of the receiver; if it may still read blocks, retire and return the segment."""
-        segment = self._segment
-        segment.is_attached = False
-        offsets = [place.offset for place in elsewhere if place.segment is segment]
-        if not offsets:
-            return None
-        segment.retire(offsets)
-        self._segment = self._new_segment()
-        self._retired.append(segment)
-        return segment
+    def detach(self) -> None:
+        """Handle the loss of the only receiver, to which the segment is attached."""
+        self._segment.is_attached = False
+
+    def retire(self, elsewhere: Iterable[Extent]) -> None:
+        """Write no more to blocks that a lost reader may still read, and retire their segments."""
+        for place in elsewhere:
+            segment = place.segment
+            if not segment.is_retired:
+                self._segment = self._new_segment()
+                self._retired.append(segment)
+            segment.retire([place.offset])
 
     def take_idle(self, before: float) -> tuple[Segment, list[Range]]:
         """Return the chunks that were last used before a time, and their segment."""
@@ -135,7 +142,7 @@ class Arena:
     def _new_segment(self) -> Segment:
         number = self._next_number
         self._next_number += 1
-        return Segment(number, self._addresses)
+        return Segment(number, self._addresses, self._alignment)
 
 
 def _address_bytes(arena_bytes: int) -> int:

@@ -39,7 +39,7 @@ def copy_now(source: Source, place: Extent) -> None:
     if is_flat(source):
         ctypes.memmove(_address_of(target), source.data_ptr(), source.nbytes)
     else:
-        gather(source, target)
+        gather(source, target[: source.nbytes])  # blocks may be rounded up to pages
 
 
 def copy_in_threads(
@@ -83,7 +83,7 @@ def copy_in_threads(
 def _copy_steps(source: Source, place: Extent) -> list[Callable[[], object]]:
     target: RawBytes = np.frombuffer(place.view(), np.uint8)
     if not is_flat(source):
-        gathering = Gathering(source, target)
+        gathering = Gathering(source, target[: source.nbytes])
         return [partial(gathering.copy, box) for box in gathering.boxes]
     # The steps have only addresses: the caller keeps the memory alive.
     there, here = _address_of(target), source.data_ptr()

@@ -10,11 +10,12 @@ import mmap
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from aiotensor.protocol.blocks import Blocks
+from aiotensor.protocol.blocks import ALIGNMENT, Blocks
 from aiotensor.protocol.pages import CHUNK_BYTES, Range, WarmPages, gaps
 from aiotensor.runtime.descriptors import Descriptor
 from aiotensor.tensors.mapping import Mapping
@@ -32,15 +33,15 @@ class Segment:
     Its number identifies it on the connection.
     """
 
-    def __init__(self, number: int, nbytes: int) -> None:
+    def __init__(self, number: int, nbytes: int, alignment: int = ALIGNMENT) -> None:
         self.number = number
         self.nbytes = whole_pages(nbytes)
-        self.blocks = Blocks(self.nbytes)
+        self.blocks = Blocks(self.nbytes, alignment)
         self.is_attached = False  # the receiver maps it
         self.is_retired = False  # no new block is placed in it
         self.memory = memoryview(b"")  # the whole mapping, while the segment is open
         self.used: set[int] = set()  # offsets of the blocks that this process uses
-        self._elsewhere: set[int] = set()  # offsets of the blocks that a lost receiver may still read
+        self._elsewhere: Counter[int] = Counter()  # offsets of blocks that lost readers may still read
         self._mapping: Mapping | None = None
         self._descriptor = Descriptor(-1)
         self.warm = WarmPages(0, mmap.PAGESIZE)
@@ -102,15 +103,18 @@ class Segment:
             self._left[offset // CHUNK_BYTES : (offset + nbytes - 1) // CHUNK_BYTES + 1] = now
 
     def retire(self, elsewhere: Iterable[int]) -> None:
-        """Place no more blocks, because a lost receiver may still read the blocks at some offsets."""
+        """Place no more blocks, because a lost reader may still read the blocks at some offsets."""
         self.is_retired = True
-        self._elsewhere = set(elsewhere)
+        self._elsewhere.update(elsewhere)
 
-    def reader_ended(self) -> None:
-        """Free the blocks that only the lost receiver may have read, because its process has ended."""
-        for offset in self._elsewhere - self.used:
-            self.blocks.free(offset)
-        self._elsewhere = set()
+    def reader_ended(self, elsewhere: Iterable[int]) -> None:
+        """Free those blocks, unless they have other readers, because the process of the reader has ended."""
+        for offset in elsewhere:
+            self._elsewhere[offset] -= 1
+            if not self._elsewhere[offset]:
+                del self._elsewhere[offset]
+                if offset not in self.used:
+                    self.blocks.free(offset)
 
     # Memory
 

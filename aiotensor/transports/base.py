@@ -5,10 +5,11 @@ of a connection have the same interface. `Connector` and `Listener` make the con
 ends depend on the first frame alone. Everything here belongs to the event loop's thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from aiotensor.errors import AioTensorError
+from aiotensor.runtime.process_end import ProcessEnd
 
 __all__ = [
     "MAX_UNREAD_BYTES",
@@ -33,7 +34,10 @@ class Handler(Protocol):
         """Handle a record, whose data is valid during the call; the handler owns the descriptors."""
 
     def connection_lost(self, reason: str) -> None:
-        """Handle the end of the connection, after all records of the peer; not after `Transport.close`."""
+        """Handle the end of the connection, after all records of the peer; not after `Transport.close`.
+
+        `Transport.watch_peer` can be called here for the last time.
+        """
 
     def resume_writing(self) -> None:
         """Handle that `Transport.is_writable` is true again."""
@@ -53,6 +57,15 @@ class Transport(Protocol):
     @property
     def peer_pid(self) -> int | None:
         """The process id of the peer according to the kernel; 0 if it has none here, None if unknown."""
+
+    def watch_peer(self, stated_pid: int, ended: Callable[[], object]) -> ProcessEnd:
+        """Call a function once the process of the peer has ended; not after `close`, but after a loss.
+
+        Args:
+            stated_pid: the process id as the peer states it, for transports whose kernel objects do not
+                identify the peer.
+            ended: called in the loop.
+        """
 
     def start(self, handler: Handler) -> None:
         """Begin to read, or pass further records to another handler.

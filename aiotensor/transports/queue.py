@@ -11,11 +11,12 @@ far end of it, so the two sides need no address to connect, and each is notified
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
 from aiotensor.runtime.descriptors import close_after_fork, close_all
 from aiotensor.runtime.logs import RepeatedEvent, logger_of, others
+from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.transports.base import MAX_UNREAD_BYTES, Acceptor, ConnectorEvents, Handler
 from aiotensor.transports.records import RecordReader, SocketTransport, pipe_of, record_pair
 from aiotensor.transports.tensor_queue import TensorQueue
@@ -108,6 +109,9 @@ class _SenderEnd:
         self._queue.start(self)
         self._pipe.start(self)
 
+    def watch_peer(self, stated_pid: int, ended: Callable[[], object]) -> ProcessEnd:
+        return ProcessEnd(stated_pid, ended)
+
     def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         if self._far_end is None:
             self._queue.write(self._prefix + data, descriptors)
@@ -169,6 +173,9 @@ class _ReceiverEnd:
         self.handler = handler
         if self._pipe is not None:
             self._pipe.start(self)
+
+    def watch_peer(self, stated_pid: int, ended: Callable[[], object]) -> ProcessEnd:
+        return ProcessEnd(stated_pid, ended)
 
     def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         if self._pipe is not None:

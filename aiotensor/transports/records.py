@@ -14,11 +14,14 @@ import select
 import socket
 import termios
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
 from aiotensor.runtime.descriptors import close_after_fork, close_all, duplicates
+from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.transports.base import Handler
+from aiotensor.transports.users import peer_process
 
 __all__ = ["RecordReader", "SocketTransport", "pipe_of", "record_pair"]
 
@@ -189,13 +192,21 @@ class SocketTransport:
 
     def close(self) -> None:
         """Close at once, and discard the queued records."""
-        if self.is_closed:
-            return
+        if not self.is_closed:
+            self._stop()
+            self._sock.close()
+
+    def watch_peer(self, stated_pid: int, ended: Callable[[], object]) -> ProcessEnd:
+        """Call a function once the process of the peer has ended, as `Transport.watch_peer` does."""
+        if self.peer_pid is None:
+            return ProcessEnd(stated_pid, ended)
+        return ProcessEnd(self.peer_pid, ended, partial(peer_process, self._sock))
+
+    def _stop(self) -> None:
         self.is_closed = True
         self._loop.remove_writer(self._sock.fileno())
         if self._reader is not None and self._handler is not None:
             self._loop.remove_reader(self._sock.fileno())
-        self._sock.close()
         self._handler = None  # it refers to this object: without that cycle both are freed at once
         self._queue.close()
 
@@ -262,6 +273,9 @@ class SocketTransport:
     def _end(self, reason: str) -> None:
         if not self.is_closed:
             handler = self._handler
-            self.close()
-            if handler is not None:
-                handler.connection_lost(reason)
+            self._stop()
+            try:
+                if handler is not None:
+                    handler.connection_lost(reason)
+            finally:
+                self._sock.close()

@@ -1,12 +1,15 @@
 """The user at the other end of a local socket."""
 
+import errno
 import os
 import socket
 import struct
 
 from aiotensor.errors import AccessDeniedError
 
-__all__ = ["check_owner", "check_user", "not_permitted"]
+__all__ = ["check_owner", "check_user", "not_permitted", "peer_process"]
+
+_SO_PEERPIDFD = 77  # since Linux 6.5; the module `socket` of Python 3.11 has no name for it
 
 _CREDENTIALS = struct.Struct("3i")  # of the peer: pid, uid, gid
 
@@ -25,6 +28,27 @@ def check_user(sock: socket.socket) -> int:
             "run both as the same user"
         )
     return int(pid)
+
+
+def peer_process(sock: socket.socket, pid: int) -> int:
+    """Return a descriptor of the process at the other end, which the kernel identifies without its id.
+
+    Args:
+        sock: the socket.
+        pid: the id of the process, which identifies it before Linux 6.5.
+
+    Raises:
+        ProcessLookupError: the process has ended.
+        OSError: the kernel cannot tell, or this process has no descriptors left.
+    """
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # so some kernels say that it has ended
+            raise ProcessLookupError(errno.ESRCH, "the process has ended") from None
+        if error.errno != errno.ENOPROTOOPT:
+            raise
+    return os.pidfd_open(pid)
 
 
 def check_owner(path: str) -> None:

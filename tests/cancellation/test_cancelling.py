@@ -14,7 +14,7 @@ from aiotensor.protocol.mailbox import Key
 from aiotensor.runtime.waiting import Waiters
 from tests.cancelling import Attempt, Way, cancel_everywhere
 from tests.pairs import Pair, pair
-from verification.internals import drainers_of, intake_of, memory_of, pipeline_of
+from verification.internals import drainers_of, memory_of, pipeline_of, senders_of
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
@@ -160,14 +160,14 @@ async def _keeps_a_tensor_unclaimed(pair: Pair) -> None:
 async def _keeps_a_claim(pair: Pair) -> None:
     handle = pair.sender.send_nowait(pattern(0, 3))
     key = Key(handle.sender, handle.message, handle.tensor)
-    intake_of(pair.receiver).senders.mailbox.claim(key)
+    senders_of(pair.receiver).mailbox.claim(key)
     try:
         await asyncio.sleep(0)
     except asyncio.CancelledError:
         await until(lambda: pair.receiver.statistics().unclaimed_tensors == 1)
         pair.receiver.receive_nowait(handle)
         raise
-    intake_of(pair.receiver).senders.mailbox.unclaim(key)
+    senders_of(pair.receiver).mailbox.unclaim(key)
     await pair.receiver.receive(handle)
 
 

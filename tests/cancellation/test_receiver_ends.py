@@ -13,7 +13,7 @@ from aiotensor import ClosedError, PeerLostError, TensorReceiver, TensorSender
 from aiotensor.tensors.mapping import MappedSegment
 from tests.cancelling import Attempt, cancel_everywhere
 from tests.pairs import endpoint
-from verification.internals import intake_of, pause_reading, resume_reading, session_of, shrink_send_buffer
+from verification.internals import pause_reading, resume_reading, senders_of, session_of, shrink_send_buffer
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
@@ -150,7 +150,7 @@ async def test_closing_cancelled_while_a_sender_does_not_read_closes_at_once() -
                 await receiver.receive(await sender.send(pattern(0, 3)))
                 near, far = (
                     session_of(sender).transport,
-                    intake_of(receiver).senders.connected[sender.id].transport,
+                    senders_of(receiver).connected[sender.id].transport,
                 )
                 pause_reading(near)
                 shrink_send_buffer(far)

@@ -244,7 +244,7 @@ async def test_packed_tensors_are_decoded_on_the_loop_only_if_there_are_few(
         in_threads.append(work)
         return await in_thread(work, *args)
 
-    monkeypatch.setattr("aiotensor.channel.payloads.in_thread", noted)
+    monkeypatch.setattr("aiotensor.codec.payload.in_thread", noted)
     record = msgspec.msgpack.encode(["in", ["uint8", [0]], b""])
     body = msgspec.msgpack.encode([msgspec.msgpack.Ext(84, b"\xa2pk")] * count)
     pack = (len(record).to_bytes(2, "big") + record) * count

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from aiotensor import ClosedError, PeerLostError, TensorQueue, TensorReceiver, TensorSender, WouldBlockError
-from aiotensor.channel import MessageClient, MessageServer, payloads
+from aiotensor.channel import MessageClient, MessageServer
+from aiotensor.codec import payload
 from aiotensor.runtime.worker import in_thread
 from tests.channel.parties import Answer, Place, Question, answer, place
 from tests.channel.peers import listening, open_server, process
@@ -453,7 +454,7 @@ def encoding(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Ev
         await may_end.wait()
         return await in_thread(*work)
 
-    monkeypatch.setattr(payloads, "in_thread", late)
+    monkeypatch.setattr(payload, "in_thread", late)
     return has_begun, may_end
 
 

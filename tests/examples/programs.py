@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from aiotensor.inspection import inspect
+from verification.inspecting import inspect_receiver
 
 ROOT = Path(__file__).parents[2]
 PORTS = {"fastapi_server": 8000, "aiohttp_server": 8080}
@@ -153,10 +153,12 @@ async def serving(
 
 async def taken(folder: Path) -> int:
     """Return the number of tensors that the engine has taken."""
-    return (await inspect(f"unix://{folder}/example-engine.tensors", patience_s=5)).statistics.tensors_taken
+    return (
+        await inspect_receiver(f"unix://{folder}/example-engine.tensors", patience_s=5)
+    ).statistics.tensors_taken
 
 
 async def in_use(folder: Path) -> int:
     """Return the bytes of shared memory that the servers use."""
-    senders = (await inspect(f"unix://{folder}/example-engine.tensors", patience_s=5)).senders
+    senders = (await inspect_receiver(f"unix://{folder}/example-engine.tensors", patience_s=5)).senders
     return sum(one.statistics.bytes_in_use for one in senders if one.statistics is not None)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import pytest
 
 from aiotensor import PeerLostError, TensorReceiver, TensorSender
-from aiotensor.inspection import inspect
 from aiotensor.protocol.connection import Close
 from aiotensor.protocol.frames import (
     MAX_RECORD_BYTES,
@@ -28,7 +27,8 @@ from tests.bare_peers import PATIENCE_S, bare_inspector, inspect_patiently, insp
 from tests.frames import REPLY
 from tests.transports.unwritable import Unwritable
 from verification.descriptors import accepted_at
-from verification.internals import awaited_replies, inspectors_of, intake_of, session_of
+from verification.inspecting import inspect_receiver
+from verification.internals import awaited_replies, inspectors_of, intake_of, senders_of, session_of
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 from verification.waiting import until
@@ -54,7 +54,7 @@ async def test_a_stopped_sender_is_told_as_silent_and_comes_back_without_being_c
         await until(lambda: receiver.statistics().senders == 2)
         await child.stop()
         try:
-            found = await inspect(address, patience_s=1.0)
+            found = await inspect_receiver(address, patience_s=1.0)
             told = {sender.sender: sender.statistics for sender in found.senders}
             assert told[name] is None
             assert told[other.id] is not None
@@ -100,7 +100,7 @@ async def test_a_stopped_sender_is_asked_once_however_often_somebody_looks(addre
 
 def _written_to(receiver: TensorReceiver, sender: str) -> list[bytes]:
     """Record the records that the receiver writes to a sender from now on."""
-    transport = intake_of(receiver).senders.connected[sender].transport
+    transport = senders_of(receiver).connected[sender].transport
     written: list[bytes] = []
     write = transport.write
 

@@ -58,7 +58,7 @@ def copy_with_a_line_more(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "docs").mkdir()
     for name in ("metrics.md", "metrics_tables.py"):
         shutil.copy(ROOT / "docs" / name, folder / "docs")
-    types = folder / "aiotensor" / "types.py"
+    types = folder / "aiotensor" / "types" / "statistics.py"
     before, found, after = types.read_text().partition(BEFORE)  # of the sender, which is the first
     assert found
     types.write_text(before + LINE + found + after)

@@ -90,7 +90,7 @@ def test_memory_that_may_still_be_read_somewhere_is_never_handed_out_again() -> 
         kept = other_side_of(old)
         view = kept.tensor(0, torch.uint8, (2 * MIB,)).tensor
         view.fill_(7)
-        arena.detach([first, second])
+        arena.retire([first, second])
 
         assert old.is_retired
         arena.free(first)
@@ -109,7 +109,7 @@ def test_a_retired_segment_is_closed_when_the_last_block_in_it_comes_back() -> N
     with arena_of() as arena:
         before = open_files()
         first, second = (warm(place_in(arena, MIB)) for _ in range(2))
-        arena.detach([first])
+        arena.retire([first])
         newer = warm(place_in(arena, MIB))
         assert arena.warm_bytes == 3 * MIB
 
@@ -128,13 +128,14 @@ def test_of_a_retired_segment_everything_is_free_but_what_either_side_may_use() 
     with arena_of() as arena:
         ours, theirs, both = (warm(place_in(arena, MIB)) for _ in range(3))
         arena.free(warm(place_in(arena, 5 * MIB)))
-        retired = arena.detach([theirs, both])
-        assert retired is ours.segment
+        arena.retire([theirs, both])
+        retired = ours.segment
+        assert retired.is_retired
         arena.free(theirs)
         assert retired.take_free() == [chunk(number) for number in range(3, 8)]
         assert retired.take_free() == []
 
-        retired.reader_ended()
+        retired.reader_ended([theirs.offset, both.offset])
         assert retired.take_free() == [chunk(1)]
         arena.free(ours)
         assert retired.take_free() == [chunk(0)]
@@ -146,7 +147,7 @@ def test_a_retired_segment_has_no_descriptor_any_more() -> None:
     with arena_of() as arena:
         before = open_files()
         place = warm(place_in(arena, MIB))
-        arena.detach([place])
+        arena.retire([place])
         place.segment.return_memory([])
 
         assert open_files() == before
@@ -160,7 +161,7 @@ def test_every_segment_has_a_number_of_its_own() -> None:
         for _ in range(5):
             place = place_in(arena, 64)
             numbers.append(place.segment.number)
-            arena.detach([place])
+            arena.retire([place])
             arena.free(place)
 
         assert numbers == list(range(5))
@@ -170,7 +171,7 @@ def test_idle_memory_is_looked_for_in_the_present_segment_alone() -> None:
     with arena_of() as arena:
         first, second = (warm(place_in(arena, MIB)) for _ in range(2))
         arena.free(second)
-        arena.detach([first])
+        arena.retire([first])
         segment, chunks = arena.take_idle(1e9)
 
         assert segment is not first.segment
@@ -202,7 +203,7 @@ def test_closing_lets_go_of_every_segment_and_of_what_is_viewed_when_its_view_en
     before = open_files()
     arena = Arena(4 * MIB, Clock())
     old = warm(place_in(arena, MIB))
-    arena.detach([old])
+    arena.retire([old])
     new = warm(place_in(arena, MIB))
     view = new.view()
     view[:5] = b"hello"

@@ -11,9 +11,9 @@ import torch
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.cli.doctor.command import doctor
-from aiotensor.inspection import inspect
 from aiotensor.transports.address import label_of, socket_path
 from tests.channel.parties import Answer, Question, answer
+from verification.inspecting import inspect_receiver
 from verification.patterns import pattern
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -108,7 +108,7 @@ async def _meet(written: str, file: bytes) -> None:
         assert _is_there(file)
         tensor = await receiver.receive(await sender.send(pattern(0, 3)))
         assert torch.equal(tensor, pattern(0, 3))
-        assert (await inspect(f"unix://{written}", patience_s=20)).receiver == receiver.id
+        assert (await inspect_receiver(f"unix://{written}", patience_s=20)).receiver == receiver.id
     assert not _is_there(file)
     async with (
         MessageServer(f"ipc://{written}", Question) as server,

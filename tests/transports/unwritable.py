@@ -1,8 +1,9 @@
 """A transport that nothing can be written to."""
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.transports.base import Handler
 
 __all__ = ["Unwritable"]
@@ -26,6 +27,9 @@ class Unwritable:
         """Deliver a record of the peer."""
         assert self._handler is not None
         self._handler.record_received(memoryview(data), [])
+
+    def watch_peer(self, stated_pid: int, ended: Callable[[], object]) -> ProcessEnd:
+        return ProcessEnd(stated_pid, ended)
 
     def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         if self.is_broken:

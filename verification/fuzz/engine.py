@@ -15,7 +15,7 @@ import torch
 from aiotensor import Delivery, TensorReceiver
 from aiotensor.runtime.worker import Worker, in_thread
 from verification.fuzz.things import GUARD, LOOSE_NAME, MEMORY_NAME
-from verification.internals import connections_at, intake_of
+from verification.internals import connections_at, senders_of
 from verification.patterns import pattern
 from verification.processes import watch
 from verification.processes.allocator import forget_free_memory
@@ -132,7 +132,7 @@ class Engine:
     async def settle(self) -> None:
         """Free all tensors, and wait until every rogue has disconnected and its memory is unmapped."""
         await until(lambda: self._taking.done() or self._is_settled())
-        await intake_of(self.receiver).senders.mappings.settle()
+        await senders_of(self.receiver).mappings.settle()
         if self._taking.done() and not self._taking.cancelled():
             self.troubles.found.append(f"taking ended: {self._taking.exception()!r}")
 
@@ -143,7 +143,7 @@ class Engine:
             connections_at(self.receiver) == len(self.honest)
             and not statistics.leases
             and not statistics.unclaimed_tensors
-            and not intake_of(self.receiver).senders.mappings.lingering_bytes
+            and not senders_of(self.receiver).mappings.lingering_bytes
         )
 
     async def _take(self) -> None:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from aiotensor.errors import ProtocolError, RefusedError
-from aiotensor.protocol.frames import ARENA, OPENING, VERSION, Hello, Inspect, Put, Welcome, decode
+from aiotensor.protocol.frames import ARENA, OPENING, VERSION, Hello, Inspect, Put, Subscribe, Welcome, decode
 from aiotensor.protocol.inspector import InspectedConnection, InspectorConnection
 from aiotensor.protocol.receiver import ReceiverConnection
 from aiotensor.protocol.sender import SenderConnection
@@ -67,6 +67,8 @@ class Outcomes:
         connection: ReceiverConnection | InspectedConnection
         if isinstance(opening, Inspect):
             connection = InspectedConnection(opening, _WELCOME)
+        elif isinstance(opening, Subscribe):
+            raise RefusedError("no publisher is here")
         else:
             connection = ReceiverConnection(opening, _WELCOME, segment_bytes(opening.arena_bytes))
             connection.admit()

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from verification.internals import cut, intake_of, keep_socket_file, listener_of, pipeline_of, worker_of
+from verification.internals import cut, keep_socket_file, listener_of, pipeline_of, senders_of, worker_of
 from verification.model.receivers import ReceiverRules
 from verification.model.records import Call, Outcome, Receiver, Sender
 from verification.model.senders import SenderRules
@@ -93,7 +93,7 @@ class EndRules(SenderRules, ReceiverRules):
         keep_socket_file(receiver.receiver)
         with self.steps.inside():
             listener_of(receiver.receiver).close()
-            for peer in intake_of(receiver.receiver).senders.connected.values():
+            for peer in senders_of(receiver.receiver).connected.values():
                 peer.transport.close()
         for call in self.of(receiver):
             self.cancel(call)

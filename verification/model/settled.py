@@ -9,7 +9,7 @@ import torch
 from aiotensor import SenderStatistics, WouldBlockError
 from aiotensor.sending.message import MessageState
 from verification.descriptors import our_descriptors
-from verification.internals import intake_of, memory_of, pipeline_of, worker_of
+from verification.internals import memory_of, pipeline_of, senders_of, worker_of
 from verification.model.ends import EndRules
 from verification.model.records import Message, Receiver, Sender, Tensor
 
@@ -70,7 +70,7 @@ class SettledWorld(EndRules):
             if sender.end:
                 sender.met = None
             elif receiver is not None:
-                is_here = sender.sender.id in intake_of(receiver.receiver).senders.connected
+                is_here = sender.sender.id in senders_of(receiver.receiver).connected
                 must_be_here = not sender.may_be_refused and (sender.comes_back or not sender.losses)
                 assert is_here or not must_be_here, f"{sender} did not find {receiver}"
                 sender.met = receiver if is_here else None

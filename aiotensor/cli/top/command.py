@@ -8,10 +8,10 @@ from importlib.util import find_spec
 
 import click
 
-from aiotensor.cli.top import report
+from aiotensor.cli.top import publishers, report
 from aiotensor.cli.words import printable
 from aiotensor.errors import AioTensorError
-from aiotensor.inspection import Inspection, inspect
+from aiotensor.inspection import Inspection, PublisherInspection, inspect
 from aiotensor.transports.address import socket_path
 
 __all__ = ["top"]
@@ -81,20 +81,26 @@ def _run(address: str, as_json: bool, is_live: bool, interval_s: float, patience
         raise click.BadParameter(str(error), param_hint="'unix:///PATH'") from error
     try:
         if as_json:
-            before, now = asyncio.run(_inspect_twice(address, interval_s, patience_s))
-            return report.as_json(address, before, now)
+            return asyncio.run(_as_json(address, interval_s, patience_s))
         if is_live:
             from aiotensor.cli.top.view import watch  # needs rich
 
             asyncio.run(watch(address, interval_s, patience_s))
-        return report.as_lines(address, asyncio.run(inspect(address, patience_s=patience_s)))
+        now = asyncio.run(inspect(address, patience_s=patience_s))
+        if isinstance(now, PublisherInspection):
+            return publishers.as_lines(address, now)
+        return report.as_lines(address, now)
     except AioTensorError as error:
         raise click.ClickException(printable(str(error))) from error
     except OSError as error:
         raise click.ClickException(f"this process cannot look: {error.strerror}") from error
 
 
-async def _inspect_twice(address: str, interval_s: float, patience_s: float) -> tuple[Inspection, Inspection]:
+async def _as_json(address: str, interval_s: float, patience_s: float) -> str:
+    """Inspect twice, and return the second result with the rates since the first one."""
     before = await inspect(address, patience_s=patience_s)
     await asyncio.sleep(interval_s)
-    return before, await inspect(address, patience_s=patience_s)
+    now = await inspect(address, patience_s=patience_s)
+    if isinstance(now, PublisherInspection):
+        return publishers.as_json(address, before if isinstance(before, PublisherInspection) else None, now)
+    return report.as_json(address, before if isinstance(before, Inspection) else None, now)

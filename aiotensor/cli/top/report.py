@@ -1,4 +1,4 @@
-"""The report on an inspection: rates, holders, and the output as lines or JSON."""
+"""The report on an inspection of a receiver: rates, holders, and the output as lines or JSON."""
 
 import json
 from typing import NamedTuple

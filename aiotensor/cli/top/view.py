@@ -11,10 +11,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from aiotensor.cli.top import publishers
 from aiotensor.cli.top.report import Held, Rate, holders_of, named, rates
 from aiotensor.cli.words import brief, of_limit, printable, short
 from aiotensor.errors import PeerLostError
-from aiotensor.inspection import Inspection, SenderInspection, inspect
+from aiotensor.inspection import Inspection, PublisherInspection, SenderInspection, inspect
 
 __all__ = ["as_screen", "missing", "watch"]
 
@@ -44,7 +45,7 @@ async def watch(address: str, interval_s: float, patience_s: float) -> NoReturn:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, watching.cancel)
     # By default rich checks for a terminal before it draws: without one, this would loop and draw nothing.
     console = Console(force_terminal=True)
-    before: Inspection | None = None
+    before: Inspection | PublisherInspection | None = None
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             try:
@@ -53,9 +54,21 @@ async def watch(address: str, interval_s: float, patience_s: float) -> NoReturn:
                 before = None
                 live.update(missing(str(error)), refresh=True)
             else:
-                live.update(as_screen(address, before, now, console.height), refresh=True)
+                live.update(_screen(address, before, now, console.height), refresh=True)
                 before = now
             await asyncio.sleep(interval_s)
+
+
+def _screen(
+    address: str,
+    before: Inspection | PublisherInspection | None,
+    now: Inspection | PublisherInspection,
+    height: int,
+) -> RenderableType:
+    if isinstance(now, PublisherInspection):
+        same = before if isinstance(before, PublisherInspection) else None
+        return publishers.as_screen(address, same, now, height)
+    return as_screen(address, before if isinstance(before, Inspection) else None, now, height)
 
 
 def as_screen(address: str, before: Inspection | None, now: Inspection, height: int) -> RenderableType:

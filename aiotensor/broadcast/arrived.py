@@ -1,0 +1,127 @@
+"""One publication at a subscriber, from its arrival until the application has taken it."""
+
+import asyncio
+
+import torch
+
+from aiotensor.broadcast.session import Session
+from aiotensor.errors import ProtocolError
+from aiotensor.protocol.broadcast import Content, PlacedTensor, Publish
+from aiotensor.protocol.frames import ARENA
+from aiotensor.protocol.subscriber import read_content
+from aiotensor.receiving.mappings import Mappings
+from aiotensor.runtime.worker import in_thread
+from aiotensor.tensors.placement import open_tensor
+from aiotensor.tensors.views import as_leaf
+
+__all__ = ["Arrived"]
+
+# Longer contents have many tensors, or a long body: decoding them may take a millisecond.
+_QUICK_CONTENT_BYTES = 64 << 10
+
+# The most tensors that are opened in one iteration of the event loop, each in some microseconds.
+_QUICK_TENSORS = 64
+
+
+class Arrived:
+    """A publication that has arrived.
+
+    Opening it answers it, and leases its memory. A cancelled opening continues with the next call.
+
+    Args:
+        session: its connection.
+        publish: its announcement.
+        mappings: leases its memory.
+        order: larger than that of earlier arrivals.
+
+    Attributes:
+        number: the number of the publication.
+        missed: the number of publications missed before; None until the application begins to take it.
+        is_taken: whether it was answered.
+        tensors: the tensors that were opened.
+    """
+
+    def __init__(self, session: Session, publish: Publish, mappings: Mappings, order: int) -> None:
+        self.session = session
+        self.order = order
+        self.number = publish.number
+        self.missed: int | None = None
+        self.is_taken = False
+        self.tensors: list[torch.Tensor] = []
+        self._publish = publish
+        self._mappings = mappings
+        self._data: memoryview | None = None
+        self._content: Content | None = None
+
+    @property
+    def body(self) -> memoryview:
+        """The encoded message, once it is open."""
+        return memoryview(b"") if self._content is None else self._content.body
+
+    async def open(self) -> None:
+        """Open the content and all tensors; a cancelled call loses nothing.
+
+        Raises:
+            ProtocolError: the publisher broke the protocol.
+            OSError: no thread can be started.
+        """
+        content = self._content
+        if content is None:
+            data = self._take()
+            if len(data) > _QUICK_CONTENT_BYTES:
+                content = await in_thread(read_content, data)
+            else:
+                content = read_content(data)
+            self._content = content
+        while len(self.tensors) < len(content.tensors):
+            self._open_next(content)
+            if len(self.tensors) % _QUICK_TENSORS == 0:
+                await asyncio.sleep(0)
+
+    def open_now(self) -> None:
+        """Open everything on this thread; errors are those of `open`."""
+        if self._content is None:
+            self._content = read_content(self._take())
+        while len(self.tensors) < len(self._content.tensors):
+            self._open_next(self._content)
+
+    def finish(self) -> None:
+        """Forget the publication, which was received or is dropped."""
+        # Errors refer to this object: its tensors must not live as long as they do.
+        self.tensors, self._data, self._content = [], None, None
+        if self.is_taken:
+            self.session.finished()
+        else:
+            self.session.dropped(self.number)
+
+    def _take(self) -> memoryview:
+        """Answer the publication, and return its content."""
+        if self._data is not None:
+            return self._data
+        publish = self._publish
+        self.session.taken(self.number)
+        self.is_taken = True
+        if publish.block is None:
+            if len(publish.payload) != publish.nbytes:
+                raise ProtocolError(f"it sent {len(publish.payload)} bytes and announced {publish.nbytes}")
+            data = memoryview(publish.payload)
+        else:
+            placed = PlacedTensor("uint8", (publish.nbytes,), ARENA, publish.payload, publish.block)
+            data = self._open_tensor(placed).numpy().data
+        self._data = data
+        return data
+
+    def _open_next(self, content: Content) -> None:
+        placed = content.tensors[len(self.tensors)]
+        if placed.placement != ARENA:
+            raise ProtocolError(f"it placed a tensor by {placed.placement!r}, which is unknown here")
+        tensor = self._open_tensor(placed)
+        if placed.requires_grad or placed.is_parameter:
+            tensor = as_leaf(tensor, requires_grad=placed.requires_grad, is_parameter=placed.is_parameter)
+        self.tensors.append(tensor)
+
+    def _open_tensor(self, placed: PlacedTensor) -> torch.Tensor:
+        memory = self.session.memory
+        arrived = open_tensor(placed.placement, placed.payload, placed.dtype, placed.shape, memory.mapped)
+        self._mappings.lease(memory, arrived, placed.block)
+        return arrived.tensor

@@ -1,0 +1,299 @@
+"""Publish messages to subscribers; the implementation is in `aiotensor.broadcast.publishing`."""
+
+import operator
+import secrets
+from collections.abc import Sequence
+from typing import Self, get_args
+
+import torch
+
+from aiotensor.broadcast.publishing import Publishing
+from aiotensor.broadcast.settings import PublisherSettings
+from aiotensor.errors import ClosedError
+from aiotensor.protocol.audience import SlowPolicy
+from aiotensor.protocol.frames import MAX_RECORD_BYTES, Subscribe
+from aiotensor.receiving.intake import Intake
+from aiotensor.runtime.affinity import LoopAffinity, LoopObject
+from aiotensor.runtime.cgroups import warn_if_too_large
+from aiotensor.runtime.waiting import seconds_or_never
+from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts, snapshot
+from aiotensor.transports.base import Listener
+from aiotensor.transports.endpoints import Endpoint, route_to
+from aiotensor.types import MAX_NUMBER, Published, PublisherStatistics
+
+__all__ = ["Publisher"]
+
+
+class Publisher(LoopObject):
+    """Publish messages to the subscribers that connect to an endpoint.
+
+    Open it with ``async with``, once, and share it between the tasks of that event loop. Subscribers may
+    connect before it opens and at any time later. Each tensor is placed in shared memory once, and all
+    subscribers read it there. Its memory is free when all of them have freed it.
+
+    A subscriber receives the publications since it connected, in order, or the number that it missed. If it
+    is `max_behind` publications behind, it is slow, and `slow` decides:
+
+    - ``"wait"``: publishing waits until it has taken one, in the order of the calls.
+    - ``"drop"``: it loses its oldest publication, in favor of the new one.
+    - ``"disconnect"``: its connection is closed, with the reason. It may connect again.
+
+    Opening at an address waits while another process holds the lock of the socket's folder; cancellation has
+    no side effects. It raises `UsageError` if another object listens there, and otherwise an `OSError` that
+    names the folder, as `TensorReceiver` does.
+
+    Args:
+        endpoint: the location of the publisher: an address such as ``unix:///run/user/1000/frames.sock``, to
+            which only processes of this user may connect, or a `TensorQueue`.
+        arena_bytes: the maximum number of bytes of shared memory in use at once. A block is in use as long as
+            a tensor over it exists in any process, an untaken publication or the history contains it.
+        max_behind: the maximum number of publications that a subscriber may be behind.
+        slow: the policy for slow subscribers.
+        max_held_bytes: the maximum number of bytes of shared memory that one subscriber may use. It receives
+            no further publication while it uses more, and so falls behind. None for no limit.
+        history: the number of the latest publications to keep for subscribers that connect later; fewer if
+            new publications need their memory. Less than `max_behind`.
+        max_subscribers: the maximum number of connected subscribers; None for no limit.
+        keep_warm_s: the time in seconds after which unused shared memory is returned to the system; None to
+            keep it.
+        long_wait_s: the time in seconds after which a wait for slow subscribers or for memory is logged,
+            once, with the slowest subscribers; None for never.
+        max_wait_s: the time in seconds after which a wait for slow subscribers and earlier calls, for memory,
+            or for subscribers to connect ends with `WouldBlockError`; it applies to each wait separately.
+            None for never.
+
+    Raises:
+        TypeError: the endpoint or a limit has the wrong type.
+        ValueError: the address is invalid, a limit is out of bounds, or two limits contradict each other.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        arena_bytes: int = 1 << 30,
+        max_behind: int = 8,
+        slow: SlowPolicy = "wait",
+        max_held_bytes: int | None = None,
+        history: int = 0,
+        max_subscribers: int | None = 64,
+        keep_warm_s: float | None = 30.0,
+        long_wait_s: float | None = 10.0,
+        max_wait_s: float | None = None,
+    ) -> None:
+        self._id = secrets.token_hex(16)
+        self.affinity = LoopAffinity("Publisher")
+        self._route = route_to(endpoint)
+        self._settings = PublisherSettings(
+            _at_least("arena_bytes", arena_bytes, 1),
+            _at_least("max_behind", max_behind, 1),
+            slow,
+            None if max_held_bytes is None else _at_least("max_held_bytes", max_held_bytes, 1),
+            _at_least("history", history, 0),
+            None if max_subscribers is None else _at_least("max_subscribers", max_subscribers, 1),
+            seconds_or_never("keep_warm_s", keep_warm_s),
+            seconds_or_never("long_wait_s", long_wait_s),
+            seconds_or_never("max_wait_s", max_wait_s),
+        )
+        _check(self._settings)
+        self._errors = ErrorCounter()
+        self._counts = new_counts(PublisherStatistics)
+        self._publishing: Publishing | None = None  # made by `__aenter__`, since it belongs to a loop
+        self._intake: Intake[Subscribe] | None = None
+        self._listener: Listener | None = None
+
+    @property
+    def id(self) -> str:
+        """The id of this publisher, as its subscribers see it."""
+        return self._id
+
+    async def __aenter__(self) -> Self:
+        self.affinity.enter()
+        try:
+            warn_if_too_large(self._id, self._settings.max_bytes)
+            publishing = Publishing(self._id, self._settings, self._counts, self._errors)
+            self._publishing = publishing
+            self._intake = Intake(self._id, MAX_RECORD_BYTES, publishing.subscribers)
+            try:
+                self._listener = await self._route.listen(self._intake, MAX_RECORD_BYTES)
+            except BaseException:
+                await publishing.close()
+                raise
+            if self.affinity.is_closed:  # by another task, during the wait
+                await self._close()
+                raise ClosedError("this Publisher was closed")
+        except BaseException:
+            self.affinity.is_closed = True
+            raise
+        self.affinity.settle(self, self._route.label)
+        return self
+
+    async def publish(self, message: object) -> Published:
+        """Publish a message to all connected subscribers, and return its number.
+
+        Args:
+            message: a tensor, None, bytes, a msgspec Struct, a dataclass, a list or a dict, nested to any
+                depth, with tensors, arrays and objects with ``__dlpack__`` anywhere in it. It must not change
+                until this returns. A tensor from `allocate`, or a contiguous view of it, is not copied unless
+                an earlier publication of it is in use.
+
+        Waits for slow subscribers (with ``slow="wait"``) and for earlier calls in their order, for memory,
+        and for the copies. It does not wait until subscribers take the message; use `drain` for that. Without
+        subscribers it returns at once. Cancellation publishes nothing and returns the memory.
+
+        Raises:
+            TypeError: a value in the message cannot be encoded.
+            UnsupportedTensorError: a tensor cannot be sent unchanged.
+            TooLargeError: its tensors have more bytes than `arena_bytes` or `max_held_bytes`.
+            WouldBlockError: a wait exceeded `max_wait_s`, or would never end.
+            ClosedError: this publisher was closed, perhaps while waiting.
+            OSError: the machine has no shared memory, no threads or no descriptors left.
+        """
+        try:
+            return await self._checked().publish(message)
+        except Exception as error:
+            self._errors.add(error)
+            raise
+
+    def publish_nowait(self, message: object) -> Published:
+        """Publish a message if that needs no wait; encodes and copies on this thread.
+
+        Arguments and errors are those of `publish`.
+
+        Raises:
+            WouldBlockError: a subscriber is slow, another call publishes or waits, or memory is short.
+        """
+        with self._errors:
+            return self._checked().publish_nowait(message)
+
+    async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialized tensor in shared memory, which is published without a copy.
+
+        Write to it before you publish it: then subscribers read the same memory. Its bytes are in use while
+        it, a view, or a received tensor exists.
+
+        Args:
+            shape: the sizes of its dimensions, in elements.
+            dtype: the type of its elements.
+
+        Waits for bytes of shared memory, in the order of the calls; cancellation returns them.
+
+        Raises:
+            TypeError: the dtype is not a torch dtype.
+            UnsupportedTensorError: a tensor of this dtype cannot be sent.
+            ValueError: a size is negative.
+            TooLargeError: it would be larger than `arena_bytes`, or cannot be addressed.
+            WouldBlockError: it waited for longer than `max_wait_s`.
+            ClosedError: this publisher was closed, perhaps while waiting.
+            OSError: the machine has no shared memory or no descriptors left.
+        """
+        with self._errors:
+            return await self._checked().allocate(shape, dtype)
+
+    async def wait_for_subscribers(self, count: int) -> None:
+        """Wait until at least so many subscribers are connected at once.
+
+        Cancellation has no side effects.
+
+        Raises:
+            ValueError: the count is not positive, or exceeds `max_subscribers`.
+            WouldBlockError: fewer are connected after `max_wait_s`.
+            ClosedError: this publisher was closed, perhaps while waiting.
+        """
+        with self._errors:
+            publishing = self._checked()
+            limit = self._settings.max_subscribers
+            if _at_least("count", count, 1) > (count if limit is None else limit):
+                raise ValueError(f"count must be at most max_subscribers={limit}, got {count}")
+            await publishing.wait_for_subscribers(count)
+
+    async def drain(self) -> None:
+        """Wait until every subscriber has taken or lost all messages published before, or is gone.
+
+        Cancellation has no side effects.
+
+        Raises:
+            ClosedError: this publisher was closed, perhaps while waiting.
+        """
+        with self._errors:
+            await self._checked().drain()
+
+    def statistics(self) -> PublisherStatistics:
+        """Return the current usage and the totals since opening; also available after closing."""
+        self.affinity.check_place()
+        if self._publishing is not None:
+            return self._publishing.statistics()
+        waits = WaitCounter().waits()
+        settings = self._settings
+        return snapshot(
+            PublisherStatistics,
+            dict.fromkeys(PublisherStatistics.__struct_fields__, 0),
+            max_subscribers=settings.max_subscribers,
+            lags=(),
+            max_behind=settings.max_behind,
+            longest_wait_s=0.0,
+            arena_bytes=settings.max_bytes,
+            largest_free_bytes=settings.max_bytes,
+            subscriber_waits=waits,
+            memory_waits=waits,
+            errors=self._errors.counts(),
+        )
+
+    async def aclose(self) -> None:
+        """Close; subscribers receive everything that was published, and waiting calls raise `ClosedError`.
+
+        Waits until a copy has stopped and the connections have accepted all publications, at most a second
+        for a subscriber that does not read. It does not wait until subscribers take them; use `drain` for
+        that. Cancellation closes the publisher immediately. Closing again has no effect.
+        """
+        self.affinity.check_place()
+        was_open = self.affinity.is_open
+        self.affinity.is_closed = True
+        if was_open and self._listener is not None:
+            with self.affinity.leaving():
+                await self._close()
+
+    async def _close(self) -> None:
+        if self._listener is None or self._intake is None or self._publishing is None:
+            raise AssertionError("an open publisher has a listener")
+        self._listener.close()
+        self._publishing.end_calls()
+        try:
+            await self._intake.close()
+        finally:
+            await self._publishing.close()
+
+    def _details(self) -> list[str]:
+        details = [f"at {self._route.label}"]
+        if self._publishing is not None and self.affinity.is_open:
+            details.append(f"{len(self._publishing.subscribers.connected)} subscribers connected")
+        return details
+
+    def _checked(self) -> Publishing:
+        """Return the implementation, if this publisher is open here."""
+        self.affinity.check()
+        if self._publishing is None:
+            raise AssertionError("an open publisher has an implementation")
+        return self._publishing
+
+
+def _check(settings: PublisherSettings) -> None:
+    if settings.slow not in get_args(SlowPolicy):
+        raise ValueError(f'slow must be "wait", "drop" or "disconnect", got {settings.slow!r}')
+    if settings.history >= settings.max_behind:
+        raise ValueError(
+            f"history must be less than max_behind={settings.max_behind}, got {settings.history}: a "
+            "subscriber begins as many publications behind; raise max_behind"
+        )
+    held = settings.max_held_bytes
+    if held is not None and held > settings.max_bytes:
+        raise ValueError(
+            f"max_held_bytes must be at most arena_bytes={settings.max_bytes}, got {held}: a subscriber "
+            "cannot use more; lower it, or raise arena_bytes"
+        )
+
+
+def _at_least(name: str, value: int, least: int) -> int:
+    if not least <= operator.index(value) <= MAX_NUMBER:  # larger numbers do not fit into a frame
+        raise ValueError(f"{name} must be at least {least}, and at most {MAX_NUMBER}, got {value}")
+    return value

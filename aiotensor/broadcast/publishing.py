@@ -1,0 +1,485 @@
+"""The publishing pipeline: a turn, encoding, memory, placement and announcement.
+
+    turn -> encoding -> memory, copies -> announcement to all subscribers     a failure rolls back all steps
+
+Publications are numbered in the order of the calls, so one call at a time has the turn. With ``slow="wait"``,
+a turn ends only when no subscriber is full: further calls wait for it in their order.
+"""
+
+import asyncio
+import mmap
+import sys
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch.nn import Parameter
+
+from aiotensor.broadcast.settings import PublisherSettings
+from aiotensor.broadcast.subscribers import Subscribers
+from aiotensor.codec.payload import Payload, pack
+from aiotensor.errors import AioTensorError, ClosedError, TooLargeError, WouldBlockError
+from aiotensor.protocol.audience import Item
+from aiotensor.protocol.broadcast import Content, PlacedTensor, Publish
+from aiotensor.protocol.credits import Ticket
+from aiotensor.protocol.frames import ARENA, INLINE, encode_record
+from aiotensor.runtime.logs import logger_of
+from aiotensor.runtime.waiting import at_most
+from aiotensor.sending.gates import Gate, StuckError
+from aiotensor.sending.memory import Memory
+from aiotensor.sending.sizes import new_empty, sizes_of, too_large
+from aiotensor.statistics.counters import ErrorCounter, snapshot
+from aiotensor.tensors.allocations import Allocation, Block
+from aiotensor.tensors.arena import Arena, Extent
+from aiotensor.tensors.copying import QUICK_BYTES, CopyAbandonedError
+from aiotensor.tensors.dtypes import DTYPE_NAMES
+from aiotensor.tensors.inline import MAX_INLINE_BYTES
+from aiotensor.tensors.placement import Placed, place_allocated, place_copy, plan_placement
+from aiotensor.tensors.segments import Segment, whole_pages
+from aiotensor.tensors.source import Source, as_source
+from aiotensor.types import Published, PublisherStatistics, Usage
+
+__all__ = ["Publishing"]
+
+logger = logger_of("publisher")
+
+# Longer contents are placed in shared memory, once for all subscribers.
+_MAX_RECORD_CONTENT_BYTES = 2 * MAX_INLINE_BYTES
+
+# The most tensors that are placed in one iteration of the event loop, each in some microseconds.
+_QUICK_TENSORS = 64
+
+_NAMED_SUBSCRIBERS = 8
+
+_STUCK = (
+    "all shared memory is held by this message, and by tensors from allocate() in it that have to be copied, "
+    "since they are not contiguous or not aligned, or an earlier publication of them is in use: send clones "
+    "of them, and free them"
+)
+
+
+class _Planned(NamedTuple):
+    """A tensor of a message, and the block that it lies in."""
+
+    source: Source
+    allocation: Allocation | None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of shared memory that a copy needs."""
+        return whole_pages(self.source.nbytes)
+
+
+class _Placement:
+    """The blocks of a message that is being published, which is also the holder of their bytes."""
+
+    def __init__(self) -> None:
+        self.tensors: list[PlacedTensor] = []
+        self.blocks: list[tuple[int, int]] = []  # the number and the bytes, once for each tensor
+        self.segments: dict[int, None] = {}
+        self.owned: list[int] = []  # the blocks that were filled for this message
+
+    def add(self, source: Source, placed: Placed, block: Block) -> None:
+        """Add a tensor whose bytes are in a block."""
+        self.use(block)
+        self.tensors.append(
+            PlacedTensor(
+                DTYPE_NAMES[source.dtype],
+                tuple(source.shape),
+                placed.placement,
+                placed.payload,
+                block.number,
+                source.requires_grad,
+                type(source) is Parameter,
+            )
+        )
+
+    def use(self, block: Block) -> None:
+        """Add a block."""
+        self.blocks.append((block.number, block.place.nbytes))
+        self.segments[block.place.segment.number] = None
+
+
+class Publishing:
+    """Publish the messages of one publisher; belongs to the running loop.
+
+    Args:
+        publisher: the id of the publisher.
+        settings: its limits.
+        counts: its counters.
+        errors: the errors of its calls.
+
+    Attributes:
+        memory: its shared memory.
+        subscribers: its subscribers.
+        is_closed: whether it was closed.
+    """
+
+    def __init__(
+        self, publisher: str, settings: PublisherSettings, counts: dict[str, int], errors: ErrorCounter
+    ) -> None:
+        self.is_closed = False
+        self._settings = settings
+        self._counts = counts
+        self._errors = errors
+        self._max_bytes = whole_pages(settings.max_bytes)
+        self._allocated: list[Allocation] = []  # that the message with the turn uses
+        self._kept_turn: Ticket[None] | None = None  # until no subscriber is full
+        self.memory = Memory(
+            self._max_bytes,
+            self._gate_over,
+            settings.keep_warm_s,
+            counts,
+            settings.max_wait_s,
+            lambda nbytes: self._overdue("other copies were under way", nbytes),
+            alignment=mmap.PAGESIZE,  # subscribers drop the pages of one block without changing others
+            segment_closed=self._segment_closed,
+        )
+        self._turns: Gate[None] = Gate(
+            1,
+            stuck_elsewhere=None,
+            long_wait_s=settings.long_wait_s,
+            on_long_wait=lambda _: self._log_wait("slow subscribers, or earlier calls"),
+            max_wait_s=settings.max_wait_s,
+            overdue=lambda _: self._overdue("subscribers were slow, or earlier calls waited", 0),
+        )
+        self.subscribers = Subscribers(
+            publisher, settings, counts, self.memory, self.statistics, self._subscribers_progressed
+        )
+
+    def _gate_over(self, arena: Arena) -> Gate[Extent]:
+        settings = self._settings
+        return Gate(
+            self._max_bytes,
+            space=arena,
+            stuck_elsewhere=self._held_by_caller,
+            long_wait_s=settings.long_wait_s,
+            on_long_wait=lambda nbytes: self._log_wait(f"{nbytes} bytes of shared memory"),
+            max_wait_s=settings.max_wait_s,
+            overdue=lambda nbytes: self._overdue("not enough shared memory was free", nbytes),
+        )
+
+    def end_calls(self) -> None:
+        """End all waiting calls, and refuse further ones."""
+        self.memory.freed.collect_all()
+        self.is_closed = True
+        self._turns.fail(_closed)
+        self.memory.gate.fail(_closed)
+        self.subscribers.changes.wake()
+
+    async def close(self) -> None:
+        """Release all memory, after the connections were closed; cancellation skips all waits."""
+        self.end_calls()
+        try:
+            await self.memory.aclose()
+        finally:
+            self.memory.close()
+
+    # Messages
+
+    async def publish(self, message: object) -> Published:
+        """Publish a message, as `Publisher.publish` does."""
+        turn = await self._turns.acquire(1)
+        placement = _Placement()
+        try:
+            payload = await pack([message], has_sender=True, max_inline_bytes=sys.maxsize)
+            del message
+            self._check_open()
+            await self._place(payload, placement)
+            content = _content_of(payload, placement)
+            if len(content) > _MAX_RECORD_CONTENT_BYTES:
+                block = await self._copy(as_source(np.frombuffer(content, np.uint8)), placement)
+                return self._announce_placed(placement, block, len(content))
+            return self._announce(placement, INLINE, content, len(content), None)
+        finally:
+            self._end(turn, placement)
+
+    def publish_nowait(self, message: object) -> Published:
+        """Publish a message on this thread, as `Publisher.publish_nowait` does."""
+        turn = self._turns.try_acquire(1)
+        if turn is None:
+            raise self._would_block("a subscriber is slow, or another call is publishing", 0)
+        placement = _Placement()
+        try:
+            payload = Payload(has_sender=True, max_inline_bytes=sys.maxsize)
+            payload.encode([message])
+            del message
+            for source, allocation in self._plan(payload):
+                if not self._place_allocated(source, allocation, placement):
+                    placement.add(source, *self._copy_now(source, placement))
+            content = _content_of(payload, placement)
+            if len(content) > _MAX_RECORD_CONTENT_BYTES:
+                _, block = self._copy_now(as_source(np.frombuffer(content, np.uint8)), placement)
+                return self._announce_placed(placement, block, len(content))
+            return self._announce(placement, INLINE, content, len(content), None)
+        finally:
+            self._end(turn, placement)
+
+    async def wait_for_subscribers(self, count: int) -> None:
+        """Wait until so many subscribers are connected, as `Publisher.wait_for_subscribers` does."""
+        try:
+            async with at_most(self._settings.max_wait_s, lambda: self._too_few(count)):
+                while len(self.subscribers.connected) < count:
+                    await self.subscribers.changes.wait()
+                    self._check_open()
+        except WouldBlockError:
+            if len(self.subscribers.connected) < count:  # the last may have connected just now
+                raise
+
+    async def drain(self) -> None:
+        """Wait until every subscriber has taken, or lost, everything that was published before."""
+        before, backlogs = self.subscribers.next_number, self.subscribers.audience.backlogs
+        while any(one.oldest is not None and one.oldest.number < before for one in backlogs.values()):
+            await self.subscribers.changes.wait()
+            self._check_open()
+
+    async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Wait for a block that the caller owns, as `Publisher.allocate` does."""
+        sizes, nbytes = sizes_of(shape, dtype, self._max_bytes)
+        if nbytes == 0:
+            return new_empty(sizes, dtype)
+        block = await self._block(whole_pages(nbytes), None)
+        try:
+            tensor = await self.memory.tensor_over(block, dtype, sizes, None)
+        except CopyAbandonedError:
+            raise _closed() from None
+        self._check_open()
+        return tensor
+
+    # Steps
+
+    def _plan(self, payload: Payload) -> list[_Planned]:
+        """Reject a message that can never be published, before any memory is granted to it."""
+        planned, new_bytes, used = [], 0, {}
+        for value in payload.tensors:
+            source = as_source(value)
+            allocation = plan_placement(source, self.memory.allocations).allocation
+            planned.append(one := _Planned(source, allocation))
+            if allocation is None or not self._can_carry(allocation, source):
+                new_bytes += one.nbytes
+            else:
+                used[allocation.block.number] = allocation.block.place.nbytes
+        if new_bytes > self._max_bytes:
+            raise too_large(new_bytes, self._max_bytes)
+        limit = self._settings.max_held_bytes
+        if limit is not None and new_bytes + sum(used.values()) > limit:
+            raise TooLargeError(
+                f"this message has {new_bytes + sum(used.values())} bytes, and max_held_bytes={limit} allows "
+                "no subscriber to use so many: publish smaller parts, or raise max_held_bytes",
+                limit=limit,
+                requested=new_bytes + sum(used.values()),
+            )
+        self._allocated = [one.allocation for one in planned if one.allocation is not None]
+        return planned
+
+    async def _place(self, payload: Payload, placement: _Placement) -> None:
+        tensors = nbytes = 0  # in this iteration of the loop, if nothing has to wait
+        for source, allocation in self._plan(payload):
+            if tensors == _QUICK_TENSORS or nbytes > QUICK_BYTES:
+                tensors = nbytes = 0
+                await asyncio.sleep(0)
+                self._check_open()
+            tensors += 1
+            if not self._place_allocated(source, allocation, placement):
+                nbytes += source.nbytes
+                block = await self._copy(source, placement)
+                placement.add(source, place_copy(block.place), block)
+
+    def _can_carry(self, allocation: Allocation, source: Source) -> bool:
+        # A subscriber that has written to a tensor of an earlier publication keeps its copies of whole pages.
+        return allocation.can_carry(source) and not self.memory.leases.is_sent(allocation.block.number)
+
+    def _place_allocated(self, source: Source, allocation: Allocation | None, placement: _Placement) -> bool:
+        """Place an allocated tensor where it is; return whether that is possible."""
+        if allocation is None or not self._can_carry(allocation, source):
+            return False
+        placement.add(source, place_allocated(source, allocation), allocation.block)
+        return True
+
+    async def _copy(self, source: Source, placement: _Placement) -> Block:
+        """Copy a source to a new block."""
+        block = await self._block(whole_pages(source.nbytes), placement)
+        try:
+            await self.memory.copy(source, block, placement)
+        except CopyAbandonedError:
+            raise _closed() from None
+        placement.owned.append(block.number)
+        self._check_open()
+        return block
+
+    def _copy_now(self, source: Source, placement: _Placement) -> tuple[Placed, Block]:
+        """Copy a source to a new block on this thread."""
+        nbytes = whole_pages(source.nbytes)
+        self._make_space(nbytes)
+        block = self.memory.try_acquire(nbytes, placement)
+        if block is None:
+            raise self._would_block("not enough shared memory is free", nbytes)
+        placement.owned.append(block.number)
+        self.memory.copy_now(source, block)
+        return place_copy(block.place), block
+
+    async def _block(self, nbytes: int, holder: _Placement | None) -> Block:
+        """Wait for a block, and pin it."""
+        self._make_space(nbytes)
+        block = self.memory.try_acquire(nbytes, holder)
+        if block is not None:
+            return block
+        asyncio.get_running_loop().call_soon(self.subscribers.departures.make_way)
+        try:
+            return await self.memory.acquire(nbytes, holder)
+        except StuckError:
+            raise self._would_block(_STUCK, nbytes) from None
+
+    def _make_space(self, nbytes: int) -> None:
+        """Forget publications of the history that use the memory for a block."""
+        while self.memory.largest_free < nbytes and self.subscribers.forget_oldest():
+            pass
+
+    def _held_by_caller(self) -> int:
+        """Count the bytes of tensors from `allocate` in the message with the turn, unless they are in use."""
+        numbers = {one.block.number for one in self._allocated}
+        leases = self.memory.leases
+        return self.memory.unaccounted_bytes(number for number in numbers if not leases.is_sent(number))
+
+    def _announce_placed(self, placement: _Placement, block: Block, nbytes: int) -> Published:
+        """Announce a message whose content is in a block."""
+        placement.use(block)
+        return self._announce(placement, ARENA, block.place.describe(0), nbytes, block.number)
+
+    def _announce(
+        self, placement: _Placement, kind: str, payload: bytes, nbytes: int, block: int | None
+    ) -> Published:
+        """Announce a message to all subscribers; from this point nothing is rolled back."""
+        subscribers = self.subscribers
+        number = subscribers.next_number
+        record = encode_record([Publish(number, kind, payload, nbytes, block)])
+        blocks, segments = tuple(placement.blocks), tuple(placement.segments)
+        dropped = subscribers.publish(Item(number, record, time.monotonic(), blocks, segments))
+        self._counts["published"] += 1
+        self._counts["bytes_published"] += nbytes + sum(nbytes for _, nbytes in blocks)
+        return Published(number, len(subscribers.connected), len(dropped))
+
+    def _end(self, turn: Ticket[None], placement: _Placement) -> None:
+        """Release the memory that no subscriber uses, and the turn."""
+        self._allocated = []
+        self.memory.gate.budget.settle(placement)
+        for number in placement.owned:
+            self.memory.unpin_owner(number)
+        if self.subscribers.audience.delaying() and not self.is_closed:
+            self._kept_turn = turn
+        else:
+            self._turns.release(turn)
+
+    # Events
+
+    def _subscribers_progressed(self) -> None:
+        """Release the turn if the subscribers that delayed it have caught up."""
+        turn = self._kept_turn
+        if turn is not None and not self.subscribers.audience.delaying():
+            self._kept_turn = None
+            self._turns.release(turn)
+
+    def _segment_closed(self, segment: Segment) -> None:
+        if not self.is_closed:
+            self.subscribers.detach(segment)
+
+    # Reports
+
+    def statistics(self) -> PublisherStatistics:
+        """Return the current usage of the publisher, and its totals since opening."""
+        settings, subscribers, memory = self._settings, self.subscribers, self.memory
+        lags, budget = subscribers.lags(), memory.gate.budget
+        now = asyncio.get_running_loop().time()
+        since = memory.waiting_since
+        return snapshot(
+            PublisherStatistics,
+            self._counts,
+            subscribers=len(lags),
+            max_subscribers=settings.max_subscribers,
+            lags=tuple(lags),
+            max_behind=settings.max_behind,
+            behind=lags[0].behind if lags else 0,
+            waiting=self._turns.budget.waiting + budget.waiting + len(since),
+            longest_wait_s=max(
+                self._turns.longest_wait_s(now),
+                memory.gate.longest_wait_s(now),
+                now - min(since, default=now),
+            ),
+            history=subscribers.kept,
+            arena_bytes=settings.max_bytes,
+            bytes_in_use=budget.in_use,
+            peak_bytes_in_use=budget.peak,
+            warm_bytes=memory.warm_bytes,
+            largest_free_bytes=memory.largest_free,
+            dropped=self._counts["dropped"] + sum(lag.dropped for lag in lags),
+            deliveries=self._counts["deliveries"] + sum(lag.delivered for lag in lags),
+            subscriber_waits=self._turns.waited.waits(),
+            memory_waits=memory.gate.waited.waits(),
+            errors=self._errors.counts(),
+        )
+
+    def _log_wait(self, what: str) -> None:
+        """Log a long wait, with the subscribers that cause it."""
+        held_by = self._slowest()
+        logger.warning(
+            "publishing has waited %g s for %s; %s",
+            self._settings.long_wait_s,
+            what,
+            held_by,
+            extra={
+                "event": "long_wait",
+                "waited_s": self._settings.long_wait_s,
+                "waited_for": what,
+                "subscribers": len(self.subscribers.connected),
+                "held_by": held_by,
+            },
+        )
+
+    def _slowest(self) -> str:
+        """Describe the slowest subscribers."""
+        lags = [lag for lag in self.subscribers.lags() if lag.behind or lag.held_bytes]
+        if not lags:
+            return "no subscriber is behind or uses memory"
+        described = [
+            f"subscriber {lag.subscriber} (pid {lag.pid}) is {lag.behind} of {self._settings.max_behind} "
+            f"publications behind, for {lag.behind_s:.1f} s, and uses {lag.held_bytes} bytes"
+            for lag in lags[:_NAMED_SUBSCRIBERS]
+        ]
+        if len(lags) > _NAMED_SUBSCRIBERS:
+            described.append(f"and {len(lags) - _NAMED_SUBSCRIBERS} more")
+        return "; ".join(described)
+
+    def _overdue(self, reason: str, nbytes: int) -> WouldBlockError:
+        return self._would_block(f"{reason} for {self._settings.max_wait_s:g} s", nbytes)
+
+    def _would_block(self, reason: str, nbytes: int) -> WouldBlockError:
+        lags, memory = self.subscribers.lags(), self.memory.gate.budget
+        behind = lags[0].behind if lags else 0
+        return WouldBlockError(
+            f"{reason} ({self._slowest()}; {memory.in_use} of {memory.limit} bytes in use, {nbytes} bytes "
+            f"requested, {self.memory.largest_free} bytes free in one piece)",
+            messages=Usage(self._settings.max_behind, behind, 1),
+            bytes=Usage(memory.limit, memory.in_use, nbytes),
+        )
+
+    def _too_few(self, count: int) -> WouldBlockError:
+        connected = len(self.subscribers.connected)
+        return WouldBlockError(
+            f"{connected} of {count} subscribers have connected within {self._settings.max_wait_s:g} s",
+            messages=Usage(count, connected, count - connected),
+        )
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise _closed()
+
+
+def _content_of(payload: Payload, placement: _Placement) -> bytes:
+    return msgspec.msgpack.encode(Content(memoryview(payload.parts[0]), tuple(placement.tensors)))
+
+
+def _closed() -> AioTensorError:
+    return ClosedError("this Publisher was closed")

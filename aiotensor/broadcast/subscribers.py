@@ -1,0 +1,401 @@
+"""The subscribers of a publisher: their admission, their publications and answers, and their ends.
+
+    Subscribe --admitted--> connected --Close, violation, failed write, end of the connection--> gone
+      |
+      '--limit, version--> refused
+
+The blocks that a subscriber may still read when it is gone are left to `Departures`.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from aiotensor.broadcast.departures import Departures
+from aiotensor.broadcast.refusals import SubscriberRefusalLog
+from aiotensor.broadcast.settings import PublisherSettings
+from aiotensor.errors import ProtocolError
+from aiotensor.protocol.audience import Audience, Backlog, Dropped, Item
+from aiotensor.protocol.broadcast import Begin
+from aiotensor.protocol.connection import Close
+from aiotensor.protocol.frames import ARENA, Hello, Subscribe, Welcome
+from aiotensor.protocol.publisher import PublisherConnection
+from aiotensor.receiving.inspectors import InspectorPeer
+from aiotensor.runtime.descriptors import close_all
+from aiotensor.runtime.logs import logger_of
+from aiotensor.runtime.process_end import ProcessEnd
+from aiotensor.runtime.waiting import Waiters
+from aiotensor.sending.memory import Memory
+from aiotensor.tensors.segments import Segment
+from aiotensor.transports.base import Transport
+from aiotensor.types import PublisherStatistics, SubscriberLag
+
+__all__ = ["Subscribers"]
+
+logger = logger_of("publisher")
+
+# How long closing waits for connections to accept the last records.
+_LAST_RECORDS_S = 1.0
+
+
+class Subscribers:
+    """The subscribers of one publisher; belongs to the running loop.
+
+    Args:
+        publisher: the id of the publisher.
+        settings: its limits.
+        counts: its counters.
+        memory: its memory.
+        statistics: returns its statistics.
+        progressed: called when a subscriber has joined, has answered, or is gone.
+
+    Attributes:
+        connected: the connected subscribers, by their ids.
+        audience: how far each of them is behind.
+        changes: woken when a subscriber has joined, has answered, or is gone.
+        departures: the memory of those that are gone.
+        next_number: the number of the next publication.
+    """
+
+    # See `Host`
+    opening = Subscribe
+    wrong_role = (
+        "a Publisher listens at this address, and no TensorReceiver: open the TensorReceiver at another "
+        "address, and pass that one to the TensorSender"
+    )
+
+    def __init__(
+        self,
+        publisher: str,
+        settings: PublisherSettings,
+        counts: dict[str, int],
+        memory: Memory,
+        statistics: Callable[[], PublisherStatistics],
+        progressed: Callable[[], object],
+    ) -> None:
+        self.connected: dict[str, SubscriberPeer] = {}
+        self.audience: Audience[SubscriberPeer] = Audience(
+            settings.slow, settings.max_behind, settings.max_held_bytes
+        )
+        self.changes = Waiters()
+        self.departures = Departures(memory, self._retiring)
+        self.next_number = 0
+        self.memory = memory
+        self.refusals = SubscriberRefusalLog()
+        self._publisher = publisher
+        self._settings = settings
+        self._counts = counts
+        self._history: deque[Item] = deque()
+        self._statistics = statistics
+        self._progressed = progressed
+
+    @property
+    def kept(self) -> int:
+        """The number of publications that are kept for later subscribers."""
+        return len(self._history)
+
+    def lags(self) -> list[SubscriberLag]:
+        """List the subscribers, the slowest first."""
+        now = time.monotonic()
+        lags = [peer.lag(now) for peer in self.connected.values()]
+        return sorted(lags, key=lambda lag: (-lag.behind, -lag.behind_s))
+
+    # Publications
+
+    def publish(self, item: Item) -> list[tuple["SubscriberPeer", Dropped]]:
+        """Announce a publication to all subscribers, and return the publications dropped in exchange."""
+        for peer in self.audience.to_disconnect():
+            self.disconnect(
+                peer,
+                f"it was {peer.backlog.behind} publications behind, and max_behind of the publisher allows "
+                "no more: receive faster, or raise max_behind",
+            )
+        self.next_number = item.number + 1
+        uses = len(self.connected) + (self._settings.history > 0)
+        for block, _ in item.blocks:
+            self.memory.leases.pin(block, uses)
+        dropped = self.audience.publish(item)
+        if self._settings.history:
+            self._history.append(item)
+            if len(self._history) > self._settings.history:
+                self.forget_oldest()
+        for peer, lost in dropped:
+            if lost.is_withdrawn:
+                peer.connection.withdraw(lost.item.number)
+            else:
+                self.memory.unpin([block for block, _ in lost.item.blocks])
+        for peer in list(self.connected.values()):
+            peer.announce()
+        return dropped
+
+    def forget_oldest(self) -> bool:
+        """Forget the oldest publication of the history; return whether there was one."""
+        if not self._history:
+            return False
+        self.memory.unpin([block for block, _ in self._history.popleft().blocks])
+        return True
+
+    def detach(self, segment: Segment) -> None:
+        """Withdraw a segment in which no block is used from all subscribers."""
+        for peer in self.connected.values():
+            peer.detach(segment.number)
+
+    def _retiring(self) -> None:
+        """Share the segments with all subscribers that may need them, before they are retired."""
+        while self.forget_oldest():
+            pass
+        for peer in list(self.connected.values()):
+            for segment in self.memory.segments():
+                if segment.used:
+                    peer.attach([segment.number])
+
+    # Connections; see `Host`
+
+    def connect(self, transport: Transport, subscribe: Subscribe, welcome: Welcome) -> None:
+        """Admit a subscriber or refuse it, and send it the result."""
+        connection = PublisherConnection(subscribe, welcome)
+        peer = SubscriberPeer(transport, connection, self)
+        transport.start(peer)
+        refusal = connection.mismatch
+        if refusal is None:
+            earlier = self.connected.get(subscribe.subscriber)
+            if earlier is not None:  # it has reconnected, and the end of its old connection is still unread
+                self.lose(earlier)
+            limit = self._settings.max_subscribers
+            if limit is not None and len(self.connected) >= limit:
+                refusal = (
+                    f"max_subscribers={limit} subscribers are connected already: raise max_subscribers of "
+                    "the publisher, or close another subscriber"
+                )
+        if refusal is not None:
+            self.refused(subscribe, refusal)
+            connection.refuse(refusal)
+            peer.flush()
+            transport.close()
+            return
+        self._admit(peer)
+
+    def _admit(self, peer: "SubscriberPeer") -> None:
+        subscribe, settings = peer.connection.subscribe, self._settings
+        first = subscribe.next if subscribe.publisher == self._publisher else 0
+        items = [item for item in self._history if item.number >= first]
+        for item in items:
+            for block, _ in item.blocks:
+                self.memory.leases.pin(block)
+        self.connected[subscribe.subscriber] = peer
+        backlog = peer.backlog = self.audience.join(peer, items)
+        number = items[0].number if items else self.next_number
+        peer.connection.admit(backlog, Begin(settings.max_bytes, settings.max_behind, number))
+        peer.announce()
+        peer.flush()
+        self.progress()
+
+    def transports(self) -> list[Transport]:
+        """Return the connections of the subscribers."""
+        return [peer.transport for peer in self.connected.values()]
+
+    def report(self, inspector: InspectorPeer) -> None:
+        """Send the statistics of the publisher to an inspector."""
+        pid = inspector.connection.peer_pid
+        logger.debug(
+            "process %s inspects this publisher",
+            pid,
+            extra={"event": "publisher_inspected", "peer_pid": pid},
+        )
+        inspector.connection.report_publisher(self._statistics())
+        inspector.flush()
+
+    def inspector_ended(self, inspector: InspectorPeer) -> None:
+        """Do nothing: an inspector gets a single report."""
+
+    def broken(self, pid: int | None, reason: str) -> None:
+        """Log that a connection without a role, or an inspector, broke the protocol."""
+        self.refusals.broken.add(None, pid, reason)
+
+    def replaced(self, pid: int | None, connections: int) -> None:
+        """Log that an unidentified connection is closed because of so many newer ones."""
+        self._counts["subscribers_refused"] += 1
+        self.refusals.replaced.add(pid, connections)
+
+    def refused(self, opening: Hello | Subscribe, reason: str) -> None:
+        """Log that a peer is refused."""
+        self._counts["subscribers_refused"] += 1
+        name = opening.subscriber if isinstance(opening, Subscribe) else opening.sender
+        self.refusals.refused.add(name, opening.pid, reason)
+
+    def listening_failed(self, error: OSError) -> None:
+        """Handle that the queue cannot be read, so that no subscriber can answer."""
+        logger.critical(
+            "reading from the subscribers failed, they are disconnected",
+            exc_info=error,
+            extra={"event": "reading_failed", "error": type(error).__name__, "reason": str(error)},
+        )
+        for peer in list(self.connected.values()):
+            self.disconnect(peer, f"the publisher cannot read its queue: {error}")
+
+    # Ends
+
+    def disconnect(self, peer: "SubscriberPeer", reason: str) -> None:
+        """Close the connection of a subscriber with a reason."""
+        self.refusals.disconnected.add(peer.name, peer.pid, reason)
+        peer.connection.close(Close(reason))
+        peer.flush()
+        self.lose(peer)
+
+    def lose(self, peer: "SubscriberPeer", *, was_closed: bool = False) -> None:
+        """Drop a subscriber that is gone."""
+        if self.connected.get(peer.name) is peer:
+            del self.connected[peer.name]
+            self._counts["subscribers_lost"] += not was_closed
+            self._counts["dropped"] += peer.backlog.dropped
+            self._counts["deliveries"] += peer.backlog.delivered
+            self.audience.leave(peer)
+            # Pins that the subscriber may use are left until its process has ended.
+            self.departures.add(list(peer.backlog.pins()), peer.watch)
+            self.memory.unpin(peer.backlog.pending_blocks())
+        peer.transport.close()
+        self.progress()
+
+    async def close(self) -> None:
+        """Announce everything to every subscriber, and close the connections.
+
+        Waits until the connections have accepted the last records, but not for long.
+        """
+        peers = list(self.connected.values())
+        for peer in peers:
+            for item in peer.backlog.rest():
+                peer.write(item)
+            peer.connection.close(Close())
+            peer.flush()
+        try:
+            async with asyncio.timeout(_LAST_RECORDS_S):
+                for peer in peers:
+                    while not (peer.transport.is_writable or peer.transport.is_closed):
+                        await self.changes.wait()
+        except TimeoutError:
+            return  # of this block: a subscriber that does not read must not delay the end of the publisher
+        finally:
+            for peer in peers:
+                peer.transport.close()
+            self.connected.clear()
+            self.audience.backlogs.clear()
+            self.departures.close()
+            self.refusals.close()
+
+    def progress(self) -> None:
+        """Wake the calls that wait for subscribers."""
+        self.changes.wake()
+        self._progressed()
+
+
+class SubscriberPeer:
+    """Announce publications to one subscriber, and handle its answers."""
+
+    def __init__(
+        self, transport: Transport, connection: PublisherConnection, subscribers: Subscribers
+    ) -> None:
+        self.transport = transport
+        self.connection = connection
+        self.backlog: Backlog = connection.backlog  # replaced at the admission
+        self.name = connection.subscribe.subscriber
+        self.pid = connection.subscribe.pid
+        self._subscribers = subscribers
+        self._attached: set[int] = set()
+
+    def lag(self, now: float) -> SubscriberLag:
+        """Return how far the subscriber is behind."""
+        backlog = self.backlog
+        oldest = backlog.oldest
+        return SubscriberLag(
+            self.name,
+            self.pid,
+            backlog.behind,
+            0.0 if oldest is None else max(0.0, now - oldest.at),
+            backlog.held_bytes,
+            backlog.delivered,
+            backlog.dropped,
+        )
+
+    def watch(self, ended: Callable[[], object]) -> ProcessEnd:
+        """Call a function once the process of the subscriber has ended."""
+        return self.transport.watch_peer(self.pid, ended)
+
+    def announce(self) -> None:
+        """Announce the pending publications for which the subscriber has capacity."""
+        while not self.transport.is_closed and (item := self.backlog.next()) is not None:
+            self.write(item)
+        self.flush()
+
+    def write(self, item: Item) -> None:
+        """Announce a publication, after the segments of its blocks."""
+        if not self._attached.issuperset(item.segments):
+            self.attach(item.segments)
+        self.connection.announce(item)
+
+    def attach(self, segments: Sequence[int]) -> None:
+        """Share segments with the subscriber, unless it has them."""
+        by_number = {segment.number: segment for segment in self._subscribers.memory.segments()}
+        for number in segments:
+            if number in self._attached:
+                continue
+            self.flush()
+            segment = by_number[number]
+            record = self.connection.attach(number, ARENA, segment.nbytes)
+            try:
+                self.transport.write(record, [segment.descriptor])
+            except OSError as error:
+                self._unwritable(error)
+                return
+            segment.is_attached = True
+            self._attached.add(number)
+
+    def detach(self, segment: int) -> None:
+        """Withdraw a segment, if the subscriber has it."""
+        if segment in self._attached:
+            self._attached.remove(segment)
+            self.connection.detach(segment)
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the pending frames now."""
+        try:
+            for record in self.connection.data_to_send():
+                self.transport.write(record)
+        except OSError as error:
+            self._unwritable(error)
+
+    def _unwritable(self, error: OSError) -> None:
+        self._subscribers.refusals.disconnected.add(self.name, self.pid, f"writing to it failed: {error}")
+        self._subscribers.lose(self)
+
+    # Events of the transport
+
+    def record_received(self, data: memoryview, descriptors: list[int]) -> None:
+        """Handle the frames of a record."""
+        if descriptors:
+            close_all(descriptors)  # a subscriber sends none
+        subscribers, connection = self._subscribers, self.connection
+        try:
+            frames = connection.receive(data)
+        except ProtocolError as error:
+            subscribers.refusals.broken.add(self.name, self.pid, str(error))
+            subscribers.lose(self)
+            return
+        finally:  # frames before an invalid one count
+            freed, connection.freed = connection.freed, []
+            if freed:
+                subscribers.memory.unpin(freed)
+        if frames and isinstance(frames[-1], Close):
+            subscribers.lose(self, was_closed=not frames[-1].reason)
+            return
+        self.announce()
+        subscribers.progress()
+
+    def connection_lost(self, reason: str) -> None:
+        """Handle a subscriber that is gone."""
+        self._subscribers.lose(self)
+
+    def resume_writing(self) -> None:
+        """Handle that the transport accepts records again."""
+        self._subscribers.changes.wake()

@@ -1,0 +1,143 @@
+"""Encode and decode messages on the event loop, or in a thread if that may take long."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from aiotensor.codec.cost import QUICK_CODED_TENSORS, takes_long
+from aiotensor.codec.decoder import TensorDecoder
+from aiotensor.codec.encoder import SourceEncoder
+from aiotensor.codec.wire import PACKED
+from aiotensor.errors import ProtocolError
+from aiotensor.runtime.worker import in_thread
+from aiotensor.tensors.copying import QUICK_BYTES
+from aiotensor.tensors.inline import MAX_INLINE_BYTES
+from aiotensor.tensors.source import ArraySource, Source
+
+__all__ = ["MAX_BODY_TENSOR_BYTES", "QUICK_BODY_BYTES", "Payload", "pack", "unpack", "unpack_now"]
+
+# The most bytes of tensors in the body of a request. A sender sends the others. Without a sender, small ones
+# are packed into one buffer beside the body, so that tensors alone do not make the body too large.
+MAX_BODY_TENSOR_BYTES = 8 * MAX_INLINE_BYTES
+
+# Decoding a larger body may take a millisecond, and is done in a thread. Beside one tensor of the largest
+# size in a body there is space for two thousand values, or for many tiny tensors, so tensors are counted.
+QUICK_BODY_BYTES = MAX_INLINE_BYTES + 2 * 1024
+_MANY_TENSORS_BYTES = 2 * 1024
+_INLINE_TAG = msgspec.msgpack.encode("in")  # the tag of a tensor in a body
+
+
+class Payload:
+    """An encoded message.
+
+    Attributes:
+        parts: the body, and the buffers beside it.
+        tensors: the tensors that are sent separately, in the order of their numbers in the body.
+
+    Args:
+        has_sender: whether large tensors are sent separately.
+        max_inline_bytes: the most bytes of tensors in the body.
+    """
+
+    def __init__(self, *, has_sender: bool, max_inline_bytes: int = MAX_BODY_TENSOR_BYTES) -> None:
+        self.parts: list[bytes | memoryview] = []
+        self.tensors: list[torch.Tensor | npt.NDArray[np.generic]] = []
+        self._has_sender = has_sender
+        self._inline_bytes = 0
+        self._max_inline_bytes = max_inline_bytes
+
+    def encode(self, box: list[object]) -> None:
+        """Remove a message from its box and encode it; this frees it if nothing else refers to it."""
+        try:
+            encoder = SourceEncoder(self._place, max_inline_bytes=self._max_inline_bytes)
+            self.parts = encoder.encode(box.pop())
+        except BaseException:
+            self.tensors.clear()
+            raise
+
+    def _place(self, source: Source) -> int | None:
+        """Return the number of a tensor that is sent separately, or None to encode it in the message."""
+        if not self._has_sender:
+            return None
+        nbytes = source.nbytes
+        if nbytes <= MAX_INLINE_BYTES and self._inline_bytes + nbytes <= self._max_inline_bytes:
+            self._inline_bytes += nbytes
+            return None
+        self.tensors.append(source.array if isinstance(source, ArraySource) else source)
+        return len(self.tensors) - 1
+
+
+async def pack(
+    box: list[object], *, has_sender: bool, max_inline_bytes: int = MAX_BODY_TENSOR_BYTES
+) -> Payload:
+    """Encode a message, in a thread if that may take long.
+
+    The message must not change until this returns: other threads run between two of its tensors. The thread
+    continues after this is cancelled.
+
+    Args:
+        box: holds the message, and is empty afterwards, so that a large message can be freed in the thread.
+        has_sender: as for `Payload`.
+        max_inline_bytes: as for `Payload`.
+
+    Raises:
+        TypeError: part of the message cannot be encoded.
+        UnsupportedTensorError: a tensor in it would arrive changed.
+        OSError: no thread can be started.
+    """
+    payload = Payload(has_sender=has_sender, max_inline_bytes=max_inline_bytes)
+    if takes_long(box[0], has_sender=has_sender):
+        await in_thread(payload.encode, box)
+    else:
+        payload.encode(box)
+    return payload
+
+
+async def unpack(decoder: TensorDecoder[Any], parts: Sequence[memoryview], found: list[torch.Tensor]) -> Any:
+    """Decode a message, in a thread if that may take long.
+
+    Args:
+        decoder: the decoder for its type.
+        parts: the body, and the buffers beside it.
+        found: the tensors that were sent separately, in the order of their numbers.
+
+    Raises:
+        ProtocolError: it cannot be decoded, is not of its type, or does not use each of its tensors once.
+        OSError: no thread can be started.
+    """
+    if _decodes_quickly(parts, len(found)):
+        return unpack_now(decoder, parts, found)
+    return await in_thread(unpack_now, decoder, parts, found)
+
+
+def _decodes_quickly(parts: Sequence[memoryview], tensors: int) -> bool:
+    body = parts[0]
+    if len(body) > QUICK_BODY_BYTES or sum(map(len, parts)) > QUICK_BYTES:
+        return False
+    tensors += len(parts)
+    if len(body) > _MANY_TENSORS_BYTES or len(parts) > 1:  # the placeholder of a packed tensor is short
+        tensors += bytes(body).count(_INLINE_TAG) + bytes(body).count(PACKED)
+    return tensors <= QUICK_CODED_TENSORS
+
+
+def unpack_now(decoder: TensorDecoder[Any], parts: Sequence[memoryview], found: list[torch.Tensor]) -> Any:
+    """Decode a message on this thread; arguments and errors are those of `unpack`."""
+    used: set[int] = set()
+
+    def find(handle: object) -> torch.Tensor:
+        if not isinstance(handle, int) or not 0 <= handle < len(found) or handle in used:
+            raise ProtocolError(f"the peer named tensor {handle!r:.64} of {len(found)}, or named it twice")
+        used.add(handle)
+        return found[handle]
+
+    message = decoder.decode(parts, find)
+    if len(used) != len(found):
+        raise ProtocolError(
+            f"the peer sent {len(found)} tensors, and the message uses {len(used)} of them: one is too many, "
+            "or is in a field that the type here does not have"
+        )
+    return message

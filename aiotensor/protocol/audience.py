@@ -1,0 +1,262 @@
+"""How far the subscribers of a publisher are behind, and which publications each of them gets and when.
+
+It decides, and never waits. One publication, as the publisher sees it for one subscriber:
+
+    add --> pending --announced--> announced --taken--> in use --last block released--> (ended)
+               |                       |
+               |                       '--dropped--> withdrawn --the subscriber confirms--> (ended)
+               |                                         '--it was taken before--> in use
+               '--dropped--> (ended)
+
+A subscriber is *behind* by its publications that are pending or announced. If it is `max_behind` publications
+behind, it is *full*, and the policy of the publisher decides: `wait` until it takes one, `drop` its oldest
+one, or `disconnect` it.
+
+Everything that was announced pins memory until the subscriber answers. A publication stays pending while
+`max_behind` others are unanswered, so a stopped subscriber pins a limited number of them, and while the
+memory that the subscriber may use exceeds `max_held_bytes`.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
+
+from aiotensor.errors import ProtocolError
+
+__all__ = ["Audience", "Backlog", "Dropped", "Item", "SlowPolicy"]
+
+S = TypeVar("S", bound=Hashable)
+
+SlowPolicy: TypeAlias = Literal["wait", "drop", "disconnect"]
+
+
+class Item(NamedTuple):
+    """A publication.
+
+    Attributes:
+        number: its number, larger than those of earlier publications.
+        record: the record that announces it.
+        at: the time of the publication, by the clock of the publisher.
+        blocks: the number and the bytes of the block of each tensor; a block may occur several times.
+        segments: the numbers of the segments of these blocks.
+    """
+
+    number: int
+    record: bytes
+    at: float = 0.0
+    blocks: tuple[tuple[int, int], ...] = ()
+    segments: tuple[int, ...] = ()
+
+
+class Dropped(NamedTuple):
+    """A publication that was dropped for one subscriber.
+
+    Attributes:
+        is_withdrawn: whether it was announced, so that the subscriber has to confirm that it is dropped.
+            Otherwise its memory is free at once.
+    """
+
+    item: Item
+    is_withdrawn: bool
+
+
+class Backlog:
+    """The publications of one subscriber, and the memory that it may use.
+
+    Args:
+        max_behind: the most publications that it is behind, and the most unanswered ones.
+        max_held_bytes: the most bytes of announced publications and of those in use; None for no limit.
+
+    Attributes:
+        held_bytes: bytes of the blocks that it may use: of announced and withdrawn publications, and of
+            tensors that it took and that are alive.
+        delivered: the number of publications that it has taken.
+    """
+
+    def __init__(self, max_behind: int, max_held_bytes: int | None) -> None:
+        self.held_bytes = 0
+        self.delivered = 0
+        self._dropped = 0
+        self._max_behind = max_behind
+        self._max_held_bytes = max_held_bytes
+        self._pending: dict[int, Item] = {}  # the oldest first, like the others
+        self._announced: dict[int, Item] = {}
+        self._withdrawn: dict[int, Item] = {}
+        self._pins: dict[int, int] = {}  # of the blocks that it may use
+        self._sizes: dict[int, int] = {}  # of these blocks
+        self._in_use: dict[int, int] = {}  # the pins of tensors that it took
+
+    @property
+    def behind(self) -> int:
+        """The number of publications that it has not taken, apart from those dropped."""
+        return len(self._pending) + len(self._announced)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is behind by the most publications."""
+        return len(self._pending) + len(self._announced) >= self._max_behind
+
+    @property
+    def dropped(self) -> int:
+        """The number of publications that it has lost, or will have lost unless it has just taken them."""
+        return self._dropped + len(self._withdrawn)
+
+    @property
+    def oldest(self) -> Item | None:
+        """The oldest publication that it has not taken, apart from those dropped."""
+        return next(iter((self._announced or self._pending).values()), None)
+
+    def add(self, item: Item) -> None:
+        """Add a publication, which is pending."""
+        self._pending[item.number] = item
+
+    def next(self) -> Item | None:
+        """Return the next publication to announce, which counts as announced; None if it has to wait."""
+        if not self._pending or len(self._announced) + len(self._withdrawn) >= self._max_behind:
+            return None
+        item = next(iter(self._pending.values()))
+        if item.blocks and self._max_held_bytes is not None:
+            new = {block: nbytes for block, nbytes in item.blocks if block not in self._pins}
+            if self.held_bytes + sum(new.values()) > self._max_held_bytes:
+                return None
+        return self._announce(item)
+
+    def rest(self) -> Iterator[Item]:
+        """Announce all pending publications regardless of the limits, because no more will follow."""
+        for item in list(self._pending.values()):
+            yield self._announce(item)
+
+    def drop(self) -> Dropped:
+        """Drop the oldest publication that was not taken; there is one."""
+        if self._announced:
+            number = next(iter(self._announced))
+            item = self._withdrawn[number] = self._announced.pop(number)
+            return Dropped(item, is_withdrawn=True)
+        self._dropped += 1
+        number = next(iter(self._pending))
+        return Dropped(self._pending.pop(number), is_withdrawn=False)
+
+    def taken(self, number: int) -> None:
+        """Handle that the subscriber has taken a publication, perhaps before it was withdrawn.
+
+        Raises:
+            ProtocolError: it was not announced, or has been answered.
+        """
+        item = self._announced.pop(number, None)
+        if item is None:
+            item = self._withdrawn.pop(number, None)
+            if item is None:
+                raise _unanswerable(number)
+        self.delivered += 1
+        for block, _ in item.blocks:
+            self._in_use[block] = self._in_use.get(block, 0) + 1
+
+    def confirmed(self, number: int) -> Item:
+        """Handle that the subscriber has dropped a publication without taking it, and return it.
+
+        Raises:
+            ProtocolError: it was not withdrawn, or has been answered.
+        """
+        item = self._withdrawn.pop(number, None)
+        if item is None:
+            raise _unanswerable(number)
+        self._dropped += 1
+        for block, _ in item.blocks:
+            self._unpin(block)
+        return item
+
+    def released(self, block: int) -> None:
+        """Handle that the subscriber has freed a tensor in a block.
+
+        Raises:
+            ProtocolError: it uses no such block.
+        """
+        count = self._in_use.get(block, 0)
+        if not count:
+            raise ProtocolError(f"it released block {block} once too often")
+        if count == 1:
+            del self._in_use[block]
+        else:
+            self._in_use[block] = count - 1
+        self._unpin(block)
+
+    def pins(self) -> Iterator[int]:
+        """Iterate over the blocks that the subscriber may use, once for each pin."""
+        for block, count in self._pins.items():
+            for _ in range(count):
+                yield block
+
+    def pending_blocks(self) -> Iterator[int]:
+        """Iterate over the blocks of pending publications, once for each tensor."""
+        for item in self._pending.values():
+            for block, _ in item.blocks:
+                yield block
+
+    def _announce(self, item: Item) -> Item:
+        del self._pending[item.number]
+        self._announced[item.number] = item
+        for block, nbytes in item.blocks:
+            count = self._pins.get(block, 0)
+            if not count:
+                self._sizes[block] = nbytes
+                self.held_bytes += nbytes
+            self._pins[block] = count + 1
+        return item
+
+    def _unpin(self, block: int) -> None:
+        count = self._pins[block]
+        if count == 1:
+            del self._pins[block]
+            self.held_bytes -= self._sizes.pop(block)
+        else:
+            self._pins[block] = count - 1
+
+
+class Audience(Generic[S]):
+    """The subscribers of a publisher, and their backlogs.
+
+    Args:
+        slow: the policy for full subscribers.
+        max_behind: as for `Backlog`.
+        max_held_bytes: as for `Backlog`.
+    """
+
+    def __init__(self, slow: SlowPolicy, max_behind: int, max_held_bytes: int | None) -> None:
+        self.backlogs: dict[S, Backlog] = {}
+        self._slow = slow
+        self._max_behind = max_behind
+        self._max_held_bytes = max_held_bytes
+
+    def join(self, subscriber: S, items: Sequence[Item] = ()) -> Backlog:
+        """Add a subscriber, which begins with some earlier publications."""
+        backlog = self.backlogs[subscriber] = Backlog(self._max_behind, self._max_held_bytes)
+        for item in items:
+            backlog.add(item)
+        return backlog
+
+    def leave(self, subscriber: S) -> Backlog | None:
+        """Remove a subscriber, and return its backlog, unless it was removed before."""
+        return self.backlogs.pop(subscriber, None)
+
+    def delaying(self) -> list[S]:
+        """Return the subscribers that the next publication has to wait for."""
+        return self._full() if self._slow == "wait" else []
+
+    def to_disconnect(self) -> list[S]:
+        """Return the subscribers to disconnect before the next publication."""
+        return self._full() if self._slow == "disconnect" else []
+
+    def publish(self, item: Item) -> list[tuple[S, Dropped]]:
+        """Add a publication for every subscriber, and return the publications dropped in exchange."""
+        dropped = []
+        for subscriber, backlog in self.backlogs.items():
+            if backlog.is_full and self._slow == "drop":
+                dropped.append((subscriber, backlog.drop()))
+            backlog.add(item)
+        return dropped
+
+    def _full(self) -> list[S]:
+        return [subscriber for subscriber, backlog in self.backlogs.items() if backlog.is_full]
+
+
+def _unanswerable(number: int) -> ProtocolError:
+    return ProtocolError(f"it answered publication {number}, which was not announced or was answered before")

@@ -1,0 +1,115 @@
+"""The frames between a publisher and its subscribers, in addition to those of `aiotensor.protocol.frames`.
+
+    subscriber                               publisher
+      | Subscribe(version, pid, id, ...)        |   alone in the first record
+      | --------------------------------------> |
+      |      Welcome(version, pid, limits), ... |   states whether the subscriber is admitted
+      |     Begin(arena, max_behind, number)    |   if it is
+      | <-------------------------------------- |
+      |                         Attach(segment) |   before the first publication in it, with its descriptor
+      |                   Publish(number, ...)  |   one for each publication; the same record to all
+      |                         Discard(number) |   withdraws a publication, unless it was taken
+      |                         Detach(segment) |   no block of the segment is in use
+      | <-------------------------------------- |
+      | Taken(numbers) or Discarded(numbers)    |   exactly one answer to each publication
+      | Release(blocks)                         |   one for each tensor of a publication that was taken
+      | --------------------------------------> |
+      | Close(reason)     either way            |   the last frame; earlier frames still count
+      | <-------------------------------------> |
+
+Numbers of publications increase; a gap means that publications were dropped for this subscriber.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from aiotensor.protocol.connection import Close
+from aiotensor.protocol.frames import (
+    MAX_DIMENSIONS,
+    MAX_FRAMES,
+    Attach,
+    Discard,
+    Discarded,
+    Name,
+    Release,
+    Taken,
+    Welcome,
+)
+from aiotensor.types import MAX_NUMBER, Number
+
+__all__ = [
+    "FROM_SUBSCRIBER",
+    "TO_SUBSCRIBER",
+    "Begin",
+    "Content",
+    "Detach",
+    "FromSubscriber",
+    "PlacedTensor",
+    "Publish",
+    "ToSubscriber",
+]
+
+
+class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
+    """Admit a subscriber, and state the limits that the publisher will keep.
+
+    `next` is the number of the first publication that the subscriber may receive. At most `max_behind`
+    publications are unanswered, and twice as many before a `Close`.
+    """
+
+    arena_bytes: Number
+    max_behind: Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)]
+    next: Number
+
+
+class Publish(msgspec.Struct, frozen=True, array_like=True, tag="publish"):
+    """Announce a publication, whose content or its position is the `payload`.
+
+    `nbytes` is the size of the content. `block` is the number of the block that holds it, if any.
+    """
+
+    number: Number
+    placement: Name
+    payload: bytes
+    nbytes: Number
+    block: Number | None = None
+
+
+class Detach(msgspec.Struct, frozen=True, array_like=True, tag="detach"):
+    """Unmap a segment, in which no tensor is in use any more."""
+
+    segment: Number
+
+
+class PlacedTensor(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a publication; fields as in `Put`."""
+
+    dtype: Name
+    shape: Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    placement: Name
+    payload: bytes
+    block: Number
+    requires_grad: bool = False
+    is_parameter: bool = False
+
+
+class Content(msgspec.Struct, frozen=True, array_like=True):
+    """The content of a publication: the message, and the tensors that it refers to by their positions."""
+
+    body: memoryview
+    tensors: tuple[PlacedTensor, ...] = ()
+
+
+FromSubscriber = Taken | Discarded | Release | Close
+ToSubscriber = Welcome | Begin | Attach | Detach | Publish | Discard | Close
+
+_record = msgspec.Meta(max_length=MAX_FRAMES)
+
+# The valid records of each direction, after the first.
+FROM_SUBSCRIBER: msgspec.msgpack.Decoder[list[FromSubscriber]] = msgspec.msgpack.Decoder(
+    Annotated[list[FromSubscriber], _record]
+)
+TO_SUBSCRIBER: msgspec.msgpack.Decoder[list[ToSubscriber]] = msgspec.msgpack.Decoder(
+    Annotated[list[ToSubscriber], _record]
+)

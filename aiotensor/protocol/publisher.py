@@ -1,0 +1,118 @@
+"""A publisher's end of one connection to a subscriber.
+
+    OPENING --admit--> OPEN --Close, either way; violation--> CLOSED
+       |                                                        ^
+       '--refuse; violation-------------------------------------'
+
+The `Subscribe` has arrived when the object is made. `Backlog` has the states of its publications.
+"""
+
+from msgspec.structs import replace
+
+from aiotensor.errors import ProtocolError
+from aiotensor.protocol.audience import Backlog, Item
+from aiotensor.protocol.broadcast import (
+    FROM_SUBSCRIBER,
+    Begin,
+    Detach,
+    FromSubscriber,
+    ToSubscriber,
+)
+from aiotensor.protocol.connection import CLOSED, OPEN, OPENING, Close, mismatch
+from aiotensor.protocol.frames import (
+    MAX_RECORD_BYTES,
+    VERSION,
+    Attach,
+    Discard,
+    Discarded,
+    Release,
+    Subscribe,
+    Taken,
+    Welcome,
+    encode_record,
+)
+from aiotensor.protocol.records import RecordConnection
+
+__all__ = ["PublisherConnection"]
+
+
+class PublisherConnection(RecordConnection[FromSubscriber, ToSubscriber]):
+    """A publisher's end of one connection.
+
+    Args:
+        subscribe: the first frame of the subscriber.
+        welcome: the answer to it, if the subscriber is admitted.
+
+    Attributes:
+        subscribe: the first frame of the subscriber.
+        mismatch: the reason to refuse the subscriber because of its version, if any.
+        backlog: its publications; empty until it is admitted.
+        freed: the blocks whose pins the subscriber has released; the owner of this object removes them.
+    """
+
+    def __init__(self, subscribe: Subscribe, welcome: Welcome) -> None:
+        super().__init__(
+            "publisher", "the subscriber", FROM_SUBSCRIBER, welcome.max_frame_bytes, MAX_RECORD_BYTES
+        )
+        self.subscribe = subscribe
+        self.peer_pid = subscribe.pid
+        self.mismatch = mismatch(subscribe.version, VERSION)
+        self.backlog = Backlog(1, None)
+        self.freed: list[int] = []
+        self._welcome = welcome
+
+    # Commands
+
+    def admit(self, backlog: Backlog, begin: Begin) -> None:
+        """Admit the subscriber."""
+        self.backlog = backlog
+        self._send(self._welcome)
+        self._send(begin)
+        self.state = OPEN
+
+    def refuse(self, reason: str) -> None:
+        """Close the connection because of a limit or of the version of the subscriber."""
+        if self.state is OPENING:  # the subscriber reads the version in the `Welcome`
+            self._send(replace(self._welcome, is_admitted=False))
+        self.close(Close(reason, is_refusal=True))
+
+    def attach(self, segment: int, placement: str, nbytes: int) -> bytes:
+        """Return the record that shares a segment; write it after all earlier ones, with the descriptor."""
+        return encode_record([Attach(segment, placement, nbytes)])
+
+    def detach(self, segment: int) -> None:
+        """Withdraw a segment, in which the subscriber uses no block."""
+        self._send(Detach(segment))
+
+    def announce(self, item: Item) -> None:
+        """Announce a publication, by a record that is the same for all subscribers."""
+        if self.state is CLOSED:
+            return
+        if self._frames:
+            self._records = list(self.data_to_send())
+        self._records.append(item.record)
+
+    def withdraw(self, number: int) -> None:
+        """Withdraw a publication, which the subscriber confirms unless it has taken it."""
+        self._send(Discard(number))
+
+    # Frames of the subscriber
+
+    def _validate(self, frame: FromSubscriber) -> None:
+        if self.state is not OPEN:
+            self.check_open()
+        match frame:
+            case Taken():
+                for number in frame.messages:
+                    self.backlog.taken(number)
+            case Release():
+                for block in frame.blocks:
+                    self.backlog.released(block)
+                self.freed += frame.blocks
+            case Discarded():
+                for number in frame.messages:
+                    self.freed += [block for block, _ in self.backlog.confirmed(number).blocks]
+            case Close():
+                self.state = CLOSED
+            case _:
+                raise ProtocolError("it sent a frame that no subscriber sends")

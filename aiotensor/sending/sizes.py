@@ -1,0 +1,62 @@
+"""The sizes of tensors to allocate, and the errors for those that can never be sent."""
+
+import math
+import operator
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from aiotensor.errors import TooLargeError
+from aiotensor.tensors.raw import is_addressable, new_tensor
+from aiotensor.tensors.source import check_dtype
+
+__all__ = ["new_empty", "sizes_of", "too_large"]
+
+
+def sizes_of(shape: Sequence[int], dtype: torch.dtype, limit: int) -> tuple[tuple[int, ...], int]:
+    """Return the sizes of a tensor to allocate, and its bytes.
+
+    Args:
+        shape: the sizes of its dimensions, in elements.
+        dtype: the type of its elements.
+        limit: the most bytes that it may have.
+
+    Raises:
+        TypeError: the dtype is not a torch dtype.
+        UnsupportedTensorError: a tensor of this dtype cannot be sent.
+        ValueError: a size is negative.
+        TooLargeError: it has more bytes.
+    """
+    sizes = tuple(map(operator.index, shape))
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"the sizes of a shape are not negative, got {sizes}")
+    check_dtype(dtype)
+    nbytes = math.prod(sizes) * dtype.itemsize
+    if nbytes > limit:
+        raise too_large(nbytes, limit)
+    return sizes, nbytes
+
+
+def new_empty(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor without elements.
+
+    Raises:
+        TooLargeError: its strides cannot be computed.
+    """
+    if not is_addressable(sizes, dtype.itemsize):
+        raise TooLargeError(
+            f"an empty tensor of shape {sizes} has strides that cannot be computed: choose smaller sizes",
+            limit=sys.maxsize,
+            requested=math.prod(size for size in sizes if size) * dtype.itemsize,
+        )
+    return new_tensor(sizes, dtype)
+
+
+def too_large(nbytes: int, limit: int) -> TooLargeError:
+    """Return the error for a tensor that never fits into the arena."""
+    return TooLargeError(
+        f"{nbytes} bytes can never fit into arena_bytes={limit}: send smaller parts, or raise arena_bytes",
+        limit=limit,
+        requested=nbytes,
+    )

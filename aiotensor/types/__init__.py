@@ -1,0 +1,49 @@
+"""The small values that users hold: handles, deliveries and statistics. No behaviour."""
+
+from aiotensor.types.declaring import MAX_BOUNDS, MAX_ERROR_NAMES, Export, Holder, Waits, counter, gauge
+from aiotensor.types.statistics import (
+    ClientStatistics,
+    PublisherStatistics,
+    ReceiverStatistics,
+    SenderStatistics,
+    ServerStatistics,
+    Statistics,
+    SubscriberLag,
+    SubscriberStatistics,
+)
+from aiotensor.types.values import (
+    MAX_NUMBER,
+    Delivery,
+    Number,
+    Publication,
+    Published,
+    Seconds,
+    TensorHandle,
+    Usage,
+)
+
+__all__ = [
+    "MAX_BOUNDS",
+    "MAX_ERROR_NAMES",
+    "MAX_NUMBER",
+    "ClientStatistics",
+    "Delivery",
+    "Export",
+    "Holder",
+    "Number",
+    "Publication",
+    "Published",
+    "PublisherStatistics",
+    "ReceiverStatistics",
+    "Seconds",
+    "SenderStatistics",
+    "ServerStatistics",
+    "Statistics",
+    "SubscriberLag",
+    "SubscriberStatistics",
+    "TensorHandle",
+    "Usage",
+    "Waits",
+    "counter",
+    "gauge",
+]

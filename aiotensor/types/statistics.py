@@ -1,0 +1,345 @@
+"""The statistics of each kind of object. One line declares a field, its help text and its metric."""
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from aiotensor.types.declaring import MAX_HOLDERS, Errors, Holder, Waits, counter, gauge
+from aiotensor.types.values import Number, Seconds
+
+__all__ = [
+    "ClientStatistics",
+    "PublisherStatistics",
+    "ReceiverStatistics",
+    "SenderStatistics",
+    "ServerStatistics",
+    "Statistics",
+    "SubscriberLag",
+    "SubscriberStatistics",
+]
+
+
+class SenderStatistics(msgspec.Struct, frozen=True):
+    """The current usage of one sender, and its totals since it was opened.
+
+    The declaration of each field explains it. A field without `counter` or `gauge` is not exported.
+    """
+
+    max_concurrent_videos: Annotated[Number, gauge("Limit of messages in flight.", metric="permits_limit")]
+    in_flight: Annotated[
+        Number,
+        gauge("Messages with a permit: begun, and neither taken nor discarded.", metric="permits_in_use"),
+    ]
+    peak_in_flight: Annotated[
+        Number,
+        gauge(
+            "The most messages that one sender had in flight at once.", metric="permits_peak", largest=True
+        ),
+    ]
+    waiting: Annotated[
+        Number,
+        gauge(
+            "Calls that wait for a permit, for memory, or for other copies to end.", metric="waiting_calls"
+        ),
+    ]
+    longest_wait_s: Annotated[
+        Seconds,
+        gauge("Time that the longest current wait has lasted.", metric="longest_wait_seconds", largest=True),
+    ]
+    holders: Annotated[
+        tuple[Holder, ...],
+        msgspec.Meta(max_length=MAX_HOLDERS, description="Holders of permits and memory, longest first."),
+    ]
+    arena_bytes: Annotated[Number, gauge("Limit of shared memory in use.", metric="memory_limit_bytes")]
+    bytes_in_use: Annotated[
+        Number, gauge("Shared memory in use, taken by the receiver or not.", metric="memory_in_use_bytes")
+    ]
+    peak_bytes_in_use: Annotated[
+        Number,
+        gauge(
+            "The most shared memory that one sender used at once.", metric="memory_peak_bytes", largest=True
+        ),
+    ]
+    warm_bytes: Annotated[
+        Number,
+        gauge("Allocated shared memory, in use or kept for the next tensor.", metric="memory_warm_bytes"),
+    ]
+    largest_free_bytes: Annotated[
+        Number,
+        gauge(
+            "The largest tensor that would get shared memory now if no other call waited.",
+            metric="memory_largest_free_bytes",
+            largest=True,
+        ),
+    ]
+    messages_sent: Annotated[Number, counter("Messages announced in full to the receiver.")]
+    messages_discarded: Annotated[Number, counter("Messages discarded by either side.")]
+    tensors_sent: Annotated[Number, counter("Tensors announced to the receiver.")]
+    bytes_sent: Annotated[Number, counter("Bytes of the announced tensors.", metric="sent_bytes")]
+    receivers_lost: Annotated[Number, counter("How often the receiver died, closed or refused the sender.")]
+    permit_waits: Annotated[
+        Waits,
+        counter("Durations of ended waits for a permit.", metric="wait_seconds", labels={"for": "permit"}),
+    ]
+    memory_waits: Annotated[
+        Waits,
+        counter("Durations of ended waits for memory.", metric="wait_seconds", labels={"for": "memory"}),
+    ]
+    tensors_copied: Annotated[Number, counter("Tensors that sending copied into shared memory.")]
+    bytes_copied: Annotated[Number, counter("Bytes of the copied tensors.", metric="copied_bytes")]
+    errors: Annotated[Errors, counter("Calls of senders that raised an error, by the type of the error.")]
+
+
+class ReceiverStatistics(msgspec.Struct, frozen=True):
+    """The current usage of the receiver, and its totals since it was opened.
+
+    The declaration of each field explains it.
+    """
+
+    senders: Annotated[Number, gauge("Senders that are connected.")]
+    max_senders: Annotated[Number | None, gauge("Limit of connected senders.", metric="senders_limit")]
+    senders_lost: Annotated[Number, counter("Senders that died or broke the connection.")]
+    senders_refused: Annotated[
+        Number,
+        counter(
+            "Senders that were refused, because of a limit or of their version, and unidentified connections "
+            "that newer ones replaced."
+        ),
+    ]
+    waiting: Annotated[Number, gauge("Calls and iterations that wait for a tensor.", metric="waiting_calls")]
+    unclaimed_tensors: Annotated[Number, gauge("Tensors that have arrived and have not been taken.")]
+    unclaimed_bytes: Annotated[Number, gauge("Bytes of the tensors that have not been taken.")]
+    mapped_bytes: Annotated[Number, gauge("Shared memory of senders that is mapped, or may still be mapped.")]
+    max_mapped_bytes: Annotated[
+        Number | None, gauge("Limit of the mapped shared memory.", metric="mapped_limit_bytes")
+    ]
+    promised_messages: Annotated[
+        Number,
+        gauge(
+            "Messages that connected senders may have unclaimed at the receiver at once, and messages that "
+            "closed senders left there."
+        ),
+    ]
+    max_unclaimed_messages: Annotated[
+        Number | None, gauge("Limit of the promised messages.", metric="promised_messages_limit")
+    ]
+    leases: Annotated[
+        Number, gauge("Blocks of shared memory pinned by tensors that were taken and are alive.")
+    ]
+    leased_bytes: Annotated[Number, gauge("Bytes of the tensors that pin these blocks.")]
+    peak_leased_bytes: Annotated[
+        Number,
+        gauge(
+            "The most bytes that one receiver had leased at once.", metric="leased_peak_bytes", largest=True
+        ),
+    ]
+    tensors_taken: Annotated[Number, counter("Tensors that were received.")]
+    bytes_taken: Annotated[Number, counter("Bytes of the received tensors.", metric="taken_bytes")]
+    messages_discarded: Annotated[Number, counter("Messages discarded by either side.")]
+    tensors_copied: Annotated[Number, counter("Tensors that were received as copies.")]
+    bytes_copied: Annotated[Number, counter("Bytes of the received copies.", metric="copied_bytes")]
+    errors: Annotated[Errors, counter("Calls of receivers that raised an error, by the type of the error.")]
+
+
+class ClientStatistics(msgspec.Struct, frozen=True):
+    """The current messages of a messaging client, and its totals since it was opened.
+
+    The declaration of each field explains it. `in_flight` has a number for each server.
+    """
+
+    servers: Annotated[Number, gauge("Servers that are connected.")]
+    in_flight: Annotated[tuple[Number, ...], gauge("Messages that are being sent, or wait for an answer.")]
+    waiting: Annotated[Number, gauge("Messages that wait until one of several servers can accept them.")]
+    messages_sent: Annotated[Number, counter("Messages handed to ZeroMQ.")]
+    answers: Annotated[Number, counter("Requests that were answered.")]
+    failures: Annotated[Number, counter("Requests that ended with an error.")]
+    cancelled: Annotated[Number, counter("Requests that were cancelled at the client.")]
+    servers_lost: Annotated[Number, counter("How often a server died, closed or refused the client.")]
+    errors: Annotated[Errors, counter("Calls of clients that raised an error, by the type of the error.")]
+
+
+class ServerStatistics(msgspec.Struct, frozen=True):
+    """The current messages of a messaging server, and its totals since it was opened.
+
+    The declaration of each field explains it. A field without `counter` or `gauge` is not exported.
+    """
+
+    clients: Annotated[Number, gauge("Clients that are connected.")]
+    max_clients: Annotated[
+        Number | None,
+        gauge(
+            "Limit of clients, including disconnected clients with waiting messages.", metric="clients_limit"
+        ),
+    ]
+    waiting: Annotated[Number, gauge("Messages that have not been taken.", metric="waiting_messages")]
+    max_waiting: Annotated[Number, msgspec.Meta(description="Limit of waiting messages for each client.")]
+    waiting_bytes: Annotated[
+        Number, gauge("Bytes of the waiting messages, without the tensors that a sender transfers.")
+    ]
+    max_waiting_bytes: Annotated[Number, msgspec.Meta(description="Limit of these bytes for each client.")]
+    in_hand: Annotated[Number, gauge("Messages that were taken, and neither answered nor cancelled.")]
+    messages_received: Annotated[Number, counter("Messages that have arrived.")]
+    answers: Annotated[Number, counter("Messages that were answered.")]
+    failures: Annotated[Number, counter("Messages that were answered with an error.")]
+    cancelled: Annotated[
+        Number, counter("Messages that their clients cancelled, or that were lost with their clients.")
+    ]
+    clients_lost: Annotated[Number, counter("Clients that died, closed or broke the protocol.")]
+    clients_refused: Annotated[
+        Number, counter("Clients that were refused, because of a limit or of their version.")
+    ]
+
+
+class SubscriberLag(msgspec.Struct, frozen=True):
+    """One subscriber of a publisher.
+
+    Attributes:
+        subscriber: its id.
+        pid: its process id.
+        behind: publications that it has not taken.
+        behind_s: seconds since the oldest of them was published; 0 if there is none.
+        held_bytes: bytes of shared memory that it may use, taken or not.
+        delivered: publications that it has taken.
+        dropped: publications that it has lost because it was slow.
+    """
+
+    subscriber: Annotated[str, msgspec.Meta(max_length=64)]
+    pid: Number
+    behind: Number
+    behind_s: Seconds
+    held_bytes: Number
+    delivered: Number
+    dropped: Number
+
+
+class PublisherStatistics(msgspec.Struct, frozen=True):
+    """The current usage of one publisher, and its totals since it was opened.
+
+    The declaration of each field explains it. A field without `counter` or `gauge` is not exported.
+    """
+
+    subscribers: Annotated[Number, gauge("Subscribers that are connected.")]
+    max_subscribers: Annotated[
+        Number | None, gauge("Limit of connected subscribers.", metric="subscribers_limit")
+    ]
+    lags: Annotated[
+        tuple[SubscriberLag, ...], msgspec.Meta(description="The subscribers, the slowest first.")
+    ]
+    max_behind: Annotated[
+        Number, gauge("Limit of publications that one subscriber is behind.", metric="behind_limit")
+    ]
+    behind: Annotated[Number, gauge("Publications that the slowest subscriber has not taken.", largest=True)]
+    waiting: Annotated[
+        Number, gauge("Calls that wait for subscribers, for memory or for copies.", metric="waiting_calls")
+    ]
+    longest_wait_s: Annotated[
+        Seconds,
+        gauge("Time that the longest current wait has lasted.", metric="longest_wait_seconds", largest=True),
+    ]
+    history: Annotated[Number, gauge("Publications that are kept for later subscribers.")]
+    arena_bytes: Annotated[Number, gauge("Limit of shared memory in use.", metric="memory_limit_bytes")]
+    bytes_in_use: Annotated[
+        Number,
+        gauge(
+            "Shared memory in use: by subscribers, by the history or by callers.",
+            metric="memory_in_use_bytes",
+        ),
+    ]
+    peak_bytes_in_use: Annotated[
+        Number,
+        gauge(
+            "The most shared memory that one publisher used at once.",
+            metric="memory_peak_bytes",
+            largest=True,
+        ),
+    ]
+    warm_bytes: Annotated[
+        Number,
+        gauge("Allocated shared memory, in use or kept for the next tensor.", metric="memory_warm_bytes"),
+    ]
+    largest_free_bytes: Annotated[
+        Number,
+        gauge(
+            "The largest tensor that would get shared memory now if no other call waited.",
+            metric="memory_largest_free_bytes",
+            largest=True,
+        ),
+    ]
+    published: Annotated[Number, counter("Messages published.", metric="publications")]
+    bytes_published: Annotated[
+        Number, counter("Bytes of the published messages, counted once.", metric="published_bytes")
+    ]
+    deliveries: Annotated[Number, counter("Publications announced to subscribers, once for each of them.")]
+    dropped: Annotated[
+        Number, counter("Publications that a subscriber has lost because it was slow, once for each of them.")
+    ]
+    subscribers_lost: Annotated[
+        Number, counter("Subscribers that died, broke the protocol, or were disconnected for being slow.")
+    ]
+    subscribers_refused: Annotated[
+        Number,
+        counter(
+            "Subscribers that were refused, because of a limit or of their version, and unidentified "
+            "connections that newer ones replaced."
+        ),
+    ]
+    subscriber_waits: Annotated[
+        Waits,
+        counter(
+            "Durations of ended waits for slow subscribers and earlier calls.",
+            metric="wait_seconds",
+            labels={"for": "subscribers"},
+        ),
+    ]
+    memory_waits: Annotated[
+        Waits,
+        counter("Durations of ended waits for memory.", metric="wait_seconds", labels={"for": "memory"}),
+    ]
+    tensors_copied: Annotated[Number, counter("Tensors that publishing copied into shared memory.")]
+    bytes_copied: Annotated[Number, counter("Bytes of the copied tensors.", metric="copied_bytes")]
+    errors: Annotated[Errors, counter("Calls of publishers that raised an error, by the type of the error.")]
+
+
+class SubscriberStatistics(msgspec.Struct, frozen=True):
+    """The current state of one subscriber, and its totals since it was opened.
+
+    The declaration of each field explains it.
+    """
+
+    publishers: Annotated[Number, gauge("Whether a publisher is connected.")]
+    waiting: Annotated[
+        Number, gauge("Calls and iterations that wait for a publication.", metric="waiting_calls")
+    ]
+    unclaimed: Annotated[
+        Number,
+        gauge("Publications that have arrived and have not been taken.", metric="unclaimed_publications"),
+    ]
+    mapped_bytes: Annotated[
+        Number, gauge("Shared memory of publishers that is mapped, or may still be mapped.")
+    ]
+    leases: Annotated[
+        Number, gauge("Tensors that were taken and are alive, and pin shared memory of the publisher.")
+    ]
+    leased_bytes: Annotated[Number, gauge("Bytes of these tensors.")]
+    peak_leased_bytes: Annotated[
+        Number,
+        gauge(
+            "The most bytes that one subscriber had leased at once.", metric="leased_peak_bytes", largest=True
+        ),
+    ]
+    received: Annotated[Number, counter("Publications that were received.", metric="publications")]
+    missed: Annotated[Number, counter("Publications that were missed.", metric="missed_publications")]
+    publishers_lost: Annotated[
+        Number, counter("How often the publisher died, closed or disconnected the subscriber.")
+    ]
+    errors: Annotated[Errors, counter("Calls of subscribers that raised an error, by the type of the error.")]
+
+
+Statistics: TypeAlias = (
+    SenderStatistics
+    | ReceiverStatistics
+    | PublisherStatistics
+    | SubscriberStatistics
+    | ClientStatistics
+    | ServerStatistics
+)

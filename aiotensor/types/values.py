@@ -1,0 +1,171 @@
+"""The small values that users hold: handles and deliveries. No behaviour."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+if TYPE_CHECKING:  # these records hold tensors and make none: the pure modules import this one
+    import torch
+    from pydantic_core import CoreSchema, SchemaSerializer
+
+__all__ = [
+    "MAX_NUMBER",
+    "Delivery",
+    "Number",
+    "Publication",
+    "Published",
+    "Seconds",
+    "TensorHandle",
+    "Usage",
+]
+
+T = TypeVar("T")
+
+# The ranges of numbers and times that are accepted from another process.
+MAX_NUMBER = 2**63 - 1
+Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=2.0**63)]
+
+
+class TensorHandle(msgspec.Struct, frozen=True):
+    """Name one tensor on its way.
+
+    A handle is a few dozen bytes and survives msgpack, JSON and pickle unchanged, so it travels over
+    any channel that you already have. It may reach the receiver before its tensor does.
+
+    It can be a field of a pydantic model, and the response or the body (``Annotated[TensorHandle, Body()]``)
+    of a FastAPI endpoint. pydantic also writes it in fields of type `Any`. ``dict(handle)`` gives its fields.
+
+    Attributes:
+        sender: the sender's id, unique for each opened sender.
+        message: counts up per sender, from 0.
+        tensor: counts up per message, from 0.
+        dtype: the name of the torch dtype, for example ``"uint8"``.
+        shape: the sizes of the tensor's dimensions, in elements.
+        device: the torch device that the tensor was sent from, for example ``"cpu"``.
+    """
+
+    sender: str
+    message: int
+    tensor: int
+    dtype: str
+    shape: tuple[int, ...]
+    device: str
+
+    __iter__: ClassVar[None] = None  # `__getitem__` alone would make it iterable as a sequence
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the names of the fields, so that ``dict(handle)`` works, as FastAPI's encoder expects."""
+        return self.__struct_fields__
+
+    def __getitem__(self, name: str) -> str | int | tuple[int, ...]:
+        if name not in self.__struct_fields__:
+            raise KeyError(name)
+        value: str | int | tuple[int, ...] = getattr(self, name)
+        return value
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: object) -> "CoreSchema":
+        """Describe a handle to pydantic: an instance, or an object with exactly typed fields."""
+        from pydantic_core import core_schema  # only pydantic calls this
+
+        text = core_schema.str_schema(strict=True)
+        number = core_schema.int_schema(strict=True, ge=0, le=MAX_NUMBER)
+        fields = core_schema.typed_dict_schema(
+            {
+                "sender": core_schema.typed_dict_field(text),
+                "message": core_schema.typed_dict_field(number),
+                "tensor": core_schema.typed_dict_field(number),
+                "dtype": core_schema.typed_dict_field(text),
+                "shape": core_schema.typed_dict_field(core_schema.tuple_variable_schema(number)),
+                "device": core_schema.typed_dict_field(text),
+            },
+            extra_behavior="ignore",  # as msgspec does: a later version may add fields
+        )
+
+        def validate(given: object, read: Callable[[object], dict[str, Any]]) -> "TensorHandle":
+            return given if isinstance(given, cls) else cls(**read(given))
+
+        return core_schema.no_info_wrap_validator_function(
+            validate,
+            fields,
+            serialization=core_schema.plain_serializer_function_ser_schema(dict, return_schema=fields),
+            ref=f"{cls.__module__}.{cls.__qualname__}:{id(cls)}",  # one schema, which others refer to by name
+        )
+
+    @property
+    def __pydantic_serializer__(self) -> "SchemaSerializer":
+        """The serializer that pydantic uses where no type declares a handle, as in a field of type `Any`."""
+        try:
+            return _serializer()
+        except ImportError as error:  # for tools that inspect all attributes
+            raise AttributeError("pydantic is not installed") from error
+
+
+@cache
+def _serializer() -> "SchemaSerializer":
+    from pydantic_core import SchemaSerializer
+
+    return SchemaSerializer(TensorHandle.__get_pydantic_core_schema__(TensorHandle, None))
+
+
+class Delivery(msgspec.Struct, frozen=True):
+    """One tensor, as returned by the receiver's iterator.
+
+    Attributes:
+        handle: identifies it; `handle.tensor` is its position in the message, from 0.
+        tensor: the tensor itself.
+        tensors: the number of tensors in the message. They are delivered consecutively, so a consumer can
+            collect them: all tensors of a message share `handle.sender` and `handle.message`.
+    """
+
+    handle: TensorHandle
+    tensor: "torch.Tensor"
+    tensors: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Publication(Generic[T]):
+    """One publication, as a subscriber receives it.
+
+    Attributes:
+        message: the message.
+        number: counts up per publisher, from 0.
+        missed: the number of publications that this subscriber has missed immediately before, because it was
+            slow or not connected.
+    """
+
+    message: T
+    number: int
+    missed: int
+
+
+class Published(NamedTuple):
+    """The result of publishing a message.
+
+    Attributes:
+        number: the number of the publication.
+        delivered: the number of subscribers that receive it.
+        dropped: the number of subscribers for which it replaces an older publication, which they have lost.
+    """
+
+    number: int
+    delivered: int
+    dropped: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """How much of a limit is used, and how much more was requested.
+
+    Attributes:
+        limit: the maximum amount in use at once; None if there is no limit.
+        in_use: the amount in use now.
+        requested: the amount that the refused call requested.
+    """
+
+    limit: int | None = None
+    in_use: int = 0
+    requested: int = 0

@@ -1,0 +1,12 @@
+"""Inspections of receivers."""
+
+from aiotensor.inspection import Inspection, inspect
+
+__all__ = ["inspect_receiver"]
+
+
+async def inspect_receiver(address: str, *, patience_s: float) -> Inspection:
+    """Inspect a receiver, as `inspect` does, where no publisher is."""
+    inspection = await inspect(address, patience_s=patience_s)
+    assert isinstance(inspection, Inspection)
+    return inspection
