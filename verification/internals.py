@@ -8,6 +8,8 @@ import socket
 from typing import Any
 
 from aiotensor import TensorReceiver, TensorSender
+from aiotensor.broadcast import Publisher
+from aiotensor.protocol.audience import Backlog
 from aiotensor.protocol.blocks import Blocks
 from aiotensor.protocol.frames import Hello
 from aiotensor.receiving.inspectors import InspectorPeer
@@ -25,6 +27,7 @@ from aiotensor.transports.unix import UnixListener
 
 __all__ = [
     "awaited_replies",
+    "backlogs_of",
     "blocks_of",
     "connections_at",
     "cut",
@@ -130,6 +133,12 @@ def session_of(sender: TensorSender) -> Session:
     session = pipeline_of(sender).sessions.current
     assert session is not None
     return session
+
+
+def backlogs_of(publisher: Publisher) -> list[Backlog]:
+    """Return the backlogs of the subscribers of a publisher that was opened."""
+    assert publisher._publishing is not None
+    return list(publisher._publishing.subscribers.audience.backlogs.values())
 
 
 def senders_of(receiver: TensorReceiver) -> Senders:

@@ -189,7 +189,7 @@ class Publishing:
             del message
             self._check_open()
             await self._place(payload, placement)
-            content = _content_of(payload, placement)
+            content = self._content_of(payload, placement)
             if len(content) > _MAX_RECORD_CONTENT_BYTES:
                 block = await self._copy(as_source(np.frombuffer(content, np.uint8)), placement)
                 return self._announce_placed(placement, block, len(content))
@@ -210,7 +210,7 @@ class Publishing:
             for source, allocation in self._plan(payload):
                 if not self._place_allocated(source, allocation, placement):
                     placement.add(source, *self._copy_now(source, placement))
-            content = _content_of(payload, placement)
+            content = self._content_of(payload, placement)
             if len(content) > _MAX_RECORD_CONTENT_BYTES:
                 _, block = self._copy_now(as_source(np.frombuffer(content, np.uint8)), placement)
                 return self._announce_placed(placement, block, len(content))
@@ -253,7 +253,9 @@ class Publishing:
 
     def _plan(self, payload: Payload) -> list[_Planned]:
         """Reject a message that can never be published, before any memory is granted to it."""
-        planned, new_bytes, used = [], 0, {}
+        planned, used = [], {}
+        body_bytes = len(payload.parts[0])
+        new_bytes = whole_pages(body_bytes) if body_bytes > _MAX_RECORD_CONTENT_BYTES else 0
         for value in payload.tensors:
             source = as_source(value)
             allocation = plan_placement(source, self.memory.allocations).allocation
@@ -262,18 +264,22 @@ class Publishing:
                 new_bytes += one.nbytes
             else:
                 used[allocation.block.number] = allocation.block.place.nbytes
-        if new_bytes > self._max_bytes:
-            raise too_large(new_bytes, self._max_bytes)
-        limit = self._settings.max_held_bytes
-        if limit is not None and new_bytes + sum(used.values()) > limit:
-            raise TooLargeError(
-                f"this message has {new_bytes + sum(used.values())} bytes, and max_held_bytes={limit} allows "
-                "no subscriber to use so many: publish smaller parts, or raise max_held_bytes",
-                limit=limit,
-                requested=new_bytes + sum(used.values()),
-            )
+        self._check_fits(new_bytes, sum(used.values()))
         self._allocated = [one.allocation for one in planned if one.allocation is not None]
         return planned
+
+    def _check_fits(self, new_bytes: int, allocated_bytes: int) -> None:
+        """Check that a message fits into the arena, and into what a subscriber may use."""
+        if new_bytes > self._max_bytes:
+            raise too_large(new_bytes, self._max_bytes)
+        nbytes, limit = new_bytes + allocated_bytes, self._settings.max_held_bytes
+        if limit is not None and nbytes > limit:
+            raise TooLargeError(
+                f"this message has {nbytes} bytes, and max_held_bytes={limit} allows no subscriber to use so "
+                "many: publish smaller parts, or raise max_held_bytes",
+                limit=limit,
+                requested=nbytes,
+            )
 
     async def _place(self, payload: Payload, placement: _Placement) -> None:
         tensors = nbytes = 0  # in this iteration of the loop, if nothing has to wait
@@ -337,6 +343,15 @@ class Publishing:
         """Forget publications of the history that use the memory for a block."""
         while self.memory.largest_free < nbytes and self.subscribers.forget_oldest():
             pass
+
+    def _content_of(self, payload: Payload, placement: _Placement) -> bytes:
+        """Encode the content of a message, and check that it fits beside its tensors."""
+        content = msgspec.msgpack.encode(Content(memoryview(payload.parts[0]), tuple(placement.tensors)))
+        if len(content) > _MAX_RECORD_CONTENT_BYTES:  # many tensors make it longer than its body
+            sizes, owned = dict(placement.blocks), placement.owned
+            new_bytes = whole_pages(len(content)) + sum(sizes[block] for block in owned)
+            self._check_fits(new_bytes, sum(size for block, size in sizes.items() if block not in owned))
+        return content
 
     def _held_by_caller(self) -> int:
         """Count the bytes of tensors from `allocate` in the message with the turn, unless they are in use."""
@@ -475,10 +490,6 @@ class Publishing:
     def _check_open(self) -> None:
         if self.is_closed:
             raise _closed()
-
-
-def _content_of(payload: Payload, placement: _Placement) -> bytes:
-    return msgspec.msgpack.encode(Content(memoryview(payload.parts[0]), tuple(placement.tensors)))
 
 
 def _closed() -> AioTensorError:

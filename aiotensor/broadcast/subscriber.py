@@ -2,7 +2,7 @@
 
 import operator
 import secrets
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, overload
 
 from aiotensor.broadcast.subscription import Ended, Subscription
 from aiotensor.codec import TensorDecoder
@@ -44,10 +44,29 @@ class Subscriber(LoopObject, Generic[T]):
         ValueError: the address is invalid, or a limit is out of bounds.
     """
 
+    @overload
+    def __init__(
+        self: "Subscriber[Any]",
+        endpoint: Endpoint,
+        *,
+        max_mapped_bytes: int | None = ...,
+        max_wait_s: float | None = ...,
+    ) -> None: ...
+
+    @overload
     def __init__(
         self,
         endpoint: Endpoint,
-        type: type[T] = Any,  # type: ignore[assignment]  # noqa: A002
+        type: type[T],
+        *,
+        max_mapped_bytes: int | None = ...,
+        max_wait_s: float | None = ...,
+    ) -> None: ...
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        type: Any = Any,  # noqa: A002
         *,
         max_mapped_bytes: int | None = 64 << 30,
         max_wait_s: float | None = None,
@@ -55,7 +74,7 @@ class Subscriber(LoopObject, Generic[T]):
         self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("Subscriber")
         self._route = route_to(endpoint)
-        self._decoder = TensorDecoder(type)
+        self._decoder: TensorDecoder[T] = TensorDecoder(type)
         if max_mapped_bytes is not None and operator.index(max_mapped_bytes) < 1:
             raise ValueError(f"max_mapped_bytes must be at least 1, or None, got {max_mapped_bytes}")
         self._max_mapped_bytes = max_mapped_bytes

@@ -4,6 +4,7 @@ It decides, and never waits. One publication, as the publisher sees it for one s
 
     add --> pending --announced--> announced --taken--> in use --last block released--> (ended)
                |                       |
+               |                       |--the subscriber closes--> (ended)
                |                       '--dropped--> withdrawn --the subscriber confirms--> (ended)
                |                                         '--it was taken before--> in use
                '--dropped--> (ended)
@@ -96,6 +97,11 @@ class Backlog:
         return len(self._pending) + len(self._announced) >= self._max_behind
 
     @property
+    def unanswered(self) -> int:
+        """The number of announced publications that the subscriber has not answered."""
+        return len(self._announced) + len(self._withdrawn)
+
+    @property
     def dropped(self) -> int:
         """The number of publications that it has lost, or will have lost unless it has just taken them."""
         return self._dropped + len(self._withdrawn)
@@ -111,7 +117,7 @@ class Backlog:
 
     def next(self) -> Item | None:
         """Return the next publication to announce, which counts as announced; None if it has to wait."""
-        if not self._pending or len(self._announced) + len(self._withdrawn) >= self._max_behind:
+        if not self._pending or self.unanswered >= self._max_behind:
             return None
         item = next(iter(self._pending.values()))
         if item.blocks and self._max_held_bytes is not None:
@@ -150,16 +156,19 @@ class Backlog:
         for block, _ in item.blocks:
             self._in_use[block] = self._in_use.get(block, 0) + 1
 
-    def confirmed(self, number: int) -> Item:
-        """Handle that the subscriber has dropped a publication without taking it, and return it.
+    def discarded(self, number: int) -> Item:
+        """Handle that the subscriber has not taken a publication, which was withdrawn, or because it closes.
 
         Raises:
-            ProtocolError: it was not withdrawn, or has been answered.
+            ProtocolError: it was not announced, or has been answered.
         """
         item = self._withdrawn.pop(number, None)
-        if item is None:
-            raise _unanswerable(number)
-        self._dropped += 1
+        if item is not None:
+            self._dropped += 1
+        else:
+            item = self._announced.pop(number, None)
+            if item is None:
+                raise _unanswerable(number)
         for block, _ in item.blocks:
             self._unpin(block)
         return item

@@ -111,7 +111,7 @@ class PublisherConnection(RecordConnection[FromSubscriber, ToSubscriber]):
                 self.freed += frame.blocks
             case Discarded():
                 for number in frame.messages:
-                    self.freed += [block for block, _ in self.backlog.confirmed(number).blocks]
+                    self.freed += [block for block, _ in self.backlog.discarded(number).blocks]
             case Close():
                 self.state = CLOSED
             case _:

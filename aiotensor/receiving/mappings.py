@@ -240,9 +240,10 @@ class Mappings:
 
     def _dropped(self, segment: _LeasedSegment, block: int, use: "_BlockUse") -> None:
         release = segment.memory.release
-        if release is not None:  # its owner may be gone since
-            for _ in range(use.pins):
-                release(block)
+        if release is None:
+            return  # its owner is gone since
+        for _ in range(use.pins):
+            release(block)
         if segment.number not in segment.memory.mapped and not segment.leases:
             self._unmap(segment)  # it was detached
 

@@ -1,0 +1,76 @@
+"""A publisher and its subscribers in one process."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from aiotensor.broadcast import Publication, Publisher, Subscriber
+from aiotensor.transports.endpoints import Endpoint
+from verification.waiting import until
+
+__all__ = ["Batch", "Broadcast", "Broadcasts", "idle", "received", "taken"]
+
+
+class Batch(msgspec.Struct):
+    name: str
+    pixels: torch.Tensor
+
+
+class Broadcast(NamedTuple):
+    publisher: Publisher
+    subscribers: list[Subscriber[Any]]
+
+
+class Broadcasts:
+    """Make publishers with subscribers at one endpoint."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+
+    @asynccontextmanager
+    async def open(self, count: int = 2, type: Any = Any, **limits: Any) -> AsyncIterator[Broadcast]:  # noqa: A002
+        """Open a publisher, and wait until so many subscribers are connected."""
+        async with AsyncExitStack() as stack:
+            publisher = await stack.enter_async_context(Publisher(self.endpoint, **limits))
+            subscribers = []
+            for _ in range(count):
+                subscribers.append(await stack.enter_async_context(Subscriber(self.endpoint, type)))
+            if count:
+                await publisher.wait_for_subscribers(count)
+            yield Broadcast(publisher, subscribers)
+
+    @asynccontextmanager
+    async def subscriber(self, publisher: Publisher, type: Any = Any) -> AsyncIterator[Subscriber[Any]]:  # noqa: A002
+        """Open one more subscriber, and wait until it is connected."""
+        connected = publisher.statistics().subscribers
+        async with Subscriber(self.endpoint, type) as subscriber:
+            await publisher.wait_for_subscribers(connected + 1)
+            yield subscriber
+
+
+async def received(subscriber: Subscriber[Any], count: int) -> list[Any]:
+    """Receive some publications, and return their messages."""
+    return [(await subscriber.receive()).message for _ in range(count)]
+
+
+async def taken(subscriber: Subscriber[Any]) -> list[Publication[Any]]:
+    """Receive what has arrived, without waiting for more."""
+    publications = []
+    while subscriber.statistics().unclaimed:
+        publications.append(await subscriber.receive())
+    return publications
+
+
+async def idle(publisher: Publisher) -> None:
+    """Wait until no memory of a publisher is in use."""
+    await until(lambda: not publisher.statistics().bytes_in_use)
+
+
+async def turns(count: int = 20) -> None:
+    """Run the loop for some iterations."""
+    for _ in range(count):
+        await asyncio.sleep(0)

@@ -1,0 +1,35 @@
+"""Fixtures for publishers and subscribers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from aiotensor.transports.endpoints import Endpoint
+from tests.broadcast.audiences import Broadcasts
+from verification import loops, places
+from verification.places import LINKS
+
+
+@pytest.fixture(autouse=True)
+async def mode(nothing_left_behind: None) -> AsyncIterator[None]:
+    """Fail a test that leaves tasks behind, or about whose code the loop complains."""
+    with loops.complaints() as complaints:
+        before = asyncio.all_tasks() - {asyncio.current_task()}
+        yield
+        left = asyncio.all_tasks() - {asyncio.current_task()} - before
+    assert not left, f"tasks left behind: {left}"
+    assert not complaints, "\n".join(complaints)
+
+
+@pytest.fixture(params=LINKS)
+def endpoint(request: pytest.FixtureRequest) -> Iterator[Endpoint]:
+    """Name a place for a publisher, over each kind of endpoint."""
+    with places.endpoint(request.param) as place:
+        yield place
+
+
+@pytest.fixture
+def broadcasts(endpoint: Endpoint) -> Broadcasts:
+    """Make publishers with subscribers."""
+    return Broadcasts(endpoint)

@@ -1,0 +1,93 @@
+"""Subscribers write into the tensors that they receive, and no other subscriber sees it."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.broadcast.audiences import Broadcasts, idle
+from verification.patterns import BIG, pattern
+
+LARGE = 1_000_000  # elements, so that a worker drops the copied pages
+
+
+@pytest.mark.parametrize("size", [10_000, BIG, LARGE])
+async def test_writes_in_place_are_private(broadcasts: Broadcasts, size: int) -> None:
+    async with broadcasts.open(4, torch.Tensor) as (publisher, subscribers):
+        tensor = await publisher.allocate((size,), torch.int64)
+        tensor[:] = pattern(1, size)
+        await publisher.publish(tensor)
+        messages = [(await subscriber.receive()).message for subscriber in subscribers]
+        first, second, third, last = messages
+        first.zero_()
+        np.asarray(second)[::2] = -1
+        torch.add(third, 1, out=third)
+
+        assert torch.equal(tensor, pattern(1, size))
+        assert torch.equal(last, pattern(1, size))
+        assert torch.equal(first, torch.zeros_like(tensor))
+        assert torch.equal(third, pattern(1, size) + 1)
+        assert second[0] == -1
+        assert second[1] == pattern(1, size)[1]
+
+
+@pytest.mark.parametrize("size", [2000, 10_000, BIG, LARGE])
+async def test_the_next_publication_in_the_same_memory_arrives_unchanged(
+    broadcasts: Broadcasts, size: int
+) -> None:
+    """The pages that a subscriber has copied by writing must not hide the new values."""
+    async with broadcasts.open(2, torch.Tensor, arena_bytes=size * 8 + 8192) as (publisher, subscribers):
+        for seed in range(6):
+            await publisher.publish(pattern(seed, size))
+            for subscriber in subscribers:
+                message = (await subscriber.receive()).message
+                assert torch.equal(message, pattern(seed, size))
+                message[:: 1 + seed * 100] = -1
+                del message
+        await idle(publisher)
+
+
+async def test_a_written_part_does_not_change_its_neighbours(broadcasts: Broadcasts) -> None:
+    """Two tensors of one block share a page: it is dropped after both were freed, and not before."""
+    async with broadcasts.open(1, list[torch.Tensor]) as (publisher, [subscriber]):
+        tensor = await publisher.allocate((10_000,), torch.int64)
+        tensor[:] = pattern(1, 10_000)
+        await publisher.publish([tensor[:4999], tensor[4999:]])
+        first, second = (await subscriber.receive()).message
+        second[:] = 5
+        first[-1] = 6
+        del first
+        for _ in range(20):
+            await publisher.publish([])
+            await subscriber.receive()
+        assert torch.equal(second, torch.full_like(second, 5))
+        del second, tensor
+        await idle(publisher)
+
+
+async def test_small_blocks_do_not_share_pages(broadcasts: Broadcasts) -> None:
+    async with broadcasts.open(1, torch.Tensor) as (publisher, [subscriber]):
+        messages = []
+        for seed in range(8):
+            await publisher.publish(pattern(seed, 1100))  # 8800 bytes, more than two pages
+            messages.append((await subscriber.receive()).message)
+            messages[-1].fill_(seed)  # its pages are copied before the next block is written
+        assert [message.unique().tolist() for message in messages] == [[seed] for seed in range(8)]
+        messages.clear()
+        for seed in range(8):
+            await publisher.publish(pattern(seed, 1100))
+            assert torch.equal((await subscriber.receive()).message, pattern(seed, 1100))
+
+
+async def test_received_tensors_stay_valid_after_everything_was_closed(broadcasts: Broadcasts) -> None:
+    async with broadcasts.open(2, torch.Tensor) as (publisher, [first, second]):
+        await publisher.publish(pattern(1, BIG))
+        kept = [(await subscriber.receive()).message for subscriber in (first, second)]
+        await first.aclose()
+        for seed in range(5):
+            await publisher.publish(pattern(seed, BIG))
+            assert torch.equal((await second.receive()).message, pattern(seed, BIG))
+        assert torch.equal(kept[0], pattern(1, BIG))
+        kept[0].zero_()
+    assert torch.equal(kept[1], pattern(1, BIG))
+    kept[1].zero_()
+    assert torch.equal(kept[0], torch.zeros_like(kept[1]))

@@ -1,0 +1,385 @@
+"""What is published arrives at every subscriber: once, in order, and unchanged."""
+
+import asyncio
+import sys
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch.nn import Parameter
+
+from aiotensor import ClosedError, ProtocolError, TooLargeError, UnsupportedTensorError, WouldBlockError
+from aiotensor.broadcast import Publisher, Subscriber
+from aiotensor.tensors.dtypes import DTYPES
+from aiotensor.transports.endpoints import Endpoint
+from tests.broadcast.audiences import Batch, Broadcasts, idle, received
+from verification.patterns import BIG, pattern
+from verification.promptly import promptly
+from verification.waiting import until
+
+
+class Nested(msgspec.Struct):
+    parts: list[dict[str, torch.Tensor]]
+    mask: np.ndarray[Any, np.dtype[np.float32]]
+    extra: bytes = b""
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 4, 8])
+async def test_every_subscriber_receives_every_publication_in_order(
+    broadcasts: Broadcasts, count: int
+) -> None:
+    async with broadcasts.open(count, Batch) as (publisher, subscribers):
+        for number in range(20):
+            size = (3, BIG)[number % 2]
+            sent = await publisher.publish(Batch(f"batch {number}", pattern(number, size)))
+            assert sent == (number, count, 0)
+            for subscriber in subscribers:
+                publication = await subscriber.receive()
+                assert (publication.number, publication.missed) == (number, 0)
+                assert publication.message.name == f"batch {number}"
+                assert torch.equal(publication.message.pixels, pattern(number, size))
+                assert (subscriber.number, subscriber.missed) == (number, 0)
+                del publication
+        await idle(publisher)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [None, True, 7, "text", b"bytes", b"", [1, [2.5, None]], {"a": [b"x"]}, b"0" * 100_000, "x" * (1 << 20)],
+    ids=lambda message: repr(message)[:20],
+)
+async def test_a_message_is_anything_that_the_codec_accepts(broadcasts: Broadcasts, message: object) -> None:
+    async with broadcasts.open(2) as (publisher, subscribers):
+        await publisher.publish(message)
+        for subscriber in subscribers:
+            assert (await subscriber.receive()).message == message
+        await idle(publisher)
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, BIG])
+@pytest.mark.parametrize("name", DTYPES)
+async def test_a_bare_tensor_of_any_dtype_arrives_bit_for_bit(
+    broadcasts: Broadcasts, name: str, size: int
+) -> None:
+    dtype = DTYPES[name]
+    tensor = torch.randint(0, 2, (size * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+    async with broadcasts.open(2, torch.Tensor) as (publisher, subscribers):
+        await publisher.publish(tensor)
+        for subscriber in subscribers:
+            message = (await subscriber.receive()).message
+            assert message.dtype is dtype
+            assert torch.equal(message.view(torch.uint8), tensor.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: tensor.t(),
+        lambda tensor: tensor[::2, 1::3],
+        lambda tensor: tensor.flip(0),
+        lambda tensor: tensor[:1].expand(500, -1),
+        lambda tensor: tensor.to(torch.complex64).conj(),
+        lambda tensor: tensor.to(torch.complex64).conj().imag,
+        lambda tensor: tensor.requires_grad_(),
+        lambda tensor: Parameter(tensor),
+        lambda tensor: Parameter(tensor, requires_grad=False),
+        lambda tensor: tensor[0, 0],
+    ],
+)
+async def test_views_and_attributes_of_tensors_arrive(broadcasts: Broadcasts, change: Any) -> None:
+    tensor = change(torch.arange(250_000.0).reshape(500, 500))
+    async with broadcasts.open(2, torch.Tensor) as (publisher, subscribers):
+        await publisher.publish(tensor)
+        for subscriber in subscribers:
+            message = (await subscriber.receive()).message
+            assert torch.equal(message, tensor)
+            assert type(message) is type(tensor)
+            assert message.requires_grad == tensor.requires_grad
+            assert message.is_leaf
+
+
+async def test_tensors_anywhere_in_a_message_arrive(broadcasts: Broadcasts) -> None:
+    message = Nested(
+        [{"a": pattern(1, 5), "b": pattern(2, BIG)}, {"c": pattern(3, 2000)}],
+        np.arange(20_000, dtype=np.float32).reshape(100, 200)[::-1, ::2],
+        b"e" * 50_000,
+    )
+    async with broadcasts.open(2, Nested) as (publisher, subscribers):
+        await publisher.publish(message)
+        for subscriber in subscribers:
+            found = (await subscriber.receive()).message
+            for ours, theirs in zip(message.parts, found.parts, strict=True):
+                assert ours.keys() == theirs.keys()
+                assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+            assert np.array_equal(found.mask, message.mask)
+            assert found.extra == message.extra
+            del found, theirs
+        await idle(publisher)
+
+
+async def test_a_message_of_many_tensors_arrives(broadcasts: Broadcasts) -> None:
+    message = [pattern(number, 2000) for number in range(700)]
+    async with broadcasts.open(2, list[torch.Tensor]) as (publisher, subscribers):
+        await publisher.publish(message)
+        for subscriber in subscribers:
+            found = (await subscriber.receive()).message
+            assert all(map(torch.equal, found, message))
+            del found
+        await idle(publisher)
+
+
+async def test_many_small_tensors_need_one_block(broadcasts: Broadcasts) -> None:
+    message = [pattern(number, 100) for number in range(700)]
+    async with broadcasts.open(1, list[torch.Tensor]) as (publisher, [subscriber]):
+        await publisher.publish(message)
+        assert publisher.statistics().tensors_copied == 1
+        found = (await subscriber.receive()).message
+        assert all(map(torch.equal, found, message))
+        await idle(publisher)
+
+
+async def test_an_allocated_tensor_is_not_copied(broadcasts: Broadcasts) -> None:
+    async with broadcasts.open(3, torch.Tensor) as (publisher, subscribers):
+        tensor = await publisher.allocate((4, BIG), torch.int64)
+        for row in range(4):
+            tensor[row] = pattern(row, BIG)
+        await publisher.publish(tensor)
+        assert publisher.statistics().tensors_copied == 0
+        for subscriber in subscribers:
+            message = (await subscriber.receive()).message
+            assert torch.equal(message, tensor)
+            del message
+        await until(lambda: publisher.statistics().lags[0].held_bytes == 0)
+        assert publisher.statistics().bytes_in_use  # the caller still has it
+        del tensor
+        await idle(publisher)
+
+
+async def test_parts_of_an_allocated_tensor_travel_in_one_message(broadcasts: Broadcasts) -> None:
+    async with broadcasts.open(2, list[torch.Tensor]) as (publisher, subscribers):
+        tensor = await publisher.allocate((3, BIG), torch.int64)
+        tensor[:] = pattern(0, 3 * BIG).view(3, BIG)
+        await publisher.publish([tensor[0], tensor[2]])
+        assert publisher.statistics().tensors_copied == 0
+        for subscriber in subscribers:
+            first, last = (await subscriber.receive()).message
+            assert torch.equal(first, tensor[0])
+            assert torch.equal(last, tensor[2])
+            del first, last
+        del tensor
+        await idle(publisher)
+
+
+async def test_an_allocated_tensor_in_use_is_copied_when_it_is_published_again(
+    broadcasts: Broadcasts,
+) -> None:
+    """Otherwise a subscriber that has written to the first would find its changes in the second."""
+    async with broadcasts.open(1, torch.Tensor) as (publisher, [subscriber]):
+        tensor = await publisher.allocate((BIG,), torch.int64)
+        tensor[:] = pattern(1, BIG)
+        await publisher.publish(tensor)
+        first = (await subscriber.receive()).message
+        first.zero_()
+        await publisher.publish(tensor)
+        second = (await subscriber.receive()).message
+        assert torch.equal(second, pattern(1, BIG))
+        assert publisher.statistics().tensors_copied == 1
+
+
+async def test_several_calls_are_numbered_in_their_order(broadcasts: Broadcasts) -> None:
+    async with broadcasts.open(2) as (publisher, subscribers):
+        messages = [pattern(number, BIG if number % 3 else 3) for number in range(8)]
+        sent = await asyncio.gather(*map(publisher.publish, messages))
+        assert [one.number for one in sent] == list(range(8))
+        for subscriber in subscribers:
+            assert all(map(torch.equal, await received(subscriber, 8), messages))
+
+
+async def test_publishing_without_waiting(broadcasts: Broadcasts) -> None:
+    async with broadcasts.open(2, Batch) as (publisher, subscribers):
+        for number, size in enumerate((3, BIG)):
+            assert publisher.publish_nowait(Batch("now", pattern(number, size))) == (number, 2, 0)
+        publisher.publish_nowait(Batch("x" * 100_000, pattern(1, 1)))
+        for subscriber in subscribers:
+            for number, size in enumerate((3, BIG)):
+                assert torch.equal((await subscriber.receive()).message.pixels, pattern(number, size))
+            assert (await subscriber.receive()).message.name == "x" * 100_000
+        await idle(publisher)
+
+
+async def test_receiving_without_waiting(broadcasts: Broadcasts) -> None:
+    async with broadcasts.open(1, torch.Tensor) as (publisher, [subscriber]):
+        with pytest.raises(WouldBlockError, match="no publication has arrived"):
+            subscriber.receive_nowait()
+        for size in (3, BIG):
+            await publisher.publish(pattern(1, size))
+            await until(lambda: bool(subscriber.statistics().unclaimed))
+            assert torch.equal(subscriber.receive_nowait().message, pattern(1, size))
+        await idle(publisher)
+
+
+async def test_publishing_to_nobody_returns_at_once(endpoint: Endpoint) -> None:
+    async with Publisher(endpoint, max_behind=1) as publisher:
+        for number in range(5):
+            assert await publisher.publish(pattern(number, BIG)) == (number, 0, 0)
+        assert publisher.statistics().bytes_in_use == 0
+        await publisher.drain()
+
+
+async def test_a_message_of_another_type_is_reported_and_skipped(broadcasts: Broadcasts) -> None:
+    async with broadcasts.open(2, Batch) as (publisher, [first, second]):
+        await publisher.publish([pattern(1, BIG)])
+        await publisher.publish(Batch("a", pattern(2, 3)))
+        with pytest.raises(ProtocolError, match="cannot be read"):
+            await first.receive()
+        assert (await first.receive()).number == 1
+        await until(lambda: second.statistics().unclaimed == 2)
+        with pytest.raises(ProtocolError, match="cannot be read"):
+            second.receive_nowait()
+        assert second.receive_nowait().number == 1
+        await idle(publisher)
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        (object(), TypeError),
+        ([pattern(1, BIG), torch.zeros(3).to_sparse()], UnsupportedTensorError),
+        (1 << 70, OverflowError),
+        (torch.zeros(2 << 20), TooLargeError),
+        ([torch.zeros(1 << 18), torch.zeros(1 << 18)], TooLargeError),
+        (b"0" * (2 << 20), TooLargeError),
+    ],
+    ids=["object", "sparse", "integer", "large", "large together", "long"],
+)
+@pytest.mark.parametrize("waits", [True, False])
+async def test_a_message_that_cannot_be_published_has_no_effect(
+    broadcasts: Broadcasts, message: object, error: type[Exception], waits: bool
+) -> None:
+    async with broadcasts.open(2, arena_bytes=1 << 20) as (publisher, subscribers):
+        with pytest.raises(error):
+            if waits:
+                await publisher.publish(message)
+            else:
+                publisher.publish_nowait(message)
+        assert publisher.statistics().bytes_in_use == 0
+        assert await publisher.publish(b"next") == (0, 2, 0)
+        for subscriber in subscribers:
+            assert (await subscriber.receive()).message == b"next"
+
+
+async def test_subscribers_may_open_first(endpoint: Endpoint) -> None:
+    async with Subscriber(endpoint) as subscriber:
+        receiving = asyncio.create_task(subscriber.receive())
+        await asyncio.sleep(0)
+        async with Publisher(endpoint) as publisher:
+            await publisher.wait_for_subscribers(1)
+            await publisher.publish(b"hello")
+            assert (await receiving).message == b"hello"
+
+
+async def test_waiting_for_subscribers(endpoint: Endpoint) -> None:
+    async with Publisher(endpoint, max_wait_s=0.05, max_subscribers=3) as publisher:
+        with pytest.raises(WouldBlockError, match="0 of 2 subscribers") as caught:
+            await publisher.wait_for_subscribers(2)
+        assert (caught.value.messages.limit, caught.value.messages.requested) == (2, 2)
+        for wrong in (0, -1, 4):
+            with pytest.raises(ValueError, match="count must be"):
+                await publisher.wait_for_subscribers(wrong)
+    async with Publisher(endpoint) as publisher, Subscriber(endpoint), Subscriber(endpoint):
+        await publisher.wait_for_subscribers(2)
+        await publisher.wait_for_subscribers(1)
+
+
+async def test_draining_waits_until_everything_was_taken(broadcasts: Broadcasts) -> None:
+    async with broadcasts.open(2) as (publisher, [first, second]):
+        await publisher.drain()
+        for number in range(3):
+            await publisher.publish(number)
+        draining = asyncio.create_task(publisher.drain())
+        await received(first, 3)
+        await received(second, 2)
+        await publisher.publish(3)  # later: not waited for
+        assert not draining.done()
+        await received(second, 1)
+        with promptly():
+            await draining
+
+
+async def test_closing_ends_waiting_calls(broadcasts: Broadcasts) -> None:
+    async with broadcasts.open(1, max_behind=1, arena_bytes=1 << 20) as (publisher, _):
+        await publisher.publish(pattern(1, 100_000))
+        waiting = [
+            asyncio.create_task(publisher.publish(b"")),
+            asyncio.create_task(publisher.publish(pattern(1, 100_000))),
+            asyncio.create_task(publisher.allocate((1 << 20,), torch.uint8)),
+            asyncio.create_task(publisher.wait_for_subscribers(5)),
+            asyncio.create_task(publisher.drain()),
+        ]
+        await until(lambda: publisher.statistics().waiting == 3)
+        await publisher.aclose()
+        for task in waiting:
+            with pytest.raises(ClosedError):
+                await task
+        with pytest.raises(ClosedError):
+            await publisher.publish(b"")
+
+
+async def test_a_clean_close_ends_the_iteration_after_the_last_publication(broadcasts: Broadcasts) -> None:
+    async with broadcasts.open(2) as (publisher, subscribers):
+        for number in range(5):
+            await publisher.publish(pattern(number, (3, BIG)[number % 2]))
+        await publisher.aclose()
+        for subscriber in subscribers:
+            found = [publication async for publication in subscriber]
+            assert [one.number for one in found] == list(range(5))
+            assert all(
+                torch.equal(one.message, pattern(one.number, (3, BIG)[one.number % 2])) for one in found
+            )
+            assert found[0].message.sum() == pattern(0, 3).sum()
+
+
+async def test_closing_a_subscriber_ends_its_calls(broadcasts: Broadcasts) -> None:
+    async with broadcasts.open(1) as (publisher, [subscriber]):
+        receiving = asyncio.create_task(subscriber.receive())
+        iterating = asyncio.create_task(_all_of(subscriber))
+        await until(lambda: subscriber.statistics().waiting == 2)
+        await subscriber.aclose()
+        with pytest.raises(ClosedError):
+            await receiving
+        assert await iterating == []
+        assert await _all_of(subscriber) == []
+        with pytest.raises(ClosedError):
+            await subscriber.receive()
+        await until(lambda: not publisher.statistics().subscribers)
+
+
+async def test_several_tasks_share_a_subscriber(broadcasts: Broadcasts) -> None:
+    async with broadcasts.open(1) as (publisher, [subscriber]):
+        tasks = [asyncio.create_task(_all_of(subscriber)) for _ in range(3)]
+        for number in range(30):
+            await publisher.publish(number)
+        await publisher.drain()
+        await publisher.aclose()
+        found = [each for task in tasks for each in await task]
+        assert sorted(found) == list(range(30))
+
+
+async def _all_of(subscriber: Subscriber[Any]) -> list[Any]:
+    return [publication.message async for publication in subscriber]
+
+
+async def test_messages_are_freed_with_their_last_reference(
+    broadcasts: Broadcasts, no_collections: None
+) -> None:
+    async with broadcasts.open(1, Batch) as (publisher, [subscriber]):
+        source = Batch("a", pattern(1, BIG))
+        before = sys.getrefcount(source.pixels)
+        await publisher.publish(source)
+        publication = await subscriber.receive()
+        await until(lambda: sys.getrefcount(source.pixels) == before)  # the copying thread drops it last
+        assert publisher.statistics().lags[0].held_bytes
+        del publication
+        await idle(publisher)
