@@ -47,6 +47,7 @@ __all__ = [
     "pipeline_of",
     "resume_reading",
     "segment_of",
+    "segments_of",
     "senders_of",
     "session_of",
     "shrink_send_buffer",
@@ -139,6 +140,12 @@ def backlogs_of(publisher: Publisher) -> list[Backlog]:
     """Return the backlogs of the subscribers of a publisher that was opened."""
     assert publisher._publishing is not None
     return list(publisher._publishing.subscribers.audience.backlogs.values())
+
+
+def segments_of(publisher: Publisher) -> list[Segment]:
+    """Return the segments of a publisher that was opened, the present one first."""
+    assert publisher._publishing is not None
+    return list(publisher._publishing.memory.segments())
 
 
 def senders_of(receiver: TensorReceiver) -> Senders:

@@ -21,6 +21,9 @@ __all__ = ["Session", "SessionEvents"]
 
 logger = logger_of("subscriber")
 
+# The most records that are read before a publication is taken, each in some microseconds.
+_MAX_PENDING_RECORDS = 256
+
 
 class SessionEvents(Protocol):
     """The callbacks of a session."""
@@ -56,6 +59,7 @@ class Session:
         is_over: whether the session has ended.
         publisher: the id of the publisher; "" until it has admitted this subscriber.
         first: the number of the first publication that the publisher may send.
+        drops: whether the publisher may withdraw publications.
 
     Raises:
         OSError: the first record could not be written.
@@ -76,6 +80,8 @@ class Session:
         self.is_over = False
         self.publisher = ""
         self.first = 0
+        self.drops = False
+        self._records = 0  # that were received
         self._subscriber = subscribe.subscriber
         self._mappings = mappings
         self._max_mapped_bytes = max_mapped_bytes
@@ -104,6 +110,19 @@ class Session:
         self.publications -= 1
         if self.is_over and not self.publications:
             self._mappings.peer_gone(self.memory)
+
+    def read_withdrawals(self) -> None:
+        """Read the pending records of a publisher that drops publications.
+
+        So an application that has blocked its event loop takes the newest publications, and not those that
+        were replaced in the meantime.
+        """
+        for _ in range(_MAX_PENDING_RECORDS if self.drops else 0):
+            before = self._records
+            if not self.is_over:
+                self.transport.read_now()
+            if self._records == before:
+                return
 
     def violated(self, error: ProtocolError) -> None:
         """End the session because a publication breaks the protocol."""
@@ -163,6 +182,7 @@ class Session:
 
     def record_received(self, data: memoryview, descriptors: list[int]) -> None:
         """Handle the frames of a record."""
+        self._records += 1
         try:
             for frame in self.connection.receive(data):
                 match frame:
@@ -208,6 +228,7 @@ class Session:
             return
         self.memory.arena_bytes = begin.arena_bytes
         self.first = begin.next
+        self.drops = begin.drops
         self.publisher = self.connection.publisher_id or ""
         self._events.admitted(self)
 

@@ -186,7 +186,8 @@ class Subscribers:
         self.connected[subscribe.subscriber] = peer
         backlog = peer.backlog = self.audience.join(peer, items)
         number = items[0].number if items else self.next_number
-        peer.connection.admit(backlog, Begin(settings.max_bytes, settings.max_behind, number))
+        drops = settings.slow == "drop"
+        peer.connection.admit(backlog, Begin(settings.max_bytes, settings.max_behind, number, drops))
         peer.announce()
         peer.flush()
         self.progress()

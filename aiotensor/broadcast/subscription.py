@@ -218,6 +218,8 @@ class Subscription(Generic[T]):
 
     def _next(self) -> Arrived | Ended | None:
         """Return the next item of the inbox, which the caller takes."""
+        if self._session is not None:
+            self._session.read_withdrawals()
         if not self._inbox:
             return None
         item = self._inbox.popleft()

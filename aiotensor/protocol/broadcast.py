@@ -55,12 +55,13 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     """Admit a subscriber, and state the limits that the publisher will keep.
 
     `next` is the number of the first publication that the subscriber may receive. At most `max_behind`
-    publications are unanswered, and twice as many before a `Close`.
+    publications are unanswered, and twice as many before a `Close`. `drops`: publications may be withdrawn.
     """
 
     arena_bytes: Number
     max_behind: Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)]
     next: Number
+    drops: bool = False
 
 
 class Publish(msgspec.Struct, frozen=True, array_like=True, tag="publish"):

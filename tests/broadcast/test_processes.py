@@ -1,0 +1,333 @@
+"""Subscribers and publishers in other processes that are killed, stopped, closed and restarted."""
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from aiotensor import PeerLostError, WouldBlockError
+from aiotensor.broadcast import Publisher, SlowPolicy, Subscriber
+from aiotensor.transports.endpoints import Endpoint
+from tests.broadcast import workers
+from tests.broadcast.audiences import idle, turns
+from verification.internals import segments_of
+from verification.patterns import BIG, pattern
+from verification.processes import watch
+from verification.processes.peers import Peer, peers
+from verification.promptly import promptly
+from verification.waiting import until
+
+_KILLS = int(os.environ.get("AIOTENSOR_KILLS", "40")) // 8
+
+
+@asynccontextmanager
+async def audience(
+    endpoint: Endpoint, count: int, **limits: Any
+) -> AsyncIterator[tuple[Publisher, list[Peer]]]:
+    """Open a publisher, and subscribers in other processes."""
+    async with peers(endpoint, count) as children, Publisher(endpoint, **limits) as publisher:
+        for child in children:
+            await child.call(workers.subscribe)
+        await publisher.wait_for_subscribers(count)
+        yield publisher, children
+
+
+def remove_socket(endpoint: Endpoint) -> None:
+    """Remove the socket of a killed publisher, which the next publisher would replace."""
+    if isinstance(endpoint, str):
+        os.unlink(endpoint.removeprefix("unix://"))
+
+
+@pytest.fixture
+def moments() -> random.Random:
+    """Choose when to kill; pytest shows the seed of a test that failed."""
+    seed = int(os.environ.get("AIOTENSOR_SEED", "0")) or random.SystemRandom().getrandbits(32)
+    print(f"AIOTENSOR_SEED={seed}")  # noqa: T201
+    return random.Random(seed)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+async def test_each_subscriber_receives_each_publication_once_and_in_order(
+    endpoint: Endpoint, count: int
+) -> None:
+    async with audience(endpoint, count) as (publisher, children):
+        counts = [child.start(workers.receive_for_ever) for child in children]
+        for number in range(30):
+            await publisher.publish(pattern(number, (10, BIG)[number % 2]))
+        await publisher.drain()
+        await publisher.aclose()
+        assert [await each for each in counts] == [30] * count
+
+
+async def test_a_killed_subscriber_releases_its_memory_within_a_second(
+    endpoint: Endpoint, moments: random.Random
+) -> None:
+    async with audience(endpoint, 2, slow="drop") as (publisher, [_, survivor]):
+        receiving = survivor.start(workers.receive_for_ever)
+        number = 0
+        for _ in range(_KILLS):
+            victim = Peer(endpoint)
+            try:
+                await victim.call(workers.subscribe)
+                await publisher.wait_for_subscribers(3)
+                victim.start(workers.receive, 1000, keep=True)
+                end = asyncio.get_running_loop().time() + moments.random() * 0.03
+                while asyncio.get_running_loop().time() < end:
+                    await publisher.publish(pattern(number, BIG))
+                    number += 1
+                    await asyncio.sleep(0)
+                victim.kill()
+                with promptly():
+                    await until(lambda: publisher.statistics().subscribers == 2)
+                    await until(lambda: publisher.statistics().lags[-1].held_bytes <= 9 * BIG * 8)
+            finally:
+                await victim.close()
+        [segment] = segments_of(publisher)  # no segment was retired
+        assert not segment.is_retired
+        await publisher.aclose()
+        assert await receiving == number
+
+
+async def test_all_memory_of_killed_subscribers_is_released(endpoint: Endpoint) -> None:
+    async with audience(endpoint, 3) as (publisher, children):
+        for number in range(3):
+            await publisher.publish(pattern(number, BIG))
+        await children[0].call(workers.receive, 3, keep=True)
+        await children[1].call(workers.receive, 1)
+        await children[2].stop()
+        for child in children:
+            child.kill()
+        with promptly():
+            await idle(publisher)
+        [segment] = segments_of(publisher)
+        assert not segment.is_retired
+        await publisher.drain()
+
+
+async def test_a_stopped_subscriber_delays_a_publisher_that_waits(endpoint: Endpoint) -> None:
+    async with audience(endpoint, 2, max_behind=2) as (publisher, [stopped, other]):
+        await stopped.stop()
+        for number in range(2):
+            await publisher.publish(pattern(number, BIG))
+        assert await other.call(workers.receive, 2) == [0, 1]
+        waiting = asyncio.create_task(publisher.publish(pattern(2, BIG)))
+        await until(lambda: publisher.statistics().waiting == 1)
+        stopped.go_on()
+        assert await stopped.call(workers.receive, 2) == [0, 1]
+        assert await waiting == (2, 2, 0)
+        assert await stopped.call(workers.receive, 1) == [2]
+
+
+async def test_a_stopped_subscriber_misses_what_a_publisher_drops(endpoint: Endpoint) -> None:
+    limits = {"max_behind": 3, "slow": "drop", "arena_bytes": 16 << 20}
+    async with audience(endpoint, 2, **limits) as (publisher, [stopped, other]):
+        await stopped.stop()
+        for number in range(50):
+            with promptly():
+                await publisher.publish(pattern(number, BIG))
+            assert await other.call(workers.receive, 1) == [number]
+        assert publisher.statistics().lags[0].behind == 3
+        assert publisher.statistics().bytes_in_use <= 7 * (BIG * 8 + 4096)
+        stopped.go_on()
+        assert await stopped.call(workers.receive, 3) == [47, 48, 49]
+        assert await stopped.call(workers.missed) == 47
+        await idle(publisher)
+
+
+async def test_a_stopped_subscriber_is_disconnected(address: str) -> None:
+    limits = {"max_behind": 2, "slow": "disconnect", "arena_bytes": 4 << 20}
+    async with audience(address, 2, **limits) as (publisher, [stopped, other]):
+        await stopped.stop()
+        for number in range(20):  # more than the memory that the stopped process leaves
+            with promptly(3):
+                await publisher.publish(pattern(number, BIG))
+            assert await other.call(workers.receive, 1) == [number]
+        assert publisher.statistics().subscribers == 1
+        stopped.go_on()
+        assert await stopped.call(workers.receive, 2) == [0, 1]  # their memory was not reused
+        assert "2 publications behind" in await stopped.call(workers.failure)
+        following = stopped.start(workers.receive, 1)
+        await publisher.wait_for_subscribers(2)
+        await publisher.publish(pattern(20, BIG))
+        assert await following == [20]
+
+
+@pytest.mark.parametrize("slow", ["wait", "drop", "disconnect"])
+async def test_a_stopped_subscriber_can_be_killed(endpoint: Endpoint, slow: SlowPolicy) -> None:
+    async with audience(endpoint, 2, max_behind=2, slow=slow) as (publisher, [stopped, other]):
+        await stopped.stop()
+        for number in range(2):
+            await publisher.publish(pattern(number, BIG))
+            assert await other.call(workers.receive, 1) == [number]
+        publishing = asyncio.create_task(publisher.publish(pattern(2, BIG)))
+        await turns()
+        stopped.kill()
+        with promptly():
+            await publishing
+            await until(lambda: publisher.statistics().subscribers == 1)
+        assert await other.call(workers.receive, 1) == [2]
+        with promptly():
+            await idle(publisher)
+
+
+async def test_waiting_calls_raise_promptly_after_the_publisher_was_killed(endpoint: Endpoint) -> None:
+    async with (
+        peers(endpoint, 1) as [child],
+        Subscriber(endpoint, torch.Tensor) as first,
+        Subscriber(endpoint, torch.Tensor) as second,
+    ):
+        await child.call(workers.start, 2)
+        await child.call(workers.publish, 2, BIG)
+        kept = (await first.receive()).message
+        waiting = [asyncio.create_task(second.receive()) for _ in range(4)]
+        await waiting[0]
+        await waiting[1]
+        await until(lambda: first.statistics().unclaimed == 1)
+        child.kill()
+        with promptly():
+            for task in waiting[2:]:
+                with pytest.raises(PeerLostError, match=r"the publisher .* is gone"):
+                    await task
+        assert torch.equal((await first.receive()).message, pattern(1, BIG))  # it had arrived
+        with pytest.raises(PeerLostError):
+            await anext(first)
+        assert torch.equal(kept, pattern(0, BIG))
+        kept.zero_()
+    remove_socket(endpoint)
+
+
+async def test_subscribers_find_a_restarted_publisher(address: str, moments: random.Random) -> None:
+    async with Subscriber(address, torch.Tensor) as subscriber:
+        publication = None
+        for round_ in range(_KILLS):
+            async with peers(address, 1) as [child]:
+                await child.call(workers.start, 1)
+                child.start(workers.publish, 1000, BIG)
+                expected = 0
+                for _ in range(moments.randrange(1, 30)):
+                    publication = await subscriber.receive()
+                    assert (publication.number, publication.missed) == (expected, 0)
+                    assert torch.equal(publication.message, pattern(expected, BIG))
+                    expected += 1
+                child.kill()
+                with pytest.raises(PeerLostError), promptly():
+                    while True:
+                        publication = await subscriber.receive()
+                        assert publication.number == expected
+                        assert torch.equal(publication.message, pattern(expected, BIG))
+                        expected += 1
+            assert subscriber.statistics().publishers_lost == round_ + 1
+        del publication
+        await until(lambda: not subscriber.statistics().leases)
+        await until(lambda: watch.memfds(os.getpid()) == 0)
+    remove_socket(address)
+
+
+async def test_subscribers_find_the_successor_of_a_closed_publisher(address: str) -> None:
+    async with Subscriber(address, torch.Tensor) as subscriber:
+        for _ in range(3):
+            async with Publisher(address) as publisher:
+                await publisher.wait_for_subscribers(1)
+                for number in range(3):
+                    await publisher.publish(pattern(number, BIG))
+            found = [publication async for publication in subscriber]
+            assert [(one.number, one.missed) for one in found] == [(0, 0), (1, 0), (2, 0)]
+
+
+async def test_a_closed_subscriber_keeps_its_tensors_and_others_continue(endpoint: Endpoint) -> None:
+    """Its process lives and may read the memory, which other memory replaces when it is needed."""
+    async with audience(endpoint, 2, arena_bytes=4 << 20) as (publisher, [closed, other]):
+        for number in range(3):
+            await publisher.publish(pattern(number, BIG))
+        assert await closed.call(workers.receive, 3, keep=True) == [0, 1, 2]
+        assert await other.call(workers.receive, 3) == [0, 1, 2]
+        await closed.call(workers.close)
+        for number in range(3, 30):
+            with promptly(3):
+                await publisher.publish(pattern(number, BIG))
+            assert await other.call(workers.receive, 1) == [number]
+        assert await closed.call(workers.keep) == [True] * 3
+        await closed.call(workers.forget)
+
+
+async def test_memory_of_a_closed_subscriber_is_released_with_its_process(endpoint: Endpoint) -> None:
+    async with audience(endpoint, 2) as (publisher, [closed, _]):
+        await publisher.publish(pattern(0, BIG))
+        await closed.call(workers.receive, 1, keep=True)
+        await closed.call(workers.close)
+        await until(lambda: publisher.statistics().subscribers == 1)
+        assert publisher.statistics().bytes_in_use
+        closed.kill()
+        await until(lambda: publisher.statistics().lags[0].held_bytes == publisher.statistics().bytes_in_use)
+
+
+async def test_nothing_is_left_after_all_processes_were_killed(address: str) -> None:
+    async with peers(address, 3) as [publisher, *children]:
+        for child in children:
+            await child.call(workers.subscribe)
+        await publisher.call(workers.start, 2, history=3)
+        await publisher.call(workers.publish, 3, BIG)
+        for child in children:
+            await child.call(workers.receive, 2, keep=True)
+        for child in (publisher, *children):
+            child.kill()
+            await child.ended()
+    remove_socket(address)
+
+
+async def test_idle_objects_use_no_processor_time(endpoint: Endpoint) -> None:
+    async with peers(endpoint, 9) as [publisher, *children]:
+        starting = publisher.start(workers.start, 8, history=2)
+        for child in children:
+            await child.call(workers.subscribe)
+        await starting
+        await publisher.call(workers.publish, 2, BIG)
+        for child in children:
+            await child.call(workers.receive, 1, keep=True)
+        assert await watch.become_idle([publisher.pid, *(child.pid for child in children)])
+        await publisher.finish()
+
+
+async def test_a_publisher_does_not_wait_long_for_a_stopped_subscriber_when_it_closes(
+    endpoint: Endpoint,
+) -> None:
+    async with audience(endpoint, 1, max_behind=1000, max_wait_s=0.05) as (publisher, [stopped]):
+        await stopped.stop()
+        for _ in range(900):
+            await publisher.publish(b"0" * 15_000)  # more than the socket accepts
+        with promptly(3):
+            await publisher.aclose()
+        stopped.go_on()
+
+
+async def test_a_publisher_and_its_subscribers_live_under_a_low_limit_of_descriptors(
+    endpoint: Endpoint,
+) -> None:
+    async with audience(endpoint, 8, history=2) as (publisher, children):
+        before = watch.descriptors(os.getpid()), [watch.descriptors(child.pid) for child in children]
+        for number in range(20):
+            await publisher.publish(pattern(number, BIG))
+            for child in children:
+                await child.call(workers.receive, 1, keep=True)
+        after = watch.descriptors(os.getpid()), [watch.descriptors(child.pid) for child in children]
+        assert after[0] - before[0] <= 1  # the shared memory
+        assert after[1] == before[1]
+
+
+async def test_a_wait_for_memory_that_subscribers_use_is_limited(endpoint: Endpoint) -> None:
+    async with audience(endpoint, 1, arena_bytes=1 << 20, max_wait_s=0.1) as (publisher, [child]):
+        await publisher.publish(pattern(0, BIG))
+        await child.call(workers.receive, 1, keep=True)
+        with pytest.raises(
+            WouldBlockError, match=r"not enough shared memory was free for 0.1 s \(subscriber"
+        ):
+            await publisher.publish(pattern(1, BIG))
+        await child.call(workers.forget)
+        await until(lambda: not publisher.statistics().bytes_in_use)
+        await publisher.publish(pattern(1, BIG))
+        assert await child.call(workers.receive, 1) == [1]
