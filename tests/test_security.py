@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import aiotensor
+from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.protocol.frames import MAX_DIMENSIONS, MAX_TENSORS
 
@@ -20,10 +21,19 @@ ROWS = {(name, argument): default.strip() for name, argument, default in ROW.fin
 
 MADE: dict[str, Callable[..., object]] = {
     made.__name__: made
-    for made in (aiotensor.TensorSender, aiotensor.TensorReceiver, MessageServer, MessageClient)
+    for made in (
+        aiotensor.TensorSender,
+        aiotensor.TensorReceiver,
+        Publisher,
+        Subscriber,
+        MessageServer,
+        MessageClient,
+    )
 }
 # Endpoints, keys and types; and heartbeats, whose default depends on the address.
 NO_LIMITS = [
+    "type",
+    "slow",
     "endpoint",
     "address",
     "message_type",

@@ -5,8 +5,8 @@
             with request:
                 request.reply(Embedding(model(request.message.frames)))
 
-Names, arguments and errors are those of `aiotensor` and `aiotensor.channel`, with ``with`` and ``for`` in
-place of ``async with`` and ``async for``. A method that may wait has a `timeout` in seconds, None for no
+Names, arguments and errors are those of `aiotensor`, `aiotensor.channel` and `aiotensor.broadcast`, with
+``with`` and ``for`` in place of ``async with`` and ``async for``. A method that may wait has a `timeout` in seconds, None for no
 limit, in place of ``asyncio.timeout``: after this time it raises `TimeoutError`, and releases its resources
 as a cancelled call does. An exception that a signal handler raises ends a call in the same way.
 
@@ -14,7 +14,17 @@ The objects of a process share one event loop in a separate thread. The thread r
 and does not keep the interpreter from exiting.
 """
 
+from aiotensor.blocking.broadcast import Publisher, Subscriber
 from aiotensor.blocking.messages import MessageClient, MessageServer, Request
 from aiotensor.blocking.tensors import OpenMessage, TensorReceiver, TensorSender
 
-__all__ = ["MessageClient", "MessageServer", "OpenMessage", "Request", "TensorReceiver", "TensorSender"]
+__all__ = [
+    "MessageClient",
+    "MessageServer",
+    "OpenMessage",
+    "Publisher",
+    "Request",
+    "Subscriber",
+    "TensorReceiver",
+    "TensorSender",
+]
