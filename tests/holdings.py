@@ -12,16 +12,19 @@ from typing import Any, Self, TypeAlias
 import torch
 
 from aiotensor import TensorReceiver, TensorSender
+from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.channel import MessageClient, MessageServer
 from verification import inside
 from verification.descriptors import our_descriptors
-from verification.internals import held_by_receiver, held_by_sender
+from verification.internals import held_by_publisher, held_by_receiver, held_by_sender
 from verification.patterns import BIG, pattern
 from verification.processes.watch import memfds
 
 __all__ = ["Party", "Watch"]
 
-Party: TypeAlias = TensorSender | TensorReceiver | MessageClient[Any] | MessageServer[Any]
+Party: TypeAlias = (
+    TensorSender | TensorReceiver | MessageClient[Any] | MessageServer[Any] | Publisher | Subscriber[Any]
+)
 
 # A leak never ends. Resources on their way back get this much time, and this many turns of the loop, before a
 # test reports them as leaked.
@@ -129,6 +132,10 @@ def _of(party: Party) -> dict[str, object]:
             return _of_client(party)
         case MessageServer():
             return _of_server(party)
+        case Publisher():
+            return _of_publisher(party)
+        case Subscriber():
+            return _of_subscriber(party)
 
 
 def _of_process() -> dict[str, object]:
@@ -161,6 +168,31 @@ def _of_receiver(receiver: TensorReceiver) -> dict[str, object]:
         "unclaimed tensors": seen.unclaimed_tensors,
         "waiting": seen.waiting,
         **held_by_receiver(receiver),
+    }
+
+
+def _of_publisher(publisher: Publisher) -> dict[str, object]:
+    seen = publisher.statistics()
+    return {
+        "subscribers": seen.subscribers,
+        "publications untaken": seen.behind,
+        "bytes": seen.bytes_in_use,
+        "bytes of subscribers": [lag.held_bytes for lag in seen.lags],
+        "waiting": seen.waiting,
+        "history": seen.history,
+        **held_by_publisher(publisher),
+    }
+
+
+def _of_subscriber(subscriber: Subscriber[Any]) -> dict[str, object]:
+    seen = subscriber.statistics()
+    return {
+        "publishers": seen.publishers,
+        "unclaimed publications": seen.unclaimed,
+        "leases": seen.leases,
+        "leased bytes": seen.leased_bytes,
+        "mapped bytes": seen.mapped_bytes,
+        "waiting": seen.waiting,
     }
 
 

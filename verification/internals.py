@@ -33,6 +33,7 @@ __all__ = [
     "cut",
     "drainers_of",
     "end_first_wait",
+    "held_by_publisher",
     "held_by_receiver",
     "held_by_sender",
     "inspectors_of",
@@ -140,6 +141,18 @@ def backlogs_of(publisher: Publisher) -> list[Backlog]:
     """Return the backlogs of the subscribers of a publisher that was opened."""
     assert publisher._publishing is not None
     return list(publisher._publishing.subscribers.audience.backlogs.values())
+
+
+def held_by_publisher(publisher: Publisher) -> dict[str, int]:
+    """Count what a publisher holds and does not report."""
+    publishing = publisher._publishing
+    assert publishing is not None
+    return {
+        "turns": publishing._turns.budget.in_use,
+        "pinned blocks": len(publishing.memory.leases),
+        "departures": len(publishing.subscribers.departures._departures),
+        "calls that wait for subscribers": len(publishing.subscribers.changes),
+    }
 
 
 def segments_of(publisher: Publisher) -> list[Segment]:

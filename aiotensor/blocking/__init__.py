@@ -6,9 +6,10 @@
                 request.reply(Embedding(model(request.message.frames)))
 
 Names, arguments and errors are those of `aiotensor`, `aiotensor.channel` and `aiotensor.broadcast`, with
-``with`` and ``for`` in place of ``async with`` and ``async for``. A method that may wait has a `timeout` in seconds, None for no
-limit, in place of ``asyncio.timeout``: after this time it raises `TimeoutError`, and releases its resources
-as a cancelled call does. An exception that a signal handler raises ends a call in the same way.
+``with`` and ``for`` in place of ``async with`` and ``async for``. A method that may wait has a `timeout` in
+seconds, None for no limit, in place of ``asyncio.timeout``: after this time it raises `TimeoutError`, and
+releases its resources as a cancelled call does. An exception that a signal handler raises ends a call in the
+same way.
 
 The objects of a process share one event loop in a separate thread. The thread runs while one of them is open,
 and does not keep the interpreter from exiting.

@@ -10,11 +10,13 @@ import pytest
 from prometheus_client import Metric
 
 from aiotensor import TensorReceiver, TensorSender
+from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.integrations.prometheus import AioTensorCollector
 from aiotensor.types import Statistics
 from docs.metrics_tables import PAGE, updated
 from tests.channel.parties import Answer, Question, place
+from verification.places import endpoint
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "examples" / "grafana.json").read_text())
@@ -27,8 +29,10 @@ ADDED = {"job", "instance"}
 
 async def exported() -> dict[str, Metric]:
     """Return the families that one object of each kind exports, by their exported names."""
-    with place() as here:
+    with place() as here, endpoint("unix") as there:
         async with (
+            Publisher(there),
+            Subscriber(there),
             TensorReceiver(here.tensors),
             TensorSender(here.tensors),
             MessageServer(here.messages, Question),

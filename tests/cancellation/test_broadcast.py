@@ -1,0 +1,238 @@
+"""Cancelling any await of a publisher or a subscriber loses nothing and leaks nothing."""
+
+import gc
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+
+from aiotensor.broadcast import Published, Publisher, Subscriber
+from tests.cancellation.situations import SLOW
+from tests.cancelling import Attempt, Running, cancel_everywhere
+from tests.pairs import endpoint
+from verification.patterns import BIG, pattern
+from verification.waiting import until
+
+pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
+
+
+class Parties(NamedTuple):
+    publisher: Publisher
+    first: Subscriber[Any]
+    second: Subscriber[Any]
+
+
+@asynccontextmanager
+async def parties(**limits: Any) -> AsyncIterator[Parties]:
+    with endpoint() as place:
+        async with (
+            Publisher(place, **limits) as publisher,
+            Subscriber(place) as first,
+            Subscriber(place) as second,
+        ):
+            await publisher.wait_for_subscribers(2)
+            yield Parties(publisher, first, second)
+
+
+def settled(
+    attempt: Callable[[Attempt], Awaitable[None]], publisher: Publisher
+) -> Callable[[Attempt], Awaitable[None]]:
+    """Wait after each run until the memory was released, for which subscribers use threads."""
+
+    async def run(one: Attempt) -> None:
+        await attempt(one)
+        gc.collect()  # the task refers to its result
+        await until(lambda: not publisher.statistics().bytes_in_use)
+
+    return run
+
+
+class Message(msgspec.Struct):
+    name: str
+    tensors: list[torch.Tensor]
+
+
+async def _check_publish(
+    publishing: Running[Published], message: Any, before: int, *subscribers: Subscriber[Any]
+) -> None:
+    """See that a message was published to all, or to none."""
+    completed = await publishing.completed()
+    for subscriber in subscribers:
+        if completed:
+            publication = await subscriber.receive()
+            assert publication.number == publishing.value.number == before
+            assert msgspec.msgpack.encode(publication.message, enc_hook=_as_list) == msgspec.msgpack.encode(
+                message, enc_hook=_as_list
+            )
+        assert not subscriber.statistics().unclaimed
+
+
+def _as_list(value: object) -> object:
+    assert isinstance(value, torch.Tensor)
+    return value.tolist()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[], [3], [BIG // 8], [SLOW], [SLOW, 3, BIG // 8], [2000] * 70],
+    ids=lambda sizes: f"{len(sizes)}",
+)
+async def test_a_cancelled_publish_publishes_to_all_or_to_none(sizes: list[int]) -> None:
+    message = Message("m", [pattern(size, size) for size in sizes])
+    async with parties() as (publisher, first, second):
+
+        async def attempt(attempt: Attempt) -> None:
+            before = publisher.statistics().published
+            await _check_publish(attempt.start(publisher.publish(message)), message, before, first, second)
+
+        await cancel_everywhere(settled(attempt, publisher), publisher, first, second)
+
+
+async def test_a_publish_cancelled_while_a_subscriber_is_slow() -> None:
+    async with parties(max_behind=1) as (publisher, first, second):
+
+        async def attempt(attempt: Attempt) -> None:
+            before = (await publisher.publish(b"before")).number
+            publishing = attempt.start(publisher.publish(pattern(1, BIG)))
+            await first.receive()
+            await until(lambda: bool(second.statistics().unclaimed))
+            await publishing.bring(second.receive_nowait)
+            if await publishing.completed():
+                assert publishing.value.number == before + 1
+                for subscriber in (first, second):
+                    assert torch.equal((await subscriber.receive()).message, pattern(1, BIG))
+
+        assert await cancel_everywhere(settled(attempt, publisher), publisher, first, second)
+
+
+async def test_a_publish_cancelled_while_it_waits_for_memory() -> None:
+    async with parties(arena_bytes=1 << 20) as (publisher, first, second):
+
+        async def attempt(attempt: Attempt) -> None:
+            kept = [await publisher.allocate((BIG,), torch.int64)]
+            before = publisher.statistics().published
+            publishing = attempt.start(publisher.publish(pattern(1, BIG)))
+            await publishing.bring(kept.clear)
+            if await publishing.completed():
+                assert publishing.value.number == before
+                for subscriber in (first, second):
+                    assert torch.equal((await subscriber.receive()).message, pattern(1, BIG))
+
+        assert await cancel_everywhere(settled(attempt, publisher), publisher, first, second)
+
+
+@pytest.mark.parametrize(
+    "message", [b"small", b"0" * 200_000, pattern(1, BIG)], ids=["small", "long", "tensor"]
+)
+async def test_a_cancelled_receive_loses_nothing(message: Any) -> None:
+    async with parties() as (publisher, first, second):
+
+        async def attempt(attempt: Attempt) -> None:
+            receiving = attempt.start(first.receive())
+            await receiving.bring(lambda: publisher.publish_nowait(message))
+            completed = await receiving.completed()
+            publication = receiving.value if completed else await first.receive()
+            other = await second.receive()
+            assert (publication.number, publication.missed) == (other.number, 0)
+            for one in (publication, other):
+                assert (
+                    torch.equal(one.message, message)
+                    if isinstance(message, torch.Tensor)
+                    else one.message == message
+                )
+
+        assert await cancel_everywhere(settled(attempt, publisher), publisher, first, second)
+
+
+async def test_a_cancelled_receive_of_many_tensors_loses_nothing() -> None:
+    message = [pattern(number, 1100) for number in range(150)]
+    async with parties() as (publisher, first, second):
+
+        async def attempt(attempt: Attempt) -> None:
+            await publisher.publish(message)
+            await publisher.publish(b"next")
+            await until(lambda: first.statistics().unclaimed == 2)
+            receiving = attempt.start(first.receive())
+            completed = await receiving.completed()
+            publication = receiving.value if completed else await first.receive()
+            assert all(map(torch.equal, publication.message, message))
+            following = await first.receive()
+            assert (following.number, following.missed) == (publication.number + 1, 0)
+            for _ in range(2):
+                await second.receive()
+
+        assert await cancel_everywhere(settled(attempt, publisher), publisher, first, second)
+
+
+async def test_a_cancelled_iteration_loses_nothing() -> None:
+    async with parties() as (publisher, first, second):
+
+        async def attempt(attempt: Attempt) -> None:
+            iterating = attempt.start(first.__anext__())
+            await iterating.bring(lambda: publisher.publish_nowait(pattern(1, BIG)))
+            completed = await iterating.completed()
+            publication = iterating.value if completed else await anext(first)
+            assert torch.equal(publication.message, pattern(1, BIG))
+            await second.receive()
+
+        assert await cancel_everywhere(settled(attempt, publisher), publisher, first, second)
+
+
+async def test_a_cancelled_wait_for_subscribers_or_for_the_end_of_publications() -> None:
+    with endpoint() as place:
+        async with (
+            Publisher(place) as publisher,
+            Subscriber[Any](place) as first,
+            Subscriber[Any](place) as second,
+        ):
+            await publisher.wait_for_subscribers(2)
+
+            async def drain(attempt: Attempt) -> None:
+                await publisher.publish(b"")
+                draining = attempt.start(publisher.drain())
+                await second.receive()
+                await until(lambda: bool(first.statistics().unclaimed))
+                await draining.bring(first.receive_nowait)
+                await draining.completed()
+
+            assert await cancel_everywhere(settled(drain, publisher), publisher, first, second)
+
+            async def wait(attempt: Attempt) -> None:
+                third = Subscriber[Any](place)
+                waiting = attempt.start(publisher.wait_for_subscribers(3))
+                await third.__aenter__()
+                await waiting.completed()
+                await third.aclose()
+                await until(lambda: publisher.statistics().subscribers == 2)
+
+            assert await cancel_everywhere(settled(wait, publisher), publisher, first, second)
+
+
+@pytest.mark.parametrize("sizes", [(0,), (3,), (BIG,), (SLOW,)])
+async def test_a_cancelled_allocation_returns_the_memory(sizes: tuple[int, ...]) -> None:
+    async with parties() as (publisher, first, second):
+
+        async def attempt(attempt: Attempt) -> None:
+            await attempt.start(publisher.allocate(sizes, torch.int64)).completed()
+
+        await cancel_everywhere(settled(attempt, publisher), publisher, first, second)
+
+
+@pytest.mark.parametrize("which", ["publisher", "subscriber"])
+async def test_a_cancelled_close_closes(which: str) -> None:
+    async def attempt(attempt: Attempt) -> None:
+        async with parties() as (publisher, first, second):
+            kept = await publisher.allocate((SLOW,), torch.int64)
+            await publisher.publish(kept)
+            taken = (await first.receive()).message
+            closing = attempt.start((publisher if which == "publisher" else first).aclose())
+            await closing.completed()
+            assert repr(publisher if which == "publisher" else first).split()[1].startswith("closed")
+            del kept, taken
+            if which == "publisher":
+                assert len([one async for one in second]) <= 1
+
+    await cancel_everywhere(attempt)
