@@ -203,6 +203,7 @@ async def test_a_cancelled_wait_for_subscribers_or_for_the_end_of_publications()
             async def wait(attempt: Attempt) -> None:
                 third = Subscriber[Any](place)
                 waiting = attempt.start(publisher.wait_for_subscribers(3))
+                await waiting.until(lambda: waiting.suspensions)
                 await third.__aenter__()
                 await waiting.completed()
                 await third.aclose()
