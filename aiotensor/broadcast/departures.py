@@ -9,7 +9,7 @@ connection and still have tensors.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from aiotensor.runtime.process_end import ProcessEnd, WatchProcess
@@ -43,12 +43,10 @@ class Departures:
 
     Args:
         memory: the memory of the publisher.
-        retiring: called before segments are retired: later subscribers cannot map them any more.
     """
 
-    def __init__(self, memory: Memory, retiring: Callable[[], object]) -> None:
+    def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._retiring = retiring
         self._departures: dict[_Departure, None] = {}
         self._loop = asyncio.get_running_loop()
 
@@ -66,7 +64,6 @@ class Departures:
         overdue = [departure for departure in self._departures if departure.is_overdue]
         if not overdue or not self._memory.gate.budget.waiting or self._memory.retired >= _MAX_RETIRED:
             return
-        self._retiring()
         for departure in overdue:
             del self._departures[departure]
             if departure.end is not None:

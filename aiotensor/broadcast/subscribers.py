@@ -10,7 +10,7 @@ The blocks that a subscriber may still read when it is gone are left to `Departu
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from aiotensor.broadcast.departures import Departures
 from aiotensor.broadcast.refusals import SubscriberRefusalLog
@@ -79,7 +79,7 @@ class Subscribers:
             settings.slow, settings.max_behind, settings.max_held_bytes
         )
         self.changes = Waiters()
-        self.departures = Departures(memory, self._retiring)
+        self.departures = Departures(memory)
         self.next_number = 0
         self.memory = memory
         self.refusals = SubscriberRefusalLog()
@@ -140,15 +140,6 @@ class Subscribers:
         """Withdraw a segment in which no block is used from all subscribers."""
         for peer in self.connected.values():
             peer.detach(segment.number)
-
-    def _retiring(self) -> None:
-        """Share the segments with all subscribers that may need them, before they are retired."""
-        while self.forget_oldest():
-            pass
-        for peer in list(self.connected.values()):
-            for segment in self.memory.segments():
-                if segment.used:
-                    peer.attach([segment.number])
 
     # Connections; see `Host`
 
@@ -264,15 +255,14 @@ class Subscribers:
         Waits until the connections have accepted the last records, but not for long.
         """
         peers = list(self.connected.values())
-        for peer in peers:
-            for item in peer.backlog.rest():
-                peer.write(item)
-            peer.connection.close(Close())
-            peer.flush()
+        last = {peer: peer.backlog.rest() for peer in peers}
         try:
             async with asyncio.timeout(_LAST_RECORDS_S):
-                for peer in peers:
-                    while not (peer.transport.is_writable or peer.transport.is_closed):
+                while last:
+                    for peer in list(last):
+                        if peer.announce_last(last[peer]):
+                            del last[peer]
+                    if last:
                         await self.changes.wait()
         except TimeoutError:
             return  # of this block: a subscriber that does not read must not delay the end of the publisher
@@ -323,12 +313,36 @@ class SubscriberPeer:
         return self.transport.watch_peer(self.pid, ended)
 
     def announce(self) -> None:
-        """Announce the pending publications for which the subscriber has capacity."""
-        while not self.transport.is_closed and (item := self.backlog.next()) is not None:
-            self.write(item)
+        """Announce the pending publications for which the subscriber has capacity.
+
+        No publication is added to a queue of the transport, so the backlog has all that are not read.
+        """
+        item = self._next()
+        while item is not None:
+            self._write(item)
+            self.flush()
+            item = self._next()
         self.flush()
 
-    def write(self, item: Item) -> None:
+    def _next(self) -> Item | None:
+        is_ready = self.transport.is_writable and not self.transport.is_closed
+        return self.backlog.next() if is_ready else None
+
+    def announce_last(self, items: Iterator[Item]) -> bool:
+        """Announce the last publications, and close; return whether the transport has accepted everything."""
+        transport = self.transport
+        while transport.is_writable and not transport.is_closed:
+            item = next(items, None)
+            if item is None:
+                self.connection.close(Close())
+            else:
+                self._write(item)
+            self.flush()
+            if item is None:
+                break
+        return transport.is_closed or (self.connection.is_closed and transport.is_writable)
+
+    def _write(self, item: Item) -> None:
         """Announce a publication, after the segments of its blocks."""
         if not self._attached.issuperset(item.segments):
             self.attach(item.segments)
@@ -399,4 +413,6 @@ class SubscriberPeer:
 
     def resume_writing(self) -> None:
         """Handle that the transport accepts records again."""
+        if not self.connection.is_closed:
+            self.announce()
         self._subscribers.changes.wake()

@@ -128,8 +128,8 @@ class Backlog:
 
     def rest(self) -> Iterator[Item]:
         """Announce all pending publications regardless of the limits, because no more will follow."""
-        for item in list(self._pending.values()):
-            yield self._announce(item)
+        while self._pending:
+            yield self._announce(next(iter(self._pending.values())))
 
     def drop(self) -> Dropped:
         """Drop the oldest publication that was not taken; there is one."""

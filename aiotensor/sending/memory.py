@@ -228,7 +228,7 @@ class Memory:
             watch: as for `receiver_lost`.
         """
         places = [ticket.place for ticket in map(self.leases.grant_of, numbers) if ticket.place is not None]
-        self._arena.retire(places)
+        self._arena.retire(places, keeps_descriptor=True)
         self.unpin(numbers)
         self._await_end(places, watch)
 

@@ -109,14 +109,19 @@ class Arena:
         """Handle the loss of the only receiver, to which the segment is attached."""
         self._segment.is_attached = False
 
-    def retire(self, elsewhere: Iterable[Extent]) -> None:
-        """Write no more to blocks that a lost reader may still read, and retire their segments."""
+    def retire(self, elsewhere: Iterable[Extent], *, keeps_descriptor: bool = False) -> None:
+        """Write no more to blocks that a lost reader may still read, and retire their segments.
+
+        Args:
+            elsewhere: the blocks.
+            keeps_descriptor: as for `Segment.retire`.
+        """
         for place in elsewhere:
             segment = place.segment
             if not segment.is_retired:
                 self._segment = self._new_segment()
                 self._retired.append(segment)
-            segment.retire([place.offset])
+            segment.retire([place.offset], keeps_descriptor=keeps_descriptor)
 
     def take_idle(self, before: float) -> tuple[Segment, list[Range]]:
         """Return the chunks that were last used before a time, and their segment."""

@@ -42,6 +42,7 @@ class Segment:
         self.memory = memoryview(b"")  # the whole mapping, while the segment is open
         self.used: set[int] = set()  # offsets of the blocks that this process uses
         self._elsewhere: Counter[int] = Counter()  # offsets of blocks that lost readers may still read
+        self._keeps_descriptor = False
         self._mapping: Mapping | None = None
         self._descriptor = Descriptor(-1)
         self.warm = WarmPages(0, mmap.PAGESIZE)
@@ -102,9 +103,15 @@ class Segment:
             self.blocks.free(offset)
             self._left[offset // CHUNK_BYTES : (offset + nbytes - 1) // CHUNK_BYTES + 1] = now
 
-    def retire(self, elsewhere: Iterable[int]) -> None:
-        """Place no more blocks, because a lost reader may still read the blocks at some offsets."""
+    def retire(self, elsewhere: Iterable[int], *, keeps_descriptor: bool = False) -> None:
+        """Place no more blocks, because a lost reader may still read the blocks at some offsets.
+
+        Args:
+            elsewhere: the offsets.
+            keeps_descriptor: whether other readers may still have to map the segment.
+        """
         self.is_retired = True
+        self._keeps_descriptor = keeps_descriptor
         self._elsewhere.update(elsewhere)
 
     def reader_ended(self, elsewhere: Iterable[int]) -> None:
@@ -181,7 +188,7 @@ class Segment:
         for start, _ in ranges:
             with self._changing:
                 self._return_chunk(start // CHUNK_BYTES)
-        if self.is_retired:  # it is not sent to another receiver
+        if self.is_retired and not self._keeps_descriptor:  # it is not sent to another receiver
             with self._changing:
                 self._descriptor.close()
 

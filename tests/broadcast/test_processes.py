@@ -305,6 +305,25 @@ async def test_a_publisher_does_not_wait_long_for_a_stopped_subscriber_when_it_c
         stopped.go_on()
 
 
+async def test_full_buffers_do_not_disconnect_a_stopped_subscriber(endpoint: Endpoint) -> None:
+    async with audience(endpoint, 1, max_behind=1000) as (publisher, [stopped]):
+        await stopped.stop()
+        for number in range(900):
+            await publisher.publish(pattern(number, 1000))  # 7 MiB in all, within the records
+        assert publisher.statistics().lags[0].behind == 900
+        stopped.go_on()
+        assert await stopped.call(workers.receive, 900) == list(range(900))
+
+
+async def test_everything_arrives_although_the_publisher_closes_at_once(endpoint: Endpoint) -> None:
+    async with audience(endpoint, 2, max_behind=1000) as (publisher, children):
+        counts = [child.start(workers.receive_for_ever) for child in children]
+        for number in range(900):
+            await publisher.publish(pattern(number, 1000))
+        await publisher.aclose()
+        assert [await count for count in counts] == [900, 900]
+
+
 async def test_a_publisher_and_its_subscribers_live_under_a_low_limit_of_descriptors(
     endpoint: Endpoint,
 ) -> None:
