@@ -216,7 +216,7 @@ class Mappings:
             else:
                 release(lease.block)
         for segment in lingering:
-            if not segment.leases:
+            if not segment.leases and segment.number not in segment.memory.mapped:
                 self._unmap(segment)
             elif segment.is_ours:
                 self._trim(segment)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import aiotensor
-from aiotensor import ClosedError, TensorHandle, UsageError, blocking, channel
+from aiotensor import ClosedError, TensorHandle, UsageError, blocking, broadcast, channel
 from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
 from aiotensor.blocking.portal import BlockingObject
 from tests.blocking.waiting import in_thread
@@ -225,7 +225,7 @@ _WRONG: list[tuple[str, tuple[object, ...], dict[str, object]]] = [
 
 
 def _async_class(name: str) -> Any:
-    return getattr(aiotensor, name, None) or getattr(channel, name)
+    return getattr(aiotensor, name, None) or getattr(channel, name, None) or getattr(broadcast, name)
 
 
 @pytest.mark.parametrize(("name", "arguments", "options"), _WRONG)

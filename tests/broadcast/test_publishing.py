@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from aiotensor import ClosedError, ProtocolError, TooLargeError, UnsupportedTensorError, WouldBlockError
+from aiotensor import (
+    ClosedError,
+    PeerLostError,
+    ProtocolError,
+    TooLargeError,
+    UnsupportedTensorError,
+    WouldBlockError,
+)
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.tensors.dtypes import DTYPES
 from aiotensor.transports.endpoints import Endpoint
@@ -339,6 +346,19 @@ async def test_a_clean_close_ends_the_iteration_after_the_last_publication(broad
                 torch.equal(one.message, pattern(one.number, (3, BIG)[one.number % 2])) for one in found
             )
             assert found[0].message.sum() == pattern(0, 3).sum()
+
+
+async def test_publications_outlast_their_publisher(broadcasts: Broadcasts) -> None:
+    async with broadcasts.open(1) as (publisher, [subscriber]):
+        for number in range(4):
+            await publisher.publish(pattern(number, BIG))
+        await publisher.aclose()
+        await until(lambda: not subscriber.statistics().publishers)
+        for number in range(4):
+            assert torch.equal((await subscriber.receive()).message, pattern(number, BIG))
+            await until(lambda: not subscriber.statistics().leases)  # the others still use the segment
+        with pytest.raises(PeerLostError):
+            await subscriber.receive()
 
 
 async def test_closing_a_subscriber_ends_its_calls(broadcasts: Broadcasts) -> None:

@@ -48,10 +48,10 @@ _seconds = partial(
     help="How long each inspection waits for a receiver, or a sender, that does not answer.",
 )
 def top(address: str, as_json: bool, interval_s: float, patience_s: float) -> None:
-    """Print the usage of resources by a running receiver and its senders.
+    """Print the usage of resources by a running receiver and its senders, or by a publisher.
 
     On a terminal it inspects repeatedly, until Ctrl-C; elsewhere once. It changes nothing, and uses no
-    place of a sender. Only the user of the receiver may inspect it.
+    place of a sender or subscriber. Only the user of the receiver or publisher may inspect it.
     """
     is_live = not as_json and _can_draw()
     try:
