@@ -1,6 +1,7 @@
 """Inspect a publisher: by `inspect`, and by `aiotensor top`."""
 
 import asyncio
+import io
 import json
 import socket
 import sys
@@ -85,7 +86,7 @@ def inspection(lags: tuple[SubscriberLag, ...], at: float = 1.0, published: int 
 
 
 def drawn(now: PublisherInspection, before: PublisherInspection | None = None, height: int = 20) -> list[str]:
-    console = Console(width=100, height=height, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=100, height=height, record=True, file=io.StringIO())
     console.print(publishers.as_screen("unix:///a", before, now, height))
     return console.export_text().splitlines()
 
