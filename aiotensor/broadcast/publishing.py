@@ -122,6 +122,7 @@ class Publishing:
         self, publisher: str, settings: PublisherSettings, counts: dict[str, int], errors: ErrorCounter
     ) -> None:
         self.is_closed = False
+        self._loop = asyncio.get_running_loop()
         self._settings = settings
         self._counts = counts
         self._errors = errors
@@ -230,7 +231,7 @@ class Publishing:
                 raise
 
     async def drain(self) -> None:
-        """Wait until every subscriber has taken, or lost, everything that was published before."""
+        """Wait until every subscriber has taken or lost all earlier publications."""
         before, backlogs = self.subscribers.next_number, self.subscribers.audience.backlogs
         while any(one.oldest is not None and one.oldest.number < before for one in backlogs.values()):
             await self.subscribers.changes.wait()
@@ -333,7 +334,7 @@ class Publishing:
         block = self.memory.try_acquire(nbytes, holder)
         if block is not None:
             return block
-        asyncio.get_running_loop().call_soon(self.subscribers.departures.make_way)
+        self._loop.call_soon(self.subscribers.departures.make_way)
         try:
             return await self.memory.acquire(nbytes, holder)
         except StuckError:
@@ -374,7 +375,8 @@ class Publishing:
         blocks, segments = tuple(placement.blocks), tuple(placement.segments)
         dropped = subscribers.publish(Item(number, record, time.monotonic(), blocks, segments))
         self._counts["published"] += 1
-        self._counts["bytes_published"] += nbytes + sum(nbytes for _, nbytes in blocks)
+        inline_bytes = nbytes if block is None else 0
+        self._counts["bytes_published"] += inline_bytes + sum(nbytes for _, nbytes in blocks)
         return Published(number, len(subscribers.connected), len(dropped))
 
     def _end(self, turn: Ticket[None], placement: _Placement) -> None:
@@ -407,7 +409,7 @@ class Publishing:
         """Return the current usage of the publisher, and its totals since opening."""
         settings, subscribers, memory = self._settings, self.subscribers, self.memory
         lags, budget = subscribers.lags(), memory.gate.budget
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         since = memory.waiting_since
         return snapshot(
             PublisherStatistics,

@@ -54,7 +54,7 @@ class Subscribers:
         connected: the connected subscribers, by their ids.
         audience: how far each of them is behind.
         changes: woken when a subscriber has joined, has answered, or is gone.
-        departures: the memory of those that are gone.
+        departures: the memory of disconnected subscribers.
         next_number: the number of the next publication.
     """
 
@@ -238,16 +238,20 @@ class Subscribers:
     def lose(self, peer: "SubscriberPeer", *, was_closed: bool = False) -> None:
         """Drop a subscriber that is gone."""
         if self.connected.get(peer.name) is peer:
-            del self.connected[peer.name]
+            self._forget(peer)
             self._counts["subscribers_lost"] += not was_closed
-            self._counts["dropped"] += peer.backlog.dropped
-            self._counts["deliveries"] += peer.backlog.delivered
-            self.audience.leave(peer)
             # Pins that the subscriber may use are left until its process has ended.
             self.departures.add(list(peer.backlog.pins()), peer.watch)
             self.memory.unpin(peer.backlog.pending_blocks())
         peer.transport.close()
         self.progress()
+
+    def _forget(self, peer: "SubscriberPeer") -> None:
+        """Remove a subscriber, and keep its counts."""
+        del self.connected[peer.name]
+        self._counts["dropped"] += peer.backlog.dropped
+        self._counts["deliveries"] += peer.backlog.delivered
+        self.audience.leave(peer)
 
     async def close(self) -> None:
         """Announce everything to every subscriber, and close the connections.
@@ -267,10 +271,9 @@ class Subscribers:
         except TimeoutError:
             return  # of this block: a subscriber that does not read must not delay the end of the publisher
         finally:
-            for peer in peers:
+            for peer in list(self.connected.values()):
+                self._forget(peer)
                 peer.transport.close()
-            self.connected.clear()
-            self.audience.backlogs.clear()
             self.departures.close()
             self.refusals.close()
 
@@ -315,7 +318,7 @@ class SubscriberPeer:
     def announce(self) -> None:
         """Announce the pending publications for which the subscriber has capacity.
 
-        No publication is added to a queue of the transport, so the backlog has all that are not read.
+        The transport queues no publication, so the backlog contains all unread publications.
         """
         item = self._next()
         while item is not None:

@@ -348,6 +348,20 @@ async def test_a_clean_close_ends_the_iteration_after_the_last_publication(broad
             assert found[0].message.sum() == pattern(0, 3).sum()
 
 
+async def test_statistics_are_available_after_closing_and_outside_the_loop(endpoint: Endpoint) -> None:
+    async with Broadcasts(endpoint).open(2) as (publisher, subscribers):
+        await publisher.publish(pattern(1, BIG))
+        for subscriber in subscribers:
+            await subscriber.receive()
+        await publisher.drain()
+        before = publisher.statistics()
+    after = publisher.statistics()
+    assert (after.deliveries, after.published, after.dropped) == (2, 1, 0)
+    assert after.bytes_published == before.bytes_published >= 8 * BIG
+    assert (after.subscribers, after.subscribers_lost, after.bytes_in_use) == (0, 0, after.bytes_in_use)
+    assert [subscriber.statistics().received for subscriber in subscribers] == [1, 1]
+
+
 async def test_publications_outlast_their_publisher(broadcasts: Broadcasts) -> None:
     async with broadcasts.open(1) as (publisher, [subscriber]):
         for number in range(4):
