@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.nn import Parameter
 
+from aiotensor.broadcast.reports import Reports
 from aiotensor.broadcast.settings import PublisherSettings
 from aiotensor.broadcast.subscribers import Subscribers
 from aiotensor.codec.payload import Payload, pack
@@ -26,12 +27,11 @@ from aiotensor.protocol.audience import Item
 from aiotensor.protocol.broadcast import Content, PlacedTensor, Publish
 from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.frames import ARENA, INLINE, encode_record
-from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import at_most
 from aiotensor.sending.gates import Gate, StuckError
 from aiotensor.sending.memory import Memory
 from aiotensor.sending.sizes import new_empty, sizes_of, too_large
-from aiotensor.statistics.counters import ErrorCounter, snapshot
+from aiotensor.statistics.counters import ErrorCounter
 from aiotensor.tensors.allocations import Allocation, Block
 from aiotensor.tensors.arena import Arena, Extent
 from aiotensor.tensors.copying import QUICK_BYTES, CopyAbandonedError
@@ -40,19 +40,15 @@ from aiotensor.tensors.inline import MAX_INLINE_BYTES
 from aiotensor.tensors.placement import Placed, place_allocated, place_copy, plan_placement
 from aiotensor.tensors.segments import Segment, whole_pages
 from aiotensor.tensors.source import Source, as_source
-from aiotensor.types import Published, PublisherStatistics, Usage
+from aiotensor.types import Published, PublisherStatistics
 
 __all__ = ["Publishing"]
-
-logger = logger_of("publisher")
 
 # Longer contents are placed in shared memory, once for all subscribers.
 _MAX_RECORD_CONTENT_BYTES = 2 * MAX_INLINE_BYTES
 
 # The most tensors that are placed in one iteration of the event loop, each in some microseconds.
 _QUICK_TENSORS = 64
-
-_NAMED_SUBSCRIBERS = 8
 
 _STUCK = (
     "all shared memory is held by this message, and by tensors from allocate() in it that have to be copied, "
@@ -125,7 +121,6 @@ class Publishing:
         self._loop = asyncio.get_running_loop()
         self._settings = settings
         self._counts = counts
-        self._errors = errors
         self._max_bytes = whole_pages(settings.max_bytes)
         self._allocated: list[Allocation] = []  # that the message with the turn uses
         self._kept_turn: Ticket[None] | None = None  # until no subscriber is full
@@ -135,7 +130,7 @@ class Publishing:
             settings.keep_warm_s,
             counts,
             settings.max_wait_s,
-            lambda nbytes: self._overdue("other copies were under way", nbytes),
+            lambda nbytes: self._reports.overdue("other copies were under way", nbytes),
             alignment=mmap.PAGESIZE,  # subscribers drop the pages of one block without changing others
             segment_closed=self._segment_closed,
         )
@@ -143,13 +138,14 @@ class Publishing:
             1,
             stuck_elsewhere=None,
             long_wait_s=settings.long_wait_s,
-            on_long_wait=lambda _: self._log_wait("slow subscribers, or earlier calls"),
+            on_long_wait=lambda _: self._reports.log_wait("slow subscribers, or earlier calls"),
             max_wait_s=settings.max_wait_s,
-            overdue=lambda _: self._overdue("subscribers were slow, or earlier calls waited", 0),
+            overdue=lambda _: self._reports.overdue("subscribers were slow, or earlier calls waited", 0),
         )
         self.subscribers = Subscribers(
             publisher, settings, counts, self.memory, self.statistics, self._subscribers_progressed
         )
+        self._reports = Reports(settings, counts, errors, self._turns, self.memory, self.subscribers)
 
     def _gate_over(self, arena: Arena) -> Gate[Extent]:
         settings = self._settings
@@ -158,9 +154,9 @@ class Publishing:
             space=arena,
             stuck_elsewhere=self._held_by_caller,
             long_wait_s=settings.long_wait_s,
-            on_long_wait=lambda nbytes: self._log_wait(f"{nbytes} bytes of shared memory"),
+            on_long_wait=lambda nbytes: self._reports.log_wait(f"{nbytes} bytes of shared memory"),
             max_wait_s=settings.max_wait_s,
-            overdue=lambda nbytes: self._overdue("not enough shared memory was free", nbytes),
+            overdue=lambda nbytes: self._reports.overdue("not enough shared memory was free", nbytes),
         )
 
     def end_calls(self) -> None:
@@ -202,7 +198,7 @@ class Publishing:
         """Publish a message on this thread, as `Publisher.publish_nowait` does."""
         turn = self._turns.try_acquire(1)
         if turn is None:
-            raise self._would_block("a subscriber is slow, or another call is publishing", 0)
+            raise self._reports.would_block("a subscriber is slow, or another call is publishing", 0)
         placement = _Placement()
         try:
             payload = Payload(has_sender=True, max_inline_bytes=sys.maxsize)
@@ -222,7 +218,7 @@ class Publishing:
     async def wait_for_subscribers(self, count: int) -> None:
         """Wait until so many subscribers are connected, as `Publisher.wait_for_subscribers` does."""
         try:
-            async with at_most(self._settings.max_wait_s, lambda: self._too_few(count)):
+            async with at_most(self._settings.max_wait_s, lambda: self._reports.too_few(count)):
                 while len(self.subscribers.connected) < count:
                     await self.subscribers.changes.wait()
                     self._check_open()
@@ -323,7 +319,7 @@ class Publishing:
         self._make_space(nbytes)
         block = self.memory.try_acquire(nbytes, placement)
         if block is None:
-            raise self._would_block("not enough shared memory is free", nbytes)
+            raise self._reports.would_block("not enough shared memory is free", nbytes)
         placement.owned.append(block.number)
         self.memory.copy_now(source, block)
         return place_copy(block.place), block
@@ -338,7 +334,7 @@ class Publishing:
         try:
             return await self.memory.acquire(nbytes, holder)
         except StuckError:
-            raise self._would_block(_STUCK, nbytes) from None
+            raise self._reports.would_block(_STUCK, nbytes) from None
 
     def _make_space(self, nbytes: int) -> None:
         """Forget publications of the history that use the memory for a block."""
@@ -403,91 +399,9 @@ class Publishing:
         if not self.is_closed:
             self.subscribers.detach(segment)
 
-    # Reports
-
     def statistics(self) -> PublisherStatistics:
         """Return the current usage of the publisher, and its totals since opening."""
-        settings, subscribers, memory = self._settings, self.subscribers, self.memory
-        lags, budget = subscribers.lags(), memory.gate.budget
-        now = self._loop.time()
-        since = memory.waiting_since
-        return snapshot(
-            PublisherStatistics,
-            self._counts,
-            subscribers=len(lags),
-            max_subscribers=settings.max_subscribers,
-            lags=tuple(lags),
-            max_behind=settings.max_behind,
-            behind=lags[0].behind if lags else 0,
-            waiting=self._turns.budget.waiting + budget.waiting + len(since),
-            longest_wait_s=max(
-                self._turns.longest_wait_s(now),
-                memory.gate.longest_wait_s(now),
-                now - min(since, default=now),
-            ),
-            history=subscribers.kept,
-            arena_bytes=settings.max_bytes,
-            bytes_in_use=budget.in_use,
-            peak_bytes_in_use=budget.peak,
-            warm_bytes=memory.warm_bytes,
-            largest_free_bytes=memory.largest_free,
-            dropped=self._counts["dropped"] + sum(lag.dropped for lag in lags),
-            deliveries=self._counts["deliveries"] + sum(lag.delivered for lag in lags),
-            subscriber_waits=self._turns.waited.waits(),
-            memory_waits=memory.gate.waited.waits(),
-            errors=self._errors.counts(),
-        )
-
-    def _log_wait(self, what: str) -> None:
-        """Log a long wait, with the subscribers that cause it."""
-        held_by = self._slowest()
-        logger.warning(
-            "publishing has waited %g s for %s; %s",
-            self._settings.long_wait_s,
-            what,
-            held_by,
-            extra={
-                "event": "long_wait",
-                "waited_s": self._settings.long_wait_s,
-                "waited_for": what,
-                "subscribers": len(self.subscribers.connected),
-                "held_by": held_by,
-            },
-        )
-
-    def _slowest(self) -> str:
-        """Describe the slowest subscribers."""
-        lags = [lag for lag in self.subscribers.lags() if lag.behind or lag.held_bytes]
-        if not lags:
-            return "no subscriber is behind or uses memory"
-        described = [
-            f"subscriber {lag.subscriber} (pid {lag.pid}) is {lag.behind} of {self._settings.max_behind} "
-            f"publications behind, for {lag.behind_s:.1f} s, and uses {lag.held_bytes} bytes"
-            for lag in lags[:_NAMED_SUBSCRIBERS]
-        ]
-        if len(lags) > _NAMED_SUBSCRIBERS:
-            described.append(f"and {len(lags) - _NAMED_SUBSCRIBERS} more")
-        return "; ".join(described)
-
-    def _overdue(self, reason: str, nbytes: int) -> WouldBlockError:
-        return self._would_block(f"{reason} for {self._settings.max_wait_s:g} s", nbytes)
-
-    def _would_block(self, reason: str, nbytes: int) -> WouldBlockError:
-        lags, memory = self.subscribers.lags(), self.memory.gate.budget
-        behind = lags[0].behind if lags else 0
-        return WouldBlockError(
-            f"{reason} ({self._slowest()}; {memory.in_use} of {memory.limit} bytes in use, {nbytes} bytes "
-            f"requested, {self.memory.largest_free} bytes free in one piece)",
-            messages=Usage(self._settings.max_behind, behind, 1),
-            bytes=Usage(memory.limit, memory.in_use, nbytes),
-        )
-
-    def _too_few(self, count: int) -> WouldBlockError:
-        connected = len(self.subscribers.connected)
-        return WouldBlockError(
-            f"{connected} of {count} subscribers have connected within {self._settings.max_wait_s:g} s",
-            messages=Usage(count, connected, count - connected),
-        )
+        return self._reports.statistics()
 
     def _check_open(self) -> None:
         if self.is_closed:
