@@ -240,7 +240,7 @@ class Publisher(LoopObject):
         )
 
     async def aclose(self) -> None:
-        """Close; subscribers receive everything that was published, and waiting calls raise `ClosedError`.
+        """Close; subscribers receive all publications, and waiting calls raise `ClosedError`.
 
         Waits until a copy has stopped and the connections have accepted all publications, at most a second
         for a subscriber that does not read. It does not wait until subscribers take them; use `drain` for

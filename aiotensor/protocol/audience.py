@@ -13,7 +13,7 @@ A subscriber is *behind* by its publications that are pending or announced. If i
 behind, it is *full*, and the policy of the publisher decides: `wait` until it takes one, `drop` its oldest
 one, or `disconnect` it.
 
-Everything that was announced pins memory until the subscriber answers. A publication stays pending while
+Each announced publication pins memory until the subscriber answers. A publication stays pending while
 `max_behind` others are unanswered, so a stopped subscriber pins a limited number of them, and while the
 memory that the subscriber may use exceeds `max_held_bytes`.
 """

@@ -1,4 +1,4 @@
-"""The sizes of tensors to allocate, and the errors for those that can never be sent."""
+"""The sizes of tensors to allocate, and the errors for tensors that can never be sent."""
 
 import math
 import operator

@@ -58,7 +58,7 @@ async def received(subscriber: Subscriber[Any], count: int) -> list[Any]:
 
 
 async def taken(subscriber: Subscriber[Any]) -> list[Publication[Any]]:
-    """Receive what has arrived, without waiting for more."""
+    """Receive the publications that have arrived, without waiting for more."""
     publications = []
     while subscriber.statistics().unclaimed:
         publications.append(await subscriber.receive())

@@ -1,4 +1,4 @@
-"""What is published arrives at every subscriber: once, in order, and unchanged."""
+"""Each publication arrives at every subscriber: once, in order, and unchanged."""
 
 import asyncio
 import sys
