@@ -243,6 +243,8 @@ async def test_gauges_of_one_endpoint_are_added_up_except_for_peaks() -> None:
             waiting = asyncio.create_task(another.send(pattern(0, 3)))
             await until(lambda: another.statistics().waiting == 1)
             await until(lambda: receiver.statistics().unclaimed_tensors == 4)
+            # The clock of uvloop counts milliseconds.
+            await until(lambda: another.statistics().longest_wait_s > 0)
             numbers = at(scrape(new_registry()), place)
             assert numbers["aiotensor_sender_permits_in_use"] == 4
             assert numbers["aiotensor_sender_permits_limit"] == 5
