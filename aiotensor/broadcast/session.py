@@ -5,6 +5,7 @@ memory stays mapped until the application has taken them.
 """
 
 import asyncio
+from functools import partial
 from typing import Protocol
 
 from aiotensor.errors import PeerLostError, ProtocolError, RefusedError
@@ -258,6 +259,8 @@ class Session:
         if self.is_over:
             return
         self.is_over = True
+        pid = self.connection.peer_pid
+        self._mappings.take_over_after(self.memory, partial(self.transport.watch_peer, pid or 0))
         self.transport.close()
         self.memory.release = None
         if not self.publications:

@@ -1,8 +1,8 @@
 """The memory of peers that is mapped here, and the living tensors that lease blocks of it.
 
 A segment stays mapped while its owner is connected, or a tensor over it lives. A block is released to the
-owner when the tensor over it is freed. When a sender is gone, and no other process uses its segment, all
-memory of it that no tensor uses is returned to the system.
+owner when the tensor over it is freed. When the process of the owner has ended, all memory of the segment
+that no tensor uses is returned to the system.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ class _LeasedSegment(msgspec.Struct, eq=False):
     mapped: MappedSegment
     memory: PeerMemory
     leases: dict[int, tuple[int, int]] = {}  # the first byte of each tensor, and the one after it
-    is_ours: bool = False  # no other process uses the memory
+    returns_memory: bool = False  # if no tensor here uses it
     lingering_bytes: int = 0
     uses: "dict[int, _BlockUse]" = {}  # of a private segment, by block
 
@@ -182,15 +182,19 @@ class Mappings:
             if segment.leases:
                 # It has more addresses than memory.
                 self._set_lingering(segment, min(segment.mapped.nbytes, whole_pages(memory.arena_bytes)))
+                if segment.mapped.is_private:  # its locks keep the memory that other processes use
+                    segment.returns_memory = True
+                    self._trim(segment)
             else:
                 self._unmap(segment)
 
     def take_over(self, memory: PeerMemory) -> None:
-        """Return unused memory of a sender to the system: its process does not use the memory any more."""
+        """Return unused memory of a peer to the system: its process does not use the memory any more."""
         self._process_ends.pop(memory, None)
         for segment in memory.segments.values():
-            segment.is_ours = True
-            self._trim(segment)
+            if segment.number not in memory.mapped:  # otherwise it has tensors that are still to be opened
+                segment.returns_memory = True
+                self._trim(segment)
 
     def take_over_after(self, memory: PeerMemory, watch: WatchProcess) -> None:
         """Do the same once the process of the peer has ended: until then it may use the memory."""
@@ -208,17 +212,16 @@ class Mappings:
             segment = lease.segment
             start, stop = segment.leases.pop(number)
             self.leased_bytes -= stop - start
-            release = segment.memory.release
-            if release is None:
-                lingering.add(segment)
-            elif segment.mapped.is_private:
+            if segment.mapped.is_private:
                 self._lease_of_private_ended(segment, lease.block)
-            else:
-                release(lease.block)
+            elif segment.memory.release is not None:
+                segment.memory.release(lease.block)
+            if segment.memory.release is None:
+                lingering.add(segment)
         for segment in lingering:
             if not segment.leases and segment.number not in segment.memory.mapped:
                 self._unmap(segment)
-            elif segment.is_ours:
+            elif segment.returns_memory:
                 self._trim(segment)
 
     def _lease_of_private_ended(self, segment: _LeasedSegment, block: int) -> None:
@@ -228,7 +231,7 @@ class Mappings:
         """
         use = segment.uses[block]
         use.leases -= 1
-        if use.leases:
+        if use.leases or self._is_closed:
             return
         del segment.uses[block]
         drop = partial(segment.mapped.drop_copies, use.start, use.stop)
@@ -261,13 +264,16 @@ class Mappings:
         self._worker.begin("returning memory", partial(segment.mapped.remove, unused))
 
     def _unmap(self, segment: _LeasedSegment) -> None:
-        self._set_lingering(segment, 0)
         memory = segment.memory
-        del memory.segments[segment.number]
+        if memory.segments.pop(segment.number, None) is None:
+            return  # after another block of it
+        self._set_lingering(segment, 0)
         if not memory.segments and (end := self._process_ends.pop(memory, None)) is not None:
             end.cancel()
         if self._is_closed:
             segment.mapped.close()
-        else:
-            # Unmapping much memory takes milliseconds.
-            self._worker.begin("unmapping", segment.mapped.close)
+            return
+        # When a publisher is gone, other subscribers may keep the memory that only this one has used.
+        removes = segment.mapped.is_private and memory.release is None
+        # Unmapping much memory takes milliseconds.
+        self._worker.begin("unmapping", segment.mapped.remove_and_close if removes else segment.mapped.close)

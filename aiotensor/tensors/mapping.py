@@ -20,6 +20,7 @@ import torch
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.pages import Range
 from aiotensor.tensors.copied_pages import copied_pages
+from aiotensor.tensors.page_locks import PageLocks
 from aiotensor.tensors.raw import ArrayMemory
 from aiotensor.tensors.views import View, view_over
 
@@ -48,21 +49,23 @@ class Mapping:
     Args:
         descriptor: of the memory.
         nbytes: the size of the memory.
-        is_private: whether the first write to a page replaces it by a copy, which no other process sees.
+        locks: for a private mapping, in which the first write to a page replaces it by a copy that no other
+            process sees.
 
     Raises:
         OSError: the memory cannot be mapped, for example because the process has no addresses left.
     """
 
-    def __init__(self, descriptor: int, nbytes: int, *, is_private: bool = False) -> None:
+    def __init__(self, descriptor: int, nbytes: int, locks: PageLocks | None = None) -> None:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
-        flags = _MAP_PRIVATE if is_private else mmap.MAP_SHARED
+        flags = mmap.MAP_SHARED if locks is None else _MAP_PRIVATE
         address = _mmap(None, nbytes, protection, flags, descriptor, 0)
         if address is None or address == _FAILED:
             raise _error()
         memory = ArrayMemory(None, {"data": (address, False), "shape": (nbytes,), "typestr": "|u1"})
         weakref.finalize(memory, _unmap, os.getpid(), address, nbytes).atexit = False
         self._address = address
+        self._locks = locks
         self.view: memoryview = np.asarray(memory).data
         self._advise(mmap.MADV_DONTFORK, 0, nbytes)
 
@@ -71,13 +74,21 @@ class Mapping:
         with suppress(OSError):
             self._advise(_MADV_POPULATE_WRITE, start, length)
 
-    def remove(self, start: int, length: int) -> None:
-        """Return the memory of a range of pages to the system; it reads as zeros afterwards.
+    def remove(self, ranges: list[Range]) -> None:
+        """Return the memory of ranges of pages to the system; they read as zeros afterwards.
+
+        If the mapping is private, other processes keep the pages that they use.
 
         Raises:
             OSError: the kernel refuses.
         """
-        self._advise(mmap.MADV_REMOVE, start, length)
+        if self._locks is not None:
+            for start, length in ranges:
+                self._advise(mmap.MADV_DONTNEED, start, length)
+            self._locks.return_unused(ranges)
+            return
+        for start, length in ranges:
+            self._advise(mmap.MADV_REMOVE, start, length)
 
     def drop_copies(self, start: int, length: int) -> None:
         """Drop the copied pages in a range of a private mapping, which reads the shared memory again.
@@ -129,15 +140,19 @@ class MappedSegment:
             mapping.drop_copies(first, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE - first)
 
     def remove(self, ranges: list[Range]) -> None:
-        """Return the memory of ranges to the system, for all processes. Not for the event loop."""
+        """Return the memory of ranges to the system, as `Mapping.remove` does. Not for the event loop."""
         mapping = self._mapping
         if mapping is not None:
-            for start, length in ranges:
-                mapping.remove(start, length)
+            mapping.remove(ranges)
 
     def close(self) -> None:
         """Release the memory, which is unmapped with its last view."""
         self._mapping = None
+
+    def remove_and_close(self) -> None:
+        """Return all memory to the system, and release it; no tensor uses it. Not for the event loop."""
+        self.remove([(0, self.nbytes)])
+        self.close()
 
 
 def open_segment(descriptor: int, nbytes: int, *, is_private: bool = False) -> MappedSegment:
@@ -146,11 +161,11 @@ def open_segment(descriptor: int, nbytes: int, *, is_private: bool = False) -> M
     Args:
         descriptor: of the memory.
         nbytes: its size, as the peer stated it.
-        is_private: as for `Mapping`.
+        is_private: whether writing to it is visible to this process only.
 
     Raises:
         ProtocolError: it is not a sealed memfd of this size.
-        OSError: this process has no addresses left to map it.
+        OSError: this process has no addresses left to map it; for a private mapping, no descriptors.
     """
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
@@ -164,7 +179,11 @@ def open_segment(descriptor: int, nbytes: int, *, is_private: bool = False) -> M
     size = os.fstat(descriptor).st_size
     if size != nbytes or not nbytes:
         raise ProtocolError(f"the peer shared {size} bytes of memory and announced {nbytes}")
-    mapping = Mapping(descriptor, nbytes, is_private=is_private)
+    if is_private:
+        locks = PageLocks(descriptor)
+        mapping = Mapping(locks.descriptor, nbytes, locks)
+    else:
+        mapping = Mapping(descriptor, nbytes)
     return MappedSegment(mapping, is_private=is_private)
 
 

@@ -19,6 +19,7 @@ from aiotensor.protocol.blocks import ALIGNMENT, Blocks
 from aiotensor.protocol.pages import CHUNK_BYTES, Range, WarmPages, gaps
 from aiotensor.runtime.descriptors import Descriptor
 from aiotensor.tensors.mapping import Mapping
+from aiotensor.tensors.page_locks import lock_all_pages
 
 __all__ = ["Segment", "whole_pages"]
 
@@ -67,6 +68,7 @@ class Segment:
         try:
             os.ftruncate(descriptor.number, self.nbytes)
             fcntl.fcntl(descriptor.number, fcntl.F_ADD_SEALS, _SEALS)
+            lock_all_pages(descriptor.number)  # until all readers that it is sent to have mapped it
             mapping = Mapping(descriptor.number, self.nbytes)
             self.warm = WarmPages(self.nbytes, mmap.PAGESIZE)
             self._left = np.zeros(-(-self.nbytes // CHUNK_BYTES))
@@ -208,10 +210,9 @@ class Segment:
     def _return_chunk(self, chunk: int) -> None:
         mapping = self._mapping
         with self._noting:
-            leaving = self._leaving.pop(chunk, ())
+            leaving = self._leaving.pop(chunk, [])
         if mapping is not None:
-            for start, length in leaving:
-                mapping.remove(start, length)
+            mapping.remove(leaving)
 
     def _take(self, start: int, stop: int, most: int = sys.maxsize) -> list[Range]:
         """Mark pages of a free run as cold, but none of ranges that are being filled.

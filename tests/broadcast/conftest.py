@@ -1,6 +1,8 @@
 """Fixtures for publishers and subscribers."""
 
 import asyncio
+import gc
+import os
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -9,6 +11,7 @@ from aiotensor.transports.endpoints import Endpoint
 from tests.broadcast.audiences import Broadcasts
 from verification import loops, places
 from verification.places import LINKS
+from verification.processes import watch
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +21,8 @@ async def mode(nothing_left_behind: None) -> AsyncIterator[None]:
         before = asyncio.all_tasks() - {asyncio.current_task()}
         yield
         left = asyncio.all_tasks() - {asyncio.current_task()} - before
+    if watch.memfds(os.getpid()):
+        gc.collect()  # tracebacks of expected errors refer to tensors, whose memory the next test would count
     assert not left, f"tasks left behind: {left}"
     assert not complaints, "\n".join(complaints)
 

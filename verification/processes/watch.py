@@ -17,6 +17,17 @@ def memfds(pid: int) -> int:
     return Path(f"/proc/{pid}/maps").read_text().count("memfd:aiotensor")
 
 
+def memfd_bytes(pid: int) -> int:
+    """Count the bytes of memory in the library's shared memory, of which the process has a descriptor."""
+    found = {}
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing, or one just closed
+            if os.readlink(path).startswith("/memfd:aiotensor"):
+                status = path.stat()
+                found[status.st_ino] = status.st_blocks * 512
+    return sum(found.values())
+
+
 def mappings(pid: int) -> int:
     """Count the memory mappings of all kinds."""
     return Path(f"/proc/{pid}/maps").read_text().count("\n")

@@ -1,0 +1,113 @@
+"""The pages of a segment that several processes use, as file locks in the kernel.
+
+Each subscriber of a publisher maps the same segment. When the publisher is gone, pages that no process uses
+return to the system, but a subscriber does not know which pages the others use. So each of them has a lock
+for reading on the pages that it uses, and returns pages only while it has the exclusive lock on them:
+
+    mapped --> all pages locked for reading --the publisher is gone--> only pages in use locked for reading
+
+The last subscriber that unlocks a page returns it, since no other one has locked it then. The locks belong
+to an open file description (``F_OFD_SETLK``, see fcntl(2)), which exists as long as a descriptor of it or a
+mapping by it. So they end with the process, however it ends, and not before the last tensor.
+"""
+
+import ctypes
+import fcntl
+import os
+import struct
+
+from aiotensor.protocol.pages import Range
+from aiotensor.runtime.descriptors import Descriptor
+
+__all__ = ["PageLocks", "lock_all_pages"]
+
+_FLOCK = struct.Struct("hhqqi0q")  # type, whence, start, length and process of a lock
+_PUNCH_HOLE = 0x01 | 0x02  # with FALLOC_FL_KEEP_SIZE
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_fallocate = _libc.fallocate
+_fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+
+
+class PageLocks:
+    """The locks of one subscriber on a segment; all pages are locked for reading at first.
+
+    They outlive this object if the segment is mapped by its descriptor.
+
+    Args:
+        descriptor: of the segment; the caller keeps it.
+
+    Raises:
+        OSError: the segment cannot be opened again, because the process has no descriptors left or no
+            ``/proc``.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        # The descriptor shares its locks with the publisher and the other subscribers; a new one does not.
+        # It is closed with this object, since a thread may still use it.
+        self._descriptor = Descriptor(os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
+        lock_all_pages(self.descriptor)
+
+    @property
+    def descriptor(self) -> int:
+        """The descriptor to map the segment with."""
+        return self._descriptor.number
+
+    def return_unused(self, ranges: list[Range]) -> None:
+        """Return pages that this process does not use to the system, unless another process uses them.
+
+        Not for the event loop.
+
+        Raises:
+            OSError: the kernel refuses.
+        """
+        for start, length in ranges:
+            _change(self.descriptor, fcntl.F_UNLCK, start, length)
+        remaining = list(ranges)
+        while remaining:
+            start, length = remaining.pop()
+            try:
+                _change(self.descriptor, fcntl.F_WRLCK, start, length)
+            except BlockingIOError:
+                remaining += self._around_the_lock_in(start, length)
+                continue
+            try:
+                if _fallocate(self.descriptor, _PUNCH_HOLE, start, length):
+                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            finally:
+                _change(self.descriptor, fcntl.F_UNLCK, start, length)
+
+    def _around_the_lock_in(self, start: int, length: int) -> list[Range]:
+        """Return the parts of a range before and after one lock of another process in it."""
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+        answer = fcntl.fcntl(self.descriptor, fcntl.F_OFD_GETLK, asked)
+        kind, _, locked, nbytes, _ = _FLOCK.unpack(answer)
+        if kind == fcntl.F_UNLCK:
+            return []  # the other process has just unlocked it, and returns the pages itself
+        stop, unlocked = start + length, locked + nbytes
+        parts = [(start, locked - start)]
+        if nbytes:  # otherwise it extends to the end
+            parts.append((unlocked, stop - unlocked))
+        return [part for part in parts if part[1] > 0]
+
+
+def lock_all_pages(descriptor: int) -> None:
+    """Lock all pages of a segment for reading.
+
+    A publisher does so before it shares a segment: its lock exists as long as one of the descriptors that
+    it has sent, so no page is returned before a subscriber that is still attaching has locked it.
+
+    Raises:
+        OSError: the system has no memory left for a lock.
+    """
+    _change(descriptor, fcntl.F_RDLCK, 0, 0)
+
+
+def _change(descriptor: int, kind: int, start: int, length: int) -> None:
+    """Lock or unlock a range of pages; a length of 0 extends it to the end.
+
+    Raises:
+        BlockingIOError: another process has a lock in the range.
+        OSError: the system has no memory left for a lock.
+    """
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
