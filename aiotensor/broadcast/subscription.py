@@ -331,11 +331,13 @@ class Subscription(Generic[T]):
 
     def ended(self, session: Session, loss: Loss, *, is_clean: bool) -> None:
         """Queue the end of a session."""
-        self._counts["publishers_lost"] += 1
         if loss.is_retried and self._connector.reconnects:
             self._connector.reconnect()
+            if not session.publisher:
+                return  # a publisher that is ending has accepted the connection: no publication was missed
         else:
             self._failure = loss.error
+        self._counts["publishers_lost"] += 1
         self._queue_end(Ended(loss.error, is_clean))
         logger.log(
             logging.INFO if is_clean else logging.WARNING,

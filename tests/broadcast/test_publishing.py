@@ -22,6 +22,7 @@ from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.tensors.dtypes import DTYPES
 from aiotensor.transports.endpoints import Endpoint
 from tests.broadcast.audiences import Batch, Broadcasts, idle, received
+from verification.fuzz.listening import waiting_at
 from verification.patterns import BIG, pattern
 from verification.promptly import promptly
 from verification.waiting import until
@@ -285,6 +286,23 @@ async def test_subscribers_may_open_first(endpoint: Endpoint) -> None:
             await publisher.wait_for_subscribers(1)
             await publisher.publish(b"hello")
             assert (await receiving).message == b"hello"
+
+
+async def test_a_connection_that_ends_before_the_publisher_admits_it_is_not_a_lost_publisher(
+    address: str,
+) -> None:
+    """A process that is being killed may still accept connections."""
+    async with Subscriber(address, torch.Tensor) as subscriber:
+        receiving = asyncio.create_task(subscriber.receive())
+        with waiting_at(address) as listener:
+            for _ in range(3):
+                connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+                connection.close()
+        async with Publisher(address) as publisher:
+            await publisher.wait_for_subscribers(1)
+            await publisher.publish(pattern(1, 3))
+            assert torch.equal((await receiving).message, pattern(1, 3))
+        assert subscriber.statistics().publishers_lost == 0
 
 
 async def test_waiting_for_subscribers(endpoint: Endpoint) -> None:
