@@ -26,24 +26,28 @@ PAGES = [
     "CHANGELOG.md",
     *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))),
 ]
+BROADCAST = "docs/broadcast.md"
 FOLDERS = [ROOT, ROOT / "aiotensor"]  # that paths on a page may be relative to
 
 
-def _blocks(kind: str) -> list[str]:
-    return re.findall(rf"```{kind}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def _blocks(kind: str, page: str = "README.md") -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-def _run_program(which: int, folder: Path) -> str:
-    """Run a program of the README, and return its output."""
-    programs = _blocks("python")
+def _run_program(which: int, folder: Path, page: str = "README.md") -> str:
+    """Run a program of a page, and return its output."""
+    programs = _blocks("python", page)
     program = folder / "program.py"
-    # At another path than in the README: several runs of these tests may be in progress.
+    # At another path than on the page: several runs of these tests may be in progress.
     place = tempfile.mkdtemp(prefix="aiotensor-")
-    program.write_text(programs[which].replace("/tmp/engine", f"{place}/engine"))
+    program.write_text(
+        programs[which].replace("unix:///tmp/", f"unix://{place}/").replace("ipc:///tmp/", f"ipc://{place}/")
+    )
     # Without coverage, which would write to standard error.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+    command = [sys.executable, "-W", "error", str(program)]
     done = subprocess.run(
-        [sys.executable, program], capture_output=True, text=True, check=False, cwd=folder, env=environment
+        command, capture_output=True, text=True, check=False, cwd=folder, env=environment, timeout=120
     )
     shutil.rmtree(place)
     assert done.stderr == ""
@@ -109,6 +113,27 @@ def test_a_request_with_a_video_in_it_takes_less_than_40_lines_and_runs_as_paste
     printed = _run_program(3, tmp_path)
     assert re.match(r"the embedding of the video is tensor\(\[127\.\d+, 127\.\d+, 127\.\d+\]\)\n$", printed)
     assert len((tmp_path / "program.py").read_text().splitlines()) < 40
+
+
+def test_all_workers_of_the_page_on_broadcast_have_the_last_weights(tmp_path: Path) -> None:
+    printed = _run_program(0, tmp_path, BROADCAST)
+    expected = [f"worker {name} has the weights of step 10" for name in "ab"]
+    assert sorted(printed.splitlines()) == expected
+
+
+def test_all_models_of_the_page_on_broadcast_see_each_frame_as_it_was_decoded(tmp_path: Path) -> None:
+    printed = _run_program(1, tmp_path, BROADCAST)
+    assert sorted(printed.splitlines()) == [
+        "brightness: 10 batches, mean 79.5",
+        "inverted: 10 batches, mean 175.5",
+        "motion: 10 batches, mean 1.0",
+    ]
+
+
+@pytest.mark.parametrize("which", [2, 3])
+def test_the_programs_of_the_page_on_broadcast_print_what_it_shows(tmp_path: Path, which: int) -> None:
+    assert len(_blocks("python", BROADCAST)) == 4
+    assert _run_program(which, tmp_path, BROADCAST) == _blocks("text", BROADCAST)[which - 2]
 
 
 def test_every_test_that_shows_a_promise_exists() -> None:
