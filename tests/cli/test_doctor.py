@@ -62,11 +62,15 @@ def test_this_machine_has_all_that_is_needed() -> None:
         "kernel",
         "shared memory",
         "unix sockets",
+        "process ends",
+        "copied pages",
         "socket folder",
         "memory",
         "memory cgroup",
         "process limits",
+        "commit limit",
         "open files",
+        "subscribers",
         "torch",
         "CUDA",
         "start method",
@@ -222,6 +226,63 @@ def test_a_machine_without_uvloop_is_told_how_to_get_it_and_is_fine() -> None:
     assert status == 0
     assert findings["uvloop"]["status"] == "note"
     assert "pip install 'aiotensor[uvloop]'" in findings["uvloop"]["advice"]
+
+
+@pytest.mark.parametrize(
+    ("before", "check", "found", "advice"),
+    [
+        (
+            "import socket; socket.socket.getsockopt = lambda *_: no(92, 'Protocol not available')",
+            "process ends",
+            "identified by their pids (SO_PEERPIDFD: Protocol not available): if another",
+            "Linux 6.5",
+        ),
+        (
+            "import os; os.pidfd_open = lambda *_: no(1, 'Operation not permitted')",
+            "process ends",
+            "(pidfd_open: Operation not permitted): the memory of a killed subscriber stays in use",
+            "Linux 5.3",
+        ),
+        ("import os; del os.pidfd_open", "process ends", "missing in this build of Python", "Linux 5.3"),
+        (
+            "import os; os.pread = lambda *_: no(1, 'Operation not permitted')",
+            "copied pages",
+            "cannot be read: Operation not permitted: a subscriber",
+            "Mount /proc",
+        ),
+        (
+            "import os; os.pread = lambda *_: b''",
+            "copied pages",
+            "cannot be read: Input/output",
+            "Mount /proc",
+        ),
+        (
+            "import os; os.pread = lambda *_: bytes(8)",
+            "copied pages",
+            "does not show which pages were written",
+            "Mount /proc",
+        ),
+    ],
+)
+def test_functions_for_broadcast_that_the_kernel_lacks_are_a_note(
+    before: str, check: str, found: str, advice: str
+) -> None:
+    _, findings = doctor_after(f"def no(*reason): raise OSError(*reason)\n{before}")
+
+    assert findings[check]["status"] == "note"
+    assert found in findings[check]["found"]
+    assert advice in findings[check]["advice"]
+
+
+def test_the_number_of_subscribers_is_compared_with_the_limit_on_descriptors() -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))"
+    status, findings = doctor_after(limit)
+    _, few = doctor_after(limit, "--subscribers", "32")
+
+    assert status == 0
+    assert findings["subscribers"]["found"].startswith("descriptors for about 32 of one publisher at once")
+    assert "ulimit -n 1024" in findings["subscribers"]["advice"]
+    assert few["subscribers"]["status"] == "ok"
 
 
 def test_few_descriptors_are_a_note() -> None:

@@ -9,11 +9,13 @@ from aiotensor.cli.doctor.finding import Status
 from aiotensor.cli.doctor.memory import (
     available_memory,
     cgroup_limit,
+    commit_limit,
     dev_shm,
     huge_pages,
     mapped_bytes,
     open_files,
     process_limits,
+    subscribers,
 )
 
 GIB = 1 << 30
@@ -152,10 +154,10 @@ def test_a_machine_that_does_not_say_what_is_available_is_a_note(tmp_path: Path)
         (RLIM_INFINITY, RLIM_INFINITY, None),
         (6 * GIB, GIB, None),
         (6 * GIB - 1, GIB, "room for 4.0 GiB (ulimit -v), where a receiver needs 4.0 GiB for each sender"),
-        (3 * GIB, GIB, "room for 1.0 GiB (ulimit -v), where a receiver needs 4.0 GiB for each sender: too"),
+        (3 * GIB, GIB, "room for 1.0 GiB (ulimit -v), where a receiver needs 4.0 GiB for each sender, and a"),
         (GIB, RLIM_INFINITY, "room for 0 bytes (ulimit -v), where"),
         (RLIM_INFINITY, GIB - 1, "files of at most 1024.0 MiB (ulimit -f): too"),
-        (GIB, 0, "for each sender; files of at most 0 bytes (ulimit -f): too"),
+        (GIB, 0, "for its publisher; files of at most 0 bytes (ulimit -f): too"),
     ],
 )
 def test_limits_of_the_process_are_compared_with_the_arena(
@@ -183,6 +185,46 @@ def test_fewer_than_64_descriptors_are_a_note(soft: int, hard: int, advice: str 
 
     assert finding.status is (Status.OK if advice is None else Status.NOTE)
     assert finding.advice is None if advice is None else advice in (finding.advice or "")
+
+
+@pytest.mark.parametrize(
+    ("soft", "count", "fitting"),
+    [(RLIM_INFINITY, 10_000, None), (192, 64, None), (191, 64, 63), (64, 1, 0), (10, 1, 0)],
+)
+def test_each_subscriber_needs_two_descriptors(soft: int, count: int, fitting: int | None) -> None:
+    finding = subscribers(soft, count)
+
+    assert finding.status is (Status.OK if fitting is None else Status.NOTE)
+    assert fitting is None or f"for about {fitting} of one publisher" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("mode", "used_gib", "status", "found"),
+    [
+        ("0", 9, Status.OK, "none for the private mappings"),
+        ("1", 9, Status.OK, "none for the private mappings"),
+        ("2", 4, Status.OK, "4.0 GiB left of the commit limit (vm.overcommit_memory=2), enough"),
+        ("2", 5, Status.NOTE, "3.0 GiB left of the commit limit (vm.overcommit_memory=2), where each"),
+        ("2", 9, Status.NOTE, "0 bytes left"),
+    ],
+)
+def test_a_subscriber_maps_four_times_the_arena_within_the_commit_limit(
+    mode: str, used_gib: int, status: Status, found: str, tmp_path: Path
+) -> None:
+    (tmp_path / "proc/sys/vm").mkdir(parents=True)
+    (tmp_path / "proc/sys/vm/overcommit_memory").write_text(f"{mode}\n")
+    (tmp_path / "proc/meminfo").write_text(
+        f"CommitLimit:    {8 << 20} kB\nCommitted_AS:   {used_gib << 20} kB\n"
+    )
+
+    finding = commit_limit(GIB, tmp_path)
+
+    assert finding.status is status
+    assert found in finding.found
+
+
+def test_a_machine_without_proc_has_no_commit_limit(tmp_path: Path) -> None:
+    assert commit_limit(GIB, tmp_path).status is Status.OK
 
 
 def test_the_size_of_dev_shm_does_not_matter(tmp_path: Path) -> None:

@@ -38,16 +38,23 @@ def _path(_: click.Context, option: click.Parameter, address: str | None) -> Pat
     type=click.IntRange(min=1),
     default=1 << 30,
     show_default=True,
-    help="The arena_bytes of a sender, to compare with the available memory.",
+    help="The arena_bytes of a sender or publisher, to compare with the available memory.",
+)
+@click.option(
+    "--subscribers",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="The number of subscribers of a publisher, to compare with the limit on open files.",
 )
 @click.option("--json", "as_objects", is_flag=True, help="Write a list of JSON objects.")
-def doctor(address: Path | None, arena_bytes: int, as_objects: bool) -> None:
+def doctor(address: Path | None, arena_bytes: int, subscribers: int, as_objects: bool) -> None:
     """Check what this machine allows, and print advice.
 
     Each check is `ok`, a `note` (a limitation; most functions work nevertheless), or a
     `problem` (a requirement is not met). The exit status is 1 if there is a problem, else 0.
     """
-    findings = _examine(arena_bytes, address)
+    findings = _examine(arena_bytes, subscribers, address)
     if as_objects:
         click.echo(as_json(findings))
     elif sys.stdout.isatty() and find_spec("rich") is not None:
@@ -59,21 +66,26 @@ def doctor(address: Path | None, arena_bytes: int, as_objects: bool) -> None:
     raise SystemExit(1 if any(finding.status is Status.PROBLEM for finding in findings.values()) else 0)
 
 
-def _examine(arena_bytes: int, socket: Path | None) -> dict[str, Finding]:
+def _examine(arena_bytes: int, subscribers: int, socket: Path | None) -> dict[str, Finding]:
     """Return the findings by the names of the checks, which stay the same from version to version."""
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     file_size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     parent = folder.default_folder() if socket is None else socket.parent
     return {
         "kernel": kernel.kernel(platform.system(), platform.release()),
         "shared memory": kernel.shared_memory(),
         "unix sockets": kernel.unix_sockets(),
+        "process ends": kernel.process_ends(),
+        "copied pages": kernel.copied_pages(),
         "socket folder": folder.socket_folder(parent, asked_for=socket is not None),
         **({} if socket is None else {"socket file": folder.socket_file(socket)}),
         "memory": memory.available_memory(arena_bytes),
         "memory cgroup": memory.cgroup_limit(arena_bytes),
         "process limits": memory.process_limits(arena_bytes, address_space, memory.mapped_bytes(), file_size),
-        "open files": memory.open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+        "commit limit": memory.commit_limit(arena_bytes),
+        "open files": memory.open_files(files, most_files),
+        "subscribers": memory.subscribers(files, subscribers),
         "torch": software.torch_version(),
         "CUDA": software.cuda(),
         "start method": software.start_method(multiprocessing.get_all_start_methods()),

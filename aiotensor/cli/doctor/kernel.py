@@ -1,5 +1,6 @@
-"""Checks of the kernel: memfds with seals, and Unix sockets that keep records. Each is tried."""
+"""Checks of the kernel: memfds, Unix sockets, the end of processes, and copied pages. Each is tried."""
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -12,12 +13,16 @@ from contextlib import contextmanager, suppress
 from aiotensor.cli.doctor.finding import Finding, Status
 from aiotensor.cli.doctor.software import release_of
 
-__all__ = ["kernel", "shared_memory", "unix_sockets"]
+__all__ = ["copied_pages", "kernel", "process_ends", "shared_memory", "unix_sockets"]
 
 _DATA = b"written at one end, read at the other"
 _SIZE = mmap.PAGESIZE
 _FIRST_WITH_MEMFD = (3, 17)
 _PEER = struct.Struct("iII")  # struct ucred: pid, uid, gid
+_SO_PEERPIDFD = 77  # the module `socket` of Python 3.11 has no name for it
+_ENTRY = struct.Struct("Q")  # of a page in /proc/self/pagemap, with these flags
+_IN_USE = 3 << 62  # in memory or swapped out
+_OF_FILE = 1 << 61  # of a file or of shared memory
 _FORBIDDEN = "Allow it: an old kernel, a sandbox or the seccomp profile of a container forbids it"
 _SHORT = {
     errno.EMFILE: "Raise the limit on open files: ulimit -n 1024",
@@ -55,6 +60,68 @@ def shared_memory() -> Finding:
 def unix_sockets() -> Finding:
     """Check that a pair of sockets keeps records, and reports the credentials of the peer."""
     return _tried(_send_records, "SOCK_SEQPACKET keeps records, SO_PEERCRED names the peer")
+
+
+def process_ends() -> Finding:
+    """Check how a publisher is notified of the end of a subscriber's process."""
+    unnoticed = "the memory of a killed subscriber stays in use until other memory replaces it"
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "missing in this build of Python"
+        return Finding(
+            Status.NOTE,
+            f"the end of another process cannot be awaited (pidfd_open: {reason}): {unnoticed}",
+            "Use Linux 5.3 or later, and allow pidfd_open in the seccomp profile of a container",
+        )
+    try:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with ours, theirs:
+            os.close(ours.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
+    except OSError as error:
+        return Finding(
+            Status.NOTE,
+            f"subscribers are identified by their pids (SO_PEERPIDFD: {error.strerror}): if another process "
+            f"gets that pid, {unnoticed}",
+            "Use Linux 6.5 or later; it matters only if subscribers are killed",
+        )
+    return Finding(Status.OK, "SO_PEERPIDFD and pidfd_open report the end of a subscriber")
+
+
+def copied_pages() -> Finding:
+    """Check that /proc/self/pagemap tells copied pages from shared ones."""
+    try:
+        is_copied = _copied()
+    except OSError as error:
+        found = f"/proc/self/pagemap cannot be read: {error.strerror or error}"
+    else:
+        if is_copied == [False, True]:
+            return Finding(Status.OK, "/proc/self/pagemap shows which pages a subscriber has written")
+        found = "/proc/self/pagemap does not show which pages were written"
+    return Finding(
+        Status.NOTE,
+        f"{found}: a subscriber maps all pages of a tensor again for the next one, written or not",
+        "Mount /proc without restrictions; subscribers work without it, but need more processor time",
+    )
+
+
+def _copied() -> list[bool]:
+    """Return which of two pages is no page of shared memory: one is shared, the other private."""
+    with (
+        mmap.mmap(-1, _SIZE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS) as shared,
+        mmap.mmap(-1, _SIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as private,
+        open("/proc/self/pagemap", "rb", buffering=0) as pagemap,
+    ):
+        entries = []
+        for page in (shared, private):
+            page[0] = 1
+            # The object that has the address must be freed before the page can be unmapped.
+            address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+            data = os.pread(pagemap.fileno(), _ENTRY.size, address // _SIZE * _ENTRY.size)
+            if len(data) != _ENTRY.size:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            entries.append(_ENTRY.unpack(data)[0])
+    return [bool(entry & _IN_USE) and not entry & _OF_FILE for entry in entries]
 
 
 def _tried(trial: Callable[[], None], found: str) -> Finding:

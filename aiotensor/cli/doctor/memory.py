@@ -1,4 +1,4 @@
-"""Checks of the resources for a sender: memory, limits of the process, descriptors.
+"""Checks of the resources for a sender or a publisher: memory, limits of the process, descriptors.
 
 No result here is a problem, because nothing here is needed at startup.
 """
@@ -16,16 +16,19 @@ from aiotensor.runtime.cgroups import memory_limits
 __all__ = [
     "available_memory",
     "cgroup_limit",
+    "commit_limit",
     "dev_shm",
     "huge_pages",
     "mapped_bytes",
     "open_files",
     "process_limits",
+    "subscribers",
 ]
 
 _BESIDE_ARENA = 512 << 20  # the memory of two processes that have imported torch
 _FEW_DESCRIPTORS = 64
-_EACH_HAS_ITS_OWN = "each sender has an arena of its own"
+_EACH_HAS_ITS_OWN = "each sender and each publisher has an arena of its own"
+_NEVER_OVERCOMMIT = "2"  # in vm.overcommit_memory
 
 
 def cgroup_limit(arena_bytes: int, root: Path = Path("/")) -> Finding:
@@ -42,7 +45,7 @@ def cgroup_limit(arena_bytes: int, root: Path = Path("/")) -> Finding:
     return Finding(
         Status.NOTE,
         f"{found}, too little for an arena of {in_words(arena_bytes)} and the processes",
-        "Raise it (docker run --memory, MemoryMax= of systemd), or give senders a smaller arena_bytes: "
+        "Raise it (docker run --memory, MemoryMax= of systemd), or use a smaller arena_bytes: "
         f"beyond it the kernel kills a process, and no call raises an OSError; {_EACH_HAS_ITS_OWN}",
     )
 
@@ -60,7 +63,7 @@ def available_memory(arena_bytes: int, root: Path = Path("/")) -> Finding:
     return Finding(
         Status.NOTE,
         f"{found}, too little for an arena of {in_words(arena_bytes)}",
-        f"End what else uses memory, or give senders a smaller arena_bytes; {_EACH_HAS_ITS_OWN}",
+        f"End what else uses memory, or use a smaller arena_bytes; {_EACH_HAS_ITS_OWN}",
     )
 
 
@@ -68,7 +71,7 @@ def process_limits(arena_bytes: int, address_space: int, mapped: int, file_size:
     """Compare the limits on mappings and files with an arena: a memfd is a file.
 
     Args:
-        arena_bytes: the bytes of shared memory of one sender.
+        arena_bytes: the bytes of shared memory of one sender or publisher.
         address_space: RLIMIT_AS in bytes, or RLIM_INFINITY.
         mapped: the bytes that this process has mapped.
         file_size: RLIMIT_FSIZE in bytes, or RLIM_INFINITY.
@@ -79,7 +82,7 @@ def process_limits(arena_bytes: int, address_space: int, mapped: int, file_size:
         room = in_words(max(address_space - mapped, 0))
         short.append(
             f"an address space of {in_words(address_space)} with room for {room} (ulimit -v), where a "
-            f"receiver needs {in_words(addresses)} for each sender"
+            f"receiver needs {in_words(addresses)} for each sender, and a subscriber for its publisher"
         )
     if file_size != RLIM_INFINITY and file_size < arena_bytes:
         short.append(f"files of at most {in_words(file_size)} (ulimit -f)")
@@ -88,9 +91,47 @@ def process_limits(arena_bytes: int, address_space: int, mapped: int, file_size:
     return Finding(
         Status.NOTE,
         f"{'; '.join(short)}: too little for an arena of {in_words(arena_bytes)}",
-        "Raise the limit in the shell or unit that starts the process, or give senders a smaller "
-        "arena_bytes; a sender that has such a limit itself needs only as many addresses as its arena has "
-        "bytes",
+        "Raise the limit in the shell or unit that starts the process, or use a smaller arena_bytes; the "
+        "arena of a sender or publisher that has such a limit itself needs only arena_bytes of addresses",
+    )
+
+
+def commit_limit(arena_bytes: int, root: Path = Path("/")) -> Finding:
+    """Compare the memory that processes may still map privately with an arena: a subscriber maps it so."""
+    mode = read(root / "proc/sys/vm/overcommit_memory").strip()
+    if mode != _NEVER_OVERCOMMIT:
+        return Finding(Status.OK, "none for the private mappings of subscribers")
+    text = read(root / "proc/meminfo")
+    limit, used = (
+        int(line[1]) * 1024 if (line := re.search(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE)) else 0
+        for name in ("CommitLimit", "Committed_AS")
+    )
+    free, needed = max(limit - used, 0), ADDRESSES_PER_BYTE * arena_bytes
+    found = f"{in_words(free)} left of the commit limit (vm.overcommit_memory=2)"
+    if free >= needed:
+        return Finding(Status.OK, f"{found}, enough for a subscriber, which maps {in_words(needed)}")
+    return Finding(
+        Status.NOTE,
+        f"{found}, where each subscriber maps {in_words(needed)} privately",
+        "Allow overcommitting (sysctl vm.overcommit_memory=0), raise vm.overcommit_ratio, or give "
+        "publishers a smaller arena_bytes",
+    )
+
+
+def subscribers(soft: int, count: int) -> Finding:
+    """Compare the limit on open descriptors (RLIMIT_NOFILE) with the subscribers of a publisher.
+
+    Each of them needs one while it is connected, and another one for a moment when it ends.
+    """
+    needed = _FEW_DESCRIPTORS + 2 * count
+    if soft == RLIM_INFINITY or soft >= needed:
+        return Finding(Status.OK, f"enough descriptors for {count} of one publisher")
+    fitting = max(soft - _FEW_DESCRIPTORS, 0) // 2
+    return Finding(
+        Status.NOTE,
+        f"descriptors for about {fitting} of one publisher at once, where {count} need {needed}",
+        f"Raise the limit where the publisher is started: ulimit -n {max(needed, 1024)}, or lower "
+        "max_subscribers",
     )
 
 
