@@ -115,6 +115,12 @@ def test_a_request_with_a_video_in_it_takes_less_than_40_lines_and_runs_as_paste
     assert len((tmp_path / "program.py").read_text().splitlines()) < 40
 
 
+def test_the_program_with_subscribers_of_the_readme_runs_as_pasted(tmp_path: Path) -> None:
+    printed = _run_program(4, tmp_path).splitlines()
+    assert len(_blocks("python")) == 5
+    assert sorted(printed) == sorted(2 * [f"a worker has step {step} with (1024, 1024)" for step in range(3)])
+
+
 def test_all_workers_of_the_page_on_broadcast_have_the_last_weights(tmp_path: Path) -> None:
     printed = _run_program(0, tmp_path, BROADCAST)
     expected = [f"worker {name} has the weights of step 10" for name in "ab"]

@@ -4,8 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from aiotensor.broadcast import Publisher
+from aiotensor.transports.endpoints import Endpoint
+from tests.broadcast import workers
 from tests.broadcast.audiences import Broadcasts, idle
 from verification.patterns import BIG, pattern
+from verification.processes.peers import peers
 
 LARGE = 1_000_000  # elements, so that a worker drops the copied pages
 
@@ -44,6 +48,27 @@ async def test_the_next_publication_in_the_same_memory_arrives_unchanged(
                 message[:: 1 + seed * 100] = -1
                 del message
         await idle(publisher)
+
+
+async def test_writes_of_a_process_are_invisible_to_others_and_to_the_publisher(endpoint: Endpoint) -> None:
+    """Two processes write to each tensor as soon as they have it, and two others check its values."""
+    async with peers(endpoint, 4) as children, Publisher(endpoint, arena_bytes=8 << 20) as publisher:
+        for child in children:
+            await child.call(workers.subscribe)
+        await publisher.wait_for_subscribers(4)
+        writing = [child.start(workers.receive, 40) for child in children[:2]]
+        checking = [child.start(workers.receive_for_ever) for child in children[2:]]
+        for number in range(40):
+            tensor = await publisher.allocate((BIG,), torch.int64)
+            tensor[:] = pattern(number, BIG)
+            await publisher.publish(tensor)
+            if number % 10 == 9:
+                await publisher.drain()
+                assert torch.equal(tensor, pattern(number, BIG))
+            del tensor
+        assert [await numbers for numbers in writing] == [list(range(40))] * 2
+        await publisher.aclose()
+        assert [await count for count in checking] == [40, 40]
 
 
 async def test_a_written_part_does_not_change_its_neighbours(broadcasts: Broadcasts) -> None:
