@@ -269,7 +269,7 @@ class PublisherStatistics(msgspec.Struct, frozen=True):
     bytes_published: Annotated[
         Number, counter("Bytes of the published messages, counted once.", metric="published_bytes")
     ]
-    deliveries: Annotated[Number, counter("Publications announced to subscribers, once for each of them.")]
+    deliveries: Annotated[Number, counter("Publications that subscribers have taken, once for each of them.")]
     dropped: Annotated[
         Number, counter("Publications that a subscriber has lost because it was slow, once for each of them.")
     ]
