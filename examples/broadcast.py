@@ -64,7 +64,7 @@ Model = Callable[[Batch], torch.Tensor]
 
 
 def brightness(weights: Weights) -> Model:
-    """Make a model that measures the brightness of each frame, from 0 to 255."""
+    """Return a model of the brightness of each frame, from 0 to 255."""
 
     def run(batch: Batch) -> torch.Tensor:
         return (batch.frames[:, ::2, ::2].float() @ weights.luma).mean(dim=(1, 2))
@@ -73,7 +73,7 @@ def brightness(weights: Weights) -> Model:
 
 
 def motion(weights: Weights) -> Model:
-    """Make a model that measures how much each frame differs from the one before."""
+    """Return a model of the difference between each frame and the one before."""
     last: tuple[str, torch.Tensor] | None = None
 
     def run(batch: Batch) -> torch.Tensor:
@@ -87,10 +87,10 @@ def motion(weights: Weights) -> Model:
 
 
 def network(weights: Weights) -> Model:
-    """Make a small convolutional network, which returns its mean activation for each frame."""
+    """Return a small convolutional network: its score is the mean activation for each frame."""
 
     def run(batch: Batch) -> torch.Tensor:
-        # It reduces the colours to 16 levels in place, in copies of its own: the other engines do not see it.
+        # Reduces the colours to 16 levels in place, which the other engines do not see.
         batch.frames.div_(16, rounding_mode="trunc")
         values = batch.frames[:, ::4, ::4].permute(0, 3, 1, 2).float()
         for layer in weights.layers:
