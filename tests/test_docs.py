@@ -43,8 +43,9 @@ def _run_program(which: int, folder: Path, page: str = "README.md") -> str:
     program.write_text(
         programs[which].replace("unix:///tmp/", f"unix://{place}/").replace("ipc:///tmp/", f"ipc://{place}/")
     )
-    # Without coverage, which would write to standard error.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+    # Without coverage, which writes to standard error, and with buffers, since processes print in parallel.
+    excluded = ("COVERAGE_", "PYTHONUNBUFFERED")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(excluded)}
     command = [sys.executable, "-W", "error", str(program)]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=folder, env=environment, timeout=120
