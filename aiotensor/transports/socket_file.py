@@ -55,7 +55,7 @@ class SocketFile:
         moment. Never blocks the event loop, and uses no thread. Cancelling leaves nothing at the path.
 
         Raises:
-            UsageError: a receiver listens at the path, or the file there is not a socket of this user.
+            UsageError: another object listens at the path, or the file there is not a socket of this user.
             FileNotFoundError: the folder does not exist; `filename` names it.
             NotADirectoryError: the folder is a file.
             PermissionError: this user may not read the folder, or not create a socket in it.
@@ -161,7 +161,7 @@ class SocketFile:
             except OSError as error:
                 if error.errno != errno.EPROTOTYPE:
                     raise OSError(error.errno, error.strerror, self.path) from error
-        raise UsageError(f"a receiver listens at {self.path} already: close that one, or choose another path")
+        raise UsageError(f"another object listens at {self.path} already: close it, or choose another path")
 
     def _refused(self, error: OSError) -> OSError:
         """Return an error that names the folder; `OSError` chooses the subclass by the number."""

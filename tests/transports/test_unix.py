@@ -292,7 +292,7 @@ async def test_the_socket_of_a_dead_receiver_is_taken_over(path: Path) -> None:
 async def test_the_place_of_a_living_receiver_is_refused(path: Path) -> None:
     async with listening(path) as receiver:
         with connecting(path) as sender:
-            with pytest.raises(UsageError, match="a receiver listens at"):
+            with pytest.raises(UsageError, match="another object listens at"):
                 await Receiver(path).listen()
             assert await (await receiver.accepted.get()).read() == b"introduction 1"
             assert receiver.accepted.empty()
@@ -308,7 +308,7 @@ async def test_a_living_receiver_is_told_from_a_dead_one_also_when_it_is_too_bus
         busy.listen(0)
         with connecting(path), connecting(path) as second:
             assert not second.is_connected()  # the backlog is full
-            with pytest.raises(UsageError, match="a receiver listens at"):
+            with pytest.raises(UsageError, match="another object listens at"):
                 await Receiver(path).listen()
     assert path.exists()
 
