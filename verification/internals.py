@@ -98,7 +98,7 @@ def held_by_sender(sender: TensorSender) -> dict[str, int]:
         "holders at the gates": sum(len(gate.budget._held) for gate in gates),
         "blocks whose sends wait": len(grants._await_permits) + len(grants._await_bytes),
         "drainers": len(drainers_of(sender)),
-        "copies": len(grants.memory._copies) + grants.memory._worker._running,
+        "copies": len(grants.memory._copies._copies) + grants.memory._worker._running,
         "announced messages": 0 if session is None else len(session.announced),
         "waiters for a receiver": len(grants.changes),
     }

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 
-import msgspec
 import torch
 
 from aiotensor.errors import AioTensorError
@@ -15,32 +14,15 @@ from aiotensor.protocol.pages import Range
 from aiotensor.runtime.affinity import FreedItems
 from aiotensor.runtime.process_end import ProcessEnd, WatchProcess
 from aiotensor.runtime.worker import Worker
+from aiotensor.sending.copies import Copies
 from aiotensor.sending.gates import Gate
 from aiotensor.tensors.allocations import Allocations, Block
 from aiotensor.tensors.arena import Arena, Extent
-from aiotensor.tensors.copying import QUICK_BYTES, CopyAbandonedError, copy_in_threads, copy_now
+from aiotensor.tensors.copying import QUICK_BYTES, CopyAbandonedError, copy_now
 from aiotensor.tensors.segments import Segment
 from aiotensor.tensors.source import Source
 
 __all__ = ["Memory"]
-
-# Longer copies take tens of milliseconds, so the worker performs them in a thread of their own.
-_SHORT_COPY_BYTES = 16 << 20
-
-
-class _Copy(msgspec.Struct, eq=False):
-    """A copy in the worker, or only the preparation of its memory."""
-
-    block: Block
-    holder: Hashable
-    idle: list[Range]  # returned to the system first
-    cold: list[Range]  # has to be filled
-    since: float
-    has_begun: bool = False
-    is_running: bool = True
-    filled: list[Range] = []
-    is_abandoned: bool = False
-    unpins: bool = False  # its caller was cancelled: its end removes the pin
 
 
 class Memory:
@@ -81,10 +63,8 @@ class Memory:
         self.leases: Leases[Ticket[Extent]] = Leases()
         self._worker = Worker("aiotensor-sender")
         self._counts = counts
-        self._copies: set[_Copy] = set()
+        self._copies = Copies(self._worker, self._arena.prepare, self.unpin_owner, max_wait_s, overdue)
         self._keep_warm_s = keep_warm_s
-        self._max_wait_s = max_wait_s
-        self._overdue = overdue
         self._trimming: asyncio.TimerHandle | None = None
         self._trims_soon = False
         self._readers: dict[Segment, list[ProcessEnd]] = {}  # of retired segments
@@ -135,7 +115,7 @@ class Memory:
                 self.unpin_owner(block.number)
                 raise
         else:
-            await self._run(block, holder, source)
+            await self._copies.run(block, holder, source)
         self._count(source)
 
     async def tensor_over(
@@ -148,7 +128,7 @@ class Memory:
             OSError: the machine has no memory left.
         """
         if not block.place.is_warm:
-            await self._run(block, holder, None)
+            await self._copies.run(block, holder, None)
         try:
             if self._is_closed:
                 raise CopyAbandonedError
@@ -159,9 +139,7 @@ class Memory:
 
     def abandon(self, holder: Hashable) -> None:
         """Stop the copies of a holder."""
-        for copy in self._copies:
-            if copy.holder is holder:
-                copy.is_abandoned = True
+        self._copies.abandon(holder)
 
     def unaccounted_bytes(self, numbers: Iterable[int]) -> int:
         """Count the bytes of those blocks that no open message holds."""
@@ -275,7 +253,7 @@ class Memory:
     @property
     def waiting_since(self) -> list[float]:
         """The times since when copies wait for the worker to begin them, by the loop's clock."""
-        return [copy.since for copy in self._copies if not copy.has_begun]
+        return self._copies.waiting_since
 
     async def settle(self) -> None:
         """Wait until the worker is idle."""
@@ -294,8 +272,7 @@ class Memory:
 
     def _stop(self) -> None:
         self._is_closed = True
-        for copy in self._copies:
-            copy.is_abandoned = True
+        self._copies.abandon_all()
         if self._trimming is not None:
             self._trimming.cancel()
             self._trimming = None
@@ -319,63 +296,6 @@ class Memory:
             self.gate.release(ticket)
             raise
         return Block(self.leases.own(ticket), place)
-
-    async def _run(self, block: Block, holder: Hashable, source: Source | None) -> None:
-        """Fill a block in the worker; an error removes the pin when the worker has stopped."""
-        idle, cold = self._arena.prepare(block.place)
-        copy = _Copy(block, holder, idle, cold, self._loop.time())
-        try:
-            running = self._worker.submit(
-                partial(self._work, copy, source),
-                partial(self._copied, copy),
-                takes_long=block.place.nbytes > _SHORT_COPY_BYTES,
-            )
-        except BaseException:
-            block.place.segment.filled(cold, [])
-            self.unpin_owner(block.number)
-            raise
-        self._copies.add(copy)
-        alarm = None
-        if self._max_wait_s is not None:
-            alarm = self._loop.call_later(self._max_wait_s, self._end_wait, copy, running)
-        try:
-            await running
-        except BaseException:
-            copy.is_abandoned = copy.unpins = True
-            if not copy.is_running:
-                self.unpin_owner(block.number)
-            raise
-        finally:
-            if alarm is not None:
-                alarm.cancel()
-            # The error in the future refers to this frame and to those of the callers, with the source.
-            del running, alarm
-
-    def _end_wait(self, copy: _Copy, running: "asyncio.Future[None]") -> None:
-        """End the wait of a copy that the worker has not begun."""
-        if not copy.has_begun and not running.done():
-            running.set_exception(self._overdue(copy.block.place.nbytes))
-
-    def _work(self, copy: _Copy, source: Source | None) -> None:
-        """Fill a block with memory, and copy a tensor into it; runs in the worker."""
-        copy.has_begun = True
-        place = copy.block.place
-        place.segment.return_memory(copy.idle)
-        place.segment.make_way(copy.cold)
-        for one in copy.cold:
-            if copy.is_abandoned:
-                raise CopyAbandonedError
-            place.segment.fill([one])
-            copy.filled.append(one)
-        if source is not None:
-            copy_in_threads(source, place, lambda: copy.is_abandoned, self._worker.helper)
-
-    def _copied(self, copy: _Copy) -> None:
-        copy.is_running = False
-        self._copies.discard(copy)
-        copy.block.place.segment.filled(copy.cold, copy.filled)
-        if copy.unpins:
-            self.unpin_owner(copy.block.number)
 
     def _release_segment(self, segment: Segment) -> None:
         """Unmap a segment in the worker, after the copies into it, since much memory takes milliseconds."""

@@ -14,7 +14,7 @@ from anyio._backends._asyncio import WorkerThread
 
 from aiotensor.protocol import pages
 from aiotensor.runtime.worker import Worker
-from aiotensor.sending import memory
+from aiotensor.sending import copies
 from aiotensor.tensors import segments
 from verification.internals import lanes_of
 
@@ -58,7 +58,7 @@ class Steps:
         self._patch(self.loop, "call_at", self._call_at)
         self._patch(self.loop, "time", lambda: self._clock)
         # With these sizes small tensors also take either lane, and share chunks with others.
-        self._patch(memory, "_SHORT_COPY_BYTES", 32 << 10)
+        self._patch(copies, "_SHORT_COPY_BYTES", 32 << 10)
         for module in (pages, segments):
             self._patch(module, "CHUNK_BYTES", 32 << 10)
 
