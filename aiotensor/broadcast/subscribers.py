@@ -274,6 +274,8 @@ class Subscribers:
             for peer in list(self.connected.values()):
                 self._forget(peer)
                 peer.transport.close()
+            while self.forget_oldest():
+                pass
             self.departures.close()
             self.refusals.close()
 
