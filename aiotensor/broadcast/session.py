@@ -59,7 +59,8 @@ class Session:
         publications: the number of publications that the application has not taken completely.
         is_over: whether the session has ended.
         publisher: the id of the publisher; "" until it has admitted this subscriber.
-        first: the number of the first publication that the publisher may send.
+        first: the number of the first publication that the publisher may send, over this connection or over
+            an earlier one.
         drops: whether the publisher may withdraw publications.
 
     Raises:

@@ -93,6 +93,7 @@ class Subscription(Generic[T]):
         self._ends = 0
         self._failure: AioTensorError | None = None  # no publisher is searched for until a call asks again
         self._publisher = ""  # the id of the latest publisher
+        self._first = 0  # the number of its first publication since this subscriber found it
         self._next_to_arrive = 0  # the number of its next publication
         self._order = 0  # of arrivals
         self._taken_from: Session | None = None
@@ -311,6 +312,8 @@ class Subscription(Generic[T]):
         """Handle that the publisher has admitted this subscriber."""
         if session.publisher != self._publisher:
             self._publisher, self._next_to_arrive = session.publisher, session.first
+            self._first = session.first
+        session.first = self._first  # the earlier sessions may have ended before anything arrived
 
     def arrived(self, session: Session, publish: Publish) -> None:
         """Queue a publication."""

@@ -1,12 +1,15 @@
 """Subscribers that connect late receive the history, and then everything else."""
 
 import asyncio
+import errno
+import os
 
 import pytest
 import torch
 
 from aiotensor import PeerLostError
 from aiotensor.broadcast import Publisher, Subscriber
+from aiotensor.receiving import mappings
 from tests.broadcast.audiences import Broadcasts, idle, received, turns
 from verification.patterns import BIG, pattern
 from verification.waiting import until
@@ -59,6 +62,14 @@ async def test_the_history_gives_way_to_new_publications(broadcasts: Broadcasts)
         await idle(publisher)
 
 
+async def test_a_closed_publisher_keeps_no_history(broadcasts: Broadcasts) -> None:
+    async with broadcasts.open(1, history=2) as (publisher, _):
+        for number in range(3):
+            await publisher.publish(pattern(number, BIG))
+        await publisher.aclose()
+        assert publisher.statistics().history == 0
+
+
 async def test_a_subscriber_that_connects_again_receives_nothing_twice(address: str) -> None:
     async with (
         Publisher(address, history=4, max_behind=5, slow="disconnect") as publisher,
@@ -73,6 +84,27 @@ async def test_a_subscriber_that_connects_again_receives_nothing_twice(address: 
             await subscriber.receive()
         publication = await subscriber.receive()
         assert (publication.message, publication.missed) == (5, 0)
+
+
+async def test_publications_before_anything_arrived_over_a_second_connection_count_as_missed(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    async with Publisher(address) as publisher, Subscriber(address, torch.Tensor) as subscriber:
+        await publisher.wait_for_subscribers(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(mappings, "open_segment", refuse)
+            await publisher.publish(pattern(0, BIG))
+            with pytest.raises(PeerLostError, match="cannot be mapped"):
+                await subscriber.receive()
+            await publisher.publish(pattern(1, BIG))
+        receiving = asyncio.create_task(subscriber.receive())
+        await publisher.wait_for_subscribers(1)
+        await publisher.publish(pattern(2, BIG))
+        publication = await receiving
+        assert (publication.number, publication.missed, subscriber.missed) == (2, 2, 2)
 
 
 async def test_history_and_new_publications_arrive_in_order_while_subscribers_come_and_go(
