@@ -8,7 +8,7 @@ import socket
 from typing import Any
 
 from aiotensor import TensorReceiver, TensorSender
-from aiotensor.broadcast import Publisher
+from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.protocol.audience import Backlog
 from aiotensor.protocol.blocks import Blocks
 from aiotensor.protocol.frames import Hello
@@ -46,6 +46,7 @@ __all__ = [
     "memory_of",
     "pause_reading",
     "pipeline_of",
+    "publisher_of",
     "resume_reading",
     "segment_of",
     "segments_of",
@@ -153,6 +154,13 @@ def held_by_publisher(publisher: Publisher) -> dict[str, int]:
         "departures": len(publishing.subscribers.departures._departures),
         "calls that wait for subscribers": len(publishing.subscribers.changes),
     }
+
+
+def publisher_of(subscriber: Subscriber[Any]) -> str:
+    """Return the id of the publisher to which a subscriber is connected; "" if there is none."""
+    assert subscriber._subscription is not None
+    session = subscriber._subscription._session
+    return "" if session is None or session.is_over else session.publisher
 
 
 def segments_of(publisher: Publisher) -> list[Segment]:

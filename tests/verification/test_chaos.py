@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from verification.chaos.plan import ENGINES, FAMILIES, SLOTS, FaultKind, plan_round
+from verification.chaos.plan import BROADCASTS, ELDERS, ENGINES, FAMILIES, MAX_SUBSCRIBERS, SLOTS, FaultKind
+from verification.chaos.planning import plan_round
 
 ROOT = Path(__file__).parent.parent.parent
 _SECONDS = 20  # of rounds; with the beginning and the end of the processes it takes a few more
 _SECONDS_OF_ENGINES = 8
+_SECONDS_OF_BROADCASTS = 5  # of each family
 
 ONLY_OF_ENGINES = (FaultKind.ATTACK, FaultKind.PARTITION)
 
@@ -25,6 +27,12 @@ def test_no_tensor_is_lost_or_duplicated_and_no_call_hangs_when_processes_fail()
 @pytest.mark.timeout(300)
 def test_no_request_reaches_two_engines_when_processes_and_the_network_fail() -> None:
     _run(_SECONDS_OF_ENGINES, "--family", "engines")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", [name for name, kind in FAMILIES.items() if kind in BROADCASTS])
+def test_every_subscriber_knows_each_publication_that_it_missed_when_processes_fail(family: str) -> None:
+    _run(_SECONDS_OF_BROADCASTS, "--family", family)
 
 
 def _run(seconds: int, *words: str) -> None:
@@ -44,7 +52,8 @@ def test_a_round_is_planned_from_its_seed_and_number_alone() -> None:
 
 
 def test_every_fault_is_planned_for_senders_and_for_the_receiver() -> None:
-    rounds = [plan for n in range(2000) if FAMILIES[(plan := plan_round(1, n)).family] != "network"]
+    others = ("network", *BROADCASTS)
+    rounds = [plan for n in range(2000) if FAMILIES[(plan := plan_round(1, n)).family] not in others]
     planned = {(fault.kind, fault.target is None) for plan in rounds for fault in plan.faults}
     only_senders_grow_arenas = {(kind, True) for kind in (FaultKind.NO_SPACE, FaultKind.FILE_SIZE)}
     kinds = [kind for kind in FaultKind if kind not in ONLY_OF_ENGINES]
@@ -59,6 +68,25 @@ def test_every_client_and_engine_is_killed_stopped_and_closed_and_every_engine_a
     assert planned >= {(kind, target) for kind in ends for target in range(SLOTS + ENGINES)}
     assert planned >= {(FaultKind.ATTACK, SLOTS + number) for number in range(ENGINES)}
     assert (FaultKind.PARTITION, None) in planned
+
+
+def test_every_option_and_fault_of_a_broadcast_is_planned() -> None:
+    rounds = [plan_round(1, n, "subscriber") for n in range(1000)]
+    planned = {(fault.kind, fault.target == 0) for plan in rounds for fault in plan.faults}
+    kinds = [kind for kind in FaultKind if kind not in ONLY_OF_ENGINES]
+    only_publishers_grow_arenas = {(kind, False) for kind in (FaultKind.NO_SPACE, FaultKind.FILE_SIZE)}
+    assert planned | only_publishers_grow_arenas == {(kind, who) for kind in kinds for who in (True, False)}
+    options = [plan.publisher for plan in rounds if plan.publisher is not None]
+    assert {one.slow for one in options} == {"wait", "drop", "disconnect"}
+    assert {one.history > 0 for one in options} == {True, False}
+    assert {one.max_held_bytes is None for one in options} == {True, False}
+    assert {len(plan.takers) for plan in rounds} == {1, 2, 4, MAX_SUBSCRIBERS}
+
+
+@pytest.mark.parametrize("family", ELDERS)
+def test_the_process_whose_memory_is_measured_is_never_killed(family: str) -> None:
+    kills = (FaultKind.KILL, FaultKind.KILL_WITH_FORK)
+    assert not any(plan_round(1, n, family).has(ELDERS[family], kills) for n in range(500))
 
 
 def test_a_round_of_one_family_is_the_same_when_only_that_family_is_played() -> None:

@@ -19,7 +19,8 @@ from verification.chaos.journal import (
     Taken,
     Withdrawn,
 )
-from verification.chaos.plan import Fault, FaultKind, Order, Round, plan_round
+from verification.chaos.plan import Fault, FaultKind, Order, Round
+from verification.chaos.planning import plan_round
 from verification.chaos.questions_audit import audit_questions
 
 QUIET = Round(0, "engine", plan_round(0, 0).senders, plan_round(0, 0).taker, ())

@@ -8,7 +8,8 @@ import pytest
 from verification.chaos.audit import Account, Tally
 from verification.chaos.engines_audit import audit_engines, wrong_with_refusals
 from verification.chaos.journal import Began, Ended, Event, Heard, Replied
-from verification.chaos.plan import SLOTS, Fault, FaultKind, Order, Round, plan_round
+from verification.chaos.plan import SLOTS, Fault, FaultKind, Order, Round
+from verification.chaos.planning import plan_round
 
 QUIET = plan_round(0, 0, "engines")
 ASKED: list[Event] = [Began(8, 1), Ended(8, "whole")]

@@ -48,6 +48,7 @@ class Tally(msgspec.Struct):
     unknown: int = 0  # their sender was killed before it knew
     errors: Counter[str] = msgspec.field(default_factory=Counter)
     questions: Counter[str] = msgspec.field(default_factory=Counter)
+    publications: Counter[str] = msgspec.field(default_factory=Counter)
 
 
 class _Message:

@@ -13,7 +13,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from aiotensor import AioTensorError, TensorQueue
 from aiotensor.transports.endpoints import Endpoint
 from verification.chaos import here, journal, sending, taking
-from verification.chaos.plan import ELDERS, FAMILIES, SLOTS, Round, SenderPlan, TakerPlan
+from verification.chaos.plan import ELDERS, FAMILIES, QUEUES, SLOTS, Round, SenderPlan, TakerPlan
 from verification.loops import Kind
 from verification.processes.peers import Peer, State
 
@@ -214,7 +214,7 @@ class Family:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.is_queue = FAMILIES[name] == "queue"
+        self.is_queue = FAMILIES[name] in QUEUES
         self.receiver: Member
         self.senders: list[Member] = []
         self.notes: list[str] = []  # features that cannot be tested on this machine
@@ -313,9 +313,13 @@ class Family:
         for folder in (self._files, self._meeting):
             shutil.rmtree(folder)
 
+    def renew_queue(self) -> None:
+        """Connect the next processes by another queue."""
+        self._endpoint = TensorQueue()
+
     async def _begin(self, plan: Round) -> None:
         if self.is_queue:
-            self._endpoint = TensorQueue()
+            self.renew_queue()
         self.receiver, *self.senders = await asyncio.gather(
             self.new_receiver(plan), *(self.new_sender(plan, slot) for slot in range(SLOTS))
         )

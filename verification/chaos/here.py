@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -16,10 +17,21 @@ from typing import Any
 import torch
 
 from verification.chaos.journal import Journal
+from verification.patterns import pattern
+from verification.processes import peers
 from verification.processes.allocator import forget_free_memory, keep_no_large_pieces
 from verification.processes.peers import State
 
-__all__ = ["ARENA_BYTES", "MAX_MAPPED_BYTES", "begin", "here", "say_where", "tidy", "token_of"]
+__all__ = [
+    "ARENA_BYTES",
+    "MAX_MAPPED_BYTES",
+    "begin",
+    "here",
+    "left_running",
+    "say_where",
+    "tidy",
+    "token_of",
+]
 
 ARENA_BYTES = 16 << 20
 MAX_MAPPED_BYTES = 4 * ARENA_BYTES  # three senders, and the remains of a killed one
@@ -56,6 +68,7 @@ async def begin(state: State, folder: str, name: str) -> None:
     loop = asyncio.get_running_loop()
     if isinstance(loop, asyncio.BaseEventLoop):
         loop.time = lambda: time.monotonic() + here.jumped_s  # type: ignore[method-assign]
+    token_of(pattern(0, 3).zero_())  # torch opens files at its first operations
     keep_no_large_pieces()
     gc.freeze()  # a collection at every allocation then visits few objects
 
@@ -64,6 +77,18 @@ async def tidy(state: State) -> None:
     """Return free memory to the system, so that only used memory remains."""
     del state
     forget_free_memory()
+
+
+def left_running() -> list[str]:
+    """List the threads of the library and the tasks of this process, except those that serve its calls."""
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("aiotensor")]
+    tasks = [repr(task) for task in asyncio.all_tasks() if peers.__name__ not in _module_of(task)]
+    return threads + tasks
+
+
+def _module_of(task: "asyncio.Task[Any]") -> str:
+    frame = getattr(task.get_coro(), "cr_frame", None)
+    return "" if frame is None else str(frame.f_globals["__name__"])
 
 
 async def say_where(state: State) -> None:

@@ -7,16 +7,22 @@ from typing import TypeAlias
 import msgspec
 
 __all__ = [
+    "Admitted",
     "Answered",
     "Began",
     "Broken",
+    "Counted",
+    "Disconnected",
     "Dropped",
     "Ended",
     "Event",
     "Heard",
     "Journal",
+    "Published",
+    "Received",
     "Replied",
     "Sent",
+    "Subscribed",
     "Taken",
     "Withdrawn",
     "read",
@@ -91,13 +97,78 @@ class Replied(msgspec.Struct, tag=True, frozen=True):
     key: int
 
 
+class Published(msgspec.Struct, tag=True, frozen=True):
+    """The publication with this key has got its number; at a time of the machine."""
+
+    key: int
+    publisher: str
+    number: int
+    at: float
+
+
+class Admitted(msgspec.Struct, tag=True, frozen=True):
+    """These subscribers were connected to a publisher before its first publication."""
+
+    publisher: str
+    subscribers: tuple[str, ...]
+
+
+class Counted(msgspec.Struct, tag=True, frozen=True):
+    """At the end, a subscriber had taken and lost this many publications, as its publisher counts them."""
+
+    publisher: str
+    subscriber: str
+    delivered: int
+    dropped: int
+
+
+class Subscribed(msgspec.Struct, tag=True, frozen=True):
+    """A subscriber is about to open; at a time of the machine."""
+
+    subscriber: str
+    at: float
+
+
+class Received(msgspec.Struct, tag=True, frozen=True):
+    """A subscriber has received the publication with this key, with the right values."""
+
+    key: int
+    publisher: str
+    number: int
+    missed: int
+
+
+class Disconnected(msgspec.Struct, tag=True, frozen=True):
+    """A call of a subscriber raised this error; "" at the clean end of its publisher."""
+
+    error: str
+    text: str = ""
+
+
 class Broken(msgspec.Struct, tag=True, frozen=True):
     """The process itself detected an error."""
 
     text: str
 
 
-Event: TypeAlias = Began | Sent | Ended | Withdrawn | Taken | Dropped | Answered | Heard | Replied | Broken
+Event: TypeAlias = (
+    Began
+    | Sent
+    | Ended
+    | Withdrawn
+    | Taken
+    | Dropped
+    | Answered
+    | Heard
+    | Replied
+    | Published
+    | Admitted
+    | Counted
+    | Subscribed
+    | Received
+    | Disconnected
+    | Broken
+)
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Event).decode

@@ -45,7 +45,9 @@ class Run:
             self._faults["the receiver is slow"] += taker.slow_ms > 0
             holds = taker.hold is not Hold.DROP and taker.hold_ms > 0
             self._faults["the receiver holds what it took"] += holds
-        self._faults["a full socket"] += any(len(sender.parts[0]) > 12 for sender in plan.senders)
+        self._faults["a full socket"] += plan.publisher is None and any(
+            len(sender.parts[0]) > 12 for sender in plan.senders
+        )
         if problems:
             self.failed = plan
             self.problems += problems
@@ -84,6 +86,8 @@ class Run:
             table.add_row(f"tensors {name}", str(getattr(self.tally, name)))
         for end, count in sorted(self.tally.questions.items()):
             table.add_row(f"questions {end}", str(count))
+        for end, count in sorted(self.tally.publications.items()):
+            table.add_row(f"publications {end}", str(count))
         for error, count in sorted(self.tally.errors.items()):
             table.add_row(f"of sends: {error}", str(count))
         for name, seconds in msgspec.structs.asdict(self.times).items():

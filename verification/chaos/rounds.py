@@ -21,7 +21,7 @@ from verification.chaos.plan import SLOTS, Fault, FaultKind, Round
 from verification.processes import watch
 from verification.promptly import allowed_s
 
-__all__ = ["Play", "Segments", "Times"]
+__all__ = ["Play", "Segments", "Times", "all_of", "is_late", "timed"]
 
 T = TypeVar("T")
 
@@ -29,7 +29,8 @@ _TOLD_WITHIN_S = 1.0
 _RESOURCES = (FaultKind.NO_SPACE, FaultKind.FILE_SIZE, FaultKind.NO_ADDRESSES, FaultKind.NO_DESCRIPTORS)
 
 
-def _is_late(took: float) -> bool:
+def is_late(took: float) -> bool:
+    """Return whether more time than promised has passed since a loss."""
     return took > _TOLD_WITHIN_S and took > allowed_s(_TOLD_WITHIN_S)
 
 
@@ -38,6 +39,9 @@ class Times(msgspec.Struct):
 
     senders_told: float = 0.0  # from the loss of their receiver until no call waits
     receiver_told: float = 0.0  # from the loss of a sender until the receiver reports it
+    subscribers_told: float = 0.0  # from the loss of their publisher until they are disconnected
+    publisher_told: float = 0.0  # from the loss of a subscriber until it is disconnected
+    released: float = 0.0  # from the loss of a subscriber until its memory is released
     recovered: float = 0.0  # from the end of the faults until a tensor of every sender has arrived
     reached: float = 0.0  # from the end of the faults until every client has reached every engine
     settled: float = 0.0  # until every permit and block has been released
@@ -76,7 +80,7 @@ class Play:
         for slot, sender in enumerate(family.senders):
             self._send(sender, slot, 0)
         try:
-            async with asyncio.timeout(3 * WATCHDOG_S), _all_of(self.inject(fault) for fault in plan.faults):
+            async with asyncio.timeout(3 * WATCHDOG_S), all_of(self.inject(fault) for fault in plan.faults):
                 pass
             self.faults_ended = time.monotonic()
             if family.has_ended:
@@ -173,10 +177,10 @@ class Play:
         self.gone.append((sender, slot))
         if watched:
             with contextlib.suppress(GoneError):
-                pid, took = await _timed(receiver, at, receiver.call(family.taking.heard, sender.id))
+                pid, took = await timed(receiver, at, receiver.call(family.taking.heard, sender.id))
                 if self.receiver_is_old:
                     self.times.receiver_told = max(self.times.receiver_told, took)
-                    if _is_late(took) or pid != sender.pid:
+                    if is_late(took) or pid != sender.pid:
                         raise RoundError(
                             f"the end of {sender.name} was told after {took:.3f} s, naming {pid}"
                         )
@@ -203,7 +207,7 @@ class Play:
         else:
             at = old.kill()
             self.gone.append((old, None))
-        async with _all_of(self._told(sender, at) for sender in senders):
+        async with all_of(self._told(sender, at) for sender in senders):
             if family.is_queue:
                 return
             if kind is FaultKind.CLOSE:
@@ -216,9 +220,9 @@ class Play:
 
     async def _told(self, sender: Member, at: float) -> None:
         with contextlib.suppress(GoneError):
-            _, took = await _timed(sender, at, sender.call(self.family.sending.told))
+            _, took = await timed(sender, at, sender.call(self.family.sending.told))
             self.times.senders_told = max(self.times.senders_told, took)
-            if _is_late(took):
+            if is_late(took):
                 raise RoundError(f"{sender.name} was told of the end of its receiver after {took:.3f} s")
 
     def _give_up_new(self) -> None:
@@ -316,7 +320,7 @@ class Play:
 
 
 @asynccontextmanager
-async def _all_of(works: Iterable[Awaitable[None]]) -> AsyncIterator[None]:
+async def all_of(works: Iterable[Awaitable[None]]) -> AsyncIterator[None]:
     """Run these concurrently with the block, and wait for them; the first error cancels all."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -331,7 +335,7 @@ async def _await(work: Awaitable[None]) -> None:
     await work
 
 
-async def _timed(member: Member, at: float, call: Awaitable[T]) -> tuple[T, float]:
+async def timed(member: Member, at: float, call: Awaitable[T]) -> tuple[T, float]:
     """Return the result and the time since an event, excluding the time for which the process was stopped."""
     result = await call
     return result, time.monotonic() - max(at, member.continued_at)

@@ -7,10 +7,12 @@ import time
 from collections.abc import Mapping
 
 from verification.chaos import here
+from verification.chaos.broadcasts import BroadcastFamily, BroadcastPlay
 from verification.chaos.engines import EnginesFamily, EnginesPlay
 from verification.chaos.exchanges import ExchangeFamily, ExchangePlay
 from verification.chaos.family import Family, RoundError
-from verification.chaos.plan import FAMILIES, FaultKind, Round, plan_round
+from verification.chaos.plan import FAMILIES, FaultKind, Round
+from verification.chaos.planning import plan_round
 from verification.chaos.report import Run
 from verification.chaos.rounds import Play
 from verification.processes import watch
@@ -63,6 +65,8 @@ _KINDS: Mapping[str, tuple[type[Family], type[Play]]] = {
     "queue": (Family, Play),
     "messages": (ExchangeFamily, ExchangePlay),
     "network": (EnginesFamily, EnginesPlay),
+    "broadcast": (BroadcastFamily, BroadcastPlay),
+    "broadcast queue": (BroadcastFamily, BroadcastPlay),
 }
 
 

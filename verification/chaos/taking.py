@@ -25,12 +25,12 @@ from verification.chaos.journal import Answered, Broken, Dropped, Taken
 from verification.chaos.plan import Hold, TakerPlan
 from verification.processes.peers import State
 
-__all__ = ["answer", "close", "heard", "open_receiver", "settle", "stop", "take", "take_probe"]
+__all__ = ["Cycle", "answer", "close", "heard", "open_receiver", "settle", "stop", "take", "take_probe"]
 
 _NEVER = 1 << 40  # the number of a message that no sender ever reaches
 
 
-class _Cycle:
+class Cycle:
     """Cyclic garbage that refers to a tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -103,7 +103,7 @@ class _Taking:
                 self.kept.append((token, tensor))
                 asyncio.get_running_loop().call_later(self.plan.hold_ms / 1000, self._let_go)
             case Hold.CYCLE:
-                _Cycle(tensor)
+                Cycle(tensor)
                 asyncio.get_running_loop().call_later(self.plan.hold_ms / 1000, gc.collect)
 
     def _let_go(self) -> None:

@@ -1,0 +1,207 @@
+"""Rounds in which a publisher publishes to several subscribers."""
+
+import asyncio
+import contextlib
+import time
+
+from verification.chaos import publishing, subscribing
+from verification.chaos.audit import RESOURCES, Account, Tally
+from verification.chaos.broadcasts_audit import audit_broadcast
+from verification.chaos.family import Family, GoneError, Member, RoundError, SendersPart
+from verification.chaos.plan import SLOTS, Fault, FaultKind, Round
+from verification.chaos.rounds import Play, Segments, all_of, is_late, timed
+
+__all__ = ["BroadcastFamily", "BroadcastPlay"]
+
+
+class BroadcastFamily(Family):
+    """A publisher, and its subscribers; killed processes are replaced.
+
+    In every round the processes open new publishers and subscribers, and close them. A queue has one
+    publisher: its processes end after each round.
+    """
+
+    sending: SendersPart = publishing
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.subscribers: list[Member] = []
+
+    @property
+    def elder(self) -> Member | None:
+        match self.name:
+            case "publisher":
+                return self.senders[0]
+            case "subscriber":
+                return self.subscribers[0]
+        return None
+
+    @property
+    def members(self) -> list[Member]:
+        return [*self.senders, *self.subscribers]
+
+    @property
+    def by_slot(self) -> list[tuple[int | None, Member]]:
+        return [*enumerate(self.senders), *enumerate(self.subscribers, SLOTS)]
+
+    async def new_sender(self, plan: Round, slot: int) -> Member:
+        """Start a process for a publisher, without opening the publisher."""
+        return await self._new("publisher", uvloop=plan.senders[slot].uvloop)
+
+    async def new_subscriber(self, plan: Round, number: int) -> Member:
+        """Start a process for a subscriber, without opening the subscriber."""
+        return await self._new(f"subscriber-{number}", uvloop=plan.takers[number].uvloop)
+
+    async def prepare(self, plan: Round) -> None:
+        self.has_ended = self.has_ended or self.is_queue
+        await super().prepare(plan)
+        missing = range(len(self.subscribers), len(plan.takers))
+        self.subscribers += await asyncio.gather(*(self.new_subscriber(plan, number) for number in missing))
+
+    async def finish(self) -> list[str]:
+        wrong = await super().finish()
+        self.subscribers = []
+        return wrong
+
+    async def _begin(self, plan: Round) -> None:
+        if self.is_queue:
+            self.renew_queue()
+        self.senders = [await self.new_sender(plan, 0)]
+        self.has_ended = False
+
+
+class BroadcastPlay(Play):
+    """One round of publications."""
+
+    family: BroadcastFamily
+
+    @property
+    def publisher(self) -> Member:
+        """The process of the current publisher."""
+        return self.family.senders[0]
+
+    @property
+    def subscribers(self) -> list[Member]:
+        """The processes that have a subscriber in this round."""
+        return self.family.subscribers[: len(self.plan.takers)]
+
+    async def begin(self) -> None:
+        plans = zip(self.subscribers, self.plan.takers, strict=True)
+        await asyncio.gather(
+            self._open(self.publisher),
+            *(subscriber.call(subscribing.open_receiver, plan) for subscriber, plan in plans),
+        )
+        await self.publisher.call(publishing.admit, len(self.subscribers))
+
+    async def _open(self, member: Member) -> None:
+        options = self.plan.publisher
+        if options is None:
+            raise AssertionError("the plan of a broadcast has the options of its publisher")
+        await member.call(publishing.know, options)
+        member.id = await member.call(publishing.open_sender, self.plan.senders[0])
+
+    def member(self, target: int | None) -> Member:
+        if target is None:
+            raise AssertionError("a broadcast has no single receiver")
+        return self.family.subscribers[target - SLOTS] if target else self.publisher
+
+    async def end(self, fault: Fault, member: Member) -> None:
+        target = fault.target or 0
+        if target == 0:
+            await (self._close_publisher if fault.kind is FaultKind.CLOSE else self._kill_publisher)(member)
+        elif fault.kind is FaultKind.CLOSE:
+            await member.call(subscribing.close)
+            await member.call(subscribing.open_receiver, self.plan.takers[target - SLOTS])
+        else:
+            await self._kill_subscriber(member, target)
+
+    async def _close_publisher(self, member: Member) -> None:
+        if self.family.is_queue:
+            self.family.has_ended = True
+            await member.call(publishing.close)
+        else:
+            member.id = await member.call(publishing.reopen, self.plan.senders[0])
+
+    async def _kill_publisher(self, member: Member) -> None:
+        family = self.family
+        family.has_ended = family.is_queue
+        living = [one for one in self.subscribers if not one.is_killed]
+        at = member.kill()
+        self.gone.append((member, 0))
+        async with all_of(self._heard(one, member.id, at) for one in living):
+            pass
+        if family.is_queue:
+            return
+        replacement = await family.new_sender(self.plan, 0)
+        await self._open(replacement)
+        self.new.append(replacement)
+        family.senders[0] = replacement
+        self._send(replacement, 0, 1)
+
+    async def _heard(self, subscriber: Member, publisher: str, at: float) -> None:
+        with contextlib.suppress(GoneError):
+            _, took = await timed(subscriber, at, subscriber.call(subscribing.heard, publisher))
+            self.times.subscribers_told = max(self.times.subscribers_told, took)
+            if is_late(took):
+                raise RoundError(f"{subscriber.name} noticed the end of the publisher after {took:.3f} s")
+
+    async def _kill_subscriber(self, member: Member, target: int) -> None:
+        family, publisher = self.family, self.publisher
+        at = member.kill()
+        self.gone.append((member, target))
+        with contextlib.suppress(GoneError):
+            _, took = await timed(publisher, at, publisher.call(publishing.lost, member.pid))
+            self.times.publisher_told = max(self.times.publisher_told, took)
+            if is_late(took):
+                raise RoundError(f"the publisher noticed the end of {member.name} after {took:.3f} s")
+            if self._releases_at_once:
+                retired, took = await timed(publisher, at, publisher.call(publishing.told))
+                self.times.released = max(self.times.released, took)
+                if is_late(took) or retired:
+                    how = f"after {took:.3f} s, and {retired} segments were retired"
+                    raise RoundError(f"the memory of {member.name} was released {how}")
+        await member.ended()
+        replacement = await family.new_subscriber(self.plan, target - SLOTS)
+        await replacement.call(subscribing.open_receiver, self.plan.takers[target - SLOTS])
+        self.new.append(replacement)
+        family.subscribers[target - SLOTS] = replacement
+
+    @property
+    def _releases_at_once(self) -> bool:
+        """Whether all subscribers whose connections end in this round are killed."""
+        plan = self.plan
+        lives_on = (FaultKind.CLOSE, *RESOURCES)  # and may still read the memory
+        disconnects = plan.publisher is not None and plan.publisher.slow == "disconnect"
+        return not disconnects and not any(fault.kind in lives_on for fault in plan.faults)
+
+    async def recover(self, living: list[tuple[int, Member]]) -> None:
+        """Check that another publication reaches every subscriber."""
+        healed = time.monotonic()
+        # A subscriber of a queue that was disconnected cannot return.
+        count = 0 if self.family.is_queue else len(self.subscribers)
+        last = await self.publisher.call(publishing.finish, count)
+        await asyncio.gather(*(one.call(subscribing.finish, *last) for one in self.subscribers))
+        self.times.recovered = max(self.times.recovered, time.monotonic() - healed)
+
+    async def settle(self, living: list[Member]) -> list[str]:
+        publisher, subscribers = self.publisher, [one for one in self.subscribers if not one.is_killed]
+        problems = []
+        if self.family.has_ended:
+            await asyncio.gather(*(one.call(subscribing.ended) for one in subscribers))
+            await asyncio.gather(*(one.call(subscribing.settle) for one in subscribers))
+        else:
+            await asyncio.gather(*(one.call(subscribing.settle) for one in subscribers))
+            await publisher.call(publishing.settle, is_free=self._releases_at_once)
+            problems += await publisher.call(publishing.close)
+            await asyncio.gather(*(one.call(subscribing.ended) for one in subscribers))
+        await asyncio.gather(*(one.call(subscribing.stop) for one in subscribers))
+        return [f"{publisher.name}: {problem}" for problem in problems]
+
+    def audit(self, accounts: list[Account], tally: Tally) -> list[str]:
+        return audit_broadcast(self.plan, accounts, tally)
+
+    def may_log(self, line: str, slot: int | None) -> bool:
+        return "protocol" not in line and any(fault.kind in RESOURCES for fault in self.plan.faults)
+
+    def segments(self, slot: int | None) -> Segments:
+        return Segments(0, 0)

@@ -1,0 +1,227 @@
+"""The operations of a publisher's process in a round."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from aiotensor import WouldBlockError
+from aiotensor.broadcast import Publisher
+from verification.chaos.here import ARENA_BYTES, here, left_running
+from verification.chaos.journal import Admitted, Broken, Counted, Published
+from verification.chaos.plan import LAST, Order, PublisherPlan, SenderPlan
+from verification.chaos.working import Work
+from verification.internals import held_by_publisher, segments_of
+from verification.processes.peers import State
+
+__all__ = [
+    "Issue",
+    "admit",
+    "begin_round",
+    "close",
+    "finish",
+    "know",
+    "lost",
+    "open_sender",
+    "reopen",
+    "send_all",
+    "settle",
+    "told",
+]
+
+
+class Issue(msgspec.Struct):
+    """One message of a publisher: the tensors have the patterns from `key` on."""
+
+    publisher: str
+    key: int
+    tensors: list[torch.Tensor] = []
+
+
+class _Open:
+    """The publisher of this process. A publication does not begin while it is being replaced."""
+
+    def __init__(self) -> None:
+        self.publisher: Publisher
+        self.options: PublisherPlan
+        self.replacing = asyncio.Lock()
+
+
+_open = _Open()
+
+
+async def know(state: State, options: PublisherPlan) -> None:
+    """Give a process the options of its next publishers."""
+    del state
+    _open.options = options
+
+
+async def open_sender(state: State, plan: SenderPlan) -> str:
+    """Open a publisher, and return its id."""
+    options = _open.options
+    while True:
+        publisher = Publisher(
+            state.endpoint,
+            arena_bytes=ARENA_BYTES,
+            max_behind=options.max_behind,
+            slow=options.slow,
+            max_held_bytes=options.max_held_bytes,
+            history=options.history,
+            max_wait_s=options.max_wait_s,
+            keep_warm_s=plan.keep_warm_s,
+        )
+        try:
+            await publisher.__aenter__()
+        except OSError:  # this process currently has no descriptors
+            await asyncio.sleep(0.005)
+        else:
+            break
+    _open.publisher = publisher
+    here.uses[:] = [publisher.statistics]
+    return publisher.id
+
+
+async def admit(state: State, count: int) -> None:
+    """Wait until so many subscribers are connected, and record them if nothing was published before."""
+    del state
+    publisher = _open.publisher
+    await _wait_for(publisher, count)
+    now = publisher.statistics()
+    if not now.published:
+        here.journal(Admitted(publisher.id, tuple(lag.subscriber for lag in now.lags)))
+
+
+async def _wait_for(publisher: Publisher, count: int) -> None:
+    while publisher.statistics().subscribers < count:
+        with contextlib.suppress(WouldBlockError):
+            await publisher.wait_for_subscribers(count)
+
+
+async def reopen(state: State, plan: SenderPlan) -> str:
+    """Close the publisher during its operations, and open another."""
+    async with _open.replacing:
+        await _open.publisher.aclose()
+        return await open_sender(state, plan)
+
+
+async def begin_round(state: State) -> None:
+    """Forget the last round."""
+    _work.begin(state)
+
+
+async def send_all(state: State, plan: SenderPlan, part: int, *, pauses: bool) -> None:
+    """Carry out the orders of a part; see `Work.run`."""
+    await _work.run(state, plan, part, pauses=pauses)
+
+
+async def _carry_out(state: State, order: Order, sources: Sequence[torch.Tensor]) -> None:
+    del state
+    async with _open.replacing:
+        publisher = _open.publisher
+    await _work.account(order, _publish(publisher, order, sources))
+    _check_limits(publisher)
+
+
+async def _publish(publisher: Publisher, order: Order, sources: Sequence[torch.Tensor]) -> None:
+    tensors = list(sources)
+    if order.how == "allocate":
+        for index, source in enumerate(sources):
+            tensor = await publisher.allocate(tuple(source.shape), source.dtype)
+            tensors[index] = tensor.copy_(source)
+            del tensor
+    issue = Issue(publisher.id, order.key, tensors)
+    sent = publisher.publish_nowait(issue) if order.how == "nowait" else await publisher.publish(issue)
+    here.journal(Published(order.key, publisher.id, sent.number, time.monotonic()))
+    if order.how == "drain":
+        await publisher.drain()
+
+
+_work = Work(lambda _: 0, lambda _: 0, _carry_out)
+
+
+def _check_limits(publisher: Publisher) -> None:
+    now, options = publisher.statistics(), _open.options
+    if now.peak_bytes_in_use > now.arena_bytes:
+        here.journal(Broken(f"more bytes in use than the arena has: {now}"))
+    for lag in now.lags:
+        if lag.behind > now.max_behind:
+            here.journal(Broken(f"a subscriber is further behind than it may be: {now}"))
+        if options.max_held_bytes is not None and lag.held_bytes > options.max_held_bytes:
+            here.journal(Broken(f"a subscriber uses more memory than it may: {now}"))
+
+
+async def told(state: State) -> int:
+    """Wait until the memory of subscribers that ended is released, and count the retired segments."""
+    del state
+    while held_by_publisher(_open.publisher)["departures"]:
+        await asyncio.sleep(0.001)
+    return sum(segment.is_retired for segment in segments_of(_open.publisher))
+
+
+async def lost(state: State, pid: int) -> None:
+    """Wait until no subscriber of a process that ended is connected."""
+    del state
+    while any(lag.pid == pid for lag in _open.publisher.statistics().lags):
+        await asyncio.sleep(0.001)
+
+
+async def finish(state: State, count: int) -> tuple[str, int]:
+    """Publish one more message to so many subscribers, after they have taken all others.
+
+    Returns:
+        the id of the publisher, and the number of the message.
+    """
+    del state
+    publisher = _open.publisher
+    while True:
+        await publisher.drain()  # so that none is slow, and disconnected for that
+        await _wait_for(publisher, count)
+        try:
+            sent = await publisher.publish(Issue(publisher.id, LAST))
+            break
+        except WouldBlockError:
+            continue
+    here.journal(Published(LAST, publisher.id, sent.number, time.monotonic()))
+    await publisher.drain()
+    for lag in publisher.statistics().lags:
+        here.journal(Counted(publisher.id, lag.subscriber, lag.delivered, lag.dropped))
+    return publisher.id, sent.number
+
+
+async def settle(state: State, *, is_free: bool) -> None:
+    """Wait until no subscriber uses memory, and none is used if the history is given up.
+
+    Args:
+        state: of this process.
+        is_free: whether all memory is free then.
+    """
+    del state
+    publisher = _open.publisher
+    while any(lag.held_bytes for lag in publisher.statistics().lags):
+        await asyncio.sleep(0.001)
+    while is_free:
+        try:
+            tensor = await publisher.allocate((ARENA_BYTES,), torch.uint8)
+            break
+        except WouldBlockError:
+            continue
+    if is_free:
+        del tensor
+        while publisher.statistics().bytes_in_use:
+            await asyncio.sleep(0.001)
+
+
+async def close(state: State) -> list[str]:
+    """Close the publisher, wait for the end of its threads and tasks, and return what it still holds."""
+    del state
+    await _open.publisher.aclose()
+    here.uses.clear()
+    while left_running():
+        await asyncio.sleep(0.001)
+    now, held = _open.publisher.statistics(), held_by_publisher(_open.publisher)
+    del held["pinned blocks"]  # those that a subscriber may still read
+    is_empty = not any(held.values()) and (now.subscribers, now.waiting, now.history) == (0, 0, 0)
+    return [] if is_empty else [f"holds {held} after closing: {now}"]

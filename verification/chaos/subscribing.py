@@ -1,0 +1,198 @@
+"""The operations of a subscriber's process in a round."""
+
+import asyncio
+import gc
+import random
+import time
+from collections.abc import Mapping
+
+import torch
+
+from aiotensor import AioTensorError, ClosedError, TensorQueue
+from aiotensor.broadcast import Publication, Subscriber
+from verification.chaos.here import here, left_running, token_of
+from verification.chaos.journal import Broken, Disconnected, Received, Subscribed
+from verification.chaos.plan import Hold, TakerPlan
+from verification.chaos.publishing import Issue
+from verification.chaos.taking import Cycle
+from verification.internals import publisher_of
+from verification.processes.peers import State
+
+__all__ = ["close", "ended", "finish", "heard", "open_receiver", "settle", "stop", "take"]
+
+_CANCELLED = 0.2  # of the calls
+_ITERATED = 0.5  # of the calls
+_WRITTEN = 0.3  # of the tensors
+
+
+class _Subscribing:
+    """One subscriber in a round; takes from it until it is closed.
+
+    Args:
+        subscriber: an open subscriber.
+        plan: of the round.
+        has_one_publisher: whether no other publisher follows a lost one.
+    """
+
+    def __init__(self, subscriber: Subscriber[Issue], plan: TakerPlan, *, has_one_publisher: bool) -> None:
+        self.subscriber = subscriber
+        self.latest = "", -1  # the publisher and the number of the last publication
+        self.has_ended = False  # the last call was notified of the end of a publisher
+        self.is_closed = False
+        self._plan = plan
+        self._has_one_publisher = has_one_publisher
+        self._rng = random.Random(plan.seed)
+        self._kept: list[tuple[torch.Tensor, int | None]] = []  # with their patterns; None for zeros
+        self.task = asyncio.create_task(self._take())
+
+    async def _take(self) -> None:
+        await asyncio.sleep(self._plan.stuck_ms / 1000)
+        while not self.is_closed:
+            try:
+                self._took(await self._next())
+            except StopAsyncIteration:
+                if self._ended(Disconnected("")):
+                    return
+            except ClosedError:
+                return
+            except (AioTensorError, OSError) as error:
+                if self._ended(Disconnected(type(error).__name__, str(error))):
+                    return
+                await asyncio.sleep(0.001)  # it may be refused again
+            if self._plan.slow_ms:
+                await asyncio.sleep(self._plan.slow_ms / 1000)
+
+    def _ended(self, end: Disconnected) -> bool:
+        """Record the end of a connection, and return whether no other follows."""
+        if self.is_closed:
+            return True
+        here.journal(end)
+        self.has_ended = True
+        return self._has_one_publisher and end.error != "OSError"
+
+    async def _next(self) -> Publication[Issue]:
+        """Return the next publication; some calls are cancelled first, which loses nothing."""
+        while True:
+            call = anext(self.subscriber) if self._rng.random() < _ITERATED else self.subscriber.receive()
+            if self._rng.random() >= _CANCELLED:
+                return await call
+            task = asyncio.ensure_future(call)
+            try:
+                await asyncio.wait([task], timeout=self._rng.choice((0.0, 0.002)) * self._rng.random())
+                task.cancel()
+                await asyncio.wait([task])
+                if not task.cancelled():
+                    return task.result()
+            finally:
+                del task  # its error refers to this frame
+
+    def _took(self, publication: Publication[Issue]) -> None:
+        issue, number = publication.message, publication.number
+        for index, tensor in enumerate(issue.tensors):
+            if token_of(tensor) != issue.key + index:
+                here.journal(Broken(f"publication {number} arrived with other values: {tensor[:9]}"))
+                return
+        here.journal(Received(issue.key, issue.publisher, number, publication.missed))
+        self.latest, self.has_ended = (issue.publisher, number), False
+        for index, tensor in enumerate(issue.tensors):
+            self._use(tensor, issue.key + index)
+
+    def _use(self, tensor: torch.Tensor, token: int) -> None:
+        """Write to a tensor or not, and hold it as planned."""
+        is_written = self._rng.random() < _WRITTEN
+        if is_written:
+            tensor.zero_()  # no other subscriber sees it
+        match self._plan.hold:
+            case Hold.KEEP:
+                self._kept.append((tensor, None if is_written else token))
+                asyncio.get_running_loop().call_later(self._plan.hold_ms / 1000, self._let_go)
+            case Hold.CYCLE:
+                Cycle(tensor)
+                asyncio.get_running_loop().call_later(self._plan.hold_ms / 1000, gc.collect)
+
+    def _let_go(self) -> None:
+        """Drop the oldest kept tensor, and check that only this process has changed it."""
+        tensor, token = self._kept.pop(0)
+        if bool(tensor.any()) if token is None else token_of(tensor) != token:
+            here.journal(Broken(f"the values of {token} changed while they were kept: {tensor[:9]}"))
+
+    async def close(self) -> None:
+        """Close the subscriber during its operations; tensors are kept for as long as planned."""
+        self.is_closed = True
+        await self.subscriber.aclose()
+        await self.task
+
+    async def settle(self) -> None:
+        """Wait until all tensors are dropped."""
+        while self._kept:
+            await asyncio.sleep(0.001)
+        gc.collect()
+        while self.subscriber.statistics().leases:
+            await asyncio.sleep(0.001)
+
+
+_all: list[_Subscribing] = []  # of this round; the last one is open
+
+
+async def open_receiver(state: State, plan: TakerPlan) -> None:
+    """Open a subscriber, and take from it."""
+    while True:
+        subscriber = Subscriber(state.endpoint, Issue)
+        here.journal(Subscribed(subscriber.id, time.monotonic()))
+        try:
+            await subscriber.__aenter__()
+        except OSError:  # this process currently has no descriptors
+            await asyncio.sleep(0.005)
+        else:
+            break
+    here.uses[:] = [subscriber.statistics]
+    _all.append(_Subscribing(subscriber, plan, has_one_publisher=isinstance(state.endpoint, TensorQueue)))
+
+
+async def take(state: State, plan: TakerPlan, firsts: Mapping[str, int]) -> None:
+    """Do nothing: an open subscriber takes."""
+
+
+async def heard(state: State, publisher: str) -> None:
+    """Wait until a subscriber is disconnected from a publisher that is gone."""
+    del state
+    while publisher_of(_all[-1].subscriber) == publisher:
+        await asyncio.sleep(0.001)
+
+
+async def finish(state: State, publisher: str, number: int) -> None:
+    """Wait for the last publication, or until no other can arrive."""
+    del state
+    last = _all[-1]
+    while last.latest != (publisher, number) and not last.task.done():
+        await asyncio.sleep(0.001)
+
+
+async def settle(state: State) -> None:
+    """Wait until all tensors of this round are dropped."""
+    del state
+    for one in _all:
+        await one.settle()
+
+
+async def ended(state: State) -> None:
+    """Wait until the taker has been notified of the end of the publisher."""
+    del state
+    last = _all[-1]
+    while not last.has_ended and not last.task.done():
+        await asyncio.sleep(0.001)
+
+
+async def close(state: State) -> None:
+    """Close the subscriber."""
+    del state
+    await _all[-1].close()
+
+
+async def stop(state: State) -> None:
+    """Close the subscriber, forget those of this round, and wait for the end of their threads and tasks."""
+    await close(state)
+    here.uses.clear()
+    _all.clear()
+    while left_running():
+        await asyncio.sleep(0.001)
