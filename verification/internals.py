@@ -53,6 +53,7 @@ __all__ = [
     "senders_of",
     "session_of",
     "shrink_send_buffer",
+    "transports_between",
     "unidentified_at",
     "worker_of",
 ]
@@ -161,6 +162,15 @@ def publisher_of(subscriber: Subscriber[Any]) -> str:
     assert subscriber._subscription is not None
     session = subscriber._subscription._session
     return "" if session is None or session.is_over else session.publisher
+
+
+def transports_between(publisher: Publisher, subscriber: Subscriber[Any]) -> tuple[Transport, Transport]:
+    """Return the transport of a connected subscriber at its publisher, and its own."""
+    assert publisher._publishing is not None
+    assert subscriber._subscription is not None
+    session = subscriber._subscription._session
+    assert session is not None
+    return publisher._publishing.subscribers.connected[subscriber.id].transport, session.transport
 
 
 def segments_of(publisher: Publisher) -> list[Segment]:

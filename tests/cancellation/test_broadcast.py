@@ -1,15 +1,16 @@
 """Cancelling any await of a publisher or a subscriber loses nothing and leaks nothing."""
 
+import asyncio
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 import torch
 
-from aiotensor.broadcast import Published, Publisher, Subscriber
+from aiotensor.broadcast import Published, Publisher, SlowPolicy, Subscriber
 from tests.cancellation.situations import SLOW
 from tests.cancelling import Attempt, Running, cancel_everywhere
 from tests.pairs import endpoint
@@ -35,6 +36,16 @@ async def parties(**limits: Any) -> AsyncIterator[Parties]:
         ):
             await publisher.wait_for_subscribers(2)
             yield Parties(publisher, first, second)
+
+
+@asynccontextmanager
+async def several(count: int, **limits: Any) -> AsyncIterator[tuple[Publisher, list[Subscriber[Any]]]]:
+    with endpoint() as place:
+        async with AsyncExitStack() as stack:
+            publisher = await stack.enter_async_context(Publisher(place, **limits))
+            subscribers = [await stack.enter_async_context(Subscriber[Any](place)) for _ in range(count)]
+            await publisher.wait_for_subscribers(count)
+            yield publisher, subscribers
 
 
 def settled(
@@ -76,12 +87,20 @@ def _as_list(value: object) -> object:
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [[], [3], [BIG // 8], [SLOW], [SLOW, 3, BIG // 8], [2000] * 70],
-    ids=lambda sizes: f"{len(sizes)}",
+    ("letters", "sizes"),
+    [
+        (1, []),
+        (1, [3]),
+        (1, [BIG // 8]),
+        (1, [SLOW]),
+        (1, [SLOW, 3, BIG // 8]),
+        (1, [2000] * 70),
+        (1 << 20, [3]),
+    ],
+    ids=lambda value: f"{value if isinstance(value, int) else len(value)}",
 )
-async def test_a_cancelled_publish_publishes_to_all_or_to_none(sizes: list[int]) -> None:
-    message = Message("m", [pattern(size, size) for size in sizes])
+async def test_a_cancelled_publish_publishes_to_all_or_to_none(letters: int, sizes: list[int]) -> None:
+    message = Message("m" * letters, [pattern(size, size) for size in sizes])
     async with parties() as (publisher, first, second):
 
         async def attempt(attempt: Attempt) -> None:
@@ -106,6 +125,65 @@ async def test_a_publish_cancelled_while_a_subscriber_is_slow() -> None:
                     assert torch.equal((await subscriber.receive()).message, pattern(1, BIG))
 
         assert await cancel_everywhere(settled(attempt, publisher), publisher, first, second)
+
+
+async def test_a_publish_cancelled_while_an_earlier_one_waits() -> None:
+    async with parties(arena_bytes=1 << 20) as (publisher, first, second):
+
+        async def attempt(attempt: Attempt) -> None:
+            kept = [await publisher.allocate((BIG,), torch.int64)]
+            earlier = asyncio.create_task(publisher.publish(pattern(1, BIG)))
+            await until(lambda: publisher.statistics().waiting == 1)
+            publishing = attempt.start(publisher.publish(b"next"))
+            await publishing.bring(kept.clear)
+            kept.clear()
+            completed = await publishing.completed()
+            number = (await earlier).number
+            for subscriber in (first, second):
+                assert torch.equal((await subscriber.receive()).message, pattern(1, BIG))
+                if completed:
+                    assert (await subscriber.receive()).number == publishing.value.number == number + 1
+
+        assert await cancel_everywhere(settled(attempt, publisher), publisher, first, second)
+
+
+async def test_a_publish_cancelled_while_several_subscribers_use_the_memory() -> None:
+    async with several(4, arena_bytes=1 << 20) as (publisher, subscribers):
+
+        async def attempt(attempt: Attempt) -> None:
+            before = (await publisher.publish(pattern(1, BIG))).number
+            kept = [(await subscriber.receive()).message for subscriber in subscribers]
+            publishing = attempt.start(publisher.publish(pattern(2, BIG)))
+            await publishing.until(lambda: publisher.statistics().waiting)
+            del kept[1:]
+            await publishing.bring(kept.clear)
+            kept.clear()
+            if await publishing.completed():
+                assert publishing.value == (before + 1, 4, 0)
+                for subscriber in subscribers:
+                    assert torch.equal((await subscriber.receive()).message, pattern(2, BIG))
+
+        assert await cancel_everywhere(settled(attempt, publisher), publisher, *subscribers)
+
+
+async def test_a_publish_cancelled_while_it_copies_an_allocated_tensor_that_is_in_use() -> None:
+    async with several(4) as (publisher, subscribers):
+
+        async def attempt(attempt: Attempt) -> None:
+            allocated = await publisher.allocate((SLOW,), torch.int64)
+            allocated.copy_(pattern(1, SLOW))
+            before = (await publisher.publish(allocated)).number
+            publishing = attempt.start(publisher.publish(allocated))
+            completed = await publishing.completed()
+            for subscriber in subscribers:
+                for number in range(before, before + 1 + completed):
+                    publication = await subscriber.receive()
+                    assert publication.number == number
+                    assert torch.equal(publication.message, pattern(1, SLOW))
+                    del publication
+                assert not subscriber.statistics().unclaimed
+
+        assert await cancel_everywhere(settled(attempt, publisher), publisher, *subscribers)
 
 
 async def test_a_publish_cancelled_while_it_waits_for_memory() -> None:
@@ -167,6 +245,24 @@ async def test_a_cancelled_receive_of_many_tensors_loses_nothing() -> None:
         assert await cancel_everywhere(settled(attempt, publisher), publisher, first, second)
 
 
+@pytest.mark.parametrize("slow", ["wait", "drop"])
+async def test_a_cancelled_receive_of_one_subscriber_affects_no_other(slow: SlowPolicy) -> None:
+    async with several(4, slow=slow, max_behind=1) as (publisher, subscribers):
+
+        async def attempt(attempt: Attempt) -> None:
+            others = [asyncio.create_task(one.receive()) for one in subscribers[1:]]
+            receiving = attempt.start(subscribers[0].receive())
+            await receiving.bring(lambda: publisher.publish_nowait(pattern(1, BIG)))
+            completed = await receiving.completed()
+            publication = receiving.value if completed else await subscribers[0].receive()
+            assert publication.missed == 0
+            for other in others:
+                assert (await other).number == publication.number
+            others.clear()
+
+        assert await cancel_everywhere(settled(attempt, publisher), publisher, *subscribers)
+
+
 async def test_a_cancelled_iteration_loses_nothing() -> None:
     async with parties() as (publisher, first, second):
 
@@ -222,18 +318,33 @@ async def test_a_cancelled_allocation_returns_the_memory(sizes: tuple[int, ...])
         await cancel_everywhere(settled(attempt, publisher), publisher, first, second)
 
 
-@pytest.mark.parametrize("which", ["publisher", "subscriber"])
-async def test_a_cancelled_close_closes(which: str) -> None:
-    async def attempt(attempt: Attempt) -> None:
-        async with parties() as (publisher, first, second):
-            kept = await publisher.allocate((SLOW,), torch.int64)
-            await publisher.publish(kept)
-            taken = (await first.receive()).message
-            closing = attempt.start((publisher if which == "publisher" else first).aclose())
-            await closing.completed()
-            assert repr(publisher if which == "publisher" else first).split()[1].startswith("closed")
-            del kept, taken
-            if which == "publisher":
-                assert len([one async for one in second]) <= 1
+async def test_a_cancelled_wait_for_an_allocation_returns_the_memory() -> None:
+    async with several(4, arena_bytes=1 << 20) as (publisher, subscribers):
 
-    await cancel_everywhere(attempt)
+        async def attempt(attempt: Attempt) -> None:
+            await publisher.publish(pattern(1, BIG))
+            kept = [(await subscriber.receive()).message for subscriber in subscribers]
+            allocating = attempt.start(publisher.allocate((BIG,), torch.int64))
+            await allocating.until(lambda: publisher.statistics().waiting)
+            del kept[1:]
+            await allocating.bring(kept.clear)
+            kept.clear()
+            await allocating.completed()
+
+        assert await cancel_everywhere(settled(attempt, publisher), publisher, *subscribers)
+
+
+async def test_a_cancelled_wait_for_the_slowest_of_several_subscribers() -> None:
+    async with several(8) as (publisher, subscribers):
+
+        async def attempt(attempt: Attempt) -> None:
+            await publisher.publish(b"")
+            draining = attempt.start(publisher.drain())
+            for subscriber in subscribers[1:]:
+                await subscriber.receive()
+            await until(lambda: bool(subscribers[0].statistics().unclaimed))
+            await draining.bring(subscribers[0].receive_nowait)
+            await draining.completed()
+            assert not subscribers[0].statistics().unclaimed
+
+        assert await cancel_everywhere(settled(attempt, publisher), publisher, *subscribers)
