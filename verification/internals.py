@@ -47,6 +47,7 @@ __all__ = [
     "pause_reading",
     "pipeline_of",
     "publisher_of",
+    "read_next",
     "resume_reading",
     "segment_of",
     "segments_of",
@@ -234,6 +235,11 @@ def cut(transport: Transport) -> None:
 def pause_reading(transport: Transport) -> None:
     """Stop reading from the socket of a transport."""
     asyncio.get_running_loop().remove_reader(_receiving_end(transport)._sock.fileno())
+
+
+def read_next(transport: Transport) -> None:
+    """Read from the socket of a transport once."""
+    _receiving_end(transport).read_now()
 
 
 def resume_reading(transport: Transport) -> None:

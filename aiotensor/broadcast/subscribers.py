@@ -8,6 +8,7 @@ The blocks that a subscriber may still read when it is gone are left to `Departu
 """
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,7 @@ __all__ = ["Subscribers"]
 
 logger = logger_of("publisher")
 
-# How long closing waits for connections to accept the last records.
+# How long closing waits for a connection to accept the next of the last records.
 _LAST_RECORDS_S = 1.0
 
 
@@ -256,20 +257,10 @@ class Subscribers:
     async def close(self) -> None:
         """Announce everything to every subscriber, and close the connections.
 
-        Waits until the connections have accepted the last records, but not for long.
+        Waits until the connections have accepted the last records, but not long for one that accepts none.
         """
-        peers = list(self.connected.values())
-        last = {peer: peer.backlog.rest() for peer in peers}
         try:
-            async with asyncio.timeout(_LAST_RECORDS_S):
-                while last:
-                    for peer in list(last):
-                        if peer.announce_last(last[peer]):
-                            del last[peer]
-                    if last:
-                        await self.changes.wait()
-        except TimeoutError:
-            return  # of this block: a subscriber that does not read must not delay the end of the publisher
+            await self._announce_last()
         finally:
             for peer in list(self.connected.values()):
                 self._forget(peer)
@@ -278,6 +269,23 @@ class Subscribers:
                 pass
             self.departures.close()
             self.refusals.close()
+
+    async def _announce_last(self) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        last = {peer: peer.backlog.rest() for peer in self.connected.values()}
+        while True:
+            for peer, items in list(last.items()):
+                if peer.announce_last(items):
+                    del last[peer]
+            # A subscriber that does not read must not delay the end of the publisher.
+            ends = {peer: max(began, peer.accepted_at) + _LAST_RECORDS_S for peer in last}
+            last = {peer: items for peer, items in last.items() if loop.time() < ends[peer]}
+            if not last:
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(min(ends[peer] for peer in last)):
+                    await self.changes.wait()
 
     def progress(self) -> None:
         """Wake the calls that wait for subscribers."""
@@ -296,6 +304,7 @@ class SubscriberPeer:
         self.backlog: Backlog = connection.backlog  # replaced at the admission
         self.name = connection.subscribe.subscriber
         self.pid = connection.subscribe.pid
+        self.accepted_at = 0.0  # when the transport accepted records again, by the clock of the loop
         self._subscribers = subscribers
         self._attached: set[int] = set()
 
@@ -418,6 +427,7 @@ class SubscriberPeer:
 
     def resume_writing(self) -> None:
         """Handle that the transport accepts records again."""
+        self.accepted_at = asyncio.get_running_loop().time()
         if not self.connection.is_closed:
             self.announce()
         self._subscribers.changes.wake()

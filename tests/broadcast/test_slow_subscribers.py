@@ -9,9 +9,16 @@ import torch
 
 from aiotensor import PeerLostError, RefusedError, TooLargeError, WouldBlockError
 from aiotensor.broadcast import Publisher, SlowPolicy, Subscriber
+from aiotensor.broadcast import subscribers as subscribers_module
 from aiotensor.transports.endpoints import Endpoint
 from tests.broadcast.audiences import Broadcasts, idle, received, taken, turns
-from verification.internals import backlogs_of
+from verification.internals import (
+    backlogs_of,
+    pause_reading,
+    read_next,
+    shrink_send_buffer,
+    transports_between,
+)
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
@@ -222,6 +229,27 @@ def test_settings_that_contradict_each_other_are_rejected(
 ) -> None:
     with pytest.raises(error, match=text):
         Publisher("unix:///nowhere/s", **limits)
+
+
+async def test_closing_waits_as_long_as_subscribers_read(
+    broadcasts: Broadcasts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_s = 0.5
+    monkeypatch.setattr(subscribers_module, "_LAST_RECORDS_S", limit_s)
+    async with broadcasts.open(1, max_behind=1000) as (publisher, [slow]):
+        near, far = transports_between(publisher, slow)
+        pause_reading(far)
+        shrink_send_buffer(near)
+        count = 0
+        while near.is_writable or count < 40:
+            await publisher.publish(b"0" * 1000)
+            count += 1
+        closing = asyncio.create_task(publisher.aclose())
+        while slow.statistics().publishers:
+            await asyncio.sleep(2 * limit_s / count)
+            read_next(far)
+        await closing
+        assert len([one async for one in slow]) == count
 
 
 async def test_a_subscriber_beyond_the_limit_is_refused(broadcasts: Broadcasts) -> None:
