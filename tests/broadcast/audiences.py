@@ -1,6 +1,7 @@
-"""A publisher and its subscribers in one process."""
+"""A publisher and its subscribers, in one process or in several."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
@@ -10,9 +11,21 @@ import torch
 
 from aiotensor.broadcast import Publication, Publisher, Subscriber
 from aiotensor.transports.endpoints import Endpoint
+from tests.broadcast import workers
+from verification.processes.peers import Peer, peers
 from verification.waiting import until
 
-__all__ = ["Batch", "Broadcast", "Broadcasts", "idle", "received", "taken"]
+__all__ = [
+    "Batch",
+    "Broadcast",
+    "Broadcasts",
+    "audience",
+    "idle",
+    "received",
+    "remove_socket",
+    "taken",
+    "turns",
+]
 
 
 class Batch(msgspec.Struct):
@@ -50,6 +63,24 @@ class Broadcasts:
         async with Subscriber(self.endpoint, type) as subscriber:
             await publisher.wait_for_subscribers(connected + 1)
             yield subscriber
+
+
+@asynccontextmanager
+async def audience(
+    endpoint: Endpoint, count: int, **limits: Any
+) -> AsyncIterator[tuple[Publisher, list[Peer]]]:
+    """Open a publisher, and subscribers in other processes."""
+    async with peers(endpoint, count) as children, Publisher(endpoint, **limits) as publisher:
+        for child in children:
+            await child.call(workers.subscribe)
+        await publisher.wait_for_subscribers(count)
+        yield publisher, children
+
+
+def remove_socket(endpoint: Endpoint) -> None:
+    """Remove the socket of a killed publisher, which the next publisher would replace."""
+    if isinstance(endpoint, str):
+        os.unlink(endpoint.removeprefix("unix://"))
 
 
 async def received(subscriber: Subscriber[Any], count: int) -> list[Any]:

@@ -3,9 +3,6 @@
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from aiotensor import PeerLostError, WouldBlockError
 from aiotensor.broadcast import Publisher, SlowPolicy, Subscriber
 from aiotensor.transports.endpoints import Endpoint
 from tests.broadcast import workers
-from tests.broadcast.audiences import idle, turns
+from tests.broadcast.audiences import audience, idle, remove_socket, turns
 from verification.internals import segments_of
 from verification.patterns import BIG, pattern
 from verification.processes import watch
@@ -25,43 +22,12 @@ from verification.waiting import until
 _KILLS = int(os.environ.get("AIOTENSOR_KILLS", "40")) // 8
 
 
-@asynccontextmanager
-async def audience(
-    endpoint: Endpoint, count: int, **limits: Any
-) -> AsyncIterator[tuple[Publisher, list[Peer]]]:
-    """Open a publisher, and subscribers in other processes."""
-    async with peers(endpoint, count) as children, Publisher(endpoint, **limits) as publisher:
-        for child in children:
-            await child.call(workers.subscribe)
-        await publisher.wait_for_subscribers(count)
-        yield publisher, children
-
-
-def remove_socket(endpoint: Endpoint) -> None:
-    """Remove the socket of a killed publisher, which the next publisher would replace."""
-    if isinstance(endpoint, str):
-        os.unlink(endpoint.removeprefix("unix://"))
-
-
 @pytest.fixture
 def moments() -> random.Random:
     """Choose when to kill; pytest shows the seed of a test that failed."""
     seed = int(os.environ.get("AIOTENSOR_SEED", "0")) or random.SystemRandom().getrandbits(32)
     print(f"AIOTENSOR_SEED={seed}")  # noqa: T201
     return random.Random(seed)
-
-
-@pytest.mark.parametrize("count", [1, 2, 4, 8])
-async def test_each_subscriber_receives_each_publication_once_and_in_order(
-    endpoint: Endpoint, count: int
-) -> None:
-    async with audience(endpoint, count) as (publisher, children):
-        counts = [child.start(workers.receive_for_ever) for child in children]
-        for number in range(30):
-            await publisher.publish(pattern(number, (10, BIG)[number % 2]))
-        await publisher.drain()
-        await publisher.aclose()
-        assert [await each for each in counts] == [30] * count
 
 
 async def test_a_killed_subscriber_releases_its_memory_within_a_second(

@@ -81,8 +81,9 @@ async def close(state: State) -> None:
     await state.stack.aclose()
 
 
-async def start(state: State, subscribers: int, history: int = 0) -> None:
-    publisher = await state.stack.enter_async_context(Publisher(state.endpoint, history=history))
+async def start(state: State, subscribers: int, history: int = 0, arena_bytes: int = 1 << 30) -> None:
+    opening = Publisher(state.endpoint, history=history, arena_bytes=arena_bytes)
+    publisher = await state.stack.enter_async_context(opening)
     state.others["publisher"] = publisher
     await publisher.wait_for_subscribers(subscribers)
 

@@ -1,8 +1,7 @@
 """Nothing gets in the way of the loop, and a pair with nothing to do does nothing."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 
 import pytest
 import torch
@@ -10,19 +9,12 @@ import torch
 from aiotensor import TensorHandle
 from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import PairMaker, pairs_over
-from tests.conformance.turns import Lengths, Turns, too_long
+from tests.conformance.turns import Lengths, measured, some_turns, too_long
 from verification.places import LINKS
 from verification.processes import peers, watch
 from verification.waiting import settled, until
 
 _BYTES = 150 << 20
-
-
-@contextmanager
-def _measured(what: str, into: Lengths) -> Iterator[None]:
-    with Turns() as turns:
-        yield
-    into[what] = turns.relative_length
 
 
 async def _too_long(link: str, measure: Callable[[PairMaker], Awaitable[Lengths]]) -> Lengths:
@@ -33,11 +25,6 @@ async def _too_long(link: str, measure: Callable[[PairMaker], Awaitable[Lengths]
             return await measure(pairs)
 
     return await too_long(attempt)
-
-
-async def _some_turns() -> None:
-    """Run the callbacks that threads have scheduled."""
-    await asyncio.sleep(0.01)
 
 
 _everywhere = pytest.mark.parametrize("link", LINKS)
@@ -54,25 +41,25 @@ async def test_no_call_of_a_sender_keeps_the_loop_busy_for_long(link: str) -> No
     async def measure(pairs: PairMaker) -> Lengths:
         lengths: Lengths = {}
         async with pairs.near_sender() as (sender, engine):
-            with _measured("allocate in fresh memory", lengths):
+            with measured("allocate in fresh memory", lengths):
                 allocated = await sender.allocate((_BYTES,), torch.uint8)
             allocated.fill_(1)
-            with _measured("send what was allocated", lengths):
+            with measured("send what was allocated", lengths):
                 handle = await sender.send(allocated)
             await engine.call(_take, handle)
             await engine.call(peers.forget_tensors)
-            with _measured("free what was allocated", lengths):
+            with measured("free what was allocated", lengths):
                 del allocated
                 await settled(sender)
-            with _measured("send by a copy", lengths):
+            with measured("send by a copy", lengths):
                 handle = await sender.send(source)
-            with _measured("discard", lengths):
+            with measured("discard", lengths):
                 sender.discard(handle)
                 await settled(sender)
-            with _measured("send what has to be gathered", lengths):
+            with measured("send what has to be gathered", lengths):
                 handle = await sender.send(source.view(-1, 2).t())
             await engine.call(_take, handle)
-            with _measured("close", lengths):
+            with measured("close", lengths):
                 await sender.aclose()
         return lengths
 
@@ -89,16 +76,16 @@ async def test_a_send_and_an_aclose_that_are_cancelled_keep_the_loop_free(link: 
         async with pairs.near_sender() as (sender, engine):
             await engine.call(_take, await sender.send(source))
             sending = asyncio.create_task(sender.send(source))
-            with _measured("cancel a send", lengths):
+            with measured("cancel a send", lengths):
                 await until(lambda: sender.statistics().bytes_in_use == 2 * _BYTES)
                 sending.cancel()
                 await until(lambda: sender.statistics().bytes_in_use == _BYTES)
             closing = asyncio.create_task(sender.aclose())
-            with _measured("cancel aclose", lengths):
+            with measured("cancel aclose", lengths):
                 await asyncio.sleep(0)
                 closing.cancel()
                 await asyncio.wait([closing])
-                await _some_turns()
+                await some_turns()
         assert closing.cancelled()
         return lengths
 
@@ -112,10 +99,10 @@ async def test_the_death_of_a_receiver_keeps_the_loop_of_its_sender_free(link: s
         lengths: Lengths = {}
         async with pairs.near_sender() as (sender, engine):
             await engine.call(_take, await sender.send(torch.ones(_BYTES, dtype=torch.uint8)))
-            with _measured("the receiver dies", lengths):
+            with measured("the receiver dies", lengths):
                 engine.kill()
                 await until(lambda: sender.statistics().receivers_lost == 1)
-                await _some_turns()
+                await some_turns()
         return lengths
 
     assert await _too_long(link, measure) == {}
@@ -162,48 +149,48 @@ async def _take(state: peers.State, handle: TensorHandle) -> None:
 
 async def _copy_measured(state: peers.State, handle: TensorHandle) -> Lengths:
     lengths: Lengths = {}
-    with _measured("receive a copy", lengths):
+    with measured("receive a copy", lengths):
         state.tensors.append(await state.receiver.receive(handle, copy=True))
     return lengths
 
 
 async def _receive_measured(state: peers.State, handle: TensorHandle) -> Lengths:
     lengths: Lengths = {}
-    with _measured("receive", lengths):
+    with measured("receive", lengths):
         tensor = await state.receiver.receive(handle)
     assert int(tensor.sum()) == _BYTES
-    with _measured("free what was received", lengths):
+    with measured("free what was received", lengths):
         del tensor
         await until(lambda: state.receiver.statistics().leases == 0)
-        await _some_turns()
+        await some_turns()
     return lengths
 
 
 async def _discard_measured(state: peers.State, handle: TensorHandle) -> Lengths:
     lengths: Lengths = {}
     await until(lambda: state.receiver.statistics().unclaimed_tensors == 1)
-    with _measured("discard at the receiver", lengths):
+    with measured("discard at the receiver", lengths):
         state.receiver.discard(handle)
         await until(lambda: state.receiver.statistics().leases == 0)
-        await _some_turns()
+        await some_turns()
     return lengths
 
 
 async def _a_sender_leaves_measured(state: peers.State) -> Lengths:
     lengths: Lengths = {}
-    with _measured("the sender leaves", lengths):
+    with measured("the sender leaves", lengths):
         await until(lambda: state.receiver.statistics().senders == 0)
-        await _some_turns()
-    with _measured("free the last tensor of a sender that left", lengths):
+        await some_turns()
+    with measured("free the last tensor of a sender that left", lengths):
         state.tensors.pop()
         await until(lambda: state.receiver.statistics().mapped_bytes == 0)
-        await _some_turns()
+        await some_turns()
     return lengths
 
 
 async def _close_measured(state: peers.State) -> Lengths:
     lengths: Lengths = {}
-    with _measured("close the receiver", lengths):
+    with measured("close the receiver", lengths):
         await state.receiver.aclose()
     return lengths
 

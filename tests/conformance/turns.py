@@ -5,14 +5,14 @@ import asyncio
 import gc
 import statistics
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Self
 
 from tests.steps import counted_calls
 
-__all__ = ["Calls", "Changes", "Lengths", "Turns", "too_long"]
+__all__ = ["Calls", "Changes", "Lengths", "Turns", "measured", "some_turns", "too_long"]
 
 _CALLS = 100_000
 _ATTEMPTS = 5
@@ -81,6 +81,19 @@ class Turns(_EachIteration):
     def relative_length(self) -> float:
         """The longest iteration, as a multiple of the one allowed."""
         return self.longest_s / self.allowed_s
+
+
+@contextmanager
+def measured(what: str, into: Lengths) -> Iterator[None]:
+    """Measure the longest iteration of the loop within a block, as a multiple of the one allowed."""
+    with Turns() as turns:
+        yield
+    into[what] = turns.relative_length
+
+
+async def some_turns() -> None:
+    """Run the callbacks that threads have scheduled."""
+    await asyncio.sleep(0.01)
 
 
 async def too_long(measure: Callable[[], Awaitable[Lengths]]) -> Lengths:
