@@ -12,7 +12,7 @@ from aiotensor import PeerLostError
 from aiotensor.broadcast import Subscriber
 from aiotensor.transports.endpoints import Endpoint
 from tests.broadcast import workers
-from tests.broadcast.test_processes import remove_socket
+from tests.broadcast.audiences import remove_socket
 from verification.patterns import pattern
 from verification.processes import watch
 from verification.processes.peers import Peer, peers

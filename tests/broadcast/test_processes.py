@@ -1,7 +1,6 @@
 """Subscribers and publishers in other processes that are killed, stopped, closed and restarted."""
 
 import asyncio
-import gc
 import os
 import random
 
@@ -169,7 +168,6 @@ async def test_waiting_calls_raise_promptly_after_the_publisher_was_killed(endpo
 
 
 async def test_subscribers_find_a_restarted_publisher(address: str, moments: random.Random) -> None:
-    gc.collect()  # the mappings of earlier tests, whose errors refer to their tensors
     async with Subscriber(address, torch.Tensor) as subscriber:
         publication = None
         for round_ in range(_KILLS):
