@@ -23,6 +23,7 @@ class Reading(NamedTuple):
     contender: str
     size_bytes: int
     number: str
+    peers: int = 1
 
 
 class Goal(NamedTuple):
@@ -53,6 +54,10 @@ class Goal(NamedTuple):
 
 def _trip(contender: str, size: int, workload: str = "round-trip") -> Reading:
     return Reading(workload, contender, size, "median_s")
+
+
+def _published(size: int, readers: int, contender: str = "aiotensor-publisher") -> Reading:
+    return Reading("broadcast", contender, size, "median_s", readers)
 
 
 def _rate(contender: str) -> Reading:
@@ -169,17 +174,69 @@ GOALS: tuple[Goal, ...] = (
             ("zmq-pickle", "pickle 5, out of band"),
         )
     ),
+    _faster(
+        "150 MiB to 4 readers",
+        "ZeroMQ XPUB, pickle 5, out of band",
+        _published(150 * _MIB, 4),
+        _published(150 * _MIB, 4, "zmq-xpub"),
+        20,
+    ),
+    *(
+        _no_slower(f"{work} readers", against, _published(size, readers), theirs, times)
+        for work, size, readers, against, theirs, times in (
+            (
+                "150 MiB to 4",
+                150 * _MIB,
+                4,
+                "our own one-to-one transport, to one reader",
+                _published(150 * _MIB, 1, "aiotensor-senders"),
+                1.4,
+            ),
+            ("150 MiB to 8", 150 * _MIB, 8, "the same to one reader", _published(150 * _MIB, 1), 1.5),
+            (
+                "4 KiB to 4",
+                4 * _KIB,
+                4,
+                "ZeroMQ XPUB, pickle 5, out of band",
+                _published(4 * _KIB, 4, "zmq-xpub"),
+                1.0,
+            ),
+        )
+    ),
+    *(
+        Goal(
+            f"event loop of a {role} while 150 MiB tensors go to 4 readers",
+            "the same loop, idle",
+            Reading("broadcast-lag", "aiotensor-publisher", 150 * _MIB, number, 4),
+            None,
+            "most",
+            0.005,
+            "s",
+            "a 1 ms ticker at most 5 ms later at p99.9",
+        )
+        for role, number in (("publisher", "beyond_p999_s"), ("reader", "subscriber_beyond_p999_s"))
+    ),
+    Goal(
+        "idle publisher with 8 readers",
+        "",
+        Reading("broadcast-idle", "aiotensor-publisher", 4 * _KIB, "cpu_percent", 8),
+        None,
+        "most",
+        0.05,  # which is written as 0.0 % from here down
+        "%",
+        "0.0 % CPU",
+    ),
 )
 
 
 def judge(results: Sequence[Result], goals: Sequence[Goal] = GOALS) -> list[Verdict]:
     """Hold the results against the goals; a goal that this run did not measure has no number."""
     found = {
-        Reading(result.workload, result.contender, result.size_bytes, name): [
+        Reading(result.workload, result.contender, result.size_bytes, name, result.peers): [
             each[name] for each in result.rounds
         ]
         for result in results
-        if result.loop in (None, _LOOP) and result.senders == 1
+        if result.loop in (None, _LOOP)
         for name in result.rounds[0]
     }
     return [_verdict(goal, found) for goal in goals]

@@ -36,7 +36,7 @@ class Options(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One contender on one loop; None for a contender that uses no loop."""
+    """One contender on one loop, in one group of processes; the loop is None for a contender without one."""
 
     contender: Contender
     loop: Loop | None
@@ -114,25 +114,28 @@ def _entries(
     if workload.name in contender.lacks:
         skips.append(Skip(contender.name, contender.lacks[workload.name], workload.name))
         return
-    sizes = workload.sizes or options.sizes
+    effort = workload.quick if options.quick else workload.full
+    sizes = effort.sizes or workload.sizes or options.sizes
     carried = _carried(sizes, contender)
     if len(carried) < len(sizes):
         reason = f"it carries no more than {format_size(contender.largest or 0)}"
         skips.append(Skip(contender.name, reason, workload.name))
     loops: Sequence[Loop | None] = options.loops if contender.uses_loop else (None,)
+    groups = [(count,) for count in workload.peers] if workload.is_apart else [workload.peers]
     for loop in loops if carried else ():
-        spec = Spec(
-            workload=workload.name,
-            sizes=carried,
-            effort=workload.quick if options.quick else workload.full,
-            senders=workload.senders,
-            depth=workload.depth,
-            source=workload.source,
-            answer=options.answer,
-            reply=workload.reply,
-            loop=loop or "asyncio",
-        )
-        yield Entry(contender, loop, spec)
+        for peers in groups:
+            spec = Spec(
+                workload=workload.name,
+                sizes=carried,
+                effort=effort,
+                peers=peers,
+                depth=workload.depth,
+                source=workload.source,
+                answer=options.answer,
+                reply=workload.reply,
+                loop=loop or "asyncio",
+            )
+            yield Entry(contender, loop, spec)
 
 
 def _carried(sizes: tuple[int, ...], contender: Contender) -> tuple[int, ...]:

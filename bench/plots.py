@@ -1,4 +1,4 @@
-"""Draw a report: latency and throughput by size, lag of the event loop, rate by senders, requests by size."""
+"""Draw a report: latency and throughput, lag of the event loop, senders, requests, and broadcast."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +22,7 @@ _COLOURS = (
 )
 _LIMIT_STYLES = ("-", "--", ":", "-.")
 _REQUESTS = {"request-echo": "answer of the same size", "request-answer": "answer of 4 KiB"}
+_FEW_READERS, _MANY_READERS = 1, 4
 _LAGS = {"p50": "p50", "p99": "p99", "p999": "p99.9", "max": "most"}
 
 _Lines = dict[str, list[Result]]
@@ -35,6 +36,8 @@ def draw(report: Report, folder: Path) -> list[Path]:
         "loop-lag.png": _loop_lag,
         "senders.png": _senders,
         "requests.png": _requests,
+        "broadcast-readers.png": _by_readers,
+        "broadcast-sizes.png": _by_size,
     }
     written = []
     with mpl.rc_context({"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}):
@@ -108,13 +111,13 @@ def _senders(report: Report) -> Figure | None:
     figure = Figure((_WIDTH_IN, _HEIGHT_IN), layout="constrained")
     figure.suptitle("Rate by senders to one receiver, more is better")
     panels = figure.subplots(1, len(sizes), squeeze=False)[0]
-    counts = sorted({result.senders for results in lines.values() for result in results})
+    counts = sorted({result.peers for results in lines.values() for result in results})
     for axes, size in zip(panels, sizes, strict=True):
         small = size < _MIB
         number = "tensors_per_s" if small else "gigabytes_per_s"
         for name, results in lines.items():
             mine = [result for result in results if result.size_bytes == size]
-            places = [counts.index(result.senders) for result in mine]
+            places = [counts.index(result.peers) for result in mine]
             axes.plot(places, [result.numbers[number] for result in mine], **_style(report, name))
         axes.set_xticks(range(len(counts)), [str(count) for count in counts])
         axes.set_xlabel("senders")
@@ -142,6 +145,55 @@ def _requests(report: Report) -> Figure | None:
     row[0].set_ylabel("milliseconds")
     _legend_of(figure, row[0])
     return figure
+
+
+def _by_readers(report: Report) -> Figure | None:
+    lines = _lines(report, "broadcast")
+    results = [result for each in lines.values() for result in each]
+    if not results:
+        return None
+    sizes = sorted({result.size_bytes for result in results})
+    counts = sorted({result.peers for result in results})
+    figure = Figure((_WIDTH_IN, _HEIGHT_IN), layout="constrained")
+    figure.suptitle("Until all readers have touched a tensor, by their number: median, less is better")
+    ends = list(dict.fromkeys((sizes[0], sizes[-1])))
+    panels = figure.subplots(1, len(ends), squeeze=False)[0]
+    for axes, size in zip(panels, ends, strict=True):
+        for name, each in lines.items():
+            mine = [result for result in each if result.size_bytes == size]
+            places = [counts.index(result.peers) for result in mine]
+            axes.plot(places, [1e3 * result.numbers["median_s"] for result in mine], **_style(report, name))
+        axes.set_xticks(range(len(counts)), [str(count) for count in counts])
+        axes.set_xlabel("readers")
+        axes.set_title(format_size(size))
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+    panels[0].set_ylabel("milliseconds")
+    _legend_of(figure, panels[0])
+    return figure
+
+
+def _by_size(report: Report) -> Figure | None:
+    lines = _lines(report, "broadcast")
+    counts = [count for count in (_FEW_READERS, _MANY_READERS) if _of_readers(lines, count)]
+    if not counts:
+        return None
+    figure = Figure((_WIDTH_IN, _HEIGHT_IN), layout="constrained")
+    figure.suptitle("Until all readers have touched a tensor, by its size: median, less is better")
+    panels = figure.subplots(1, len(counts), squeeze=False, sharey=True)[0]
+    for axes, count in zip(panels, counts, strict=True):
+        _plot_by_size(
+            report, axes, _of_readers(lines, count), lambda result: 1e3 * result.numbers["median_s"]
+        )
+        axes.set_title(f"{count} reader{'s' if count > 1 else ''}")
+    panels[0].set_ylabel("milliseconds")
+    _legend_of(figure, panels[0])
+    return figure
+
+
+def _of_readers(lines: _Lines, count: int) -> _Lines:
+    chosen = {name: [result for result in each if result.peers == count] for name, each in lines.items()}
+    return {name: results for name, results in chosen.items() if results}
 
 
 def _figure(title: str) -> tuple[Figure, Axes]:

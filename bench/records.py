@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 Answer = Literal["own", "same"]
-Cargo = Literal["tensors", "messages"]
+Cargo = Literal["tensors", "messages", "publications"]
 Loop = Literal["asyncio", "uvloop"]
 Reply = Literal["echo", "answer"]
 Source = Literal["copied", "allocated"]
@@ -38,6 +38,7 @@ class Effort(msgspec.Struct, frozen=True):
         most: the maximum number of trips of one batch.
         fewest: the minimum number of trips of one batch.
         seconds: the intended duration of a batch, for workloads that are limited by time.
+        sizes: of the tensors, if a quick run has fewer than a full one; None for those of the workload.
     """
 
     rounds: int = 1
@@ -45,6 +46,7 @@ class Effort(msgspec.Struct, frozen=True):
     most: int = 100
     fewest: int = 1
     seconds: float = 1.0
+    sizes: tuple[int, ...] | None = None
 
     def trips(self, size: int) -> int:
         """Return the number of timed trips of one batch of tensors of `size` bytes."""
@@ -58,7 +60,8 @@ class Spec(msgspec.Struct, frozen=True):
         workload: its name in the table of workloads.
         sizes: bytes of the tensors.
         effort: how much of it.
-        senders: how many processes send at once, one batch for each; the largest number is started.
+        peers: how many processes of the side that has several take part, one batch for each; the largest
+            number is started.
         depth: how many tensors may be in flight at once.
         source: whether tensors come from ordinary memory or from memory of the contender.
         answer: whether the far side answers with a new tensor or with the received one.
@@ -69,7 +72,7 @@ class Spec(msgspec.Struct, frozen=True):
     workload: str
     sizes: tuple[int, ...]
     effort: Effort
-    senders: tuple[int, ...] = (1,)
+    peers: tuple[int, ...] = (1,)
     depth: int = 8
     source: Source = "copied"
     answer: Answer = "own"
@@ -78,23 +81,23 @@ class Spec(msgspec.Struct, frozen=True):
 
     @property
     def batches(self) -> list[tuple[int, int]]:
-        """The size and the number of senders of each batch, in order."""
-        return [(size, senders) for size in self.sizes for senders in self.senders]
+        """The size and the number of peers of each batch, in order."""
+        return [(size, peers) for size in self.sizes for peers in self.peers]
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """The measurements of a group of processes at one size and number of senders: trips, or named numbers.
+    """The measurements of a group of processes at one size and number of peers: trips, or named numbers.
 
     Attributes:
         size_bytes: bytes of the tensors.
-        senders: processes that sent at once.
+        peers: processes of the side that has several.
         latencies_ns: of each trip.
         numbers: the measured numbers by their names.
-        bytes_per_trip: there and back together; None for the size twice.
+        bytes_per_trip: there and back together, or to all readers; None for the size twice.
     """
 
     size_bytes: int
-    senders: int = 1
+    peers: int = 1
     latencies_ns: list[int] = []
     numbers: dict[str, float] = {}
     bytes_per_trip: int | None = None
@@ -108,7 +111,7 @@ class Result(msgspec.Struct, frozen=True):
         contender: its name.
         loop: the event loop; None for a contender that uses none.
         size_bytes: bytes of the tensor.
-        senders: processes that sent at once.
+        peers: processes of the side that has several.
         trips: timed trips of all rounds together; 0 where the workload times no trips.
         numbers: for trips, of all rounds together; else the median of the rounds.
         rounds: the numbers of each round.
@@ -122,7 +125,7 @@ class Result(msgspec.Struct, frozen=True):
     contender: str
     loop: Loop | None
     size_bytes: int
-    senders: int
+    peers: int
     trips: int
     numbers: dict[str, float]
     rounds: list[dict[str, float]]
@@ -227,4 +230,4 @@ class Report(msgspec.Struct, frozen=True):
     goals: list[Verdict]
     failures: list[Failure]
     skips: list[Skip]
-    schema: int = 2
+    schema: int = 3

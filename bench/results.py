@@ -1,4 +1,4 @@
-"""From the batches of all rounds to one result for each contender, size and number of senders. Pure."""
+"""From the batches of all rounds to one result for each contender, size and number of peers. Pure."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ class Key(NamedTuple):
     contender: str
     loop: Loop | None
     size_bytes: int
-    senders: int
+    peers: int
 
 
 Samples = dict[Key, list[Batch]]
@@ -28,7 +28,7 @@ Samples = dict[Key, list[Batch]]
 
 def key_of(entry: Entry, batch: Batch) -> Key:
     """Return the measurement that a batch is a sample of."""
-    return Key(entry.spec.workload, entry.contender.name, entry.loop, batch.size_bytes, batch.senders)
+    return Key(entry.spec.workload, entry.contender.name, entry.loop, batch.size_bytes, batch.peers)
 
 
 def gather(plan: Plan, samples: Mapping[Key, Sequence[Batch]], baseline: str) -> list[Result]:
@@ -38,8 +38,8 @@ def gather(plan: Plan, samples: Mapping[Key, Sequence[Batch]], baseline: str) ->
 
 def _chapter(chapter: Chapter, samples: Mapping[Key, Sequence[Batch]], baseline: str) -> Iterator[Result]:
     for entry in chapter.entries:
-        for size, senders in entry.spec.batches:
-            key = Key(chapter.workload.name, entry.contender.name, entry.loop, size, senders)
+        for size, peers in entry.spec.batches:
+            key = Key(chapter.workload.name, entry.contender.name, entry.loop, size, peers)
             if batches := samples.get(key):
                 other = chapter.workload.baseline or baseline
                 theirs = samples.get(key._replace(contender=other, loop=None), [])
@@ -61,7 +61,7 @@ def _result(chapter: Chapter, key: Key, batches: Sequence[Batch], theirs: Sequen
         contender=key.contender,
         loop=key.loop,
         size_bytes=key.size_bytes,
-        senders=key.senders,
+        peers=key.peers,
         trips=sum(len(batch.latencies_ns) for batch in batches),
         numbers=_together(batches, rounds),
         rounds=rounds,

@@ -124,7 +124,7 @@ class _Grid:
 
     def __init__(self, report: Report, workload: str) -> None:
         self._found = {
-            (result.contender, result.loop, result.size_bytes, result.senders): result
+            (result.contender, result.loop, result.size_bytes, result.peers): result
             for result in report.results
             if result.workload == workload
         }
@@ -135,8 +135,8 @@ class _Grid:
 
     @property
     def cases(self) -> list[tuple[int, int]]:
-        """Return the measured sizes and numbers of senders."""
-        return sorted({(size, senders) for _, _, size, senders in self._found})
+        """Return the measured sizes and numbers of peers."""
+        return sorted({(size, peers) for _, _, size, peers in self._found})
 
     def rows(self) -> Iterator[tuple[str, Loop | None]]:
         """Return every contender on each loop, even without results, but limits only with results."""
@@ -155,8 +155,9 @@ class _Grid:
 
 def _pivot(report: Report, workload: str, view: Pivot) -> str:
     grid = _Grid(report, workload)
-    several = len({senders for _, senders in grid.cases}) > 1
-    headings = [_case(size, senders if several else None) for size, senders in grid.cases]
+    several = len({peers for _, peers in grid.cases}) > 1
+    peer = WORKLOADS[workload].peer if several else None
+    headings = [_case(size, peers, peer) for size, peers in grid.cases]
     rows = [[_label(*row), *(grid.cell(row, case, view.cell) for case in grid.cases)] for row in grid.rows()]
     return _table(["", *headings], rows)
 
@@ -175,10 +176,10 @@ def _flat(report: Report, workload: str, view: Flat) -> str:
     return _table(["", "size", *view.columns], rows)
 
 
-def _case(size: int, senders: int | None) -> str:
-    if senders is None:
+def _case(size: int, peers: int, peer: str | None) -> str:
+    if peer is None:
         return format_size(size)
-    return f"{format_size(size)}, {senders} sender{'s' if senders > 1 else ''}"
+    return f"{format_size(size)}, {peers} {peer}{'s' if peers > 1 else ''}"
 
 
 def _label(contender: str, loop: Loop | None) -> str:

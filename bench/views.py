@@ -14,7 +14,7 @@ Cell = Callable[[Result], str]
 
 
 class Pivot(NamedTuple):
-    """A row for each contender, a column for each size and number of senders."""
+    """A row for each contender, a column for each size and number of peers."""
 
     caption: str
     cell: Cell
@@ -41,6 +41,14 @@ def _ratio(result: Result) -> str:
 
 def _seconds(*names: str) -> Cell:
     return lambda result: " / ".join(format_seconds(result.numbers[name]) for name in names)
+
+
+def _lateness(of: str) -> Cell:
+    return _seconds(*(f"{of}_{percentile}_s" for percentile in ("p50", "p99", "p999", "max")))
+
+
+def _percent(result: Result) -> str:
+    return f"{result.numbers['cpu_percent']:.2f} %"
 
 
 def _rate(result: Result) -> str:
@@ -106,8 +114,8 @@ VIEWS: dict[str, list[Pivot | Flat]] = {
         Flat(
             "Lateness at p50 / p99 / p99.9 / most.",
             {
-                "idle": _seconds("idle_p50_s", "idle_p99_s", "idle_p999_s", "idle_max_s"),
-                "busy": _seconds("busy_p50_s", "busy_p99_s", "busy_p999_s", "busy_max_s"),
+                "idle": _lateness("idle"),
+                "busy": _lateness("busy"),
                 "p99.9, busy beyond idle": _seconds("beyond_p999_s"),
                 "GB/s, busy": _gigabytes,
             },
@@ -116,7 +124,7 @@ VIEWS: dict[str, list[Pivot | Flat]] = {
     "idle": [
         Flat(
             "Both processes and their descendants, user and system.",
-            {"CPU": lambda result: f"{result.numbers['cpu_percent']:.2f} %"},
+            {"CPU": _percent},
         )
     ],
     "cost": [
@@ -145,4 +153,38 @@ VIEWS: dict[str, list[Pivot | Flat]] = {
     ],
     "request-echo": _REQUESTS,
     "request-answer": _REQUESTS,
+    "broadcast": [
+        Pivot(
+            "Median / p99 of all rounds, until the last reader has read one byte of each page. Tensors are "
+            "fresh, in ordinary memory. Of fewer than 100 publications, p99 is the slowest.",
+            _seconds("median_s", "p99_s"),
+        ),
+        Pivot(f"{_TIMES} The baseline is zmq-xpub.", _ratio),
+    ],
+    "broadcast-allocated": [
+        Pivot(
+            "Median / p99 of all rounds, from the allocation until the last reader has read one byte of each "
+            "page. Nothing is copied.",
+            _seconds("median_s", "p99_s"),
+        )
+    ],
+    "broadcast-stream": [
+        Pivot("Tensors a second, or bytes to all readers together.", _rate),
+        Pivot("The same, as times the rate of zmq-xpub.", _ratio),
+    ],
+    "broadcast-lag": [
+        Flat(
+            "Lateness at p50 / p99 / p99.9 / most; of the reader that is latest.",
+            {
+                "publisher, idle": _lateness("idle"),
+                "publisher, busy": _lateness("busy"),
+                "p99.9, busy beyond idle": _seconds("beyond_p999_s"),
+                "reader, idle": _lateness("subscriber_idle"),
+                "reader, busy": _lateness("subscriber_busy"),
+                "its p99.9, busy beyond idle": _seconds("subscriber_beyond_p999_s"),
+                "GB/s to all readers, busy": _gigabytes,
+            },
+        )
+    ],
+    "broadcast-idle": [Flat("All processes and their descendants, user and system.", {"CPU": _percent})],
 }

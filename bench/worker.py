@@ -47,7 +47,7 @@ def near(
     near_side, far_sides = _connect(workload, contender, spec, folder)
     ends, processes = [], []
     for number, side in enumerate([] if contender.alone else far_sides):
-        near_end, far_end = socket.socketpair()
+        near_end, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # A daemon ends with this process also when this one fails and the other waits for its next tensor.
         process = multiprocessing.get_context("forkserver").Process(
             target=_far, args=(Output(2), contender, spec, number, side, far_end), daemon=True
@@ -115,13 +115,13 @@ async def _opened(side: Side[Any], stage_of: Callable[[Any], Stage[Any]]) -> Asy
 def _connect(
     workload: Workload, contender: Contender, spec: Spec, folder: Path
 ) -> tuple[Side[Any], Sequence[Side[Any]]]:
-    layout = Layout(max(spec.senders), spec.depth, workload.both_ways, max(spec.sizes), folder, spec.reply)
-    senders: Sequence[Side[Any]]
-    senders, receiver = importlib.import_module(contender.module).connect(layout)
-    if workload.receiver_is_near:
-        return receiver, senders
-    (sender,) = senders
-    return sender, [receiver]
+    layout = Layout(max(spec.peers), spec.depth, workload.both_ways, max(spec.sizes), folder, spec.reply)
+    several: Sequence[Side[Any]]
+    several, single = importlib.import_module(contender.module).connect(layout)
+    if workload.single_is_near:
+        return single, several
+    (side,) = several
+    return side, [single]
 
 
 def _module(contender: Contender, workload: Workload) -> ModuleType:

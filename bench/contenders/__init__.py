@@ -163,6 +163,40 @@ CONTENDERS = {
             lacks=_ECHO,
             carries="messages",
         ),
+        Contender(
+            "aiotensor-publisher",
+            "bench.contenders.aiotensor_publisher",
+            "aiotensor's publisher and subscribers over `unix://`",
+            uses_loop=True,
+            carries="publications",
+        ),
+        Contender(
+            "aiotensor-senders",
+            "bench.contenders.aiotensor_senders",
+            "aiotensor's one-to-one transport over `unix://`, a sender for each reader",
+            uses_loop=True,
+            lacks={
+                "broadcast-allocated": "the memory of one sender is not that of the others",
+                "broadcast-lag": "the workload of one sender measures it",
+            },
+            carries="publications",
+        ),
+        Contender(
+            "zmq-xpub",
+            "bench.contenders.zmq_xpub",
+            "ZeroMQ XPUB and SUB over `ipc://`, pickle 5, out of band with `copy=False`",
+            lacks={"broadcast-allocated": _NO_MEMORY, "broadcast-lag": _BLOCKS},
+            carries="publications",
+        ),
+        Contender(
+            "iceoryx2-readers",
+            "bench.contenders.iceoryx_readers",
+            "iceoryx2 publish and subscribe with several subscribers, woken by one event",
+            in_quick=False,
+            needs={"iceoryx2": "iceoryx2"},
+            lacks={"broadcast-lag": _BLOCKS},
+            carries="publications",
+        ),
     )
 }
 

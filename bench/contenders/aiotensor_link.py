@@ -66,4 +66,4 @@ class LinkSide:
 
 def arena_bytes(layout: Layout) -> int:
     """Return the default of the library for one sender, and less for several: the receiver bounds the sum."""
-    return _ARENA_BYTES if layout.senders == 1 else _ARENA_BYTES_OF_MANY
+    return _ARENA_BYTES if layout.peers == 1 else _ARENA_BYTES_OF_MANY

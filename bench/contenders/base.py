@@ -1,8 +1,9 @@
 """A contender: a module with the function `connect`, and one row in the table.
 
-``connect(layout)`` gives the closed ends of a connection: a list of sending sides, as many as the layout
-asks for, and one receiving side. If the layout asks for it, both sides can send. The sending side of a
-contender that carries messages sends requests, and the receiving side answers them.
+``connect(layout)`` gives the closed ends of a connection: a list of sides, as many as the layout asks for,
+and the single side that they connect to. The sides of the list send tensors to the single one; if the layout
+asks for it, both can send. With a contender that carries messages they send requests, which the single side
+answers; with one that carries publications they receive what the single side sends to all of them.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -27,15 +28,15 @@ class Layout(NamedTuple):
     """The requirements on a connection.
 
     Attributes:
-        senders: processes that send.
-        depth: tensors that may be in flight at once, for each sender.
+        peers: processes on the side that has several: senders of tensors, or subscribers.
+        depth: tensors that may be in flight at once, for each peer.
         both_ways: whether the receiving side can send to the one sender too.
         largest: bytes of the largest tensor.
         folder: a fresh folder for sockets, deleted afterwards.
         reply: the kind of answers to requests.
     """
 
-    senders: int
+    peers: int
     depth: int
     both_ways: bool
     largest: int
@@ -108,7 +109,7 @@ class Contender:
         extra: the extra of this project that installs them.
         largest: bytes of the largest tensor that it can carry; None for any.
         lacks: workloads that it takes no part in, and why.
-        carries: tensors one way, or messages and their answers.
+        carries: tensors one way, messages and their answers, or publications to several readers.
     """
 
     name: str

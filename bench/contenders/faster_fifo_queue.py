@@ -44,9 +44,9 @@ class RingSide:
 
 
 def connect(layout: Layout) -> tuple[list[RingSide], RingSide]:
-    there = _ring(layout.depth * layout.senders, layout.largest)
+    there = _ring(layout.depth * layout.peers, layout.largest)
     back = _ring(layout.depth, layout.largest) if layout.both_ways else None
-    return [RingSide(there, back) for _ in range(layout.senders)], RingSide(back, there)
+    return [RingSide(there, back) for _ in range(layout.peers)], RingSide(back, there)
 
 
 def _ring(depth: int, largest: int) -> faster_fifo.Queue:

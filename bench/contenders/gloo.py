@@ -56,6 +56,6 @@ class GroupSide:
 
 
 def connect(layout: Layout) -> tuple[list[GroupSide], GroupSide]:
-    meeting, size = layout.folder / "meeting", layout.senders + 1
+    meeting, size = layout.folder / "meeting", layout.peers + 1
     senders = [GroupSide(meeting, rank, size, _RECEIVER) for rank in range(1, size)]
     return senders, GroupSide(meeting, _RECEIVER, size, 1 if layout.both_ways else None)

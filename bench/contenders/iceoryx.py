@@ -5,6 +5,7 @@ which goes back to the pool when the tensor is freed.
 """
 
 import ctypes
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,14 +16,17 @@ import torch
 
 from bench.contenders.base import Layout
 
+__all__ = ["ServiceSide", "connect"]
+
+_SETTLE_S = 0.1
 _HELD = 4  # samples that a subscriber may hold, and a publisher may loan, at once
 
 
 class _Outlet:
     def __init__(self, node: Any, name: str, side: "ServiceSide") -> None:
+        service = _samples(node, name, side)
         self._publisher = (
-            _samples(node, name, side)
-            .publisher_builder()
+            service.publisher_builder()
             .initial_max_slice_len(side.largest)
             .max_loaned_samples(_HELD)
             .backpressure_strategy(iceoryx2.BackpressureStrategy.RetryUntilDelivered)
@@ -30,6 +34,9 @@ class _Outlet:
         )
         self._notifier = _events(node, name, side).notifier_builder().create()
         self._loaned: dict[int, Any] = {}
+        if side.subscribers > 1:
+            _settle(service, side)
+            self._publisher.update_connections()
 
     def send(self, tensor: torch.Tensor) -> None:
         sample = self._loaned.pop(tensor.data_ptr(), None)
@@ -48,8 +55,13 @@ class _Outlet:
 
 class _Inlet:
     def __init__(self, node: Any, name: str, side: "ServiceSide") -> None:
-        self._subscriber = _samples(node, name, side).subscriber_builder().create()
+        service = _samples(node, name, side)
+        self._subscriber = service.subscriber_builder().create()
         self._listener = _events(node, name, side).listener_builder().create()
+        if side.subscribers > 1:
+            _settle(service, side)
+            time.sleep(_SETTLE_S)
+            self._subscriber.has_samples()
 
     def receive(self) -> torch.Tensor:
         while (sample := self._subscriber.receive()) is None:
@@ -86,7 +98,8 @@ class ServiceSide:
     incoming: str | None
     depth: int
     largest: int
-    senders: int
+    publishers: int
+    subscribers: int = 1
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[ServicePort]:
@@ -104,19 +117,17 @@ def connect(layout: Layout) -> tuple[list[ServiceSide], ServiceSide]:
     # The services live beside those of others; the folder's name is like no other.
     there = f"{layout.folder.name}/there"
     back = f"{layout.folder.name}/back" if layout.both_ways else None
-    limits = (layout.depth, layout.largest, layout.senders)
-    return [ServiceSide(there, back, *limits) for _ in range(layout.senders)], ServiceSide(
-        back, there, *limits
-    )
+    limits = (layout.depth, layout.largest, layout.peers)
+    return [ServiceSide(there, back, *limits) for _ in range(layout.peers)], ServiceSide(back, there, *limits)
 
 
 def _samples(node: Any, name: str, side: ServiceSide) -> Any:
     return (
         node.service_builder(iceoryx2.ServiceName.new(name))
         .publish_subscribe(iceoryx2.Slice[ctypes.c_uint8])
-        .max_publishers(side.senders)
-        .max_subscribers(1)
-        .max_nodes(side.senders + 1)
+        .max_publishers(side.publishers)
+        .max_subscribers(side.subscribers)
+        .max_nodes(side.publishers + side.subscribers)
         .subscriber_max_buffer_size(side.depth)
         .subscriber_max_borrowed_samples(_HELD)
         .enable_safe_overflow(False)  # a full buffer makes the publisher wait
@@ -128,11 +139,19 @@ def _events(node: Any, name: str, side: ServiceSide) -> Any:
     return (
         node.service_builder(iceoryx2.ServiceName.new(f"{name}/events"))
         .event()
-        .max_notifiers(side.senders)
-        .max_listeners(1)
-        .max_nodes(side.senders + 1)
+        .max_notifiers(side.publishers)
+        .max_listeners(side.subscribers)
+        .max_nodes(side.publishers + side.subscribers)
         .open_or_create()
     )
+
+
+def _settle(service: Any, side: ServiceSide) -> None:
+    """Wait for all ports: the first sample is lost if a subscriber opens its connection at the same time."""
+    ports = service.dynamic_config
+    while (ports.number_of_publishers, ports.number_of_subscribers) != (side.publishers, side.subscribers):
+        time.sleep(_SETTLE_S)
+    time.sleep(_SETTLE_S)
 
 
 def _view(sample: Any, size: int) -> torch.Tensor:

@@ -51,7 +51,7 @@ def connect(layout: Layout) -> tuple[list[QueueSide], QueueSide]:
 def connect_by(strategy: str, layout: Layout) -> tuple[list[QueueSide], QueueSide]:
     """Connect with one of torch's ways to share memory."""
     context = torch.multiprocessing.get_context("spawn")
-    there = context.Queue(layout.depth * layout.senders)
+    there = context.Queue(layout.depth * layout.peers)
     back = context.Queue(layout.depth) if layout.both_ways else None
-    senders = [QueueSide(there, back, strategy) for _ in range(layout.senders)]
+    senders = [QueueSide(there, back, strategy) for _ in range(layout.peers)]
     return senders, QueueSide(back, there, strategy)

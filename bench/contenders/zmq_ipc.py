@@ -64,5 +64,5 @@ class SocketSide:
 def connect(layout: Layout) -> tuple[list[SocketSide], SocketSide]:
     there = f"ipc://{layout.folder}/there"
     back = f"ipc://{layout.folder}/back" if layout.both_ways else None
-    senders = [SocketSide(there, back, layout.depth) for _ in range(layout.senders)]
+    senders = [SocketSide(there, back, layout.depth) for _ in range(layout.peers)]
     return senders, SocketSide(back, there, layout.depth)

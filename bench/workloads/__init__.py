@@ -1,6 +1,8 @@
 """The table of workloads. Their modules are imported only in the processes that measure."""
 
-from bench.records import Effort, Reply
+from typing import TypedDict
+
+from bench.records import Cargo, Effort, Reply
 from bench.workloads.base import Workload
 
 __all__ = ["WORKLOADS"]
@@ -9,6 +11,24 @@ _KIB, _MIB = 1 << 10, 1 << 20
 _REPLIES: dict[Reply, str] = {
     "echo": "a message with a tensor of the same size",
     "answer": "a message with an embedding of 4 KiB",
+}
+
+_ENDS = (4 * _KIB, 150 * _MIB)
+_READERS = (1, 2, 4, 8)
+
+
+class _Published(TypedDict):
+    both_ways: bool
+    single_is_near: bool
+    peer: str
+    carries: Cargo
+
+
+_PUBLISHED: _Published = {
+    "both_ways": False,
+    "single_is_near": True,
+    "peer": "reader",
+    "carries": "publications",
 }
 
 WORKLOADS = {
@@ -45,7 +65,7 @@ WORKLOADS = {
             sizes=(4 * _KIB,),
             depth=64,
             both_ways=False,
-            receiver_is_near=True,
+            single_is_near=True,
         ),
         Workload(
             name="fan-in",
@@ -56,9 +76,9 @@ WORKLOADS = {
             full=Effort(rounds=2, bytes=1024 * _MIB, most=50_000, fewest=20, seconds=0.5),
             quick=Effort(rounds=1, bytes=256 * _MIB, most=20_000, fewest=10, seconds=0.2),
             sizes=(4 * _KIB, _MIB),
-            senders=(1, 4, 16),
+            peers=(1, 4, 16),
             both_ways=False,
-            receiver_is_near=True,
+            single_is_near=True,
         ),
         Workload(
             name="loop-lag",
@@ -120,6 +140,78 @@ WORKLOADS = {
                 baseline="zmq-request",
             )
             for reply, answer in _REPLIES.items()
+        ),
+        Workload(
+            name="broadcast",
+            module="bench.workloads.broadcast",
+            title="A tensor from ordinary memory to several readers",
+            score="median_s",
+            more_is_better=False,
+            full=Effort(rounds=3, bytes=128 * _MIB, most=500, fewest=6),
+            quick=Effort(bytes=32 * _MIB, most=200, fewest=3, sizes=_ENDS),
+            **_PUBLISHED,
+            baseline="zmq-xpub",
+            peers=_READERS,
+            is_apart=True,
+            depth=2,
+        ),
+        Workload(
+            name="broadcast-allocated",
+            module="bench.workloads.broadcast",
+            title="A tensor that was allocated in the contender's own memory, to several readers",
+            score="median_s",
+            more_is_better=False,
+            full=Effort(rounds=3, most=500, fewest=500),
+            quick=Effort(most=100, fewest=100),
+            **_PUBLISHED,
+            baseline="iceoryx2-readers",
+            sizes=_ENDS,
+            peers=_READERS,
+            is_apart=True,
+            depth=2,
+            source="allocated",
+        ),
+        Workload(
+            name="broadcast-stream",
+            module="bench.workloads.broadcast_stream",
+            title="A stream of tensors to several readers",
+            score="tensors_per_s",
+            more_is_better=True,
+            full=Effort(rounds=2, bytes=1024 * _MIB, most=3000, fewest=6),
+            quick=Effort(bytes=512 * _MIB, most=1000, fewest=3),
+            **_PUBLISHED,
+            baseline="zmq-xpub",
+            sizes=_ENDS,
+            peers=_READERS,
+            is_apart=True,
+            depth=4,
+        ),
+        Workload(
+            name="broadcast-lag",
+            module="bench.workloads.broadcast_lag",
+            title="Lateness of a 1 ms ticker on the loops of a publisher and 4 readers, 150 MiB back to back",
+            score="beyond_p999_s",
+            more_is_better=False,
+            full=Effort(rounds=2, seconds=3.0),
+            quick=Effort(seconds=2.0),
+            **_PUBLISHED,
+            baseline="aiotensor-publisher",
+            sizes=(150 * _MIB,),
+            peers=(4,),
+        ),
+        Workload(
+            name="broadcast-idle",
+            module="bench.workloads.idle",
+            title="CPU of a publisher and 8 readers that do nothing",
+            score="cpu_percent",
+            more_is_better=False,
+            full=Effort(seconds=10.0),
+            quick=Effort(seconds=3.0),
+            **_PUBLISHED,
+            baseline="zmq-xpub",
+            sizes=(4 * _KIB,),
+            peers=(8,),
+            side_by_side=True,
         ),
     )
 }

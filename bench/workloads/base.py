@@ -10,11 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
+import msgspec
+
 from bench.records import Cargo, Effort, Reply, Source, Spec
 
 __all__ = ["Barrier", "Stage", "Workload"]
 
 P = TypeVar("P")
+T = TypeVar("T")
+
+_MAX_RECORD_BYTES = 64 << 10
 
 
 class Workload(NamedTuple):
@@ -29,12 +34,15 @@ class Workload(NamedTuple):
         full: how much of it a full run does.
         quick: how much of it a quick run does.
         sizes: of the tensors; None for those of the command line.
-        senders: processes that send at once.
-        depth: tensors that may be in flight at once, for each sender.
+        peers: processes of the side that has several, one batch for each number.
+        peer: how the tables name one of these processes.
+        is_apart: whether each number of them is measured in new processes, because all that are connected
+            take part.
+        depth: tensors that may be in flight at once, for each peer.
         source: where the tensors come from.
         reply: the kind of answers to requests.
         both_ways: whether the far side sends too.
-        receiver_is_near: whether the reporting process receives.
+        single_is_near: whether the reporting process has the single side: the receiver, or the publisher.
         side_by_side: whether all contenders may be measured at the same time, since they do nothing.
         deadline_s: for one batch; beyond it a contender is taken for hung.
         carries: its cargo; only contenders with the same cargo take part.
@@ -49,12 +57,14 @@ class Workload(NamedTuple):
     full: Effort
     quick: Effort
     sizes: tuple[int, ...] | None = None
-    senders: tuple[int, ...] = (1,)
+    peers: tuple[int, ...] = (1,)
+    peer: str = "sender"
+    is_apart: bool = False
     depth: int = 8
     source: Source = "copied"
     reply: Reply = "echo"
     both_ways: bool = True
-    receiver_is_near: bool = False
+    single_is_near: bool = False
     side_by_side: bool = False
     deadline_s: float = 60.0
     carries: Cargo = "tensors"
@@ -62,9 +72,9 @@ class Workload(NamedTuple):
 
 
 class Barrier:
-    """A barrier for the processes of a group between batches, never within one.
+    """A barrier for the processes of a group, and reports to the near process; never while a clock runs.
 
-    The near process has a socket to each of the others; each of these has one socket, to the near process.
+    The near process has a record socket to each of the others; each of these has one, to the near process.
     """
 
     def __init__(self, sockets: Sequence[socket.socket], *, leads: bool) -> None:
@@ -79,12 +89,23 @@ class Barrier:
             for sock in self._sockets:
                 await step(sock)
 
-    async def _tell(self, sock: socket.socket) -> None:
-        await asyncio.get_running_loop().sock_sendall(sock, b".")
+    async def report(self, value: object) -> None:
+        """Send a value to the near process, which collects one from each of the others."""
+        for sock in self._sockets:
+            await self._tell(sock, msgspec.json.encode(value))
 
-    async def _hear(self, sock: socket.socket) -> None:
-        if not await asyncio.get_running_loop().sock_recv(sock, 1):
+    async def collect(self, kind: type[T]) -> list[T]:
+        """Wait for a value from each of the others."""
+        return [msgspec.json.decode(await self._hear(sock), type=kind) for sock in self._sockets]
+
+    async def _tell(self, sock: socket.socket, record: bytes = b".") -> None:
+        await asyncio.get_running_loop().sock_sendall(sock, record)
+
+    async def _hear(self, sock: socket.socket) -> bytes:
+        record = await asyncio.get_running_loop().sock_recv(sock, _MAX_RECORD_BYTES)
+        if not record:
             raise ConnectionError("another process of the group is gone")
+        return record
 
 
 @dataclass(frozen=True)

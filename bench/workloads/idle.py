@@ -1,4 +1,4 @@
-"""How much CPU a connected pair uses while nothing is sent: the receiving side waits for a tensor."""
+"""How much CPU connected processes use while nothing is sent: each receiving side waits for a tensor."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,8 +17,8 @@ _SETTLE_S = 1.0  # so that a contender has finished its work after traffic
 
 
 async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:
-    """Send a few tensors, then nothing, and count the CPU of both processes and of their children."""
-    for size in stage.spec.sizes:
+    """Send a few tensors, then nothing, and count the CPU of all processes and of their children."""
+    for size, peers in stage.spec.batches:
         await pour(stage.port, drained(fresh(size, _FEW)), 1)
         await asyncio.sleep(_SETTLE_S)
         processes = family(stage.processes)
@@ -27,11 +27,11 @@ async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:
         percent = 100 * (cpu_seconds(processes) - before) / (perf_counter() - began)
         await send_end(stage.port, size, _FEW)
         await stage.barrier.meet()
-        yield Batch(size, numbers={"cpu_percent": percent, "seconds": stage.spec.effort.seconds})
+        yield Batch(size, peers, numbers={"cpu_percent": percent, "seconds": stage.spec.effort.seconds})
 
 
 async def far(stage: Stage[Port]) -> None:
     """Wait for tensors."""
-    for _ in stage.spec.sizes:
+    for _ in stage.spec.batches:
         await take(stage.port)
         await stage.barrier.meet()

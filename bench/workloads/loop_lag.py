@@ -15,7 +15,7 @@ from bench.records import Batch
 from bench.workloads.base import Stage
 from bench.workloads.stream import fresh, send_end, take
 
-__all__ = ["far", "near"]
+__all__ = ["far", "lateness", "near", "tick"]
 
 _TICK_S = 0.001
 _PERCENTILES = {"p50": 50.0, "p99": 99.0, "p999": 99.9, "max": 100.0}
@@ -28,8 +28,8 @@ async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:
         await stage.port.send(tensor)  # the preparations for the first tensor are not measured
         await send_end(stage.port, size, 1)
         await stage.barrier.meet()
-        idle = await _tick(stage.spec.effort.seconds)
-        ticker = asyncio.create_task(_tick(stage.spec.effort.seconds))
+        idle = await tick(stage.spec.effort.seconds)
+        ticker = asyncio.create_task(tick(stage.spec.effort.seconds))
         began, count = perf_counter(), 0
         while not ticker.done():
             await stage.port.send(tensor)
@@ -38,7 +38,7 @@ async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:
         await send_end(stage.port, size, count)
         await stage.barrier.meet()
         yield Batch(
-            size, numbers=_numbers(idle, await ticker) | {"gigabytes_per_s": count * size / took / 1e9}
+            size, numbers=lateness(idle, await ticker) | {"gigabytes_per_s": count * size / took / 1e9}
         )
 
 
@@ -51,18 +51,20 @@ async def far(stage: Stage[Port]) -> None:
         await stage.barrier.meet()
 
 
-async def _tick(seconds: float) -> list[float]:
-    lateness = []
+async def tick(seconds: float) -> list[float]:
+    """Tick for so long, and return how late each tick was."""
+    late = []
     began = now = perf_counter()
     while now - began < seconds:
         due = now + _TICK_S
         await asyncio.sleep(_TICK_S)
         now = perf_counter()
-        lateness.append(now - due)
-    return lateness
+        late.append(now - due)
+    return late
 
 
-def _numbers(idle: list[float], busy: list[float]) -> dict[str, float]:
+def lateness(idle: list[float], busy: list[float]) -> dict[str, float]:
+    """Return the percentiles of both, and their differences."""
     numbers: dict[str, float] = {}
     for name, percent in _PERCENTILES.items():
         still, working = percentile(idle, percent), percentile(busy, percent)

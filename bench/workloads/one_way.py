@@ -42,7 +42,7 @@ async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:
 async def far(stage: Stage[Port]) -> None:
     """Send, if this process is among the senders of the batch."""
     effort = stage.spec.effort
-    if max(stage.spec.senders) > 1:
+    if max(stage.spec.peers) > 1:
         torch.set_num_threads(1)
     for size, senders in stage.spec.batches:
         sends = stage.number < senders

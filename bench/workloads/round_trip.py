@@ -24,7 +24,7 @@ from bench.records import Batch, Spec
 from bench.workloads.base import Stage
 from bench.workloads.stream import fresh
 
-__all__ = ["LARGE", "MARKS", "check", "far", "near", "warm_up"]
+__all__ = ["LARGE", "MARKS", "allocating", "check", "far", "near", "warm_up"]
 
 LARGE = 1 << 20  # bytes; freeing tensors from here on takes long
 
@@ -54,7 +54,7 @@ async def far(stage: Stage[Port]) -> None:
             mark = int(received[0])
             answer = received
             if spec.answer == "own":
-                answer = answers.pop() if answers else await _allocating(stage).allocate(size)
+                answer = answers.pop() if answers else await allocating(stage).allocate(size)
                 answer[0] = mark
             await port.send(answer)
             if keeps:
@@ -88,7 +88,7 @@ async def _copied_trips(stage: Stage[Port], size: int) -> Batch:
 
 
 async def _allocated_trips(stage: Stage[Port], size: int) -> Batch:
-    port, first, trips = _allocating(stage), warm_up(stage.spec, size), stage.spec.effort.trips(size)
+    port, first, trips = allocating(stage), warm_up(stage.spec, size), stage.spec.effort.trips(size)
     latencies: list[int] = []
     allocations: list[int] = []
     await stage.barrier.meet()
@@ -124,7 +124,8 @@ def check(number: int, size: int, right: bool) -> None:
         raise RuntimeError(f"trip {number} at {size} bytes brought back another tensor")
 
 
-def _allocating(stage: Stage[Port]) -> AllocatingPort:
+def allocating(stage: Stage[Port]) -> AllocatingPort:
+    """Return the port of a contender that has memory for its callers."""
     if not isinstance(stage.port, AllocatingPort):
         raise TypeError("this contender gives out no memory to send from")
     return stage.port

@@ -5,10 +5,11 @@ from bench.goals import judge
 from bench.records import Effort, Failure, Loop, Machine, Participant, Report, Result, Skip
 from bench.workloads.base import Workload
 
-__all__ = ["CHANNEL", "KIB", "MIB", "OURS", "contender", "report", "result", "trips", "workload"]
+__all__ = ["CHANNEL", "KIB", "MIB", "OURS", "PUBLISHER", "contender", "report", "result", "trips", "workload"]
 
 KIB, MIB = 1 << 10, 1 << 20
-OURS, CHANNEL = "aiotensor-unix", "aiotensor-channel"
+UVLOOP: Loop = "uvloop"
+OURS, CHANNEL, PUBLISHER = "aiotensor-unix", "aiotensor-channel", "aiotensor-publisher"
 
 MACHINE = Machine(
     cores=2,
@@ -47,7 +48,7 @@ def result(
     rounds: list[dict[str, float]],
     *,
     loop: Loop | None = None,
-    senders: int = 1,
+    peers: int = 1,
     ratios: list[float] | None = None,
 ) -> Result:
     """Return a result with the numbers of its middle round."""
@@ -57,7 +58,7 @@ def result(
         contender=contender,
         loop=loop,
         size_bytes=size,
-        senders=senders,
+        peers=peers,
         trips=len(rounds),
         numbers=rounds[len(rounds) // 2],
         rounds=rounds,
@@ -67,7 +68,12 @@ def result(
 
 
 def trips(
-    contender: str, size: int, *medians: float, workload: str = "round-trip", loop: Loop | None = None
+    contender: str,
+    size: int,
+    *medians: float,
+    workload: str = "round-trip",
+    loop: Loop | None = None,
+    peers: int = 1,
 ) -> Result:
     """Return a result of round trips with these medians, in seconds."""
     rounds = [
@@ -80,7 +86,7 @@ def trips(
         }
         for median in medians
     ]
-    return result(workload, contender, size, rounds, loop=loop, ratios=[4.0, 5.0, 6.0])
+    return result(workload, contender, size, rounds, loop=loop, peers=peers, ratios=[4.0, 5.0, 6.0])
 
 
 def _lag(contender: str, loop: Loop) -> Result:
@@ -104,14 +110,14 @@ def report(failures: list[Failure] | None = None, skips: list[Skip] | None = Non
                 "fan-in",
                 name,
                 size,
-                [{"tensors_per_s": 1000.0 * senders, "gigabytes_per_s": 1.5 * senders}],
+                [{"tensors_per_s": 1000.0 * peers, "gigabytes_per_s": 1.5 * peers}],
                 loop="uvloop" if name == OURS else None,
-                senders=senders,
+                peers=peers,
                 ratios=[2.0],
             )
             for name in (OURS, "torch-queue")
             for size in (4 * KIB, MIB)
-            for senders in (1, 16)
+            for peers in (1, 16)
         ),
         *(_lag(OURS, loop) for loop in ("uvloop", "asyncio")),
         result("idle", OURS, 4 * KIB, [{"cpu_percent": 0.004}], loop="uvloop"),
@@ -125,6 +131,12 @@ def report(failures: list[Failure] | None = None, skips: list[Skip] | None = Non
             )
         ),
         trips("zmq-echo", 4 * KIB, 0.0005, 0.0005, 0.0005, workload="request-echo"),
+        *(
+            trips(name, size, *[median] * 3, workload="broadcast", loop=loop, peers=peers)
+            for name, median, loop in ((PUBLISHER, 0.001, UVLOOP), ("zmq-xpub", 0.03, None))
+            for size in (4 * KIB, 150 * MIB)
+            for peers in (1, 4)
+        ),
     ]
     names = [OURS, "torch-queue", "ray", "raw-socket"]
     return Report(
@@ -137,8 +149,15 @@ def report(failures: list[Failure] | None = None, skips: list[Skip] | None = Non
                 Participant(name, f"what {name} is", name == "zmq-echo", "messages")
                 for name in (CHANNEL, "zmq-request", "zmq-pickle", "zmq-echo")
             ),
+            *(
+                Participant(name, f"what {name} is", carries="publications")
+                for name in (PUBLISHER, "zmq-xpub")
+            ),
         ],
-        workloads=["round-trip", "allocated", "fan-in", "loop-lag", "idle", "request-echo", "request-answer"],
+        workloads=[
+            *("round-trip", "allocated", "fan-in", "loop-lag", "idle"),
+            *("request-echo", "request-answer", "broadcast"),
+        ],
         seconds=12.3,
         machine=MACHINE,
         results=results,

@@ -21,7 +21,7 @@ def test_a_quick_run_measures_writes_and_prints(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report == json.loads((tmp_path / "latest.json").read_text())
-    assert (report["schema"], report["quick"], report["baseline"]) == (2, True, "torch-queue")
+    assert (report["schema"], report["quick"], report["baseline"]) == (3, True, "torch-queue")
     assert (report["failures"], report["skips"]) == ([], [])
     assert {"cores", "cpu", "memory_bytes", "kernel", "python", "versions"} <= report["machine"].keys()
     assert report["machine"]["versions"]["torch"] != "not installed"

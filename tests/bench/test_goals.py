@@ -6,7 +6,7 @@ from bench.contenders import CONTENDERS
 from bench.goals import GOALS, Goal, Reading, judge
 from bench.records import Result, Verdict
 from bench.workloads import WORKLOADS
-from tests.bench.reports import CHANNEL, KIB, OURS, result, trips
+from tests.bench.reports import CHANNEL, KIB, OURS, PUBLISHER, result, trips
 from tests.sending.test_memory import MIB
 
 
@@ -35,7 +35,7 @@ def test_a_time_may_be_at_most_so_many_times_the_other(median: float, met: bool)
     assert verdict.met is met
 
 
-def test_the_other_loop_and_other_numbers_of_senders_do_not_count() -> None:
+def test_the_other_loop_and_other_numbers_of_peers_do_not_count() -> None:
     other_loop = trips(OURS, 4 * KIB, 0.001, loop="asyncio")
     theirs = trips("torch-queue", 4 * KIB, 0.1)
     assert verdict_of([other_loop, theirs]).met is None
@@ -77,6 +77,25 @@ def test_a_large_request_is_held_against_both_ways_to_send_it_by_pyzmq(workload:
     assert [verdict.met for verdict in verdicts] == [True, False]
 
 
+def test_readers_are_compared_with_their_number_and_one_with_eight() -> None:
+    readings = [
+        trips(PUBLISHER, 150 * MIB, median, workload="broadcast", loop="uvloop", peers=readers)
+        for readers, median in ((1, 0.010), (4, 0.012), (8, 0.016))
+    ]
+    one_to_one = trips("aiotensor-senders", 150 * MIB, 0.008, workload="broadcast", loop="uvloop")
+    others = [
+        trips("zmq-xpub", 150 * MIB, median, workload="broadcast", peers=readers)
+        for readers, median in ((1, 1.0), (4, 0.3))
+    ]
+    results = [*readings, one_to_one, *others]
+    four, against_one = verdicts_on("150 MiB to 4 readers", results)
+    assert [four.measured, against_one.measured] == pytest.approx([25.0, 1.5])
+    assert [four.met, against_one.met] == [True, False]
+    (eight,) = verdicts_on("150 MiB to 8 readers", results)
+    assert eight.measured == pytest.approx(1.6)
+    assert eight.met is False
+
+
 def test_a_number_without_a_goal_is_shown_and_not_judged() -> None:
     ours = trips(OURS, 150 * MIB, 0.002, loop="uvloop")
     (verdict,) = [one for one in judge([ours, trips("memcpy-1", 150 * MIB, 0.001)]) if one.measured]
@@ -92,5 +111,7 @@ def test_every_goal_names_what_a_run_measures(goal: Goal) -> None:
         assert contender.carries == workload.carries
         assert reading.workload not in contender.lacks
         assert workload.sizes is None or reading.size_bytes in workload.sizes
+        assert workload.quick.sizes is None or reading.size_bytes in workload.quick.sizes
+        assert reading.peers in workload.peers
         assert contender.largest is None or reading.size_bytes <= contender.largest
         assert contender.in_quick  # a quick run holds itself against all goals too

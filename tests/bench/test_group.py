@@ -8,7 +8,7 @@ from textwrap import dedent
 
 import pytest
 
-from bench.contenders import CONTENDERS
+from bench.contenders import CONTENDERS, why_not
 from bench.contenders.base import Contender
 from bench.group import FailedError, Groups
 from bench.harness import Step, measure
@@ -29,6 +29,15 @@ ASKING = [
     for workload in ("request-echo", "request-answer")
     for loop in (("asyncio", "uvloop") if one.uses_loop else ("asyncio",))
     if one.carries == "messages" and workload not in one.lacks
+]
+
+
+BROADCASTING = [
+    (one.name, workload, loop)
+    for one in CONTENDERS.values()
+    for workload in ("broadcast", "broadcast-allocated")
+    for loop in (("asyncio", "uvloop") if one.uses_loop else ("asyncio",))
+    if one.carries == "publications" and workload not in one.lacks and why_not(one) is None
 ]
 
 
@@ -63,14 +72,16 @@ def run(
     deadline_s: float = PATIENT_S,
     sizes: tuple[int, ...] | None = None,
     loop: Loop = "asyncio",
+    peers: tuple[int, ...] | None = None,
 ) -> list[Batch]:
     row = WORKLOADS[workload]
     spec = Spec(
         workload,
         sizes or row.sizes or (64, 4096),
         EFFORT,
-        senders=row.senders,
+        peers=peers or row.peers,
         depth=row.depth,
+        source=row.source,
         reply=row.reply,
         loop=loop,
     )
@@ -83,7 +94,7 @@ def failure_of(
     groups: Groups, one: Contender, deadline_s: float = PATIENT_S, workload: str = "round-trip"
 ) -> FailedError:
     with pytest.raises(FailedError) as caught:
-        run(groups, one, workload, deadline_s, sizes=(64, 4096))
+        run(groups, one, workload, deadline_s, sizes=(64, 4096), peers=(1,))
     return caught.value
 
 
@@ -111,6 +122,53 @@ def test_requests_are_answered_and_timed_at_each_size(
         (MIB, 2),
     ]
     assert all(latency > 0 for batch in batches for latency in batch.latencies_ns)
+
+
+@pytest.mark.parametrize(("name", "workload", "loop"), BROADCASTING)
+def test_a_publication_is_timed_until_all_readers_have_touched_it(
+    groups: Groups, name: str, workload: str, loop: Loop
+) -> None:
+    batches = run(groups, CONTENDERS[name], workload, sizes=(64, 16384, MIB), loop=loop, peers=(3,))
+    assert [(batch.size_bytes, batch.peers, len(batch.latencies_ns)) for batch in batches] == [
+        (64, 3, 20),
+        (16384, 3, 4),
+        (MIB, 3, 2),
+    ]
+    assert all(latency > 0 for batch in batches for latency in batch.latencies_ns)
+
+
+def test_a_reader_that_finds_another_content_is_reported(groups: Groups, contender_of: ContenderOf) -> None:
+    wrong = """
+        from bench.contenders import aiotensor_link, aiotensor_senders
+
+        class Port(aiotensor_link.LinkPort):
+            async def receive(self): return (await super().receive()).fill_(251)
+
+        class Side(aiotensor_link.LinkSide):
+            def open(self):
+                aiotensor_link.LinkPort = Port
+                return super().open()
+
+        def connect(layout):
+            readers, senders = aiotensor_senders.connect(layout)
+            return [Side(None, one.incoming, one.depth, one.arena_bytes) for one in readers], senders
+    """
+    one = contender_of("wrong", wrong, carries="publications", uses_loop=True)
+    assert "brought back another tensor" in failure_of(groups, one, workload="broadcast").output
+
+
+def test_the_lag_is_measured_on_both_sides_of_a_broadcast(groups: Groups) -> None:
+    (batch,) = run(groups, CONTENDERS["aiotensor-publisher"], "broadcast-lag", sizes=(MIB,), peers=(2,))
+    assert batch.peers == 2
+    for side in ("", "subscriber_"):
+        assert 0 < batch.numbers[f"{side}busy_p50_s"] <= batch.numbers[f"{side}busy_max_s"]
+
+
+@pytest.mark.parametrize("workload", ["broadcast-stream", "broadcast-idle"])
+def test_streams_to_readers_and_their_idle_time_are_measured(groups: Groups, workload: str) -> None:
+    (batch,) = run(groups, CONTENDERS["aiotensor-publisher"], workload, sizes=(4096,), peers=(2,))
+    assert batch.peers == 2
+    assert batch.numbers["tensors_per_s" if workload == "broadcast-stream" else "cpu_percent"] >= 0
 
 
 def test_a_stream_is_counted_where_it_arrives(groups: Groups) -> None:

@@ -106,6 +106,6 @@ def test_large_tensors_make_fewer_trips() -> None:
     assert [effort.trips(size) for size in (1, 1 << 16, 1 << 20)] == [100, 16, 3]
 
 
-def test_each_number_of_senders_is_a_batch_of_each_size() -> None:
-    spec = Spec("fan-in", (4, 8), Effort(), senders=(1, 16))
+def test_each_number_of_peers_is_a_batch_of_each_size() -> None:
+    spec = Spec("fan-in", (4, 8), Effort(), peers=(1, 16))
     assert spec.batches == [(4, 1), (4, 16), (8, 1), (8, 16)]

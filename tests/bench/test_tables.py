@@ -42,7 +42,8 @@ def test_each_goal_stands_beside_what_was_measured() -> None:
     assert rows_of(text, "idle pair")[0][2:] == ["0.0 % CPU", "0.00 %", "met"]
     assert rows_of(text, "16 MiB, copied")[0][3:] == ["-", "not measured"]
     assert [row[-1] for row in rows_of(text, "150 MiB request and reply, echo")] == ["met", "not measured"]
-    assert "5 of 17 met" in text
+    assert rows_of(text, "150 MiB to 4 readers")[0][3:] == ["30.0x", "met"]
+    assert "7 of 24 met" in text
 
 
 def test_a_workload_has_a_row_for_each_contender_and_a_column_for_each_size() -> None:
@@ -71,6 +72,14 @@ def test_a_table_names_only_those_who_carry_what_the_workload_is_about() -> None
 def test_rates_are_tensors_a_second_when_small_and_bytes_when_large() -> None:
     row, _ = rows_of(table_of(report(), WORKLOADS["fan-in"].title), "torch-queue")
     assert row[1:] == ["1,000 /s", "16,000 /s", "1.50 GB/s", "24.0 GB/s"]
+
+
+def test_a_broadcast_has_a_column_for_each_size_and_number_of_readers() -> None:
+    text = table_of(report(), WORKLOADS["broadcast"].title)
+    assert "| 4 KiB, 1 reader | 4 KiB, 4 readers | 150 MiB, 1 reader | 150 MiB, 4 readers |" in " ".join(
+        text.split()
+    )
+    assert rows_of(text, "zmq-xpub")[0][1:] == ["30.0 ms / 60.0 ms"] * 4
 
 
 def test_who_was_not_measured_has_a_dash_and_a_reason() -> None:
@@ -116,6 +125,8 @@ def test_everything_is_written(tmp_path: Path) -> None:
         "loop-lag.png",
         "senders.png",
         "requests.png",
+        "broadcast-readers.png",
+        "broadcast-sizes.png",
     ]
     assert msgspec.json.decode(written[0].read_bytes(), type=Report) == report(failures=[FAILURE])
     assert "## Failures" in written[1].read_text()
