@@ -124,6 +124,7 @@ class Subscribers:
         for peer, lost in dropped:
             if lost.is_withdrawn:
                 peer.connection.withdraw(lost.item.number)
+                peer.flush()
             else:
                 self.memory.unpin([block for block, _ in lost.item.blocks])
         for peer in list(self.connected.values()):
@@ -331,16 +332,13 @@ class SubscriberPeer:
 
         The transport queues no publication, so the backlog contains all unread publications.
         """
-        item = self._next()
-        while item is not None:
+        backlog, transport = self.backlog, self.transport
+        while backlog.pending and transport.is_writable and not transport.is_closed:
+            item = backlog.next()
+            if item is None:
+                return
             self._write(item)
             self.flush()
-            item = self._next()
-        self.flush()
-
-    def _next(self) -> Item | None:
-        is_ready = self.transport.is_writable and not self.transport.is_closed
-        return self.backlog.next() if is_ready else None
 
     def announce_last(self, items: Iterator[Item]) -> bool:
         """Announce the last publications, and close; return whether the transport has accepted everything."""

@@ -71,16 +71,17 @@ class Backlog:
         held_bytes: bytes of the blocks that it may use: of announced and withdrawn publications, and of
             tensors that it took and that are alive.
         delivered: the number of publications that it has taken.
+        pending: the publications that were not announced, by their numbers, the oldest first.
     """
 
     def __init__(self, max_behind: int, max_held_bytes: int | None) -> None:
         self.held_bytes = 0
         self.delivered = 0
+        self.pending: dict[int, Item] = {}
         self._dropped = 0
         self._max_behind = max_behind
         self._max_held_bytes = max_held_bytes
-        self._pending: dict[int, Item] = {}  # the oldest first, like the others
-        self._announced: dict[int, Item] = {}
+        self._announced: dict[int, Item] = {}  # the oldest first, like the others
         self._withdrawn: dict[int, Item] = {}
         self._pins: dict[int, int] = {}  # of the blocks that it may use
         self._sizes: dict[int, int] = {}  # of these blocks
@@ -89,12 +90,12 @@ class Backlog:
     @property
     def behind(self) -> int:
         """The number of publications that it has not taken, apart from those dropped."""
-        return len(self._pending) + len(self._announced)
+        return len(self.pending) + len(self._announced)
 
     @property
     def is_full(self) -> bool:
         """Whether it is behind by the most publications."""
-        return len(self._pending) + len(self._announced) >= self._max_behind
+        return len(self.pending) + len(self._announced) >= self._max_behind
 
     @property
     def unanswered(self) -> int:
@@ -109,17 +110,17 @@ class Backlog:
     @property
     def oldest(self) -> Item | None:
         """The oldest publication that it has not taken, apart from those dropped."""
-        return next(iter((self._announced or self._pending).values()), None)
+        return next(iter((self._announced or self.pending).values()), None)
 
     def add(self, item: Item) -> None:
         """Add a publication, which is pending."""
-        self._pending[item.number] = item
+        self.pending[item.number] = item
 
     def next(self) -> Item | None:
         """Return the next publication to announce, which counts as announced; None if it has to wait."""
-        if not self._pending or self.unanswered >= self._max_behind:
+        if not self.pending or self.unanswered >= self._max_behind:
             return None
-        item = next(iter(self._pending.values()))
+        item = next(iter(self.pending.values()))
         if item.blocks and self._max_held_bytes is not None:
             new = {block: nbytes for block, nbytes in item.blocks if block not in self._pins}
             if self.held_bytes + sum(new.values()) > self._max_held_bytes:
@@ -128,8 +129,8 @@ class Backlog:
 
     def rest(self) -> Iterator[Item]:
         """Announce all pending publications regardless of the limits, because no more will follow."""
-        while self._pending:
-            yield self._announce(next(iter(self._pending.values())))
+        while self.pending:
+            yield self._announce(next(iter(self.pending.values())))
 
     def drop(self) -> Dropped:
         """Drop the oldest publication that was not taken; there is one."""
@@ -138,8 +139,8 @@ class Backlog:
             item = self._withdrawn[number] = self._announced.pop(number)
             return Dropped(item, is_withdrawn=True)
         self._dropped += 1
-        number = next(iter(self._pending))
-        return Dropped(self._pending.pop(number), is_withdrawn=False)
+        number = next(iter(self.pending))
+        return Dropped(self.pending.pop(number), is_withdrawn=False)
 
     def taken(self, number: int) -> None:
         """Handle that the subscriber has taken a publication, perhaps before it was withdrawn.
@@ -196,12 +197,12 @@ class Backlog:
 
     def pending_blocks(self) -> Iterator[int]:
         """Iterate over the blocks of pending publications, once for each tensor."""
-        for item in self._pending.values():
+        for item in self.pending.values():
             for block, _ in item.blocks:
                 yield block
 
     def _announce(self, item: Item) -> Item:
-        del self._pending[item.number]
+        del self.pending[item.number]
         self._announced[item.number] = item
         for block, nbytes in item.blocks:
             count = self._pins.get(block, 0)
