@@ -114,12 +114,12 @@ class Session:
             self._mappings.peer_gone(self.memory)
 
     def read_withdrawals(self) -> None:
-        """Read the pending records of a publisher that drops publications.
+        """Read the pending records, of a publisher that drops publications.
 
         So an application that has blocked its event loop takes the newest publications, and not those that
         were replaced in the meantime.
         """
-        for _ in range(_MAX_PENDING_RECORDS if self.drops else 0):
+        for _ in range(_MAX_PENDING_RECORDS):
             before = self._records
             if not self.is_over:
                 self.transport.read_now()

@@ -219,7 +219,7 @@ class Subscription(Generic[T]):
 
     def _next(self) -> Arrived | Ended | None:
         """Return the next item of the inbox, which the caller takes."""
-        if self._session is not None:
+        if self._session is not None and self._session.drops:
             self._session.read_withdrawals()
         if not self._inbox:
             return None

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 from aiotensor.errors import AioTensorError
 
 __all__ = ["Waiters", "at_most", "seconds_or_never"]
+
+_NO_LIMIT: AbstractAsyncContextManager[None] = nullcontext()
 
 
 class Waiters(list["asyncio.Future[None]"]):
@@ -39,12 +41,16 @@ def seconds_or_never(name: str, value: float | None) -> float | None:
     return value
 
 
-@asynccontextmanager
-async def at_most(seconds: float | None, make_error: Callable[[], AioTensorError]) -> AsyncIterator[None]:
+def at_most(
+    seconds: float | None, make_error: Callable[[], AioTensorError]
+) -> AbstractAsyncContextManager[None]:
     """Limit the duration of a block in seconds, and raise the given error at expiry; None for no limit."""
-    if seconds is None:
-        yield
-        return
+    # Most waits have no limit, and a generator for each would cost several calls.
+    return _NO_LIMIT if seconds is None else _at_most(seconds, make_error)
+
+
+@asynccontextmanager
+async def _at_most(seconds: float, make_error: Callable[[], AioTensorError]) -> AsyncIterator[None]:
     timeout = asyncio.timeout(seconds)
     try:
         async with timeout:
