@@ -168,6 +168,7 @@ def _by_readers(report: Report) -> Figure | None:
         axes.set_title(format_size(size))
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")  # the readers of one size may lie within a decade
     panels[0].set_ylabel("milliseconds")
     _legend_of(figure, panels[0])
     return figure
