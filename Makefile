@@ -16,7 +16,7 @@ help:
 	@echo "make fuzz    send valid and invalid messages to every kind of peer, for SECONDS=600 from SEED="
 	@echo "make soak    start and end processes for SECONDS=60, or for hours, and check that no resource grows"
 	@echo "make bench   compare the speed of aiotensor with its alternatives and its goals: some minutes"
-	@echo "make bench-quick   the same in about a minute on an idle machine, with fewer alternatives"
+	@echo "make bench-quick   the same in a few minutes, with fewer alternatives"
 	@echo "make bench-peers   install the alternatives that are not installed by default, such as Ray"
 	@echo "make clean   remove the files that the other targets created"
 
