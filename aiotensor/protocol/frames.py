@@ -132,6 +132,7 @@ MAX_ROWS = 128
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 OptionalName = Annotated[str, msgspec.Meta(max_length=64)]
 Numbers = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_NUMBERS)]
+Pid = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]  # of the kernel, which is asked about the process
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -142,7 +143,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """
 
     version: int
-    pid: Number
+    pid: Pid
     sender: Name
     max_concurrent_videos: Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)]
     arena_bytes: Number
@@ -153,7 +154,7 @@ class Inspect(msgspec.Struct, frozen=True, array_like=True, tag="inspect"):
     """Open the connection of an inspector, which sends no other frame."""
 
     version: int
-    pid: Number
+    pid: Pid
 
 
 class Subscribe(msgspec.Struct, frozen=True, array_like=True, tag="subscribe"):
@@ -164,7 +165,7 @@ class Subscribe(msgspec.Struct, frozen=True, array_like=True, tag="subscribe"):
     """
 
     version: int
-    pid: Number
+    pid: Pid
     subscriber: Name
     publisher: OptionalName = ""
     next: Number = 0
@@ -233,7 +234,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """
 
     version: int
-    pid: Number
+    pid: Pid
     max_frame_bytes: Annotated[int, msgspec.Meta(ge=LEAST_FRAME_BYTES)] = LEAST_FRAME_BYTES
     receiver: OptionalName = ""
     is_admitted: bool = False

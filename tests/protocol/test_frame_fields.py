@@ -187,6 +187,7 @@ def test_a_report_with_one_wrong_field_is_refused(items: object) -> None:
     "items",
     [
         ["hello", VERSION, -1, "s", 1, 1],
+        ["hello", VERSION, 2**31, "s", 1, 1],  # no process has this id
         ["hello", VERSION, 1, "", 1, 1],
         ["hello", VERSION, 1, "x" * 65, 1, 1],
         ["hello", VERSION, 1, b"s", 1, 1],
@@ -201,6 +202,8 @@ def test_a_report_with_one_wrong_field_is_refused(items: object) -> None:
         ["hello", VERSION, 1, "s", 1],
         ["inspect", VERSION],
         ["inspect", VERSION, -1],
+        ["inspect", VERSION, 2**31],
+        ["subscribe", VERSION, 2**31, "s"],
         ["inspect", "1", 1],
     ],
     ids=repr,
@@ -254,6 +257,7 @@ def test_a_number_out_of_bounds_or_a_wrong_type_is_refused(items: object) -> Non
     "items",
     [
         ["welcome", VERSION, -1],
+        ["welcome", VERSION, 2**31],
         ["welcome", VERSION, 1, LEAST_FRAME_BYTES - 1],
         ["welcome", VERSION, 1, 0],
         ["welcome", VERSION, 1, -1],

@@ -54,6 +54,7 @@ Frames = list[FromSender] | list[ToSender] | list[ToInspector] | list[Opening]
 Decode = Callable[[bytes], Frames]
 
 numbers = st.integers(0, MAX_NUMBER)
+pids = st.integers(0, 2**31 - 1)
 names = st.text(min_size=1, max_size=64)
 versions = st.integers(-(2**63), MAX_NUMBER)
 seconds = st.floats(0, 2.0**63)
@@ -104,15 +105,15 @@ many_numbers = st.lists(numbers, max_size=20).map(tuple)
 welcomes = st.builds(
     Welcome,
     versions,
-    numbers,
+    pids,
     st.integers(LEAST_FRAME_BYTES, MAX_NUMBER),
     st.text(max_size=64),
     st.booleans(),
 )
 
 openings = st.one_of(
-    st.builds(Hello, versions, numbers, names, st.integers(1, MAX_NUMBER), numbers, numbers),
-    st.builds(Inspect, versions, numbers),
+    st.builds(Hello, versions, pids, names, st.integers(1, MAX_NUMBER), numbers, numbers),
+    st.builds(Inspect, versions, pids),
 )
 frames_from_sender = st.one_of(
     st.builds(Attach, numbers, names, numbers),
