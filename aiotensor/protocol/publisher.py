@@ -108,7 +108,7 @@ class PublisherConnection(RecordConnection[FromSubscriber, ToSubscriber]):
             case Release():
                 for block in frame.blocks:
                     self.backlog.released(block)
-                self.freed += frame.blocks
+                    self.freed.append(block)  # each one before the next, which may be wrong
             case Discarded():
                 for number in frame.messages:
                     self.freed += [block for block, _ in self.backlog.discarded(number).blocks]

@@ -145,6 +145,14 @@ def test_answers_free_blocks() -> None:
     assert list(connection.backlog.pins()) == [0]
 
 
+def test_answers_before_a_wrong_one_free_blocks() -> None:
+    connection = publisher_end(5, 6)
+    with pytest.raises(ProtocolError, match="once too often"):
+        connection.receive(record(Taken((5,)), Discarded((6,)), Release((5, 5))))
+    assert connection.freed == [6, 5]
+    assert list(connection.backlog.pins()) == []
+
+
 @pytest.mark.parametrize(
     "frame",
     [Taken((3,)), Taken((0, 0)), Discarded((3,)), Release((0,)), Release((9,)), Discarded((0, 0))],
