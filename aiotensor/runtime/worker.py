@@ -199,6 +199,7 @@ class Worker:
         self._short = _Lane(name, self._changes)
         self._long = _Lane(f"{name}-long", self._changes)
         self.helper = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-helper")
+        self._begun = 0  # calls of `begin` whose `on_success` is to be called
         self._is_closed = False
 
     def submit(
@@ -245,14 +246,24 @@ class Worker:
             work()
             on_success()
         else:
-            future.add_done_callback(partial(_begun_work_ended, what, on_success))
+            self._begun += 1
+            future.add_done_callback(partial(self._begun_ended, what, on_success))
+
+    def _begun_ended(
+        self, what: str, on_success: Callable[[], object], future: "asyncio.Future[object]"
+    ) -> None:
+        self._begun -= 1
+        try:
+            _begun_work_ended(what, on_success, future)
+        finally:
+            self._changes.wake()
 
     async def settle(self) -> None:
         """Wait until no work runs; errors are raised where the work was submitted.
 
         Cancelling leaves the work running.
         """
-        while self._running:
+        while self._running or self._begun:
             await self._changes.wait()
 
     def close(self) -> None:

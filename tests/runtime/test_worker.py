@@ -11,6 +11,7 @@ import anyio
 import pytest
 
 from aiotensor.runtime.worker import Worker, in_thread
+from verification.internals import lanes_of
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -136,6 +137,17 @@ async def test_work_that_is_not_awaited_comes_after_all_that_was_submitted_befor
     go_on.set()
     await worker.settle()
     assert done == ["work", "work", "work", "tidied"]
+    worker.close()
+
+
+async def test_settling_waits_for_the_callback_of_work_that_has_just_ended() -> None:
+    worker, ended = Worker("worker under test"), list[int]()
+    worker.begin("work", int, lambda: ended.append(1))
+    for lane in lanes_of(worker):
+        lane.executor.submit(int).result()  # the work has ended, and the loop has not handled that
+    await asyncio.sleep(0)
+    await worker.settle()
+    assert ended == [1]
     worker.close()
 
 
