@@ -56,6 +56,7 @@ __all__ = [
     "shrink_send_buffer",
     "transports_between",
     "unidentified_at",
+    "unidentified_at_publisher",
     "worker_of",
 ]
 
@@ -66,9 +67,12 @@ def pipeline_of(sender: TensorSender) -> Pipeline:
     return sender._pipeline
 
 
-def memory_of(sender: TensorSender) -> Memory:
-    """Return the shared memory of a sender that was opened."""
-    return pipeline_of(sender).grants.memory
+def memory_of(owner: TensorSender | Publisher) -> Memory:
+    """Return the shared memory of a sender or publisher that was opened."""
+    if isinstance(owner, Publisher):
+        assert owner._publishing is not None
+        return owner._publishing.memory
+    return pipeline_of(owner).grants.memory
 
 
 def segment_of(sender: TensorSender) -> Segment:
@@ -117,13 +121,16 @@ def is_trimming(memory: Memory) -> bool:
     return memory._trimming is not None
 
 
-def worker_of(owner: TensorSender | TensorReceiver | Memory) -> Worker:
-    """Return the threads that copy or map memory for a sender or a receiver that was opened."""
+def worker_of(owner: TensorSender | TensorReceiver | Publisher | Subscriber[Any] | Memory) -> Worker:
+    """Return the threads that copy or map memory for an object that was opened."""
     match owner:
         case Memory():
             return owner._worker
-        case TensorSender():
+        case TensorSender() | Publisher():
             return worker_of(memory_of(owner))
+        case Subscriber():
+            assert owner._subscription is not None
+            return owner._subscription._mappings._worker
         case TensorReceiver():
             return senders_of(owner).mappings._worker
 
@@ -172,6 +179,13 @@ def transports_between(publisher: Publisher, subscriber: Subscriber[Any]) -> tup
     session = subscriber._subscription._session
     assert session is not None
     return publisher._publishing.subscribers.connected[subscriber.id].transport, session.transport
+
+
+def unidentified_at_publisher(publisher: Publisher) -> int:
+    """Count the connections of a publisher that have sent no frame, and its inspectors."""
+    intake = publisher._intake
+    assert intake is not None
+    return len(intake._unidentified) + len(intake._inspectors)
 
 
 def segments_of(publisher: Publisher) -> list[Segment]:

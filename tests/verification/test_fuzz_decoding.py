@@ -4,18 +4,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verification.fuzz.broadcasts import any_content
 from verification.fuzz.choosers import FromBytes, FromHypothesis
-from verification.fuzz.decoding import decode_both_ways, decode_headers, decode_message
-from verification.fuzz.grammar import TO_INSPECTOR, TO_RECEIVER, TO_SENDER, conversation
+from verification.fuzz.decoding import decode_both_ways, decode_content, decode_headers, decode_message
+from verification.fuzz.grammar import (
+    TO_INSPECTOR,
+    TO_PUBLISHER,
+    TO_RECEIVER,
+    TO_SENDER,
+    TO_SUBSCRIBER,
+    conversation,
+)
 from verification.fuzz.headers import TO_CLIENT, TO_SERVER, message_parts
 from verification.fuzz.steps import CASES, cases
 from verification.fuzz.targets import TO_DECODER
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
-KINDS = (TO_RECEIVER, TO_SENDER, TO_INSPECTOR, TO_SERVER, TO_CLIENT, TO_DECODER)
+OF_RECORDS = (TO_RECEIVER, TO_SENDER, TO_INSPECTOR, TO_PUBLISHER, TO_SUBSCRIBER)
+KINDS = (*OF_RECORDS, TO_SERVER, TO_CLIENT, TO_DECODER)
 
-ways = pytest.mark.parametrize("to", [TO_RECEIVER, TO_SENDER, TO_INSPECTOR])
+ways = pytest.mark.parametrize("to", OF_RECORDS)
 
 
 @ways
@@ -41,8 +50,15 @@ def test_every_generated_message_is_decoded_or_refused_within_bounds(data: st.Da
 
 
 @settings(deadline=None, database=None, print_blob=True)
+@given(data=st.data())
+def test_every_generated_content_is_decoded_or_refused_within_bounds(data: st.DataObject) -> None:
+    decode_content(any_content(FromHypothesis(data)))
+
+
+@settings(deadline=None, database=None, print_blob=True)
 @given(data=st.binary(max_size=300), buffer=st.binary(max_size=20))
 def test_any_bytes_are_decoded_or_refused_within_bounds(data: bytes, buffer: bytes) -> None:
+    decode_content(data)
     decode_headers(data)
     decode_message([data])
     decode_message([data, buffer])

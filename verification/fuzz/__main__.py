@@ -1,10 +1,10 @@
 """Fuzz all input from peers: `python -m verification.fuzz --seconds 600 --seed 1`.
 
 In the first part each target runs under atheris in a separate process: the decoders, a receiver on each link,
-a sender and an inspector. In the second part the inputs of the first part, and random ones, are sent to
-receivers, senders, inspectors, servers and clients in separate processes, whose memory and descriptors are
-measured. Inputs that cause an error are written to `verification/fuzz/cases`, and the tests replay them. The
-exit status is 1 if anything was found.
+a sender, an inspector, a publisher and a subscriber. In the second part the inputs of the first part, and
+random ones, are sent to these and to servers and clients, in separate processes whose memory and descriptors
+are measured. Inputs that cause an error are written to `verification/fuzz/cases`, and the tests replay them.
+The exit status is 1 if anything was found.
 """
 
 import argparse
@@ -25,20 +25,25 @@ from verification.fuzz.targets import Progress, conversation_of
 
 # The share of each target in the duration.
 GUIDED = {
-    "decoder": 0.07,
-    "messages": 0.1,
-    "receiver, unix": 0.13,
-    "receiver, queue": 0.08,
-    "sender": 0.1,
-    "inspector": 0.05,
+    "decoder": 0.06,
+    "messages": 0.08,
+    "receiver, unix": 0.1,
+    "receiver, queue": 0.05,
+    "sender": 0.08,
+    "inspector": 0.04,
+    "publisher": 0.06,
+    "subscriber": 0.06,
 }
 LIVE = {
-    "receiver, unix": 0.1,
-    "receiver, queue": 0.1,
-    "sender": 0.09,
-    "inspector": 0.05,
-    "server": 0.07,
-    "client": 0.06,
+    "receiver, unix": 0.07,
+    "receiver, queue": 0.07,
+    "sender": 0.06,
+    "inspector": 0.04,
+    "server": 0.05,
+    "client": 0.05,
+    "publisher, unix": 0.05,
+    "publisher, queue": 0.04,
+    "subscriber": 0.04,
 }
 
 _MAX_BYTES = 1000  # most conversations use fewer
@@ -66,10 +71,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="aiotensor-fuzz-") as folder:
         for index, (target, share) in enumerate(GUIDED.items()):
             place = Path(folder) / str(index)
-            found |= _guided(target, share * arguments.seconds, 16 * seed + index + 1, place)
+            found |= _guided(target, share * arguments.seconds, 32 * seed + index + 1, place)
             corpora[target] = [path.read_bytes() for path in sorted((place / "corpus").iterdir())]
     for index, (target, share) in enumerate(LIVE.items()):
-        found |= _live(target, share * arguments.seconds, 16 * seed + index + 8, corpora.get(target, []))
+        found |= _live(target, share * arguments.seconds, 32 * seed + index + 16, corpora.get(target, []))
     _tell(f"seed {seed}: " + ("something was found, see above" if found else "nothing was found"))
     return int(found)
 

@@ -14,13 +14,22 @@ import msgspec
 from aiotensor.transports.endpoints import Endpoint
 from verification.fuzz.choosers import FromBytes
 from verification.fuzz.engine import Figures
-from verification.fuzz.grammar import TO_INSPECTOR, TO_RECEIVER, TO_SENDER, conversation
+from verification.fuzz.grammar import (
+    TO_INSPECTOR,
+    TO_PUBLISHER,
+    TO_RECEIVER,
+    TO_SENDER,
+    TO_SUBSCRIBER,
+    conversation,
+)
 from verification.fuzz.headers import TO_CLIENT, TO_SERVER
 from verification.fuzz.live_client import live_client
 from verification.fuzz.live_inspector import live_inspector
+from verification.fuzz.live_publisher import live_publisher
 from verification.fuzz.live_receiver import live_receiver
 from verification.fuzz.live_sender import live_sender
 from verification.fuzz.live_server import live_server
+from verification.fuzz.live_subscriber import live_subscriber
 from verification.fuzz.living import Live
 from verification.fuzz.steps import Conversation, cases
 from verification.fuzz.targets import link_of, listener_of
@@ -45,6 +54,8 @@ _LIVING: dict[str, _Living] = {
     TO_INSPECTOR: live_inspector,
     TO_SERVER: live_server,
     TO_CLIENT: live_client,
+    TO_PUBLISHER: live_publisher,
+    TO_SUBSCRIBER: live_subscriber,
 }
 
 

@@ -6,8 +6,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from aiotensor.codec import TensorDecoder, TensorEncoder
 from aiotensor.errors import ProtocolError
+from aiotensor.protocol.broadcast import (
+    FROM_SUBSCRIBER,
+    TO_SUBSCRIBER,
+    Content,
+    FromSubscriber,
+    ToSubscriber,
+)
 from aiotensor.protocol.exchange import FromClient, FromServer, read_from_client, read_from_server, write
 from aiotensor.protocol.frames import (
     FROM_SENDER,
@@ -19,11 +28,12 @@ from aiotensor.protocol.frames import (
     ToInspector,
     ToSender,
     decode,
-    encode,
+    encode_record,
 )
+from aiotensor.protocol.subscriber import read_content
 from verification.fuzz.notes import Note
 
-__all__ = ["decode_both_ways", "decode_headers", "decode_message"]
+__all__ = ["decode_both_ways", "decode_content", "decode_headers", "decode_message"]
 
 # Of processor time, for a record of 64 KiB: a hundred times the duration on a slow machine.
 _SECONDS = 1.0
@@ -33,7 +43,8 @@ _AMPLIFIED = 100
 _AT_LEAST = 1 << 16
 
 _notes = TensorDecoder(Note)
-_DECODERS: tuple[Any, ...] = (OPENING, FROM_SENDER, TO_SENDER, TO_INSPECTOR)
+_DECODERS: tuple[Any, ...] = (OPENING, FROM_SENDER, TO_SENDER, TO_INSPECTOR, FROM_SUBSCRIBER, TO_SUBSCRIBER)
+_FRAMES = Opening | FromSender | ToSender | ToInspector | FromSubscriber | ToSubscriber
 _any: Any = Any  # which is no type to mypy
 _anything: TensorDecoder[Any] = TensorDecoder(_any)
 
@@ -44,8 +55,16 @@ def decode_both_ways(record: bytes) -> None:
         read = partial(decode, decoder)
         frames = _in_bounds(read, record, len(record))
         if frames is not None:
-            assert all(isinstance(frame, Opening | FromSender | ToSender | ToInspector) for frame in frames)
-            assert read(encode(*frames)) == frames
+            assert all(isinstance(frame, _FRAMES) for frame in frames)
+            assert read(encode_record(frames)) == frames
+
+
+def decode_content(data: bytes) -> None:
+    """Check that a content is decoded or refused, and that a decoded one survives a round trip."""
+    content = _in_bounds(read_content, data, len(data))
+    if content is not None:
+        assert isinstance(content, Content)
+        assert read_content(msgspec.msgpack.encode(content)) == content
 
 
 def decode_headers(data: bytes) -> None:

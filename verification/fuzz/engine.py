@@ -14,14 +14,14 @@ import torch
 
 from aiotensor import Delivery, TensorReceiver
 from aiotensor.runtime.worker import Worker, in_thread
-from verification.fuzz.things import GUARD, LOOSE_NAME, MEMORY_NAME
+from verification.fuzz.things import CONTENT, GUARD, LOOSE_NAME, MEMORY_NAME
 from verification.internals import connections_at, senders_of
 from verification.patterns import pattern
 from verification.processes import watch
 from verification.processes.allocator import forget_free_memory
 from verification.waiting import until
 
-__all__ = ["Engine", "Figures", "Troubles", "figures"]
+__all__ = ["Engine", "Figures", "Troubles", "figures", "in_memory", "threads_started"]
 
 _KEPT = 3  # so that some tensors outlive their senders
 
@@ -162,23 +162,28 @@ class Engine:
             return
         if tuple(tensor.shape) != handle.shape:
             self.troubles.found.append(f"a tensor of shape {tuple(tensor.shape)} came for {handle}")
-        if tensor.nbytes:
-            self._look_at_memory(tensor)
+        self.taken_in_memory += in_memory(tensor, self.troubles)
 
-    def _look_at_memory(self, tensor: torch.Tensor) -> None:
-        """Check that a tensor has separate memory, or lies within one segment."""
-        start = tensor.data_ptr()
-        found = _mapping_at(start)
-        if found is None:
-            return
-        low, high, name = found
-        self.taken_in_memory += 1
-        if name == LOOSE_NAME:
-            self.troubles.found.append("memory was mapped that its owner can take back")
-        elif start + tensor.nbytes > high:
-            self.troubles.found.append(f"{tensor.nbytes} bytes at {start - low} of a segment of {high - low}")
-        elif ctypes.string_at(start, tensor.nbytes) != GUARD[start - low : start - low + tensor.nbytes]:
-            self.troubles.found.append(f"bytes at {start - low} are not those of the segment")
+
+# The bytes of segments: `Things` writes a content to the beginning of some.
+_IMAGES = GUARD, CONTENT + GUARD[len(CONTENT) :]
+
+
+def in_memory(tensor: torch.Tensor, troubles: Troubles) -> bool:
+    """Check that a tensor has separate memory, or lies within one segment; return whether it lies in one."""
+    start, nbytes = tensor.data_ptr(), tensor.nbytes
+    found = _mapping_at(start) if nbytes else None
+    if found is None:
+        return False
+    low, high, name = found
+    offset = start - low
+    if name == LOOSE_NAME:
+        troubles.found.append("memory was mapped that its owner can take back")
+    elif start + nbytes > high:
+        troubles.found.append(f"{nbytes} bytes at {offset} of a segment of {high - low}")
+    elif ctypes.string_at(start, nbytes) not in [image[offset : offset + nbytes] for image in _IMAGES]:
+        troubles.found.append(f"bytes at {offset} are not those of the segment")
+    return True
 
 
 _MAPPING = re.compile(rf"^([0-9a-f]+)-([0-9a-f]+) .* /memfd:({MEMORY_NAME}|{LOOSE_NAME}) ", re.MULTILINE)

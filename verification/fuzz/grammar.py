@@ -1,35 +1,35 @@
 """Nearly valid conversations, in which most frames are consistent with the frames before them."""
 
 import math
-import struct
 
 import msgspec
 
 from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_NUMBERS, MAX_RECORD_BYTES, VERSION
 from aiotensor.protocol.receiver import MAX_SEGMENTS
 from aiotensor.tensors.dtypes import DTYPES
+from verification.fuzz.broadcasts import SUBSCRIBE, TO_PUBLISHER, TO_SUBSCRIBER, to_publisher, to_subscriber
 from verification.fuzz.choosers import WILDNESS, Chooser, happens, one_of
 from verification.fuzz.headers import TO_CLIENT, TO_SERVER, to_client, to_server
 from verification.fuzz.inspecting import INSPECT, TO_INSPECTOR, statistics_reply, to_inspector
-from verification.fuzz.steps import RIGHT, STAND_IN, Conversation, Step
-from verification.fuzz.things import MEMORY_KINDS, OTHER_THINGS, SEGMENT_BYTES
-from verification.fuzz.wire import BOUNDARIES, Frame, boundary, broken_frame, record_of
+from verification.fuzz.placing import ANYTHING, DTYPE_NAMES, Segments, small_shape
+from verification.fuzz.steps import ENVELOPES, RIGHT, STAND_IN, Conversation, Step
+from verification.fuzz.wire import Frame, boundary, broken_frame, record_of
 
-__all__ = ["TO_CLIENT", "TO_INSPECTOR", "TO_RECEIVER", "TO_SENDER", "TO_SERVER", "conversation"]
+__all__ = [
+    "TO_CLIENT",
+    "TO_INSPECTOR",
+    "TO_PUBLISHER",
+    "TO_RECEIVER",
+    "TO_SENDER",
+    "TO_SERVER",
+    "TO_SUBSCRIBER",
+    "conversation",
+]
 
 TO_RECEIVER = "receiver"
 TO_SENDER = "sender"
 
 ARENA = 1 << 20
-ANYTHING = (*OTHER_THINGS, "itself")
-WHERE = struct.Struct("<QQ")
-
-ENVELOPES = (
-    *(RIGHT, "none", "hello", "hello without a pipe", "hello with a pipe", "hello with a file"),
-    *("hello with a listener", "stranger", "unknown kind"),
-)
-
-DTYPE_NAMES = ("uint8", "int64", "float32", *sorted(DTYPES))
 
 
 class Talk:
@@ -42,16 +42,14 @@ class Talk:
         self._permits = 64
         self._in_flight: list[int] = []  # and not discarded; this side does not know which were taken
         self._open: dict[int, int] = {}  # how many tensors each message has
-        self._segments: dict[int, int] = {}
-        self._next_segment = 0
+        self.segments = Segments(chooser, one_in)
         self._next_block = 0
-        self.descriptors: list[str] = []  # that travel with the record
         self.awaits_reply = False  # an inspector waits for the statistics of this sender
 
     def hello(self) -> Frame:
         self._open.clear()
         self._in_flight.clear()
-        self._segments.clear()
+        self.segments.sizes.clear()
         self.awaits_reply = False
         self._permits = one_of(self._chooser, (64, 8, 1))
         return ["hello", VERSION, 1, STAND_IN, self._permits, ARENA, self._next_message]
@@ -63,7 +61,8 @@ class Talk:
 
     def _misplaced(self) -> Frame:
         """Return a frame that is valid elsewhere."""
-        frames = (self.hello(), INSPECT, statistics_reply(self._chooser, self._one_in, STAND_IN))
+        reply = statistics_reply(self._chooser, self._one_in, STAND_IN)
+        frames = (self.hello(), INSPECT, SUBSCRIBE, reply)
         return one_of(self._chooser, frames)
 
     def _right_frame(self) -> Frame:
@@ -87,8 +86,8 @@ class Talk:
             case 7 if happens(chooser, 8):
                 reason = one_of(chooser, ("", "a reason"))
                 return ["close", reason, happens(chooser, 4), happens(chooser, 4), happens(chooser, 2)]
-            case 8 | 9 if len(self._segments) < MAX_SEGMENTS or happens(chooser, self._one_in):
-                return self.attach()
+            case 8 | 9 if len(self.segments.sizes) < MAX_SEGMENTS or happens(chooser, self._one_in):
+                return self.segments.attach()
             case _:
                 return self._new_message(last=True)
 
@@ -111,19 +110,6 @@ class Talk:
         self._in_flight.append(self._next_message - 1)
         return self._next_message - 1
 
-    def attach(self) -> Frame:
-        chooser = self._chooser
-        number, self._next_segment = self._next_segment, self._next_segment + 1
-        nbytes = one_of(chooser, SEGMENT_BYTES)
-        self._segments[number] = nbytes
-        kind = f"sealed:{nbytes}"
-        if happens(chooser, self._one_in):
-            kind = one_of(chooser, (*(f"{kind}:{nbytes}" for kind in MEMORY_KINDS), *ANYTHING))
-        if happens(chooser, self._one_in):
-            kind = f"sealed:{one_of(chooser, SEGMENT_BYTES)}"
-        self.descriptors += [kind] * (0 if happens(chooser, 2 * self._one_in) else 1)
-        return ["attach", number, "arena", nbytes]
-
     def _put(self, message: int, *, last: bool) -> Frame:
         chooser = self._chooser
         tensor = self._open.get(message, 0)
@@ -133,14 +119,12 @@ class Talk:
                 del self._open[message]
         dtype = one_of(chooser, DTYPE_NAMES)
         itemsize = DTYPES[dtype].itemsize
-        shape = [chooser.number(1, 4) for _ in range(chooser.number(0, 3))]
-        in_memory = bool(self._segments) and chooser.number(0, 2) > 0
-        if in_memory and happens(chooser, 3):
-            shape = [chooser.number(1, min(SEGMENT_BYTES) // itemsize)]
+        in_memory = bool(self.segments.sizes) and chooser.number(0, 2) > 0
+        shape = self.segments.shape(itemsize) if in_memory else small_shape(chooser)
         nbytes = math.prod(shape) * itemsize
         placement, payload, block = "inline", chooser.data(nbytes if nbytes < 300 else 0), None
         if in_memory:
-            placement, payload, block = "arena", self._place(nbytes, itemsize), self._next_block
+            placement, payload, block = "arena", self.segments.place(nbytes, itemsize), self._next_block
             self._next_block += 1
         if happens(chooser, 2 * self._one_in):
             shape = [boundary(chooser) for _ in range(chooser.number(0, 4))]
@@ -149,18 +133,6 @@ class Talk:
             may_require = DTYPES[dtype].is_floating_point or happens(chooser, self._one_in)
             frame += [may_require and chooser.number(0, 1) == 1, chooser.number(0, 1) == 1]
         return frame
-
-    def _place(self, nbytes: int, alignment: int) -> bytes:
-        chooser = self._chooser
-        segment = one_of(chooser, list(self._segments))
-        last = max(0, self._segments[segment] - nbytes) // alignment
-        offset = chooser.number(0, last) * alignment
-        if happens(chooser, self._one_in):
-            offset = one_of(chooser, (self._segments[segment], *BOUNDARIES)) % 2**64
-        if happens(chooser, 2 * self._one_in):
-            segment = boundary(chooser) % 2**64
-        payload = WHERE.pack(segment, offset)
-        return payload[: chooser.number(0, 15)] if happens(chooser, 3 * self._one_in) else payload
 
 
 def conversation(chooser: Chooser, to: str) -> Conversation:
@@ -178,7 +150,7 @@ def _to_receiver(chooser: Chooser) -> list[Step]:
         if happens(chooser, 20):
             steps.append(_opening(chooser, talk, one_in, talk.hello()))
         if happens(chooser, 40):  # its further frames are all invalid
-            steps.append(_opening(chooser, talk, one_in, INSPECT))
+            steps.append(_opening(chooser, talk, one_in, one_of(chooser, (INSPECT, SUBSCRIBE))))
         elif happens(chooser, 8):
             inspect = broken_frame(chooser, INSPECT) if happens(chooser, one_in) else INSPECT
             steps.append(Step(msgspec.msgpack.encode([inspect]).hex(), beside=True))
@@ -197,7 +169,7 @@ def _opening(chooser: Chooser, talk: Talk, one_in: int, frame: Frame) -> Step:
 
 def _step(chooser: Chooser, talk: Talk, one_in: int, frames: list[Frame], *, connects: bool = False) -> Step:
     record = record_of(chooser, frames, 2 * one_in)
-    descriptors, talk.descriptors = talk.descriptors, []
+    descriptors = talk.segments.taken_descriptors()
     if happens(chooser, 2 * one_in):
         descriptors += [one_of(chooser, ANYTHING)] * one_of(chooser, (1, 7, 8, 9, 64))
     envelope = one_of(chooser, ENVELOPES) if happens(chooser, 2 * one_in) else RIGHT
@@ -249,4 +221,6 @@ _STEPS = {
     TO_INSPECTOR: to_inspector,
     TO_SERVER: to_server,
     TO_CLIENT: to_client,
+    TO_PUBLISHER: to_publisher,
+    TO_SUBSCRIBER: to_subscriber,
 }

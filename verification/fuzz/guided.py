@@ -15,7 +15,14 @@ import msgspec
 import torch
 
 with atheris.instrument_imports(include=["aiotensor"]):
-    from verification.fuzz.decoding import decode_both_ways, decode_headers, decode_message
+    from verification.fuzz.broadcasts import any_content
+    from verification.fuzz.choosers import FromBytes
+    from verification.fuzz.decoding import (
+        decode_both_ways,
+        decode_content,
+        decode_headers,
+        decode_message,
+    )
     from verification.fuzz.inside import Inside, inside
     from verification.fuzz.targets import Progress, conversation_of, link_of
     from verification.places import endpoint
@@ -28,7 +35,7 @@ _EVERY = 200
 
 
 class _Growth:
-    """A receiver, a sender or an inspector in this process, and whether it grows."""
+    """A peer in this process, and whether it grows."""
 
     def __init__(self, target: str, runner: asyncio.Runner, one: Inside) -> None:
         self._target = target
@@ -54,12 +61,8 @@ class _Growth:
 
 
 def _decode(data: bytes, progress: Progress) -> None:
-    for to in (
-        "decoder",
-        "receiver",
-        "sender",
-        "inspector",
-    ):  # the bytes themselves, and records made of them
+    # The bytes themselves, and records made of them.
+    for to in ("decoder", "receiver", "sender", "inspector", "publisher", "subscriber"):
         for step in conversation_of(to, data).steps:
             decode_both_ways(step.data)
 
@@ -70,6 +73,8 @@ def _decode_messages(data: bytes, progress: Progress) -> None:
     for to in ("decoder", "server", "client"):
         for step in conversation_of(to, data).steps:
             decode_headers(step.data)
+    decode_content(data)
+    decode_content(any_content(FromBytes(data)))
 
 
 def _fuzz(hear: Callable[[bytes, Progress], None], progress_file: Path, arguments: list[str]) -> None:

@@ -11,7 +11,7 @@ from verification.fuzz.choosers import WILDNESS, Chooser, happens, one_of
 from verification.fuzz.steps import STAND_IN, Step
 from verification.fuzz.wire import Frame, Scalar, boundary, broken_bytes, broken_frame
 
-__all__ = ["SENT_BEFORE", "TO_CLIENT", "TO_SERVER", "message_parts", "to_client", "to_server"]
+__all__ = ["SENT_BEFORE", "TO_CLIENT", "TO_SERVER", "body_of", "message_parts", "to_client", "to_server"]
 
 TO_SERVER = "server"
 TO_CLIENT = "client"
@@ -70,7 +70,7 @@ class _Words:
     def close(self) -> list[bytes]:
         return [self._header(["close", one_of(self._chooser, ("", "no room")), happens(self._chooser, 2)])]
 
-    def message(self, elsewhere: int) -> list[bytes]:
+    def message(self, elsewhere: int, *, has_buffers: bool = True) -> list[bytes]:
         """Generate a body and its buffers; the body refers to `elsewhere` tensors by their numbers."""
         chooser = self._chooser
         buffers: list[bytes] = []
@@ -79,7 +79,9 @@ class _Words:
         for _ in range(chooser.number(0, 3)):
             meaning, nbytes = self._meaning()
             data = chooser.data(nbytes) if nbytes < 300 else bytes(nbytes)
-            if happens(chooser, 2):
+            if not has_buffers:
+                tensors.append(self._tensor(["in", meaning, data]))
+            elif happens(chooser, 2):
                 buffers.append(data)
                 tensors.append(self._tensor(["by", meaning, len(buffers) - 1]))
             elif happens(chooser, 3):
@@ -176,6 +178,11 @@ def _handle(message: int, tensor: int) -> dict[str, Scalar]:
 def message_parts(chooser: Chooser) -> list[bytes]:
     """Generate a message without a header: its body and its buffers."""
     return _Words(chooser, one_of(chooser, WILDNESS)).message(chooser.number(0, 1))
+
+
+def body_of(chooser: Chooser, one_in: int, elsewhere: int) -> bytes:
+    """Generate a body without buffers, which refers to `elsewhere` tensors by their numbers."""
+    return _Words(chooser, one_in).message(elsewhere, has_buffers=False)[0]
 
 
 def to_server(chooser: Chooser) -> list[Step]:

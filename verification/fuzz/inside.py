@@ -1,20 +1,30 @@
-"""Rogue peers of a receiver, a sender and an inspector in this process, where atheris measures coverage."""
+"""Rogue peers of every kind of peer in this process, where atheris measures coverage."""
 
 import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import get_args
+
+import torch
 
 from aiotensor import TensorReceiver, TensorSender
+from aiotensor.broadcast import Publisher, SlowPolicy, Subscriber
 from aiotensor.transports.endpoints import Endpoint
 from verification.fuzz import api
+from verification.fuzz.broadcasts import MOST_READ
 from verification.fuzz.engine import Engine, Figures, Troubles, figures
 from verification.fuzz.listening import answer, waiting_at
 from verification.fuzz.live_inspector import INSPECTED, inspect_once
+from verification.fuzz.notes import Note
+from verification.fuzz.receiving import publish_rightly, receive_all
 from verification.fuzz.speaking import converse, heard, road_to
 from verification.fuzz.steps import Conversation
+from verification.fuzz.subscribing import subscribe
 from verification.fuzz.things import Things
+from verification.patterns import pattern
+from verification.waiting import until
 
 __all__ = ["Inside", "inside"]
 
@@ -142,14 +152,97 @@ class InsideInspector:
         return f"inspections: {outcomes}"
 
 
-Inside = InsideReceiver | InsideSender | InsideInspector
+class InsidePublisher:
+    """A new publisher for each conversation, with an honest subscriber."""
+
+    def __init__(self, address: str, troubles: Troubles, things: Things) -> None:
+        self._address = address
+        self._troubles = troubles
+        self._things = things
+        self._heard = self._received = self._conversations = 0
+
+    async def hear(self, conversation: Conversation) -> None:
+        """Run a rogue subscriber beside an honest one, which receives everything."""
+        slow = get_args(SlowPolicy)[self._conversations % 3]
+        self._conversations += 1
+        async with (
+            asyncio.timeout(_PATIENCE_S),
+            Publisher(self._address, arena_bytes=1 << 20, max_behind=MOST_READ, slow=slow) as publisher,
+            Subscriber(self._address, Note) as honest,
+        ):
+            await publisher.wait_for_subscribers(1)
+            with road_to(self._address, self._things) as road:
+                talking = asyncio.create_task(subscribe(road, conversation))
+                number = 0
+                while not talking.done() or not number:
+                    number = await self._publish(publisher, honest)
+                self._heard += await talking
+            await self._publish(publisher, honest)
+            await until(lambda: [lag.behind for lag in publisher.statistics().lags] == [0])
+        assert not self._troubles.found, "\n".join(self._troubles.found)
+
+    async def _publish(self, publisher: Publisher, honest: Subscriber[Note]) -> int:
+        number = publisher.statistics().published
+        sent = asyncio.create_task(publisher.publish(Note(number, [pattern(number, 3000)])))
+        publication = await honest.receive()
+        assert (publication.number, publication.missed) == (number, 0)
+        assert torch.equal(publication.message.tensors[0], pattern(number, 3000))
+        await sent
+        self._received += 1
+        return number + 1
+
+    async def look(self) -> Figures:
+        """Measure this process."""
+        return figures()
+
+    @property
+    def summary(self) -> str:
+        """Return a summary of the run."""
+        return f"{self._received} publications received by honest subscribers, {self._heard} read by rogues"
+
+
+class InsideSubscriber:
+    """A new subscriber for each conversation, whose waits must all end."""
+
+    def __init__(self, address: str, troubles: Troubles, things: Things) -> None:
+        self._address = address
+        self._troubles = troubles
+        self._things = things
+        self._outcomes: Counter[str] = Counter()
+        self._taken_in_memory = 0
+
+    async def hear(self, conversation: Conversation) -> None:
+        """Run a rogue publisher for a subscriber in use, and then an honest one."""
+        async with asyncio.timeout(_PATIENCE_S), contextlib.AsyncExitStack() as stack:
+            with waiting_at(self._address) as listener:
+                subscriber = await stack.enter_async_context(Subscriber(self._address, Note))
+                receiving = asyncio.create_task(receive_all(subscriber, self._troubles))
+                await answer(listener, conversation, self._things)
+            async with Publisher(self._address) as honest:
+                await publish_rightly(honest)
+                received = await receiving
+            self._outcomes += received.outcomes
+            self._taken_in_memory += received.taken_in_memory
+        assert not self._troubles.found, "\n".join(self._troubles.found)
+
+    async def look(self) -> Figures:
+        """Measure this process."""
+        return figures()
+
+    @property
+    def summary(self) -> str:
+        """Return a summary of the run."""
+        outcomes = ", ".join(f"{count} {name}" for name, count in sorted(self._outcomes.items()))
+        return f"{self._taken_in_memory} tensors of rogues in shared memory; receives: {outcomes}"
+
+
+_InTurn = InsideSender | InsideInspector | InsidePublisher | InsideSubscriber
+Inside = InsideReceiver | _InTurn
 
 
 @asynccontextmanager
-async def _inside(
-    kind: type[InsideSender | InsideInspector], address: str
-) -> AsyncIterator[InsideSender | InsideInspector]:
-    """Prepare this process for senders or inspectors."""
+async def _inside(kind: type[_InTurn], address: str) -> AsyncIterator[_InTurn]:
+    """Prepare this process for peers that are opened one after the other."""
     troubles = Troubles()
     troubles.watch()
     try:
@@ -161,8 +254,10 @@ async def _inside(
 
 def inside(target: str, endpoint: Endpoint) -> AbstractAsyncContextManager[Inside]:
     """Prepare this process for a target."""
-    kinds: dict[str, type[InsideSender | InsideInspector]] = {
+    kinds: dict[str, type[_InTurn]] = {
         "sender": InsideSender,
         "inspector": InsideInspector,
+        "publisher": InsidePublisher,
+        "subscriber": InsideSubscriber,
     }
     return _inside(kinds[target], str(endpoint)) if target in kinds else _inside_receiver(endpoint)

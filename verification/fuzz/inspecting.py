@@ -3,7 +3,7 @@
 import msgspec
 
 from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_HOLDERS, MAX_ROWS, VERSION
-from aiotensor.types import ReceiverStatistics, SenderStatistics
+from aiotensor.types import PublisherStatistics, ReceiverStatistics, SenderStatistics
 from verification.fuzz.choosers import WILDNESS, Chooser, happens, one_of
 from verification.fuzz.steps import Step
 from verification.fuzz.wire import Frame, Scalar, boundary, broken_frame, record_of
@@ -27,9 +27,9 @@ def statistics_reply(chooser: Chooser, one_in: int, sender: str) -> Frame:
 
 
 def to_inspector(chooser: Chooser) -> list[Step]:
-    """Generate the frames of a receiver to an inspector, in records of a few frames."""
+    """Generate the frames of a receiver or publisher to an inspector, in records of a few frames."""
     one_in = one_of(chooser, WILDNESS)
-    frames = _reports(chooser, one_in)
+    frames = _publisher_report(chooser, one_in) if happens(chooser, 4) else _reports(chooser, one_in)
     if happens(chooser, one_in):
         del frames[chooser.number(0, len(frames) - 1)]
     if happens(chooser, one_in) and frames:
@@ -47,6 +47,17 @@ def to_inspector(chooser: Chooser) -> list[Step]:
         record = record_of(chooser, some, 2 * one_in)
         steps.append(Step(record.hex(), tuple(descriptors), after=0 if happens(chooser, 4) else 1))
     return steps
+
+
+def _publisher_report(chooser: Chooser, one_in: int) -> list[Frame]:
+    """Return all frames of a publisher."""
+    statistics = _statistics(chooser, PublisherStatistics)
+    counts = ("pid", "behind", "behind_s", "held_bytes", "delivered", "dropped")
+    lag = {"subscriber": "s", **dict.fromkeys(counts, chooser.number(0, 9))}
+    too_many = [MAX_ROWS + 1] if happens(chooser, one_in) else []
+    statistics["lags"] = [lag] * one_of(chooser, (1, 0, MAX_ROWS, *too_many))
+    frames: list[Frame] = [["welcome", VERSION, 1, LEAST_FRAME_BYTES, "p", happens(chooser, 2)]]
+    return [*frames, ["publisher report", statistics]]
 
 
 def _reports(chooser: Chooser, one_in: int) -> list[Frame]:
@@ -70,7 +81,9 @@ def _reports(chooser: Chooser, one_in: int) -> list[Frame]:
     return frames + [statistics_reply(chooser, one_in, sender) for sender in replying]
 
 
-def _statistics(chooser: Chooser, kind: type[SenderStatistics | ReceiverStatistics]) -> dict[str, Scalar]:
+def _statistics(
+    chooser: Chooser, kind: type[SenderStatistics | ReceiverStatistics | PublisherStatistics]
+) -> dict[str, Scalar]:
     """Return a map with all fields of statistics, whose numbers are equal."""
     number = boundary(chooser) % 2**63 if happens(chooser, 8) else chooser.number(0, 9)
     waits = {"bounds_s": [0.5, 1], "counts": [number, 1, 0], "total_s": 0.5}

@@ -1,4 +1,4 @@
-"""A rogue receiver: a plain socket at the address of a receiver, which replies with any records."""
+"""A rogue receiver or publisher: a plain socket at its address, which replies with any records."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ __all__ = ["answer", "waiting_at"]
 
 @contextmanager
 def waiting_at(address: Endpoint) -> Iterator[socket.socket]:
-    """Listen at the address of a receiver, and remove the socket file at the end."""
+    """Listen at the address of a receiver or publisher, and remove the socket file at the end."""
     path = str(address).removeprefix("unix://")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.setblocking(False)
@@ -30,9 +30,9 @@ def waiting_at(address: Endpoint) -> Iterator[socket.socket]:
 
 
 async def answer(listener: socket.socket, conversation: Conversation, things: Things) -> None:
-    """Accept one sender, and send it the records of a conversation.
+    """Accept one peer, and send it the records of a conversation.
 
-    At most the first three records of the sender are awaited: its hello, a segment, and tensors.
+    At most the first three records of a sender are awaited: its hello, a segment, and tensors.
     """
     loop = asyncio.get_running_loop()
     sock, _ = await loop.sock_accept(listener)
@@ -42,7 +42,7 @@ async def answer(listener: socket.socket, conversation: Conversation, things: Th
         for step in conversation.steps:
             while read < step.after and await _read(sock):
                 read += 1
-            beside = things.descriptors(step.descriptors)
+            beside = things.descriptors(step.descriptors, sock.fileno())
             if not await say(sock, step.data, beside):
                 return
 

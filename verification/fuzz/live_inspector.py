@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from aiotensor import PeerLostError, ProtocolError, TensorReceiver
+from aiotensor.inspection import PublisherInspection, inspect
 from aiotensor.transports.endpoints import Endpoint
 from verification.fuzz.children import child_process, look, watch
 from verification.fuzz.engine import Figures
 from verification.fuzz.listening import answer, waiting_at
 from verification.fuzz.steps import Conversation
 from verification.fuzz.things import Things
-from verification.inspecting import inspect_receiver
 from verification.processes import peers
 
 __all__ = ["INSPECTED", "LiveInspector", "inspect_once", "live_inspector"]
@@ -23,11 +23,13 @@ _PATIENCE_S = 20  # for steps of milliseconds; a slower inspector hangs
 
 
 async def inspect_once(address: Endpoint) -> str:
-    """Inspect a receiver, and return the outcome; raise errors that no receiver may cause."""
+    """Inspect a receiver or publisher, and return the outcome; raise errors that neither may cause."""
     try:
-        inspection = await inspect_receiver(str(address), patience_s=_PATIENCE_S / 4)
+        inspection = await inspect(str(address), patience_s=_PATIENCE_S / 4)
     except (PeerLostError, ProtocolError) as error:
         return type(error).__name__
+    if isinstance(inspection, PublisherInspection):
+        return "publisher inspected"
     ids = [sender.sender for sender in inspection.senders]
     assert len(ids) == len(set(ids))
     return INSPECTED if all(sender.statistics for sender in inspection.senders) else "no replies"

@@ -5,17 +5,36 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from aiotensor.errors import ProtocolError, RefusedError
-from aiotensor.protocol.frames import ARENA, OPENING, VERSION, Hello, Inspect, Put, Subscribe, Welcome, decode
+from aiotensor.protocol.audience import Backlog, Item
+from aiotensor.protocol.broadcast import Begin, Publish
+from aiotensor.protocol.frames import (
+    ARENA,
+    INLINE,
+    OPENING,
+    VERSION,
+    Hello,
+    Inspect,
+    Opening,
+    Put,
+    Subscribe,
+    Welcome,
+    decode,
+)
 from aiotensor.protocol.inspector import InspectedConnection, InspectorConnection
+from aiotensor.protocol.publisher import PublisherConnection
 from aiotensor.protocol.receiver import ReceiverConnection
 from aiotensor.protocol.sender import SenderConnection
+from aiotensor.protocol.subscriber import SubscriberConnection, read_content
 from aiotensor.tensors.arena import segment_bytes
-from verification.fuzz.grammar import TO_INSPECTOR, TO_RECEIVER, TO_SENDER
-from verification.fuzz.steps import Conversation
+from verification.fuzz.broadcasts import MOST_READ
+from verification.fuzz.grammar import TO_INSPECTOR, TO_PUBLISHER, TO_RECEIVER, TO_SENDER, TO_SUBSCRIBER
+from verification.fuzz.steps import FIRST_BLOCK, FIRST_NUMBER, Conversation
 
 __all__ = ["Outcomes"]
 
 _WELCOME = Welcome(VERSION, 1, receiver="r", is_admitted=True)
+
+_Opened = ReceiverConnection | PublisherConnection | InspectedConnection
 
 
 class Outcomes:
@@ -35,8 +54,10 @@ class Outcomes:
     def add(self, said: Conversation) -> None:
         """Pass the records of a conversation to the connection objects of its side."""
         sides: dict[str, Callable[[Conversation], None]] = {
-            TO_RECEIVER: self._at_receiver,
+            TO_RECEIVER: self._at_listener,
+            TO_PUBLISHER: self._at_listener,
             TO_SENDER: self._at_sender,
+            TO_SUBSCRIBER: self._at_subscriber,
             TO_INSPECTOR: self._at_inspector,
         }
         try:
@@ -49,33 +70,22 @@ class Outcomes:
     def _accept(self, side: str, frames: Sequence[object]) -> None:
         self.accepted.update((side, type(frame).__name__) for frame in frames)
 
-    def _at_receiver(self, said: Conversation) -> None:
-        connection: ReceiverConnection | InspectedConnection | None = None
+    def _at_listener(self, said: Conversation) -> None:
+        connection: _Opened | None = None
         for step in said.steps:
             if step.beside:
                 [opening] = decode(OPENING, step.data)
-                self._accept(TO_RECEIVER, [opening])
+                self._accept(said.to, [opening])
                 if isinstance(connection, ReceiverConnection):
                     connection.request_statistics()
             elif step.connects or connection is None:
-                connection = self._opened(step.data)
+                [opening] = decode(OPENING, step.data)
+                connection = _opened(said.to, opening)
+                if connection.mismatch is not None:
+                    raise RefusedError(connection.mismatch)
+                self._accept(said.to, [opening])
             else:
-                self._accept(TO_RECEIVER, connection.receive(step.data))
-
-    def _opened(self, record: bytes) -> ReceiverConnection | InspectedConnection:
-        [opening] = decode(OPENING, record)
-        connection: ReceiverConnection | InspectedConnection
-        if isinstance(opening, Inspect):
-            connection = InspectedConnection(opening, _WELCOME)
-        elif isinstance(opening, Subscribe):
-            raise RefusedError("no publisher is here")
-        else:
-            connection = ReceiverConnection(opening, _WELCOME, segment_bytes(opening.arena_bytes))
-            connection.admit()
-        if connection.mismatch is not None:
-            raise RefusedError(connection.mismatch)
-        self._accept(TO_RECEIVER, [opening])
-        return connection
+                self._accept(said.to, connection.receive(step.data))
 
     def _at_sender(self, said: Conversation) -> None:
         connection = SenderConnection(Hello(VERSION, 1, secrets.token_hex(16), 8, 1 << 20))
@@ -85,7 +95,38 @@ class Outcomes:
         for step in said.steps:
             self._accept(TO_SENDER, connection.receive(step.data))
 
+    def _at_subscriber(self, said: Conversation) -> None:
+        connection = SubscriberConnection(Subscribe(VERSION, 1, secrets.token_hex(16)))
+        for step in said.steps:
+            frames = connection.receive(step.data)
+            self._accept(TO_SUBSCRIBER, frames)
+            for frame in frames:
+                if isinstance(frame, Publish):
+                    connection.taken(frame.number)
+                    if frame.placement == INLINE:
+                        self._accept(TO_SUBSCRIBER, [read_content(frame.payload)])
+
     def _at_inspector(self, said: Conversation) -> None:
         connection = InspectorConnection(1)
         for step in said.steps:
             self._accept(TO_INSPECTOR, connection.receive(step.data))
+
+
+def _opened(to: str, opening: Opening) -> _Opened:
+    match opening:
+        case Inspect():
+            return InspectedConnection(opening, _WELCOME)
+        case Hello() if to == TO_RECEIVER:
+            receiver = ReceiverConnection(opening, _WELCOME, segment_bytes(opening.arena_bytes))
+            receiver.admit()
+            return receiver
+        case Subscribe() if to == TO_PUBLISHER:
+            publisher = PublisherConnection(opening, _WELCOME)
+            backlog = Backlog(MOST_READ, None)
+            publisher.admit(backlog, Begin(1 << 20, MOST_READ, FIRST_NUMBER))
+            for number in range(MOST_READ):
+                item = Item(FIRST_NUMBER + number, b"", blocks=((FIRST_BLOCK + number, 4096),))
+                backlog.add(item)
+                backlog.next()
+            return publisher
+    raise RefusedError("it has the role of a peer elsewhere")

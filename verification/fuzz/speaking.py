@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from aiotensor import TensorQueue
-from aiotensor.protocol.frames import VERSION, Hello, encode
+from aiotensor.protocol.frames import MAX_RECORD_BYTES, VERSION, Hello, encode
 from aiotensor.transports.endpoints import Endpoint
 from aiotensor.transports.records import record_pair
 from verification.fuzz.steps import RIGHT, STAND_IN, Conversation, Step
@@ -33,6 +33,9 @@ class Road(Protocol):
 
     async def answered(self) -> None:
         """Wait for the first reply, or for the end of the connection."""
+
+    async def read(self, within_s: float) -> bytes:
+        """Return the next record of the other side; nothing if none comes soon, or the connection ended."""
 
     async def say_beside(self, step: Step, sender: bytes) -> None:
         """Send a record on a further connection, which stays open, and wait for the reply to it."""
@@ -79,6 +82,15 @@ async def _first_byte(sock: socket.socket) -> None:
         await asyncio.get_running_loop().sock_recv(sock, 1)
 
 
+async def _record(sock: socket.socket | None, within_s: float) -> bytes:
+    """Return the next record; nothing if none comes soon, or the connection ended."""
+    if sock is not None:
+        with contextlib.suppress(ConnectionResetError, TimeoutError):
+            async with asyncio.timeout(within_s):
+                return await asyncio.get_running_loop().sock_recv(sock, MAX_RECORD_BYTES)
+    return b""
+
+
 class OnSocket:
     """Separate connections to a receiver at an address."""
 
@@ -113,6 +125,9 @@ class OnSocket:
     async def answered(self) -> None:
         if self._sock is not None:
             await _first_byte(self._sock)
+
+    async def read(self, within_s: float) -> bytes:
+        return await _record(self._sock, within_s)
 
     async def say_beside(self, step: Step, sender: bytes) -> None:
         sock = await self._connected()
@@ -174,6 +189,9 @@ class OnQueue:
     async def answered(self) -> None:
         if self._pipe is not None:
             await _first_byte(self._pipe)
+
+    async def read(self, within_s: float) -> bytes:
+        return await _record(self._pipe, within_s)
 
     async def say_beside(self, step: Step, sender: bytes) -> None:
         pipe, far = record_pair()

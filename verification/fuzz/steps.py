@@ -4,14 +4,39 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["CASES", "RIGHT", "STAND_IN", "Conversation", "Step", "cases", "keep"]
+__all__ = [
+    "CASES",
+    "ENVELOPES",
+    "FIRST_BLOCK",
+    "FIRST_NUMBER",
+    "PID",
+    "PUBLISHER",
+    "RIGHT",
+    "STAND_IN",
+    "Conversation",
+    "Step",
+    "cases",
+    "keep",
+]
 
 CASES = Path(__file__).parent / "cases"
 
 # The placeholder of the sender's id in every record; each run of a conversation replaces it with a new id.
 STAND_IN = "5ead" * 8
 
+# Further placeholders, for what a subscriber knows about its publisher and itself: see `subscribing.Heard`.
+# They are valid values of the fields.
+PUBLISHER = "5eed" * 8  # the id of the publisher
+PID = 0x5EAD_5EAD  # the id of the rogue's process
+FIRST_NUMBER = 0x2EAD_5EAD_0000_0000  # the first publication of a connection; the next ones follow
+FIRST_BLOCK = 0x2EAD_B10C_0000_0000  # a block of the first publication; those of the next ones follow
+
 RIGHT = "right"  # the valid envelope of this record on a queue
+
+ENVELOPES = (
+    *(RIGHT, "none", "hello", "hello without a pipe", "hello with a pipe", "hello with a file"),
+    *("hello with a listener", "stranger", "unknown kind"),
+)
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -23,7 +48,8 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         envelope: its prefix on a queue; see `speaking.OnQueue`.
         connects: whether it is sent on a new connection.
         beside: whether it is sent on a further connection, whose answer is awaited, and which stays open.
-        after: how many records of the other side are read before it is sent.
+        after: how many records of the other side are read before it is sent; of a publisher, how many
+            publications.
         parts: the further parts of a ZeroMQ message, in hexadecimal digits.
     """
 

@@ -3,7 +3,14 @@
 import msgspec
 
 from verification.fuzz.choosers import FromBytes
-from verification.fuzz.grammar import TO_INSPECTOR, TO_RECEIVER, TO_SENDER, conversation
+from verification.fuzz.grammar import (
+    TO_INSPECTOR,
+    TO_PUBLISHER,
+    TO_RECEIVER,
+    TO_SENDER,
+    TO_SUBSCRIBER,
+    conversation,
+)
 from verification.fuzz.headers import TO_CLIENT, TO_SERVER, message_parts
 from verification.fuzz.steps import Conversation, Step
 
@@ -12,7 +19,16 @@ __all__ = ["TO_DECODER", "Progress", "conversation_of", "link_of", "listener_of"
 # The kind of peer that gets only the parts of a message: its body and its buffers.
 TO_DECODER = "decoder"
 
-_LISTENERS = {"sender": TO_SENDER, "inspector": TO_INSPECTOR, "server": TO_SERVER, "client": TO_CLIENT}
+_LISTENERS = {
+    "sender": TO_SENDER,
+    "inspector": TO_INSPECTOR,
+    "server": TO_SERVER,
+    "client": TO_CLIENT,
+    "publisher": TO_PUBLISHER,
+    "publisher, unix": TO_PUBLISHER,
+    "publisher, queue": TO_PUBLISHER,
+    "subscriber": TO_SUBSCRIBER,
+}
 
 
 class Progress(msgspec.Struct):
@@ -43,4 +59,4 @@ def _message(parts: list[bytes]) -> Step:
 
 def link_of(target: str) -> str:
     """Return the link of a target."""
-    return "queue" if target == "receiver, queue" else "unix"
+    return "queue" if target.endswith(", queue") else "unix"

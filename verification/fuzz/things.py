@@ -4,15 +4,29 @@ import contextlib
 import fcntl
 import os
 import socket
+import struct
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+import msgspec
 import numpy as np
 
-__all__ = ["GUARD", "LOOSE_NAME", "MEMORY_KINDS", "MEMORY_NAME", "OTHER_THINGS", "SEGMENT_BYTES", "Things"]
+from aiotensor.codec.wire import TENSOR
+
+__all__ = [
+    "CONTENT",
+    "GUARD",
+    "LOOSE_NAME",
+    "MEMORY_KINDS",
+    "MEMORY_NAME",
+    "OTHER_THINGS",
+    "SEGMENT_BYTES",
+    "WHERE",
+    "Things",
+]
 
 MEMORY_NAME = "fuzz"  # as the kernel lists it, behind "memfd:"; memory named "loose" must never be mapped
 LOOSE_NAME = "loose"
@@ -23,14 +37,25 @@ GUARD = ((_OFFSETS * 2654435761) >> 13).astype(np.uint8).tobytes()
 
 SEGMENT_BYTES = (4096, 8192, 65536)
 
+WHERE = struct.Struct("<QQ")  # a position: the number of a segment, and the offset in it
+
+# The first bytes of the memory called "content": the content of a publication, with a tensor in segment 0.
+_encode = msgspec.msgpack.encode
+CONTENT = _encode(
+    [
+        _encode({"number": 1, "tensors": [msgspec.msgpack.Ext(TENSOR, _encode(["at", 0]))]}),
+        [["uint8", [64], "arena", WHERE.pack(0, 1024), 99]],
+    ]
+)
+
 # Segments must be sealed; memory that others may write to, or that may only grow, is accepted too.
-MEMORY_KINDS = ("sealed", "unsealed", "read-only", "write-sealed", "growable", "huge", "device")
+MEMORY_KINDS = ("sealed", "unsealed", "read-only", "write-sealed", "growable", "content", "huge", "device")
 OTHER_THINGS = ("pipe", "directory", "file", "socket", "listener")
 
 _SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HUGE_BYTES = 2 << 20
 
-_RENEWED = "sealed", "growable"
+_RENEWED = "sealed", "growable", "content"
 _AT_ONCE = 9  # of one name in a record, more than a receiver takes
 
 
@@ -126,6 +151,8 @@ def _memory(kind: str, nbytes: int) -> int:
     name = LOOSE_NAME if kind in ("unsealed", "read-only", "write-sealed") else MEMORY_NAME
     descriptor = os.memfd_create(name, os.MFD_ALLOW_SEALING)
     os.write(descriptor, GUARD[:nbytes])
+    if kind == "content":
+        os.pwrite(descriptor, CONTENT, 0)
     seals = {"unsealed": 0, "growable": fcntl.F_SEAL_SHRINK, "write-sealed": _SEALED | fcntl.F_SEAL_WRITE}
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals.get(kind, _SEALED))
     if kind != "read-only":

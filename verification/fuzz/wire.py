@@ -4,6 +4,7 @@ from typing import get_args
 
 import msgspec
 
+from aiotensor.protocol.broadcast import FromSubscriber, ToSubscriber
 from aiotensor.protocol.frames import (
     MAX_FRAMES,
     MAX_HELLO_BYTES,
@@ -25,9 +26,10 @@ BOUNDARIES = (
     *(2**62, 2**63 - 1, 2**63, 2**64 - 1, -1, -(2**31), -(2**63)),
 )
 
-# The frames of the protocol of tensors, by their tags.
+# The frames of the protocols of tensors and of broadcast, by their tags.
 _KINDS = {
-    str(kind.__struct_config__.tag): kind for kind in get_args(Opening | FromSender | ToSender | ToInspector)
+    str(kind.__struct_config__.tag): kind
+    for kind in get_args(Opening | FromSender | ToSender | ToInspector | FromSubscriber | ToSubscriber)
 }
 
 TAGS = (

@@ -1,0 +1,29 @@
+"""A publisher with rogue subscribers: it continues, keeps none of their resources, and serves honest ones."""
+
+from functools import partial
+
+import pytest
+
+from verification.fuzz.grammar import TO_PUBLISHER
+from verification.fuzz.live_publisher import live_publisher
+from verification.fuzz.living import listening
+
+_GROWTH_KIB = 1024
+
+links = pytest.mark.parametrize("link", ["queue", "unix"])
+
+
+@pytest.mark.parametrize("uvloop", [True, False], ids=["uvloop", "asyncio"])
+@links
+def test_a_publisher_survives_invalid_subscribers_and_keeps_nothing_of_them(link: str, uvloop: bool) -> None:
+    with listening(link, partial(live_publisher, uvloop=uvloop)) as publisher:
+        publisher.explore(TO_PUBLISHER, warm_up=40, examples=60, growth_kib=_GROWTH_KIB)
+        assert publisher.live.lost
+        assert publisher.live.heard
+        assert publisher.live.honest_publications > publisher.live.conversations
+
+
+@links
+def test_recorded_cases_do_not_harm_a_publisher(link: str) -> None:
+    with listening(link, partial(live_publisher, uvloop=True)) as publisher:
+        publisher.replay(TO_PUBLISHER, times=2)
