@@ -1,14 +1,12 @@
 """The comparison with the model, when nothing is in transit."""
 
 import gc
-import threading
 
 import msgspec
 import torch
 
 from aiotensor import SenderStatistics, WouldBlockError
 from aiotensor.sending.message import MessageState
-from verification.descriptors import our_descriptors
 from verification.internals import memory_of, pipeline_of, senders_of, worker_of
 from verification.model.ends import EndRules
 from verification.model.records import Message, Receiver, Sender, Tensor
@@ -231,7 +229,7 @@ class SettledWorld(EndRules):
             self._bring_everything_to_its_end()
         self._close_all()
         if is_checked:
-            self._check_that_nothing_is_left()
+            self._check_that_all_is_closed()
 
     def _bring_everything_to_its_end(self) -> None:
         """Take all available tensors until no call waits any more, and check the outcome of each tensor."""
@@ -295,18 +293,9 @@ class SettledWorld(EndRules):
         assert not self.calls, f"{self.calls} hang"
         self.steps.close()
 
-    def _check_that_nothing_is_left(self) -> None:
+    def _check_that_all_is_closed(self) -> None:
         for sender in self.senders:
             assert sender.sender.statistics().waiting == 0, f"a call waits at {sender}, which is closed"
         for receiver in self.receivers:
             assert receiver.receiver.statistics().unclaimed_tensors == 0, f"{receiver} is closed"
-        self.free_place()
-        assert not self._left(), f"descriptors left behind: {self._left()}"
-        threads = [one.name for one in set(threading.enumerate()) - self.threads if "aiotensor" in one.name]
-        assert not threads, f"threads left behind: {threads}"
-        assert not self.steps.complaints, self.steps.complaints
-
-    def _left(self) -> dict[int, str]:
-        return {
-            number: what for number, what in our_descriptors().items() if self.descriptors.get(number) != what
-        }
+        self.check_that_nothing_is_left()

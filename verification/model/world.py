@@ -1,30 +1,20 @@
 """Real senders and a real receiver on one loop, with a model that checks every result."""
 
-import gc
-import os
-import sys
-import tempfile
-import threading
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from typing import Any
 
 import torch
-from hypothesis.stateful import RuleBasedStateMachine
 
 from aiotensor import (
-    AioTensorError,
     AlreadyTakenError,
     ClosedError,
     DiscardedError,
     PeerLostError,
     RefusedError,
     TensorHandle,
-    TensorQueue,
     WouldBlockError,
 )
-from verification.descriptors import our_descriptors
 from verification.internals import worker_of
 from verification.model.records import (
     Block,
@@ -38,11 +28,10 @@ from verification.model.records import (
     Tensor,
     key_of,
 )
-from verification.model.stepping import Steps
-from verification.patterns import pattern
+from verification.model.stage import Stage, outcome_of
 
 
-class World(RuleBasedStateMachine):
+class World(Stage):
     """Keep a record of every message and tensor, and compare what each call returns with it.
 
     The model does not predict concurrent events, but bounds them: while a discard or a loss is in transit,
@@ -50,23 +39,9 @@ class World(RuleBasedStateMachine):
     completely.
     """
 
-    link = "queue"
-    loop = "asyncio"
-
     def __init__(self) -> None:
         super().__init__()
-        self.descriptors = our_descriptors()
-        self.threads = set(threading.enumerate())
-        gc.collect()
-        gc.disable()  # it would free the tensors in tracebacks at random moments
-        self.steps = Steps(self.loop)
-        self.now = 0  # counts events
         self.turns = 0
-        self.seeds = 0
-        self.folder = tempfile.TemporaryDirectory(prefix="aiotensor-")
-        self.place: str | TensorQueue = (
-            TensorQueue() if self.link == "queue" else f"unix://{self.folder.name}/socket"
-        )
         self.receivers: list[Receiver] = []
         self.senders: list[Sender] = []
         self.calls: list[Call] = []
@@ -96,14 +71,6 @@ class World(RuleBasedStateMachine):
 
     def in_flight(self) -> list[Message]:
         return [m for sender in self.living for m in sender.messages if m.state == "open" and m.opened]
-
-    def tick(self) -> int:
-        self.now += 1
-        return self.now
-
-    def values(self, count: int) -> torch.Tensor:
-        self.seeds += 1
-        return pattern(self.seeds * 1_000_003, count)
 
     # Calls
 
@@ -151,7 +118,9 @@ class World(RuleBasedStateMachine):
         # receives, other receives, drains. Each may depend on the results of the kinds before it.
         heard: list[tuple[int, Call, Outcome]] = []
         for call in done:
-            outcome = _outcome_of(call)
+            task, call.task = call.task, None
+            assert task is not None
+            outcome = outcome_of(task, call)
             came_too_late = outcome.error is not None or outcome.is_cancelled
             if isinstance(call.side, Receiver):
                 order = 3 + came_too_late
@@ -323,42 +292,3 @@ class World(RuleBasedStateMachine):
             self.lose(sender, is_certain=sender.met is receiver)
             if sender.met is receiver:
                 sender.met = None
-
-    def free_place(self) -> None:
-        """Free the resources of the machine itself."""
-        if isinstance(self.place, TensorQueue):
-            self.place.close()
-        with suppress(FileNotFoundError):
-            os.unlink(f"{self.folder.name}/socket")  # of a receiver that was killed
-        self.folder.cleanup()
-
-    def teardown(self) -> None:
-        has_failed = sys.exc_info()[0] is not None
-        try:
-            self.end(is_checked=not has_failed)
-        except Exception:
-            if not has_failed:
-                raise
-            # The first error is reported; the leftovers must not disturb the following examples.
-            self.steps.abandon()
-        finally:
-            gc.enable()
-            self.free_place()
-
-    @abstractmethod
-    def end(self, *, is_checked: bool) -> None:
-        """End all calls and objects, and check for leftovers."""
-
-
-def _outcome_of(call: Call) -> Outcome:
-    task, call.task = call.task, None
-    assert task is not None
-    if task.cancelled():
-        return Outcome(is_cancelled=True)
-    error = task.exception()
-    if error is None:
-        return Outcome(task.result())
-    if not isinstance(error, AioTensorError | StopAsyncIteration):
-        raise AssertionError(f"{call} failed") from error
-    # Without its traceback, whose frames hold tensors.
-    return Outcome(error=error.with_traceback(None))
