@@ -242,6 +242,8 @@ class Subscribers:
         if self.connected.get(peer.name) is peer:
             self._forget(peer)
             self._counts["subscribers_lost"] += not was_closed
+            if was_closed:
+                self.memory.unpin(peer.backlog.close())
             # Pins that the subscriber may use are left until its process has ended.
             self.departures.add(list(peer.backlog.pins()), peer.watch)
             self.memory.unpin(peer.backlog.pending_blocks())

@@ -195,6 +195,20 @@ class Backlog:
             for _ in range(count):
                 yield block
 
+    def close(self) -> list[int]:
+        """Handle that the subscriber has closed, and so takes no further publication.
+
+        Return the blocks of all that it has not answered, once for each tensor: it has not read them.
+        """
+        unanswered = [*self._announced.values(), *self._withdrawn.values()]
+        blocks = [block for item in unanswered for block, _ in item.blocks]
+        for block in blocks:
+            self._unpin(block)
+        self._announced.clear()
+        self._dropped += len(self._withdrawn)
+        self._withdrawn.clear()
+        return blocks
+
     def pending_blocks(self) -> Iterator[int]:
         """Iterate over the blocks of pending publications, once for each tensor."""
         for item in self.pending.values():

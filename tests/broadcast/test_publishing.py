@@ -408,6 +408,15 @@ async def test_closing_a_subscriber_ends_its_calls(broadcasts: Broadcasts) -> No
         await until(lambda: not publisher.statistics().subscribers)
 
 
+async def test_a_publication_on_its_way_to_a_closed_subscriber_uses_no_memory(broadcasts: Broadcasts) -> None:
+    async with broadcasts.open(2) as (publisher, [closed, other]):
+        await closed.aclose()
+        published = publisher.publish_nowait(pattern(0, BIG))
+        assert published.delivered == 2  # the publisher does not know yet that it has closed
+        await received(other, 1)
+        await idle(publisher)
+
+
 async def test_several_tasks_share_a_subscriber(broadcasts: Broadcasts) -> None:
     async with broadcasts.open(1) as (publisher, [subscriber]):
         tasks = [asyncio.create_task(_all_of(subscriber)) for _ in range(3)]

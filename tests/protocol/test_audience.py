@@ -55,6 +55,18 @@ def test_the_oldest_publication_is_dropped_first() -> None:
     assert (one.behind, one.dropped, one.delivered) == (1, 2, 1)
 
 
+def test_a_closed_subscriber_uses_only_what_it_has_taken() -> None:
+    one = backlog(3, None, item(0, 0), item(1, 1, 1), item(2, 0, 2), item(3, 3))
+    assert announced(one) == [0, 1, 2]
+    one.taken(0)
+    one.drop()
+    assert one.close() == [0, 2, 1, 1]
+    assert (list(one.pins()), list(one.pending_blocks())) == ([0], [3])
+    assert (one.held_bytes, one.dropped, one.delivered) == (SIZES[0], 1, 1)
+    one.released(0)
+    assert one.held_bytes == 0
+
+
 @pytest.mark.parametrize("answer", ["taken", "discarded"])
 @pytest.mark.parametrize("number", [0, 1, 2, 7])
 def test_an_answer_to_what_was_not_announced_or_was_answered_is_a_violation(answer: str, number: int) -> None:
