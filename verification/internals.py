@@ -9,6 +9,8 @@ from typing import Any
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.broadcast import Publisher, Subscriber
+from aiotensor.broadcast.arrived import Arrived
+from aiotensor.broadcast.session import Session as SubscriberSession
 from aiotensor.protocol.audience import Backlog
 from aiotensor.protocol.blocks import Blocks
 from aiotensor.protocol.frames import Hello
@@ -26,6 +28,7 @@ from aiotensor.transports.records import SocketTransport
 from aiotensor.transports.unix import UnixListener
 
 __all__ = [
+    "arrived_at",
     "awaited_replies",
     "backlogs_of",
     "blocks_of",
@@ -33,6 +36,7 @@ __all__ = [
     "cut",
     "drainers_of",
     "end_first_wait",
+    "has_ended",
     "held_by_publisher",
     "held_by_receiver",
     "held_by_sender",
@@ -53,6 +57,7 @@ __all__ = [
     "segments_of",
     "senders_of",
     "session_of",
+    "session_of_subscriber",
     "shrink_send_buffer",
     "transports_between",
     "unidentified_at",
@@ -167,18 +172,36 @@ def held_by_publisher(publisher: Publisher) -> dict[str, int]:
 
 def publisher_of(subscriber: Subscriber[Any]) -> str:
     """Return the id of the publisher to which a subscriber is connected; "" if there is none."""
-    assert subscriber._subscription is not None
-    session = subscriber._subscription._session
+    session = session_of_subscriber(subscriber)
     return "" if session is None or session.is_over else session.publisher
 
 
 def transports_between(publisher: Publisher, subscriber: Subscriber[Any]) -> tuple[Transport, Transport]:
     """Return the transport of a connected subscriber at its publisher, and its own."""
     assert publisher._publishing is not None
-    assert subscriber._subscription is not None
-    session = subscriber._subscription._session
+    session = session_of_subscriber(subscriber)
     assert session is not None
     return publisher._publishing.subscribers.connected[subscriber.id].transport, session.transport
+
+
+def session_of_subscriber(subscriber: Subscriber[Any]) -> SubscriberSession | None:
+    """Return the latest session of a subscriber that was opened."""
+    assert subscriber._subscription is not None
+    return subscriber._subscription._session
+
+
+def arrived_at(subscriber: Subscriber[Any]) -> list[Arrived]:
+    """List the publications that have arrived at a subscriber, the oldest first."""
+    assert subscriber._subscription is not None
+    return [item for item in subscriber._subscription._inbox if isinstance(item, Arrived)]
+
+
+def has_ended(subscriber: Subscriber[Any]) -> bool:
+    """Return whether a call will learn of the end of a session, or no publisher is searched for."""
+    subscription = subscriber._subscription
+    assert subscription is not None
+    is_queued = any(not isinstance(item, Arrived) for item in subscription._inbox)
+    return is_queued or subscription._failure is not None
 
 
 def unidentified_at_publisher(publisher: Publisher) -> int:

@@ -11,17 +11,23 @@ from hypothesis import settings
 from hypothesis.stateful import rule, run_state_machine_as_test
 
 from verification.model.__main__ import main
-from verification.model.machines import MACHINES, SETTINGS, WholeProtocol
+from verification.model.machines import BROADCASTS, MACHINES, PAIRS, SETTINGS, WholeProtocol
 
 pytestmark = pytest.mark.timeout(900)  # hypothesis takes minutes to shrink a failure
 
-_QUEUE = "queue, asyncio"  # the machine of every fourth round, from round 0 on
+_QUEUE = "queue, asyncio"  # the machine of round 0
 
 
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("name", PAIRS)
 def test_no_sequence_of_operations_breaks_the_protocol(name: str) -> None:
     some = settings(SETTINGS, max_examples=100, derandomize=True)
-    run_state_machine_as_test(MACHINES[name], settings=some)
+    run_state_machine_as_test(PAIRS[name], settings=some)
+
+
+@pytest.mark.parametrize("name", BROADCASTS)
+def test_no_sequence_of_operations_breaks_broadcast(name: str) -> None:
+    some = settings(SETTINGS, max_examples=30, derandomize=True)
+    run_state_machine_as_test(BROADCASTS[name], settings=some)
 
 
 class _Choices:
@@ -35,9 +41,9 @@ class _Choices:
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("name", PAIRS)
 def test_an_allocation_may_get_memory_that_a_closing_receiver_releases(name: str, is_killed: bool) -> None:
-    machine = MACHINES[name]()
+    machine = PAIRS[name]()
     try:
         machine.begin(has_receiver=True)
         machine.open_sender(limit=1, arena_bytes=64 << 10)

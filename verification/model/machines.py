@@ -1,12 +1,13 @@
 """The state machines, one for each combination of link and event loop."""
 
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from verification.internals import memory_of, pipeline_of
+from verification.model.broadcast import WholeBroadcast
 from verification.model.settled import SettledWorld
 
-__all__ = ["MACHINES", "SETTINGS", "WholeProtocol"]
+__all__ = ["BROADCASTS", "MACHINES", "PAIRS", "SETTINGS", "WholeProtocol"]
 
 SETTINGS = settings(
     stateful_step_count=45,
@@ -69,9 +70,31 @@ class _OverUnixOnUvloop(_OverUnix):
     loop = "uvloop"
 
 
-MACHINES: dict[str, type[WholeProtocol]] = {
+PAIRS: dict[str, type[WholeProtocol]] = {
     "queue, asyncio": _OverQueue,
     "unix, asyncio": _OverUnix,
     "queue, uvloop": _OverQueueOnUvloop,
     "unix, uvloop": _OverUnixOnUvloop,
 }
+
+
+def _broadcast(size: int, link: str, loop: str) -> type[WholeBroadcast]:
+    """Return the machine of a publisher with so many subscribers."""
+    return type(f"_Broadcast{size}", (WholeBroadcast,), {"size": size, "link": link, "loop": loop})
+
+
+BROADCASTS: dict[str, type[WholeBroadcast]] = {
+    f"{size} subscribers, {link}, {loop}": _broadcast(size, link, loop)
+    for size, link, loop in (
+        (1, "unix", "asyncio"),
+        (2, "queue", "uvloop"),
+        (4, "queue", "asyncio"),
+        (8, "unix", "uvloop"),
+        (1, "queue", "uvloop"),
+        (2, "unix", "asyncio"),
+        (4, "unix", "uvloop"),
+        (8, "queue", "asyncio"),
+    )
+}
+
+MACHINES: dict[str, type[RuleBasedStateMachine]] = {**PAIRS, **BROADCASTS}
