@@ -198,7 +198,7 @@ class Backlog:
     def close(self) -> list[int]:
         """Handle that the subscriber has closed, and so takes no further publication.
 
-        Return the blocks of all that it has not answered, once for each tensor: it has not read them.
+        Return the blocks of its unanswered publications, once for each tensor: it has not read them.
         """
         unanswered = [*self._announced.values(), *self._withdrawn.values()]
         blocks = [block for item in unanswered for block, _ in item.blocks]

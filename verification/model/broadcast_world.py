@@ -72,7 +72,7 @@ class BroadcastWorld(Stage):
                 call.task = None
             heard = [(call, outcome_of(task, call)) for call, task in done]
             del done
-            # What was published before what was received; earlier numbers first.
+            # The publisher's results come first, in the order of their numbers.
             for call, outcome in sorted(heard, key=_order):
                 if outcome.is_cancelled:
                     assert call.is_cancelled, f"{call} was cancelled by the library"
@@ -174,15 +174,15 @@ class BroadcastWorld(Stage):
     # Ends
 
     def lose(self, subscriber: SubscriberSide) -> None:
-        """Note that the connection of a subscriber may have ended, perhaps with pins."""
+        """Record that the connection of a subscriber may have ended, perhaps with pins."""
         subscriber.may_be_lost = subscriber.was_lost = True
         if self.publisher is not None:
             self.publisher.may_keep_pins = True
 
     def note_the_limit(self) -> None:
-        """Note which subscribers may be refused, now that one of them connects."""
+        """Record which subscribers may be refused, now that one of them connects."""
         most = None if self.publisher is None else self.publisher.limits.max_subscribers
-        # Also those that have closed: the publisher may read that later.
+        # The publisher may notice later that a subscriber has closed.
         if most is not None and len(self.living) + len(self.calls_of_closing()) > most:
             for one in self.living:
                 one.may_be_refused = True

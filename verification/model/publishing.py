@@ -23,7 +23,7 @@ messages = st.sampled_from([[SMALL], [SMALL], [BIG], [BIGGER], [], [BIG, SMALL],
 
 @st.composite
 def limits(draw: st.DrawFn, size: int) -> Limits:
-    """Draw the limits of a publisher for so many subscribers."""
+    """Draw the limits of a publisher with a number of subscribers."""
     max_behind = draw(st.integers(1, 3))
     return Limits(
         draw(st.sampled_from(["wait", "drop", "disconnect"])),

@@ -51,14 +51,14 @@ class SubscriberRules(PublisherRules):
         self.receive_now(data.draw(st.sampled_from(self.living)))
 
     def receive_now(self, side: SubscriberSide) -> AioTensorError | None:
-        """Receive what has arrived; return the error if nothing has."""
+        """Receive a publication that has arrived; return the error if there is none."""
         self.note_the_limit()
         unclaimed = side.subscriber.statistics().unclaimed
         try:
             with self.steps.inside():
                 received = side.subscriber.receive_nowait()
         except WouldBlockError as error:
-            # Reading shows what was withdrawn since.
+            # The call first reads the withdrawals.
             may_be_withdrawn = any(one.limits.slow == "drop" for one in self.publishers)
             if unclaimed and not may_be_withdrawn:
                 raise AssertionError(f"{unclaimed} publications have arrived") from error
