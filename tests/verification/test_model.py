@@ -26,7 +26,7 @@ def test_no_sequence_of_operations_breaks_the_protocol(name: str) -> None:
 
 @pytest.mark.parametrize("name", BROADCASTS)
 def test_no_sequence_of_operations_breaks_broadcast(name: str) -> None:
-    some = settings(SETTINGS, max_examples=30, derandomize=True)
+    some = settings(SETTINGS, max_examples=15, derandomize=True)
     run_state_machine_as_test(BROADCASTS[name], settings=some)
 
 

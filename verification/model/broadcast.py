@@ -60,6 +60,20 @@ class WholeBroadcast(SubscriberRules):
         assert published.delivered == before.subscribers - lost, (published, before)
         assert published.dropped == (len(full) if side.limits.slow == "drop" else 0), (published, before)
 
+    @precondition(lambda self: self.living)
+    @rule(data=st.data(), keeps=st.booleans())
+    def receive_everything(self, data: st.DataObject, keeps: bool) -> None:
+        """Receive all publications that have arrived, when nothing is in transit."""
+        self.settle()
+        side = data.draw(st.sampled_from(self.living))
+        while side.subscriber.statistics().unclaimed:
+            error = self.receive_now(side)  # of an earlier connection, perhaps
+            assert not isinstance(error, WouldBlockError), f"{side} does not receive what has arrived"
+            if error is None and not keeps:
+                side.views.pop().tensors.clear()
+        if not keeps:
+            self.settle()
+
     def settle(self) -> None:
         """Run the loop until nothing changes, and compare all sides with the model."""
         for _ in range(2 if self.link == "unix" else 1):

@@ -108,6 +108,13 @@ class PublisherRules(BroadcastWorld):
     def publish_nowait(self, counts: list[int]) -> None:
         self.publish_now(counts)
 
+    @precondition(lambda self: self.publisher)
+    @rule(bursts=st.lists(messages, min_size=2, max_size=5), times=st.integers(0, 2))
+    def publish_a_burst(self, bursts: list[list[int]], times: int) -> None:
+        for counts in bursts:
+            self.publish_now(counts)
+            self.turn(times)
+
     def publish_now(self, counts: list[int]) -> Published | AioTensorError:
         """Publish without a wait, and check that it would block only if it may."""
         side = self.publisher
@@ -176,19 +183,18 @@ class PublisherRules(BroadcastWorld):
 
     # Other calls
 
-    @precondition(lambda self: self.publisher)
-    @rule()
-    def drain(self) -> None:
-        self._wait("drain", Publisher.drain)
-
-    @precondition(lambda self: self.publisher)
+    @precondition(
+        lambda self: self.publisher and not self.of(self.publisher, "drain", "wait for subscribers")
+    )
     @rule(data=st.data())
-    def wait_for_subscribers(self, data: st.DataObject) -> None:
+    def drain_or_wait_for_subscribers(self, data: st.DataObject) -> None:
         side = self.publisher
         assert side is not None
-        most = side.limits.max_subscribers or self.size
-        count = data.draw(st.integers(1, most))
-        self._wait("wait for subscribers", lambda publisher: publisher.wait_for_subscribers(count))
+        count = data.draw(st.integers(0, side.limits.max_subscribers or self.size))
+        if count:
+            self._wait("wait for subscribers", lambda publisher: publisher.wait_for_subscribers(count))
+        else:
+            self._wait("drain", Publisher.drain)
 
     def _wait(self, what: str, begin: Any) -> None:
         side = self.publisher
