@@ -182,12 +182,13 @@ class WholeBroadcast(SubscriberRules):
             if lag is not None:
                 behind = side.published[end - lag.behind :]
                 blocks |= {block for publication in behind for block in publication.blocks}
-            if lag is not None and not subscriber.was_lost:
+            if lag is not None and not (subscriber.was_lost and side.may_keep_pins):
                 for view in subscriber.views:
-                    blocks |= set(view.publication.blocks)
-                kept = [one for one in arrived_at(subscriber.subscriber) if one.is_taken]
-                for one in kept:
-                    blocks |= set(side.published[one.number].blocks)
+                    blocks |= set(view.publication.blocks) if view.publication.side is side else set()
+                session = session_of_subscriber(subscriber.subscriber)
+                for one in arrived_at(subscriber.subscriber):
+                    if one.is_taken and one.session is session:
+                        blocks |= set(side.published[one.number].blocks)
         nbytes = sum(block.nbytes for block in blocks)
         if side.may_keep_pins:
             assert now.bytes_in_use >= nbytes, f"{side} has {now.bytes_in_use} bytes in use, and {blocks}"
