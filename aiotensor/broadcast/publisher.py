@@ -145,7 +145,8 @@ class Publisher(LoopObject):
             TypeError: a value in the message cannot be encoded.
             UnsupportedTensorError: a tensor cannot be sent unchanged.
             TooLargeError: its tensors have more bytes than `arena_bytes` or `max_held_bytes`.
-            WouldBlockError: a wait exceeded `max_wait_s`, or would never end.
+            WouldBlockError: a wait exceeded `max_wait_s`, or would never end, since tensors from `allocate`
+                that are not published hold the memory.
             ClosedError: this publisher was closed, perhaps while waiting.
             OSError: the machine has no shared memory, no threads or no descriptors left.
         """

@@ -51,9 +51,9 @@ _MAX_RECORD_CONTENT_BYTES = 2 * MAX_INLINE_BYTES
 _QUICK_TENSORS = 64
 
 _STUCK = (
-    "all shared memory is held by this message, and by tensors from allocate() in it that have to be copied, "
-    "since they are not contiguous or not aligned, or an earlier publication of them is in use: send clones "
-    "of them, and free them"
+    "all shared memory is held by this message and by tensors from allocate() that no subscriber uses, whose "
+    "publication would wait for this one: publish them first, free them, or raise arena_bytes; such a tensor "
+    "is copied if it is not contiguous or not aligned, or if an earlier publication of it is in use"
 )
 
 
@@ -122,7 +122,6 @@ class Publishing:
         self._settings = settings
         self._counts = counts
         self._max_bytes = whole_pages(settings.max_bytes)
-        self._allocated: list[Allocation] = []  # that the message with the turn uses
         self._kept_turn: Ticket[None] | None = None  # until no subscriber is full
         self.memory = Memory(
             self._max_bytes,
@@ -152,7 +151,7 @@ class Publishing:
         return Gate(
             self._max_bytes,
             space=arena,
-            stuck_elsewhere=self._held_by_caller,
+            stuck_elsewhere=self._held_by_callers,
             long_wait_s=settings.long_wait_s,
             on_long_wait=lambda nbytes: self._reports.log_wait(f"{nbytes} bytes of shared memory"),
             max_wait_s=settings.max_wait_s,
@@ -244,6 +243,7 @@ class Publishing:
         except CopyAbandonedError:
             raise _closed() from None
         self._check_open()
+        self.memory.gate.refuse_if_stuck()
         return tensor
 
     # Steps
@@ -262,7 +262,6 @@ class Publishing:
             else:
                 used[allocation.block.number] = allocation.block.place.nbytes
         self._check_fits(new_bytes, sum(used.values()))
-        self._allocated = [one.allocation for one in planned if one.allocation is not None]
         return planned
 
     def _check_fits(self, new_bytes: int, allocated_bytes: int) -> None:
@@ -350,11 +349,13 @@ class Publishing:
             self._check_fits(new_bytes, sum(size for block, size in sizes.items() if block not in owned))
         return content
 
-    def _held_by_caller(self) -> int:
-        """Count the bytes of tensors from `allocate` in the message with the turn, unless they are in use."""
-        numbers = {one.block.number for one in self._allocated}
-        leases = self.memory.leases
-        return self.memory.unaccounted_bytes(number for number in numbers if not leases.is_sent(number))
+    def _held_by_callers(self) -> int:
+        """Count the bytes of tensors from `allocate` that no subscriber uses.
+
+        If they are published, this waits for the message with the turn, and thus for the memory.
+        """
+        self.memory.freed.collect_all()
+        return sum(ticket.amount for ticket, is_unsent in self.memory.holdings() if is_unsent)
 
     def _announce_placed(self, placement: _Placement, block: Block, nbytes: int) -> Published:
         """Announce a message whose content is in a block."""
@@ -377,7 +378,6 @@ class Publishing:
 
     def _end(self, turn: Ticket[None], placement: _Placement) -> None:
         """Release the memory that no subscriber uses, and the turn."""
-        self._allocated = []
         self.memory.gate.budget.settle(placement)
         for number in placement.owned:
             self.memory.unpin_owner(number)

@@ -88,8 +88,7 @@ class Gate(Generic[P]):
         future = self._waits[ticket] = loop.create_future()
         if self._next_limit(ticket) < self._timer_at:
             self._set_timer()
-        if self._stuck_elsewhere is not None:
-            self.refuse_if_stuck()
+        self.refuse_if_stuck()
         try:
             await future
             if self._failure is not None:  # since the grant, in the same iteration of the loop
@@ -136,7 +135,7 @@ class Gate(Generic[P]):
 
     def refuse_if_stuck(self) -> None:
         """End the latest wait if otherwise no wait could ever end."""
-        if self._stuck_elsewhere is None:
+        if self._stuck_elsewhere is None or not self._waits:
             return
         ticket = self.budget.stuck(self._stuck_elsewhere())
         future = self._waits.get(ticket) if ticket is not None else None
@@ -148,8 +147,7 @@ class Gate(Generic[P]):
             future = self._waits.get(ticket)
             if future is not None and not future.done():
                 future.set_result(None)
-        if self._stuck_elsewhere is not None:
-            self.refuse_if_stuck()
+        self.refuse_if_stuck()
 
     def _next_limit(self, ticket: Ticket[P]) -> float:
         """Return the next time at which a wait reaches a limit."""

@@ -173,7 +173,11 @@ class Memory:
             ProtocolError: no announcement pins such a block.
         """
         for number in numbers:
-            self._release(self.leases.unpin(number))
+            ticket = self.leases.unpin(number)
+            if ticket is None:
+                self.gate.refuse_if_stuck()  # perhaps only its owner has the block now
+            else:
+                self._release(ticket)
 
     def unpin_owner(self, number: int) -> None:
         """Remove the pin of the owner, since this side does not write to the block any more."""

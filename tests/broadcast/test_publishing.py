@@ -196,6 +196,48 @@ async def test_an_allocated_tensor_in_use_is_copied_when_it_is_published_again(
         assert publisher.statistics().tensors_copied == 1
 
 
+@pytest.mark.parametrize("is_held_by", ["the application", "a call that waits for its turn"])
+async def test_publishing_never_waits_for_tensors_whose_publication_would_wait_for_it(
+    broadcasts: Broadcasts, is_held_by: str
+) -> None:
+    async with broadcasts.open(1, torch.Tensor, arena_bytes=3 * (BIG * 8 + 4096)) as (
+        publisher,
+        [subscriber],
+    ):
+        allocated = [await publisher.allocate((BIG,), torch.int64) for _ in range(2)]
+        for tensor in allocated:
+            tensor[:] = pattern(1, BIG)
+        await publisher.publish(pattern(0, BIG))  # the subscriber uses the rest of the memory
+        waiting = [asyncio.create_task(publisher.publish(pattern(2, 2 * BIG)))]
+        await until(lambda: publisher.statistics().waiting == 1)
+        if is_held_by != "the application":
+            waiting += [asyncio.create_task(publisher.publish(tensor)) for tensor in allocated]
+            await until(lambda: publisher.statistics().waiting == 3)
+            del tensor
+            allocated.clear()
+        with pytest.raises(WouldBlockError, match=r"by tensors from allocate\(\) that no subscriber uses"):
+            assert torch.equal((await subscriber.receive()).message, pattern(0, BIG))
+            await waiting.pop(0)
+        for number, task in enumerate(waiting, 1):
+            assert (await task).number == number
+            assert torch.equal((await subscriber.receive()).message, pattern(1, BIG))
+
+
+async def test_a_repeated_publication_never_waits_for_its_own_tensor(broadcasts: Broadcasts) -> None:
+    """Its copy needs memory while a subscriber uses the tensor, and none later."""
+    async with broadcasts.open(1, torch.Tensor, arena_bytes=BIG * 8 + 4096) as (publisher, [subscriber]):
+        tensor = await publisher.allocate((BIG,), torch.int64)
+        tensor[:] = pattern(1, BIG)
+        await publisher.publish(tensor)
+        again = asyncio.create_task(publisher.publish(tensor))
+        await until(lambda: publisher.statistics().waiting == 1)
+        await subscriber.receive()  # and free it
+        with pytest.raises(WouldBlockError, match="an earlier publication of it is in use"):
+            await again
+        assert (await publisher.publish(tensor)).number == 1
+        assert torch.equal((await subscriber.receive()).message, pattern(1, BIG))
+
+
 async def test_several_calls_are_numbered_in_their_order(broadcasts: Broadcasts) -> None:
     async with broadcasts.open(2) as (publisher, subscribers):
         messages = [pattern(number, BIG if number % 3 else 3) for number in range(8)]

@@ -119,9 +119,11 @@ class WholeBroadcast(SubscriberRules):
     def _check_lag(self, side: PublisherSide, subscriber: SubscriberSide, lag: SubscriberLag) -> None:
         session = session_of_subscriber(subscriber.subscriber)
         assert session is not None
+        assert session.connection.begin is not None
         # Each publication of this connection was delivered, dropped, or is still to be taken.
-        total = len(side.published) - session.first
-        assert lag.delivered + lag.dropped + lag.behind == total, f"{subscriber} since {session.first}: {lag}"
+        since = session.connection.begin.next
+        total = len(side.published) - since
+        assert lag.delivered + lag.dropped + lag.behind == total, f"{subscriber} since {since}: {lag}"
         arrived = [one for one in arrived_at(subscriber.subscriber) if one.session is session]
         there = [one.number for one in arrived if not one.is_taken]
         end = len(side.published)

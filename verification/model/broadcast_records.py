@@ -42,6 +42,7 @@ class PublisherSide(_Printed):
     limits: Limits
     is_closed: bool = False
     published: list["Publication"] = field(default_factory=list)
+    has_allocated: bool = False  # the application has, or had, tensors of `allocate`
     # A subscriber has gone with pins, which may stay until memory is needed.
     may_keep_pins: bool = False
 

@@ -72,11 +72,23 @@ class BroadcastWorld(Stage):
                 call.task = None
             heard = [(call, outcome_of(task, call)) for call, task in done]
             del done
-            # The publisher's results come first, in the order of their numbers.
-            for call, outcome in sorted(heard, key=_order):
+            for call, outcome in sorted(heard, key=self._order):
                 if outcome.is_cancelled:
                     assert call.is_cancelled, f"{call} was cancelled by the library"
                 call.finish(call, outcome)
+
+    def _order(self, heard: tuple[Call, Outcome]) -> tuple[int, int, int]:
+        """Sort results: the publisher's in the order of their numbers, then the subscribers' in theirs.
+
+        A call that begins when an earlier one is about to take a publication may take it instead.
+        """
+        call, outcome = heard
+        match outcome.value:
+            case Published(number=number):
+                return -1, number, call.began
+            case Received(message=[seed, *_], number=number):
+                return self.by_seed[seed].side.number, number, call.began
+        return -1 if isinstance(call.side, PublisherSide) else 1 << 62, 1 << 62, call.began
 
     # Results of a publisher's calls
 
@@ -114,8 +126,7 @@ class BroadcastWorld(Stage):
                 assert limits.max_held_bytes is not None, f"{call}: it is not too large"
                 assert call.nbytes > limits.max_held_bytes, f"{call}: it is not too large"
             case WouldBlockError() if "would never end" in str(error) or "all shared memory" in str(error):
-                assert call.publication is not None
-                assert call.publication.copies, f"{call}: nothing of it is held by the caller"
+                assert side.has_allocated, f"{call}: the application holds no memory"
             case WouldBlockError():
                 waited = self.steps.loop.time() - call.clock
                 assert limits.max_wait_s is not None, f"{call}: it may wait for ever"
@@ -190,9 +201,3 @@ class BroadcastWorld(Stage):
     def calls_of_closing(self) -> list[Call]:
         """Return the calls that close subscribers."""
         return [call for call in self.calls if call.what == "close" and isinstance(call.side, SubscriberSide)]
-
-
-def _order(heard: tuple[Call, Outcome]) -> tuple[bool, int, int]:
-    call, outcome = heard
-    number = outcome.value.number if isinstance(outcome.value, Published) else 1 << 62
-    return not isinstance(call.side, PublisherSide), number, call.began

@@ -157,6 +157,7 @@ class PublisherRules(BroadcastWorld):
         def finish(call: Call, outcome: Outcome) -> None:
             if outcome.value is not None:
                 outcome.value.copy_(self.values(count))
+                side.has_allocated = True
                 self.allocated.append((side, Block(whole_pages(8 * count), outcome.value)))
             elif outcome.error is not None:
                 self.check_not_published(call, outcome.error)
