@@ -11,21 +11,19 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
 from aiotensor.broadcast.departures import Departures
 from aiotensor.broadcast.refusals import SubscriberRefusalLog
 from aiotensor.broadcast.settings import PublisherSettings
-from aiotensor.errors import ProtocolError
-from aiotensor.protocol.audience import Audience, Backlog, Dropped, Item
+from aiotensor.broadcast.subscriber_peer import SubscriberPeer
+from aiotensor.protocol.audience import Audience, Dropped, Item
 from aiotensor.protocol.broadcast import Begin
 from aiotensor.protocol.connection import Close
-from aiotensor.protocol.frames import ARENA, Hello, Subscribe, Welcome
+from aiotensor.protocol.frames import Hello, Subscribe, Welcome
 from aiotensor.protocol.publisher import PublisherConnection
 from aiotensor.receiving.inspectors import InspectorPeer
-from aiotensor.runtime.descriptors import close_all
 from aiotensor.runtime.logs import logger_of
-from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.runtime.waiting import Waiters
 from aiotensor.sending.memory import Memory
 from aiotensor.tensors.segments import Segment
@@ -104,7 +102,7 @@ class Subscribers:
 
     # Publications
 
-    def publish(self, item: Item) -> list[tuple["SubscriberPeer", Dropped]]:
+    def publish(self, item: Item) -> list[tuple[SubscriberPeer, Dropped]]:
         """Announce a publication to all subscribers, and return the publications dropped in exchange."""
         for peer in self.audience.to_disconnect():
             self.disconnect(
@@ -169,7 +167,7 @@ class Subscribers:
             return
         self._admit(peer)
 
-    def _admit(self, peer: "SubscriberPeer") -> None:
+    def _admit(self, peer: SubscriberPeer) -> None:
         subscribe, settings = peer.connection.subscribe, self._settings
         first = subscribe.next if subscribe.publisher == self._publisher else 0
         items = [item for item in self._history if item.number >= first]
@@ -230,14 +228,14 @@ class Subscribers:
 
     # Ends
 
-    def disconnect(self, peer: "SubscriberPeer", reason: str) -> None:
+    def disconnect(self, peer: SubscriberPeer, reason: str) -> None:
         """Close the connection of a subscriber with a reason."""
         self.refusals.disconnected.add(peer.name, peer.pid, reason)
         peer.connection.close(Close(reason))
         peer.flush()
         self.lose(peer)
 
-    def lose(self, peer: "SubscriberPeer", *, was_closed: bool = False) -> None:
+    def lose(self, peer: SubscriberPeer, *, was_closed: bool = False) -> None:
         """Drop a subscriber that is gone."""
         if self.connected.get(peer.name) is peer:
             self._forget(peer)
@@ -250,7 +248,7 @@ class Subscribers:
         peer.transport.close()
         self.progress()
 
-    def _forget(self, peer: "SubscriberPeer") -> None:
+    def _forget(self, peer: SubscriberPeer) -> None:
         """Remove a subscriber, and keep its counts."""
         del self.connected[peer.name]
         self._counts["dropped"] += peer.backlog.dropped
@@ -294,140 +292,3 @@ class Subscribers:
         """Wake the calls that wait for subscribers."""
         self.changes.wake()
         self._progressed()
-
-
-class SubscriberPeer:
-    """Announce publications to one subscriber, and handle its answers."""
-
-    def __init__(
-        self, transport: Transport, connection: PublisherConnection, subscribers: Subscribers
-    ) -> None:
-        self.transport = transport
-        self.connection = connection
-        self.backlog: Backlog = connection.backlog  # replaced at the admission
-        self.name = connection.subscribe.subscriber
-        self.pid = connection.subscribe.pid
-        self.accepted_at = 0.0  # when the transport accepted records again, by the clock of the loop
-        self._subscribers = subscribers
-        self._attached: set[int] = set()
-
-    def lag(self, now: float) -> SubscriberLag:
-        """Return how far the subscriber is behind."""
-        backlog = self.backlog
-        oldest = backlog.oldest
-        return SubscriberLag(
-            self.name,
-            self.pid,
-            backlog.behind,
-            0.0 if oldest is None else max(0.0, now - oldest.at),
-            backlog.held_bytes,
-            backlog.delivered,
-            backlog.dropped,
-        )
-
-    def watch(self, ended: Callable[[], object]) -> ProcessEnd:
-        """Call a function once the process of the subscriber has ended."""
-        return self.transport.watch_peer(self.pid, ended)
-
-    def announce(self) -> None:
-        """Announce the pending publications for which the subscriber has capacity.
-
-        The transport queues no publication, so the backlog contains all unread publications.
-        """
-        backlog, transport = self.backlog, self.transport
-        while backlog.pending and transport.is_writable and not transport.is_closed:
-            item = backlog.next()
-            if item is None:
-                return
-            self._write(item)
-            self.flush()
-
-    def announce_last(self, items: Iterator[Item]) -> bool:
-        """Announce the last publications, and close; return whether the transport has accepted everything."""
-        transport = self.transport
-        while transport.is_writable and not transport.is_closed:
-            item = next(items, None)
-            if item is None:
-                self.connection.close(Close())
-            else:
-                self._write(item)
-            self.flush()
-            if item is None:
-                break
-        return transport.is_closed or (self.connection.is_closed and transport.is_writable)
-
-    def _write(self, item: Item) -> None:
-        """Announce a publication, after the segments of its blocks."""
-        if not self._attached.issuperset(item.segments):
-            self.attach(item.segments)
-        self.connection.announce(item)
-
-    def attach(self, segments: Sequence[int]) -> None:
-        """Share segments with the subscriber, unless it has them."""
-        by_number = {segment.number: segment for segment in self._subscribers.memory.segments()}
-        for number in segments:
-            if number in self._attached:
-                continue
-            self.flush()
-            segment = by_number[number]
-            record = self.connection.attach(number, ARENA, segment.nbytes)
-            try:
-                self.transport.write(record, [segment.descriptor])
-            except OSError as error:
-                self._unwritable(error)
-                return
-            segment.is_attached = True
-            self._attached.add(number)
-
-    def detach(self, segment: int) -> None:
-        """Withdraw a segment, if the subscriber has it."""
-        if segment in self._attached:
-            self._attached.remove(segment)
-            self.connection.detach(segment)
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the pending frames now."""
-        try:
-            for record in self.connection.data_to_send():
-                self.transport.write(record)
-        except OSError as error:
-            self._unwritable(error)
-
-    def _unwritable(self, error: OSError) -> None:
-        self._subscribers.refusals.disconnected.add(self.name, self.pid, f"writing to it failed: {error}")
-        self._subscribers.lose(self)
-
-    # Events of the transport
-
-    def record_received(self, data: memoryview, descriptors: list[int]) -> None:
-        """Handle the frames of a record."""
-        if descriptors:
-            close_all(descriptors)  # a subscriber sends none
-        subscribers, connection = self._subscribers, self.connection
-        try:
-            frames = connection.receive(data)
-        except ProtocolError as error:
-            subscribers.refusals.broken.add(self.name, self.pid, str(error))
-            subscribers.lose(self)
-            return
-        finally:  # frames before an invalid one count
-            freed, connection.freed = connection.freed, []
-            if freed:
-                subscribers.memory.unpin(freed)
-        if frames and isinstance(frames[-1], Close):
-            subscribers.lose(self, was_closed=not frames[-1].reason)
-            return
-        self.announce()
-        subscribers.progress()
-
-    def connection_lost(self, reason: str) -> None:
-        """Handle a subscriber that is gone."""
-        self._subscribers.lose(self)
-
-    def resume_writing(self) -> None:
-        """Handle that the transport accepts records again."""
-        self.accepted_at = asyncio.get_running_loop().time()
-        if not self.connection.is_closed:
-            self.announce()
-        self._subscribers.changes.wake()

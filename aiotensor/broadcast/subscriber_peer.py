@@ -1,0 +1,187 @@
+"""One connected subscriber, as its publisher sees it: the transport, and the rules of the protocol on it."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from aiotensor.broadcast.refusals import SubscriberRefusalLog
+from aiotensor.errors import ProtocolError
+from aiotensor.protocol.audience import Backlog, Item
+from aiotensor.protocol.connection import Close
+from aiotensor.protocol.frames import ARENA
+from aiotensor.protocol.publisher import PublisherConnection
+from aiotensor.runtime.descriptors import close_all
+from aiotensor.runtime.process_end import ProcessEnd
+from aiotensor.runtime.waiting import Waiters
+from aiotensor.sending.memory import Memory
+from aiotensor.transports.base import Transport
+from aiotensor.types import SubscriberLag
+
+__all__ = ["SubscriberPeer"]
+
+
+class PeerHost(Protocol):
+    """The publisher's part of a connection.
+
+    Attributes:
+        memory: the memory of the publisher.
+        changes: woken when the transport accepts records again.
+        refusals: logs violations and failed writes.
+    """
+
+    memory: Memory
+    changes: Waiters
+    refusals: SubscriberRefusalLog
+
+    def lose(self, peer: "SubscriberPeer", *, was_closed: bool = False) -> None:
+        """Handle a subscriber that is gone; with `was_closed`, it has closed."""
+
+    def progress(self) -> None:
+        """Handle answers of a subscriber."""
+
+
+class SubscriberPeer:
+    """Announce publications to one subscriber, and handle its answers; belongs to the running loop.
+
+    Args:
+        transport: the connection.
+        connection: the rules of the protocol on it.
+        host: the object that is notified.
+
+    Attributes:
+        backlog: the publications of the subscriber; empty until it is admitted.
+        name: the id of the subscriber.
+        pid: the process id that it stated.
+        accepted_at: when the transport accepted records again, by the clock of the loop.
+    """
+
+    def __init__(self, transport: Transport, connection: PublisherConnection, host: PeerHost) -> None:
+        self.transport = transport
+        self.connection = connection
+        self.backlog: Backlog = connection.backlog
+        self.name = connection.subscribe.subscriber
+        self.pid = connection.subscribe.pid
+        self.accepted_at = 0.0
+        self._host = host
+        self._attached: set[int] = set()
+
+    def lag(self, now: float) -> SubscriberLag:
+        """Return how far the subscriber is behind."""
+        backlog = self.backlog
+        oldest = backlog.oldest
+        return SubscriberLag(
+            self.name,
+            self.pid,
+            backlog.behind,
+            0.0 if oldest is None else max(0.0, now - oldest.at),
+            backlog.held_bytes,
+            backlog.delivered,
+            backlog.dropped,
+        )
+
+    def watch(self, ended: Callable[[], object]) -> ProcessEnd:
+        """Call a function once the process of the subscriber has ended."""
+        return self.transport.watch_peer(self.pid, ended)
+
+    def announce(self) -> None:
+        """Announce the pending publications for which the subscriber has capacity.
+
+        The transport queues no publication, so the backlog contains all unread publications.
+        """
+        backlog, transport = self.backlog, self.transport
+        while backlog.pending and transport.is_writable and not transport.is_closed:
+            item = backlog.next()
+            if item is None:
+                return
+            self._write(item)
+            self.flush()
+
+    def announce_last(self, items: Iterator[Item]) -> bool:
+        """Announce the last publications, and close; return whether the transport has accepted everything."""
+        transport = self.transport
+        while transport.is_writable and not transport.is_closed:
+            item = next(items, None)
+            if item is None:
+                self.connection.close(Close())
+            else:
+                self._write(item)
+            self.flush()
+            if item is None:
+                break
+        return transport.is_closed or (self.connection.is_closed and transport.is_writable)
+
+    def _write(self, item: Item) -> None:
+        """Announce a publication, after the segments of its blocks."""
+        if not self._attached.issuperset(item.segments):
+            self.attach(item.segments)
+        self.connection.announce(item)
+
+    def attach(self, segments: Sequence[int]) -> None:
+        """Share segments with the subscriber, unless it has them."""
+        by_number = {segment.number: segment for segment in self._host.memory.segments()}
+        for number in segments:
+            if number in self._attached:
+                continue
+            self.flush()
+            segment = by_number[number]
+            record = self.connection.attach(number, ARENA, segment.nbytes)
+            try:
+                self.transport.write(record, [segment.descriptor])
+            except OSError as error:
+                self._unwritable(error)
+                return
+            segment.is_attached = True
+            self._attached.add(number)
+
+    def detach(self, segment: int) -> None:
+        """Withdraw a segment, if the subscriber has it."""
+        if segment in self._attached:
+            self._attached.remove(segment)
+            self.connection.detach(segment)
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the pending frames now."""
+        try:
+            for record in self.connection.data_to_send():
+                self.transport.write(record)
+        except OSError as error:
+            self._unwritable(error)
+
+    def _unwritable(self, error: OSError) -> None:
+        self._host.refusals.disconnected.add(self.name, self.pid, f"writing to it failed: {error}")
+        self._host.lose(self)
+
+    # Events of the transport
+
+    def record_received(self, data: memoryview, descriptors: list[int]) -> None:
+        """Handle the frames of a record."""
+        if descriptors:
+            close_all(descriptors)  # a subscriber sends none
+        host, connection = self._host, self.connection
+        try:
+            frames = connection.receive(data)
+        except ProtocolError as error:
+            host.refusals.broken.add(self.name, self.pid, str(error))
+            host.lose(self)
+            return
+        finally:  # frames before an invalid one count
+            freed, connection.freed = connection.freed, []
+            if freed:
+                host.memory.unpin(freed)
+        if frames and isinstance(frames[-1], Close):
+            host.lose(self, was_closed=not frames[-1].reason)
+            return
+        self.announce()
+        host.progress()
+
+    def connection_lost(self, reason: str) -> None:
+        """Handle a subscriber that is gone."""
+        self._host.lose(self)
+
+    def resume_writing(self) -> None:
+        """Handle that the transport accepts records again."""
+        self.accepted_at = asyncio.get_running_loop().time()
+        if not self.connection.is_closed:
+            self.announce()
+        self._host.changes.wake()
