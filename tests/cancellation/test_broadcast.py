@@ -131,7 +131,9 @@ async def test_a_publish_cancelled_while_an_earlier_one_waits() -> None:
     async with parties(arena_bytes=1 << 20) as (publisher, first, second):
 
         async def attempt(attempt: Attempt) -> None:
-            kept = [await publisher.allocate((BIG,), torch.int64)]
+            await publisher.publish(pattern(0, BIG))
+            await second.receive()
+            kept = [(await first.receive()).message]
             earlier = asyncio.create_task(publisher.publish(pattern(1, BIG)))
             await until(lambda: publisher.statistics().waiting == 1)
             publishing = attempt.start(publisher.publish(b"next"))
@@ -190,12 +192,14 @@ async def test_a_publish_cancelled_while_it_waits_for_memory() -> None:
     async with parties(arena_bytes=1 << 20) as (publisher, first, second):
 
         async def attempt(attempt: Attempt) -> None:
-            kept = [await publisher.allocate((BIG,), torch.int64)]
-            before = publisher.statistics().published
+            before = (await publisher.publish(pattern(0, BIG))).number
+            await second.receive()
+            kept = [(await first.receive()).message]
             publishing = attempt.start(publisher.publish(pattern(1, BIG)))
             await publishing.bring(kept.clear)
+            kept.clear()
             if await publishing.completed():
-                assert publishing.value.number == before
+                assert publishing.value.number == before + 1
                 for subscriber in (first, second):
                     assert torch.equal((await subscriber.receive()).message, pattern(1, BIG))
 

@@ -145,7 +145,10 @@ class _Broadcast:
             case "cancelled":
                 return order.fate == "cancel"
             case "WouldBlockError":
-                return order.how == "nowait" or (options is not None and options.max_wait_s is not None)
+                # A publication never waits for memory that only tensors from `allocate` hold.
+                allocates = any(one.how == "allocate" for one in self.orders.values())
+                has_limit = options is not None and options.max_wait_s is not None
+                return order.how == "nowait" or has_limit or allocates
             case "TooLargeError":
                 nbytes = sum(order.counts) * _ELEMENT_BYTES + (len(order.counts) + 1) * _ROUNDING
                 return nbytes > self._limit()
