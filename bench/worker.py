@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from bench.contenders.base import Contender, Layout, Side
+from bench.contenders.base import ConnectingPort, Contender, Layout, Side
 from bench.fork_server import Output, Server, adopt
 from bench.records import Batch, Spec
 from bench.usage import shared_bytes
@@ -108,6 +108,8 @@ async def _opened(side: Side[Any], stage_of: Callable[[Any], Stage[Any]]) -> Asy
         stage = stage_of(port)
         # No process sends before all can receive, and none closes while another may still need it.
         await stage.barrier.meet()
+        if isinstance(port, ConnectingPort):
+            await port.connect(stage.barrier.meet)
         yield stage
         await stage.barrier.meet()
 

@@ -2,11 +2,11 @@
 
 ``connect(layout)`` gives the closed ends of a connection: a list of sides, as many as the layout asks for,
 and the single side that they connect to. The sides of the list send tensors to the single one; if the layout
-asks for it, both can send. With a contender that carries messages they send requests, which the single side
-answers; with one that carries publications they receive what the single side sends to all of them.
+asks for it, both can send. If the contender carries messages, the sides of the list send requests, and the
+single side answers them. If it carries publications, the single side sends to all sides of the list.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,17 @@ if TYPE_CHECKING:  # reading the table of contenders must not import torch
 
     from bench.messages import Message, Video
 
-__all__ = ["AllocatingPort", "AnsweringPort", "AskingPort", "Contender", "Layout", "Port", "Request", "Side"]
+__all__ = [
+    "AllocatingPort",
+    "AnsweringPort",
+    "AskingPort",
+    "ConnectingPort",
+    "Contender",
+    "Layout",
+    "Port",
+    "Request",
+    "Side",
+]
 
 P_co = TypeVar("P_co", covariant=True)
 
@@ -59,6 +69,14 @@ class Port(Protocol):
     async def send(self, tensor: "torch.Tensor") -> None: ...
 
     async def receive(self) -> "torch.Tensor": ...
+
+
+@runtime_checkable
+class ConnectingPort(Protocol):
+    """A port that connects to the others once all of them are open."""
+
+    async def connect(self, meet: Callable[[], Awaitable[None]]) -> None:
+        """Connect; `meet` waits until all other processes wait, too."""
 
 
 @runtime_checkable

@@ -5,8 +5,7 @@ which goes back to the pool when the tensor is freed.
 """
 
 import ctypes
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +17,14 @@ from bench.contenders.base import Layout
 
 __all__ = ["ServiceSide", "connect"]
 
-_SETTLE_S = 0.1
 _HELD = 4  # samples that a subscriber may hold, and a publisher may loan, at once
 
 
 class _Outlet:
     def __init__(self, node: Any, name: str, side: "ServiceSide") -> None:
-        service = _samples(node, name, side)
         self._publisher = (
-            service.publisher_builder()
+            _samples(node, name, side)
+            .publisher_builder()
             .initial_max_slice_len(side.largest)
             .max_loaned_samples(_HELD)
             .backpressure_strategy(iceoryx2.BackpressureStrategy.RetryUntilDelivered)
@@ -34,9 +32,9 @@ class _Outlet:
         )
         self._notifier = _events(node, name, side).notifier_builder().create()
         self._loaned: dict[int, Any] = {}
-        if side.subscribers > 1:
-            _settle(service, side)
-            self._publisher.update_connections()
+
+    def connect(self) -> None:
+        self._publisher.update_connections()
 
     def send(self, tensor: torch.Tensor) -> None:
         sample = self._loaned.pop(tensor.data_ptr(), None)
@@ -55,13 +53,11 @@ class _Outlet:
 
 class _Inlet:
     def __init__(self, node: Any, name: str, side: "ServiceSide") -> None:
-        service = _samples(node, name, side)
-        self._subscriber = service.subscriber_builder().create()
+        self._subscriber = _samples(node, name, side).subscriber_builder().create()
         self._listener = _events(node, name, side).listener_builder().create()
-        if side.subscribers > 1:
-            _settle(service, side)
-            time.sleep(_SETTLE_S)
-            self._subscriber.has_samples()
+
+    def connect(self) -> None:
+        self._subscriber.has_samples()
 
     def receive(self) -> torch.Tensor:
         while (sample := self._subscriber.receive()) is None:
@@ -75,6 +71,15 @@ class ServicePort:
     def __init__(self, outlet: _Outlet | None, inlet: _Inlet | None) -> None:
         self._outlet = outlet
         self._inlet = inlet
+
+    async def connect(self, meet: Callable[[], Awaitable[None]]) -> None:
+        # A subscriber that connects while its publisher connects or sends would lose the first sample.
+        if self._outlet is not None:
+            self._outlet.connect()
+        await meet()
+        if self._inlet is not None:
+            self._inlet.connect()
+        await meet()
 
     async def send(self, tensor: torch.Tensor) -> None:
         if self._outlet is None:
@@ -144,14 +149,6 @@ def _events(node: Any, name: str, side: ServiceSide) -> Any:
         .max_nodes(side.publishers + side.subscribers)
         .open_or_create()
     )
-
-
-def _settle(service: Any, side: ServiceSide) -> None:
-    """Wait for all ports: the first sample is lost if a subscriber opens its connection at the same time."""
-    ports = service.dynamic_config
-    while (ports.number_of_publishers, ports.number_of_subscribers) != (side.publishers, side.subscribers):
-        time.sleep(_SETTLE_S)
-    time.sleep(_SETTLE_S)
 
 
 def _view(sample: Any, size: int) -> torch.Tensor:
