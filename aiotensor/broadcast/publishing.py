@@ -352,7 +352,7 @@ class Publishing:
     def _held_by_callers(self) -> int:
         """Count the bytes of tensors from `allocate` that no subscriber uses.
 
-        If they are published, this waits for the message with the turn, and thus for the memory.
+        Their publication would wait for the call with the turn, which waits for this memory.
         """
         self.memory.freed.collect_all()
         return sum(ticket.amount for ticket, is_unsent in self.memory.holdings() if is_unsent)

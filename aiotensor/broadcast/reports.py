@@ -127,7 +127,7 @@ class Reports:
         )
 
     def too_few(self, count: int) -> WouldBlockError:
-        """Return the error of a wait for so many subscribers."""
+        """Return the error of a wait for more subscribers than have connected."""
         connected = len(self._subscribers.connected)
         return WouldBlockError(
             f"{connected} of {count} subscribers have connected within {self._settings.max_wait_s:g} s",

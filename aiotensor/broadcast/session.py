@@ -114,10 +114,10 @@ class Session:
             self._mappings.peer_gone(self.memory)
 
     def read_withdrawals(self) -> None:
-        """Read the pending records, of a publisher that drops publications.
+        """Read the pending records of a publisher that drops publications.
 
-        So an application that has blocked its event loop takes the newest publications, and not those that
-        were replaced in the meantime.
+        An application that has blocked its event loop then takes the newest publications. Replaced ones are
+        withdrawn before it can take them.
         """
         for _ in range(_MAX_PENDING_RECORDS):
             before = self._records

@@ -258,7 +258,8 @@ class Subscribers:
     async def close(self) -> None:
         """Announce everything to every subscriber, and close the connections.
 
-        Waits until the connections have accepted the last records, but not long for one that accepts none.
+        Waits until the connections have accepted the last records. A connection that accepts none for a
+        second is closed without them.
         """
         try:
             await self._announce_last()

@@ -36,7 +36,7 @@ class Workload(NamedTuple):
         sizes: of the tensors; None for those of the command line.
         peers: processes of the side that has several, one batch for each number.
         peer: how the tables name one of these processes.
-        is_apart: whether each number of them is measured in new processes, because all that are connected
+        is_apart: whether each number of peers is measured in new processes, because all connected peers
             take part.
         depth: tensors that may be in flight at once, for each peer.
         source: where the tensors come from.

@@ -52,7 +52,7 @@ async def far(stage: Stage[Port]) -> None:
 
 
 async def tick(seconds: float) -> list[float]:
-    """Tick for so long, and return how late each tick was."""
+    """Tick for a number of seconds, and return the lateness of each tick."""
     late = []
     began = now = perf_counter()
     while now - began < seconds:

@@ -24,7 +24,7 @@ from verification.waiting import until
 
 
 def _is_answered(publisher: Publisher, slow: Subscriber[Any], count: int) -> bool:
-    """Return whether a subscriber has dropped all that was withdrawn, and received so many others."""
+    """Return whether a subscriber has answered all publications but the last ones."""
     return not any(backlog._withdrawn for backlog in backlogs_of(publisher)) and (
         publisher.statistics().lags[0].behind == slow.statistics().unclaimed == count
     )

@@ -1,4 +1,4 @@
-"""The policies for slow subscribers, by a model that has no memory of its own."""
+"""The policies for slow subscribers, compared with a simple model."""
 
 import pytest
 from hypothesis import given
@@ -23,7 +23,7 @@ def backlog(max_behind: int = 3, max_held_bytes: int | None = None, *items: Item
 
 
 def announced(of: Backlog) -> list[int]:
-    """Announce what can be announced, and return the numbers."""
+    """Announce as many publications as the limits allow, and return their numbers."""
     return [one.number for one in iter(of.next, None)]
 
 
@@ -146,7 +146,7 @@ def test_a_subscriber_begins_with_the_history() -> None:
 
 
 class Model:
-    """One subscriber as lists: what it has to receive, and what was announced, in order."""
+    """One subscriber as lists of its pending and announced publications, in order."""
 
     def __init__(self, max_behind: int) -> None:
         self.limit = max_behind

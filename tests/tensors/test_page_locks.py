@@ -21,7 +21,7 @@ NBYTES = PAGES * PAGE
 
 @contextmanager
 def segment() -> Iterator[int]:
-    """Make the segment of a publisher, all of whose pages have data."""
+    """Open a segment like a publisher, and write to all pages."""
     descriptor = os.memfd_create("pages", os.MFD_ALLOW_SEALING)
     try:
         os.write(descriptor, b"x" * NBYTES)

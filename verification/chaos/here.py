@@ -80,7 +80,7 @@ async def tidy(state: State) -> None:
 
 
 def left_running() -> list[str]:
-    """List the threads of the library and the tasks of this process, except those that serve its calls."""
+    """List the threads of the library and the tasks of this process that serve no call."""
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("aiotensor")]
     tasks = [repr(task) for task in asyncio.all_tasks() if peers.__name__ not in _module_of(task)]
     return threads + tasks

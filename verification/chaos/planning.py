@@ -285,7 +285,7 @@ def _plan_broadcast(rng: random.Random, number: int, family: str) -> Round:
 def _plan_publication(rng: random.Random, key: int) -> Order:
     how = rng.choices(("publish", "nowait", "allocate", "drain"), (8, 2, 3, 2))[0]
     counts = _plan_counts(rng, rng.choice((0, 1, 1, 2, MAX_TENSORS)))
-    if how == "allocate":  # the calls that hold these tensors may wait for one that needs all other memory
+    if how == "allocate":  # leaves memory for the publications of other calls
         counts = tuple(min(count, _MIDDLE) for count in counts)
     fate = rng.choices(("", "cancel"), (5, 1))[0] if how != "nowait" else ""
     return Order(key, how, counts, fate, _plan_after_ms(rng))

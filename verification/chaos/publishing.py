@@ -215,13 +215,13 @@ async def settle(state: State, *, is_free: bool) -> None:
 
 
 async def close(state: State) -> list[str]:
-    """Close the publisher, wait for the end of its threads and tasks, and return what it still holds."""
+    """Close the publisher, wait until its threads and tasks have ended, and report held resources."""
     del state
     await _open.publisher.aclose()
     here.uses.clear()
     while left_running():
         await asyncio.sleep(0.001)
     now, held = _open.publisher.statistics(), held_by_publisher(_open.publisher)
-    del held["pinned blocks"]  # those that a subscriber may still read
+    del held["pinned blocks"]  # a subscriber may still read these blocks
     is_empty = not any(held.values()) and (now.subscribers, now.waiting, now.history) == (0, 0, 0)
     return [] if is_empty else [f"holds {held} after closing: {now}"]

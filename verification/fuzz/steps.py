@@ -24,7 +24,7 @@ CASES = Path(__file__).parent / "cases"
 # The placeholder of the sender's id in every record; each run of a conversation replaces it with a new id.
 STAND_IN = "5ead" * 8
 
-# Further placeholders, for what a subscriber knows about its publisher and itself: see `subscribing.Heard`.
+# Further placeholders, for values of the publisher and of the rogue itself: see `subscribing.Heard`.
 # They are valid values of the fields.
 PUBLISHER = "5eed" * 8  # the id of the publisher
 PID = 0x5EAD_5EAD  # the id of the rogue's process
