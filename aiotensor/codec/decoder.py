@@ -152,6 +152,7 @@ class TensorDecoder(Generic[T]):
             raise ProtocolError(f"the peer sent a message that cannot be read: {error}") from error
         finally:
             self._current.parts = outer
+            now.error = None  # its traceback refers to this object, and thus to tensors
         now.check_all_used()
         return message
 

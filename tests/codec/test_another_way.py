@@ -5,6 +5,7 @@ import gc
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -207,6 +208,18 @@ def test_a_decoder_is_as_good_after_a_refusal_and_keeps_nothing_of_it() -> None:
     with pytest.raises(ProtocolError, match="named buffer 0, and sent 0"):
         anything.decode([body_of(beside(0))])
     assert bytes(anything.decode([body_of(beside(0)), b"abc"]).numpy()) == b"abc"
+
+
+def test_an_error_of_find_keeps_no_tensor_until_a_collection(no_collections: None) -> None:
+    def decode() -> "weakref.ref[torch.Tensor]":
+        tensor = torch.zeros(3)  # the traceback refers to this frame
+        body = TensorEncoder(lambda source: 1).encode([tensor])
+        with suppress(KeyError):
+            TensorDecoder(list[torch.Tensor], {}.__getitem__).decode(body)
+            pytest.fail("it found a tensor")
+        return weakref.ref(tensor)
+
+    assert decode()() is None
 
 
 def test_find_can_decode_another_message_with_the_same_decoder() -> None:
