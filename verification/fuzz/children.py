@@ -1,15 +1,25 @@
 """Child processes of live targets, and the errors in them that no peer may cause."""
 
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from aiotensor.transports.endpoints import Endpoint
 from verification import loops
 from verification.fuzz.engine import Figures, Troubles, figures
+from verification.fuzz.things import Things
 from verification.processes import peers
 
-__all__ = ["Look", "child_process", "look", "stop_watching", "watch"]
+__all__ = [
+    "ConnectingChild",
+    "Look",
+    "child_process",
+    "connecting_child",
+    "look",
+    "stop_watching",
+    "watch",
+]
 
 _TROUBLES = "troubles"
 
@@ -48,3 +58,33 @@ async def child_process(endpoint: Endpoint, *, uvloop: bool) -> AsyncIterator[pe
         assert await child.finish() == 0
     finally:
         await child.close()
+
+
+class ConnectingChild:
+    """A peer in a separate process, which connects to the rogues in this one."""
+
+    def __init__(self, address: Endpoint, child: peers.Peer, things: Things) -> None:
+        self.cut_off = 0
+        self.outcomes: Counter[str] = Counter()
+        self._address = address
+        self._child = child
+        self._things = things
+
+    async def look(self) -> Figures:
+        """Check for errors, and measure the held resources."""
+        seen = await self._child.call(look)
+        assert not seen.troubles, "\n".join(seen.troubles)
+        self.cut_off = seen.cut_off
+        return seen.figures
+
+
+C = TypeVar("C", bound=ConnectingChild)
+
+
+@asynccontextmanager
+async def connecting_child(kind: type[C], address: Endpoint, *, uvloop: bool) -> AsyncIterator[C]:
+    """Start a process for peers of one kind."""
+    async with child_process(address, uvloop=uvloop) as child:
+        await child.call(watch)
+        with Things() as things:
+            yield kind(address, child, things)

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import threading
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from verification.processes import watch
 from verification.processes.allocator import forget_free_memory
 from verification.waiting import until
 
-__all__ = ["Engine", "Figures", "Troubles", "figures", "in_memory", "threads_started"]
+__all__ = ["Engine", "Figures", "Troubles", "figures", "in_memory", "listed", "threads_started"]
 
 _KEPT = 3  # so that some tensors outlive their senders
 
@@ -45,6 +45,11 @@ class Figures(NamedTuple):
         if self.resident_kib - since.resident_kib > slack_kib:
             grown.append(f"resident KiB: {since.resident_kib} -> {self.resident_kib}")
         return grown
+
+
+def listed(outcomes: Counter[str]) -> str:
+    """List the outcomes of calls and their numbers."""
+    return ", ".join(f"{count} {name}" for name, count in sorted(outcomes.items()))
 
 
 async def threads_started(*workers: Worker) -> None:

@@ -14,7 +14,7 @@ from aiotensor.broadcast import Publisher, SlowPolicy, Subscriber
 from aiotensor.transports.endpoints import Endpoint
 from verification.fuzz import api
 from verification.fuzz.broadcasts import MOST_READ
-from verification.fuzz.engine import Engine, Figures, Troubles, figures
+from verification.fuzz.engine import Engine, Figures, Troubles, figures, listed
 from verification.fuzz.listening import answer, waiting_at
 from verification.fuzz.live_inspector import INSPECTED, inspect_once
 from verification.fuzz.notes import Note
@@ -111,8 +111,7 @@ class InsideSender:
     @property
     def summary(self) -> str:
         """Return a summary of the run."""
-        outcomes = ", ".join(f"{count} {name}" for name, count in sorted(self._outcomes.items()))
-        return f"{self._troubles.cut_off} receivers cut off; sends: {outcomes}"
+        return f"{self._troubles.cut_off} receivers cut off; sends: {listed(self._outcomes)}"
 
 
 async def _take(receiver: TensorReceiver) -> None:
@@ -148,8 +147,7 @@ class InsideInspector:
     @property
     def summary(self) -> str:
         """Return a summary of the run."""
-        outcomes = ", ".join(f"{count} {name}" for name, count in sorted(self._outcomes.items()))
-        return f"inspections: {outcomes}"
+        return f"inspections: {listed(self._outcomes)}"
 
 
 class InsidePublisher:
@@ -232,8 +230,9 @@ class InsideSubscriber:
     @property
     def summary(self) -> str:
         """Return a summary of the run."""
-        outcomes = ", ".join(f"{count} {name}" for name, count in sorted(self._outcomes.items()))
-        return f"{self._taken_in_memory} tensors of rogues in shared memory; receives: {outcomes}"
+        return (
+            f"{self._taken_in_memory} tensors of rogues in shared memory; receives: {listed(self._outcomes)}"
+        )
 
 
 _InTurn = InsideSender | InsideInspector | InsidePublisher | InsideSubscriber

@@ -10,7 +10,7 @@ from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.transports.endpoints import Endpoint
 from verification import inside
 from verification.fuzz.children import child_process, look, stop_watching, watch
-from verification.fuzz.engine import Figures, threads_started
+from verification.fuzz.engine import Figures, listed, threads_started
 from verification.fuzz.notes import Note, ask_rightly, messages_at, respond, work
 from verification.fuzz.rogues import answer_as_server, rogue_server
 from verification.fuzz.steps import Conversation
@@ -106,7 +106,7 @@ class LiveClient:
     @property
     def summary(self) -> str:
         """Return a summary of the run."""
-        outcomes = ", ".join(f"{count} {name}" for name, count in sorted(self.outcomes.items()))
+        outcomes = listed(self.outcomes)
         return f"{self.cut_off} servers cut off; requests to rogues and their successors: {outcomes}"
 
     @asynccontextmanager

@@ -1,18 +1,15 @@
 """Rogue receivers for inspectors in a separate process, each followed by an honest receiver."""
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from functools import partial
 
 from aiotensor import PeerLostError, ProtocolError, TensorReceiver
 from aiotensor.inspection import PublisherInspection, inspect
 from aiotensor.transports.endpoints import Endpoint
-from verification.fuzz.children import child_process, look, watch
-from verification.fuzz.engine import Figures
+from verification.fuzz.children import ConnectingChild, connecting_child
+from verification.fuzz.engine import listed
 from verification.fuzz.listening import answer, waiting_at
 from verification.fuzz.steps import Conversation
-from verification.fuzz.things import Things
 from verification.processes import peers
 
 __all__ = ["INSPECTED", "LiveInspector", "inspect_once", "live_inspector"]
@@ -39,14 +36,8 @@ async def _inspect(state: peers.State) -> str:
     return await inspect_once(state.endpoint)
 
 
-class LiveInspector:
+class LiveInspector(ConnectingChild):
     """An inspector, as seen by its receivers."""
-
-    def __init__(self, address: Endpoint, child: peers.Peer, things: Things) -> None:
-        self.outcomes: Counter[str] = Counter()
-        self._address = address
-        self._child = child
-        self._things = things
 
     async def hear(self, conversation: Conversation) -> None:
         """Inspect a rogue receiver from the child, and check that it can inspect the next one."""
@@ -58,23 +49,10 @@ class LiveInspector:
             async with TensorReceiver(self._address):
                 assert await self._child.call(_inspect) == INSPECTED
 
-    async def look(self) -> Figures:
-        """Check for errors, and measure the held resources."""
-        seen = await self._child.call(look)
-        assert not seen.troubles, "\n".join(seen.troubles)
-        return seen.figures
-
     @property
     def summary(self) -> str:
         """Return a summary of the run."""
-        outcomes = ", ".join(f"{count} {name}" for name, count in sorted(self.outcomes.items()))
-        return f"inspections of rogues: {outcomes}"
+        return f"inspections of rogues: {listed(self.outcomes)}"
 
 
-@asynccontextmanager
-async def live_inspector(address: Endpoint, *, uvloop: bool) -> AsyncIterator[LiveInspector]:
-    """Start a process for inspectors."""
-    async with child_process(address, uvloop=uvloop) as child:
-        await child.call(watch)
-        with Things() as things:
-            yield LiveInspector(address, child, things)
+live_inspector = partial(connecting_child, LiveInspector)

@@ -3,14 +3,13 @@
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from functools import partial
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.transports.endpoints import Endpoint
 from verification.fuzz import api
-from verification.fuzz.children import child_process, look, watch
-from verification.fuzz.engine import Figures
+from verification.fuzz.children import ConnectingChild, connecting_child
+from verification.fuzz.engine import listed
 from verification.fuzz.listening import answer, waiting_at
 from verification.fuzz.steps import Conversation
 from verification.fuzz.things import Things
@@ -36,15 +35,12 @@ async def _check(state: peers.State) -> None:
     state.senders.clear()
 
 
-class LiveSender:
+class LiveSender(ConnectingChild):
     """A sender, as seen by its receivers."""
 
     def __init__(self, address: Endpoint, child: peers.Peer, things: Things) -> None:
-        self.conversations = self.honest_tensors = self.cut_off = 0
-        self.outcomes: Counter[str] = Counter()
-        self._address = address
-        self._child = child
-        self._things = things
+        super().__init__(address, child, things)
+        self.conversations = self.honest_tensors = 0
 
     async def hear(self, conversation: Conversation) -> None:
         """Run a rogue receiver for a new sender, and check that the next receiver gets every tensor."""
@@ -63,20 +59,12 @@ class LiveSender:
                 with contextlib.suppress(asyncio.CancelledError):
                     await taking
 
-    async def look(self) -> Figures:
-        """Check for errors, and measure the held resources."""
-        seen = await self._child.call(look)
-        assert not seen.troubles, "\n".join(seen.troubles)
-        self.cut_off = seen.cut_off
-        return seen.figures
-
     @property
     def summary(self) -> str:
         """Return a summary of the run."""
-        outcomes = ", ".join(f"{count} {name}" for name, count in sorted(self.outcomes.items()))
         return (
             f"{self.cut_off} receivers cut off, {self.honest_tensors} honest tensors in between; "
-            f"sends to rogues and their successors: {outcomes}"
+            f"sends to rogues and their successors: {listed(self.outcomes)}"
         )
 
     async def _take(self, receiver: TensorReceiver) -> None:
@@ -86,10 +74,4 @@ class LiveSender:
             del delivery
 
 
-@asynccontextmanager
-async def live_sender(address: Endpoint, *, uvloop: bool) -> AsyncIterator[LiveSender]:
-    """Start a process for senders."""
-    async with child_process(address, uvloop=uvloop) as child:
-        await child.call(watch)
-        with Things() as things:
-            yield LiveSender(address, child, things)
+live_sender = partial(connecting_child, LiveSender)

@@ -1,14 +1,12 @@
 """Rogue publishers for subscribers in a separate process, each followed by an honest publisher."""
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from functools import partial
 
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.transports.endpoints import Endpoint
-from verification.fuzz.children import child_process, look, watch
-from verification.fuzz.engine import Figures
+from verification.fuzz.children import ConnectingChild, connecting_child
+from verification.fuzz.engine import listed
 from verification.fuzz.listening import answer, waiting_at
 from verification.fuzz.notes import Note
 from verification.fuzz.receiving import HONEST, Received, publish_rightly, receive_all
@@ -40,15 +38,12 @@ async def _close(state: peers.State) -> None:
     assert (now.leases, now.unclaimed, now.mapped_bytes, now.waiting) == (0, 0, 0, 0), now
 
 
-class LiveSubscriber:
+class LiveSubscriber(ConnectingChild):
     """A subscriber, as seen by its publishers."""
 
     def __init__(self, address: Endpoint, child: peers.Peer, things: Things) -> None:
-        self.conversations = self.cut_off = self.taken_in_memory = 0
-        self.outcomes: Counter[str] = Counter()
-        self._address = address
-        self._child = child
-        self._things = things
+        super().__init__(address, child, things)
+        self.conversations = self.taken_in_memory = 0
 
     async def hear(self, conversation: Conversation) -> None:
         """Run a rogue publisher for a new subscriber, which receives everything of the next one."""
@@ -65,27 +60,14 @@ class LiveSubscriber:
             self.taken_in_memory += received.taken_in_memory
             await self._child.call(_close)
 
-    async def look(self) -> Figures:
-        """Check for errors, and measure the held resources."""
-        seen = await self._child.call(look)
-        assert not seen.troubles, "\n".join(seen.troubles)
-        self.cut_off = seen.cut_off
-        return seen.figures
-
     @property
     def summary(self) -> str:
         """Return a summary of the run."""
-        outcomes = ", ".join(f"{count} {name}" for name, count in sorted(self.outcomes.items()))
         return (
             f"{self.cut_off} publishers cut off, {HONEST * self.conversations} honest publications in "
-            f"between, {self.taken_in_memory} tensors of rogues in shared memory; receives: {outcomes}"
+            f"between, {self.taken_in_memory} tensors of rogues in shared memory; "
+            f"receives: {listed(self.outcomes)}"
         )
 
 
-@asynccontextmanager
-async def live_subscriber(address: Endpoint, *, uvloop: bool) -> AsyncIterator[LiveSubscriber]:
-    """Start a process for subscribers."""
-    async with child_process(address, uvloop=uvloop) as child:
-        await child.call(watch)
-        with Things() as things:
-            yield LiveSubscriber(address, child, things)
+live_subscriber = partial(connecting_child, LiveSubscriber)
