@@ -3,6 +3,7 @@
 The suite runs the same sequences each time, and few of them; `make model` runs others for a given time.
 """
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from click.testing import CliRunner
 from hypothesis import settings
 from hypothesis.stateful import rule, run_state_machine_as_test
 
+from aiotensor.runtime.worker import Worker
 from verification.model.__main__ import main
 from verification.model.machines import BROADCASTS, MACHINES, PAIRS, SETTINGS, WholeProtocol
+from verification.model.stepping import Steps
 
 pytestmark = pytest.mark.timeout(900)  # hypothesis takes minutes to shrink a failure
 
@@ -55,6 +58,31 @@ def test_an_allocation_may_get_memory_that_a_closing_receiver_releases(name: str
         assert not machine.of(machine.senders[1])
     finally:
         machine.teardown()
+
+
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+def test_no_job_runs_during_an_iteration_of_the_loop(kind: str) -> None:
+    ran = threading.Event()
+
+    async def submit(worker: Worker) -> bool:
+        worker.begin("work", ran.set)
+        return ran.wait(0.2)
+
+    async def make() -> Worker:
+        return Worker("aiotensor-test")
+
+    steps = Steps(kind)
+    making = steps.start(make())
+    steps.turn()
+    worker = making.result()
+    steps.watch(worker)
+    submitting = steps.start(submit(worker))
+    steps.turn()
+    assert not submitting.result()
+    steps.turn()
+    assert ran.is_set()
+    worker.close()
+    steps.close()
 
 
 class _WrongModel(WholeProtocol):

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import Context
 from functools import partial
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ import uvloop
 from anyio._backends._asyncio import WorkerThread
 
 from aiotensor.protocol import pages
+from aiotensor.runtime import worker as workers
 from aiotensor.runtime.worker import Worker
 from aiotensor.sending import copies
 from aiotensor.tensors import segments
@@ -40,8 +41,9 @@ class _Timer:
 class Steps:
     """Run a loop one iteration at a time, with a clock that only `pass_time` advances.
 
-    Each iteration first waits for threads, and gets their results in the same order each time. A worker that
-    is *held* starts no jobs.
+    Each iteration first runs the jobs of the threads, and gets their results in the same order each time. No
+    job runs during an iteration, since its speed would then decide what the iteration finds. A worker that is
+    *held* starts no jobs.
     """
 
     def __init__(self, kind: str) -> None:
@@ -49,6 +51,7 @@ class Steps:
         self.complaints: list[str] = []
         self.loop.set_exception_handler(lambda loop, context: self.complaints.append(str(context)))
         self._workers: dict[Worker, dict[object, threading.Event]] = {}  # and the events that hold its lanes
+        self._gates: dict[object, threading.Event] = {}  # what the lanes with new jobs wait for
         self._posted: list[_Post] = []  # by `call_soon_threadsafe`, since the last iteration
         self._clock = 0.0
         self._timers: list[_Timer] = []
@@ -57,6 +60,7 @@ class Steps:
         self._patch(self.loop, "call_later", self._call_later)
         self._patch(self.loop, "call_at", self._call_at)
         self._patch(self.loop, "time", lambda: self._clock)
+        self._patch(workers._Lane, "submit", self._submitting(workers._Lane.submit))
         # With these sizes small tensors also take either lane, and share chunks with others.
         self._patch(copies, "_SHORT_COPY_BYTES", 32 << 10)
         for module in (pages, segments):
@@ -99,6 +103,7 @@ class Steps:
 
     def hold(self, worker: Worker, *, only_long: bool) -> None:
         """Hold a worker, or only its lane for long jobs; wait until its running jobs are done."""
+        self._open_gates()
         # Never the short lane alone, since a job in the other may wait for it.
         for lane in lanes_of(worker)[1:] if only_long else lanes_of(worker):
             event = self._workers[worker][lane] = threading.Event()
@@ -121,6 +126,7 @@ class Steps:
         assert not asyncio.all_tasks(self.loop), "tasks were left behind"
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
+        self._open_gates()
         for worker in self._workers:
             for lane in lanes_of(worker):
                 for thread in list(lane.executor._threads):
@@ -129,6 +135,7 @@ class Steps:
     def abandon(self) -> None:
         """End the threads after a failure."""
         self._patches.close()
+        self._open_gates()
         for worker in self._workers:
             if self.is_held(worker):
                 self.let_go(worker)
@@ -146,7 +153,26 @@ class Steps:
     def _post(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> None:
         self._posted.append((callback, args, context))
 
+    def _submitting(self, submit: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that submits jobs to a lane, to be run before the next iteration."""
+
+        def submit_later(lane: Any, *args: Any, **options: Any) -> Any:
+            if lane not in self._gates:
+                gate = threading.Event()
+                with suppress(RuntimeError):  # the lane was closed, which `submit` reports
+                    lane.executor.submit(gate.wait)
+                    self._gates[lane] = gate
+            return submit(lane, *args, **options)
+
+        return submit_later
+
+    def _open_gates(self) -> None:
+        gates, self._gates = self._gates, {}
+        for gate in gates.values():
+            gate.set()
+
     def _join_threads(self) -> None:
+        self._open_gates()
         others: list[object] = []
         for thread in threading.enumerate():
             if isinstance(thread, WorkerThread) and thread.loop is self.loop:
