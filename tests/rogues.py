@@ -26,9 +26,10 @@ from aiotensor.transports.base import Transport
 from aiotensor.transports.endpoints import Endpoint, route_to
 from tests.frames import hello
 
-__all__ = ["ARENA_BYTES", "RogueReceiver", "RogueSender", "rogue_receiver", "rogue_sender"]
+__all__ = ["ARENA_BYTES", "SEALS", "RogueReceiver", "RogueSender", "rogue_receiver", "rogue_sender"]
 
 ARENA_BYTES = 1 << 20
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL  # the least that a receiver accepts
 
 
 class RogueSender:
@@ -69,7 +70,7 @@ class RogueSender:
         for frame in frames:
             self._transport.write(frame if isinstance(frame, bytes) else encode(frame), descriptors)
 
-    def attach(self, attach: Attach, nbytes: int | None = None, seals: int = fcntl.F_SEAL_SHRINK) -> None:
+    def attach(self, attach: Attach, nbytes: int | None = None, seals: int = SEALS) -> None:
         """Share a new memfd.
 
         Args:

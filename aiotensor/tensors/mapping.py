@@ -37,6 +37,7 @@ _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _MAP_PRIVATE = 0x02 | 0x4000  # with MAP_NORESERVE: most of its pages never become private
 _FAILED = ctypes.c_void_p(-1).value
+_WRITE_SEALS = fcntl.F_SEAL_WRITE | 0x10  # F_SEAL_FUTURE_WRITE, which has no name in Python 3.11
 _MADV_POPULATE_WRITE = 23  # the module `mmap` of Python 3.11 has no name for it
 
 
@@ -164,7 +165,7 @@ def open_segment(descriptor: int, nbytes: int, *, is_private: bool = False) -> M
         is_private: whether writing to it is visible to this process only.
 
     Raises:
-        ProtocolError: it is not a sealed memfd of this size.
+        ProtocolError: it is not a memfd of this size, or has other seals than those of a sender.
         OSError: this process has no addresses left to map it; for a private mapping, no descriptors.
     """
     try:
@@ -173,6 +174,8 @@ def open_segment(descriptor: int, nbytes: int, *, is_private: bool = False) -> M
         seals = 0  # it is not a memfd
     if not seals & fcntl.F_SEAL_SHRINK:
         raise ProtocolError("the peer shared memory that could shrink while it is read")
+    if seals & _WRITE_SEALS or not seals & fcntl.F_SEAL_SEAL:
+        raise ProtocolError("the peer shared memory whose pages cannot be returned, because of its seals")
     if os.fstatvfs(descriptor).f_bsize != mmap.PAGESIZE:
         # Reading a hole that the peer makes is SIGBUS if no huge page is left to fill it.
         raise ProtocolError("the peer shared memory of huge pages, which are not to be had at any time")

@@ -32,7 +32,7 @@ from aiotensor.protocol.frames import (
 from aiotensor.transports.endpoints import Endpoint
 from tests.frames import hello, put
 from tests.pairs import endpoint
-from tests.rogues import ARENA_BYTES, RogueSender, rogue_receiver, rogue_sender
+from tests.rogues import ARENA_BYTES, SEALS, RogueSender, rogue_receiver, rogue_sender
 from verification.patterns import BIG, pattern
 from verification.waiting import settled, until
 
@@ -164,13 +164,15 @@ def _mapped() -> int:
     ("size", "seals", "announced"),
     [
         (_PAGE, fcntl.F_SEAL_GROW, _PAGE),
-        (_PAGE, fcntl.F_SEAL_SHRINK, 2 * _PAGE),
-        (2 * _PAGE, fcntl.F_SEAL_SHRINK, _PAGE),
-        (8 * ARENA_BYTES, fcntl.F_SEAL_SHRINK, 8 * ARENA_BYTES),
-        (0, fcntl.F_SEAL_SHRINK, 0),
+        (_PAGE, SEALS, 2 * _PAGE),
+        (2 * _PAGE, SEALS, _PAGE),
+        (8 * ARENA_BYTES, SEALS, 8 * ARENA_BYTES),
+        (0, SEALS, 0),
+        (_PAGE, fcntl.F_SEAL_SHRINK, _PAGE),
+        (_PAGE, SEALS | fcntl.F_SEAL_WRITE, _PAGE),
     ],
 )
-async def test_memory_that_could_shrink_or_differs_from_its_description_is_refused(
+async def test_memory_with_other_seals_or_that_differs_from_its_description_is_refused(
     size: int, seals: int, announced: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with beside_an_honest_sender() as (place, receiver), rogue_sender(place) as rogue:

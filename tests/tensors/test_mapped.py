@@ -171,8 +171,11 @@ def test_a_tensor_that_ends_where_its_segment_ends_is_opened(offset: int, shape:
 # Descriptors of broken peers
 
 
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+
+
 @contextmanager
-def memfd(nbytes: int, seals: int = fcntl.F_SEAL_SHRINK, flags: int = 0) -> Iterator[int]:
+def memfd(nbytes: int, seals: int = SEALS, flags: int = 0) -> Iterator[int]:
     descriptor = os.memfd_create("of a peer", os.MFD_ALLOW_SEALING | flags)
     try:
         os.ftruncate(descriptor, nbytes)
@@ -194,6 +197,17 @@ def test_a_segment_is_opened_and_its_descriptor_stays_the_callers() -> None:
 def test_memory_that_could_shrink_while_it_is_read_is_refused(seals: int) -> None:
     with memfd(4096, seals) as descriptor, pytest.raises(ProtocolError, match="could shrink"):
         open_segment(descriptor, 4096)
+
+
+@pytest.mark.parametrize("is_private", [False, True])
+@pytest.mark.parametrize(
+    "seals", [fcntl.F_SEAL_SHRINK, SEALS | fcntl.F_SEAL_WRITE, SEALS | 0x10], ids=["later", "now", "future"]
+)
+def test_memory_whose_pages_cannot_be_returned_is_refused(seals: int, is_private: bool) -> None:
+    before = open_files()
+    with memfd(4096, seals) as descriptor, pytest.raises(ProtocolError, match="cannot be returned"):
+        open_segment(descriptor, 4096, is_private=is_private)
+    assert open_files() == before
 
 
 def test_what_is_no_memory_at_all_is_refused() -> None:

@@ -19,3 +19,8 @@ def test_a_subscriber_survives_invalid_publishers_and_is_served_by_the_next_one(
         assert subscriber.live.taken_in_memory
         for outcome in ("received", "PeerLostError", "ProtocolError"):
             assert subscriber.live.outcomes[outcome], outcome
+
+
+def test_recorded_cases_do_not_harm_a_subscriber() -> None:
+    with listening("unix", partial(live_subscriber, uvloop=True)) as subscriber:
+        subscriber.replay(TO_SUBSCRIBER, times=2)  # the second run shows leftovers of the first

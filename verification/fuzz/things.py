@@ -52,7 +52,8 @@ CONTENT = _encode(
 MEMORY_KINDS = ("sealed", "unsealed", "read-only", "write-sealed", "growable", "content", "huge", "device")
 OTHER_THINGS = ("pipe", "directory", "file", "socket", "listener")
 
-_SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_GROWABLE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+_SEALED = _GROWABLE | fcntl.F_SEAL_GROW
 _HUGE_BYTES = 2 << 20
 
 _RENEWED = "sealed", "growable", "content"
@@ -153,7 +154,7 @@ def _memory(kind: str, nbytes: int) -> int:
     os.write(descriptor, GUARD[:nbytes])
     if kind == "content":
         os.pwrite(descriptor, CONTENT, 0)
-    seals = {"unsealed": 0, "growable": fcntl.F_SEAL_SHRINK, "write-sealed": _SEALED | fcntl.F_SEAL_WRITE}
+    seals = {"unsealed": 0, "growable": _GROWABLE, "write-sealed": _SEALED | fcntl.F_SEAL_WRITE}
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals.get(kind, _SEALED))
     if kind != "read-only":
         return descriptor
