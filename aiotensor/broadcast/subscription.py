@@ -316,7 +316,10 @@ class Subscription(Generic[T]):
         session.first = self._first  # the earlier sessions may have ended before anything arrived
 
     def arrived(self, session: Session, publish: Publish) -> None:
-        """Queue a publication."""
+        """Queue a publication; a closing subscriber drops it."""
+        if self.is_closed:
+            session.dropped(publish.number)
+            return
         self._next_to_arrive = publish.number + 1
         self._order += 1
         self._inbox.append(Arrived(session, publish, self._mappings, self._order))

@@ -1,7 +1,9 @@
 """Each publication arrives at every subscriber: once, in order, and unchanged."""
 
 import asyncio
+import os
 import sys
+import threading
 from typing import Any
 
 import msgspec
@@ -21,9 +23,11 @@ from aiotensor import (
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.tensors.dtypes import DTYPES
 from aiotensor.transports.endpoints import Endpoint
-from tests.broadcast.audiences import Batch, Broadcasts, idle, received
+from tests.broadcast.audiences import Batch, Broadcasts, idle, received, turns
 from verification.fuzz.listening import waiting_at
+from verification.internals import worker_of
 from verification.patterns import BIG, pattern
+from verification.processes import watch
 from verification.promptly import promptly
 from verification.waiting import until
 
@@ -457,6 +461,25 @@ async def test_a_publication_on_its_way_to_a_closed_subscriber_uses_no_memory(br
         assert published.delivered == 2  # the publisher does not know yet that it has closed
         await received(other, 1)
         await idle(publisher)
+
+
+async def test_a_closing_subscriber_keeps_no_memory_of_a_publisher_that_closes(
+    broadcasts: Broadcasts, no_collections: None
+) -> None:
+    go_on = threading.Event()
+    async with broadcasts.open(1) as (publisher, [subscriber]):
+        working = worker_of(subscriber).submit(go_on.wait)
+        closing = asyncio.create_task(subscriber.aclose())  # waits for the worker
+        try:
+            await turns()
+            await publisher.publish(pattern(0, BIG))
+            await publisher.aclose()
+            await until(lambda: not subscriber.statistics().publishers)
+        finally:
+            go_on.set()
+        await closing
+        await working
+        assert not watch.memfds(os.getpid())
 
 
 async def test_several_tasks_share_a_subscriber(broadcasts: Broadcasts) -> None:
