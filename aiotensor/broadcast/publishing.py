@@ -184,7 +184,8 @@ class Publishing:
             payload = await pack([message], has_sender=True, max_inline_bytes=sys.maxsize)
             del message
             self._check_open()
-            await self._place(payload, placement)
+            if payload.tensors:
+                await self._place(payload, placement)
             content = self._content_of(payload, placement)
             if len(content) > _MAX_RECORD_CONTENT_BYTES:
                 block = await self._copy(as_source(np.frombuffer(content, np.uint8)), placement)
