@@ -7,7 +7,15 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-__all__ = ["Descriptor", "ForeignDescriptor", "close_after_fork", "close_all", "copy_of", "duplicates"]
+__all__ = [
+    "Descriptor",
+    "ForeignDescriptor",
+    "close_after_fork",
+    "close_all",
+    "copy_of",
+    "duplicates",
+    "file_of",
+]
 
 
 class SupportsClose(Protocol):
@@ -59,12 +67,12 @@ class ForeignDescriptor:
 
     def __init__(self, number: int) -> None:
         self._number = number
-        self._file = _file_of(number)
+        self._file = file_of(number)
         close_after_fork(self)
 
     def close(self) -> None:
         """Close it, unless the library has closed it and its number is that of another file now."""
-        if self._file is not None and _file_of(self._number) == self._file:
+        if self._file is not None and file_of(self._number) == self._file:
             os.close(self._number)
 
 
@@ -105,7 +113,7 @@ def close_all(descriptors: Iterable[int]) -> None:
             closing.callback(os.close, descriptor)
 
 
-def _file_of(descriptor: int) -> tuple[int, int] | None:
+def file_of(descriptor: int) -> tuple[int, int] | None:
     """Return the device and the inode of an open file; None for a closed descriptor."""
     try:
         found = os.fstat(descriptor)

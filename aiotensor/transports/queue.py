@@ -11,10 +11,10 @@ far end of it, so the two sides need no address to connect, and each is notified
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import BinaryIO
 
-from aiotensor.runtime.descriptors import close_after_fork, close_all
+from aiotensor.runtime.descriptors import close_after_fork, close_all, file_of
 from aiotensor.runtime.logs import RepeatedEvent, logger_of, others
 from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.transports.base import MAX_UNREAD_BYTES, Acceptor, ConnectorEvents, Handler
@@ -216,11 +216,13 @@ async def listen_on(queue: TensorQueue, acceptor: Acceptor, max_record_bytes: in
     """
     sock = queue.open_reader()
     try:
+        with queue.open_writer() as writer:
+            own_ends = {file_of(sock.fileno()), file_of(writer.fileno())}
         lock = queue.lock_for_receiver()
     except BaseException:
         sock.close()
         raise
-    return QueueListener(sock, lock, acceptor, max_record_bytes)
+    return QueueListener(sock, lock, own_ends, acceptor, max_record_bytes)
 
 
 class QueueListener:
@@ -230,12 +232,18 @@ class QueueListener:
     """
 
     def __init__(
-        self, sock: socket.socket, lock: BinaryIO, acceptor: Acceptor, max_record_bytes: int
+        self,
+        sock: socket.socket,
+        lock: BinaryIO,
+        own_ends: Collection[object],
+        acceptor: Acceptor,
+        max_record_bytes: int,
     ) -> None:
         close_after_fork(sock)
         close_after_fork(lock)
         self._sock = sock
         self._lock = lock
+        self._own_ends = own_ends  # the files of both ends of the queue
         self._acceptor = acceptor
         self._reader = RecordReader(sock, max_record_bytes + _PREFIX_BYTES)
         self._transports: dict[str, _ReceiverEnd] = {}
@@ -303,6 +311,9 @@ class QueueListener:
     def _accept(self, sender: str, descriptors: list[int]) -> None:
         has_arrived = bool(descriptors)
         pipe = pipe_of(descriptors.pop(0)) if has_arrived else None
+        if pipe is not None and file_of(pipe.fileno()) in self._own_ends:
+            pipe.close()  # it would not show the end of the sender
+            pipe = None
         if has_arrived and pipe is None:
             self._broken.add(sender, "its first record has no pipe")
             return

@@ -5,7 +5,7 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
@@ -242,6 +242,23 @@ async def test_a_first_record_with_another_descriptor_than_a_pipe_is_refused_and
         writer, near, _ = await _say_hello(queue, accepting)  # a later attempt is valid
     near.close()
     writer.close()
+    assert "its first record has no pipe" in caplog.text
+    assert len(accepting.ends) == 1
+
+
+@pytest.mark.parametrize("open_end", [TensorQueue.open_writer, TensorQueue.open_reader])
+async def test_a_first_record_with_an_end_of_the_queue_in_place_of_a_pipe_is_refused(
+    open_end: Callable[[TensorQueue], socket.socket],
+    queue: TensorQueue,
+    listener: QueueListener,
+    accepting: Accepting,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with queue.open_writer() as writer, open_end(queue) as end:
+        socket.send_fds(writer, [_HELLO + b"hello"], [end.fileno()])
+        honest, near, _ = await _say_hello(queue, accepting)
+    near.close()
+    honest.close()
     assert "its first record has no pipe" in caplog.text
     assert len(accepting.ends) == 1
 
