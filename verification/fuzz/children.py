@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 from aiotensor.transports.endpoints import Endpoint
 from verification import loops
-from verification.fuzz.engine import Figures, Troubles, figures
+from verification.fuzz.engine import Figures, Troubles, figures, threads_started
 from verification.fuzz.things import Things
 from verification.processes import peers
 
@@ -33,7 +33,8 @@ class Look(NamedTuple):
 
 
 async def watch(state: peers.State) -> None:
-    """Start collecting errors in the child."""
+    """Start collecting errors in the child, after the thread that decodes large messages."""
+    await threads_started()
     troubles = state.others[_TROUBLES] = Troubles()
     troubles.watch()
 
