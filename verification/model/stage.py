@@ -63,10 +63,10 @@ class Stage(RuleBasedStateMachine):
         try:
             self.end(is_checked=not has_failed)
         except Exception:
-            if not has_failed:
-                raise
             # The first error is reported; the leftovers must not disturb the following examples.
             self.steps.abandon()
+            if not has_failed:
+                raise
         finally:
             gc.enable()
             self.free_place()
