@@ -17,6 +17,7 @@ from aiotensor.tensors.dtypes import DTYPES
 from aiotensor.tensors.mapping import open_segment
 from aiotensor.tensors.placement import open_tensor, place_copy
 from aiotensor.tensors.segments import Segment
+from tests.rogues import SEALS
 from tests.tensors.segments import (
     MIB,
     arena_of,
@@ -169,9 +170,6 @@ def test_a_tensor_that_ends_where_its_segment_ends_is_opened(offset: int, shape:
 
 
 # Descriptors of broken peers
-
-
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
 @contextmanager
