@@ -160,6 +160,14 @@ def test_a_subscriber_misses_what_the_publisher_has_dropped(
         assert _problems([ADMITTED, *_published(3), counted], [*received, END])  # with any other policy
 
 
+def test_a_publisher_counts_for_its_last_connection_only() -> None:
+    second = [Published(4 * number, "q", number - 1, 1.0) for number in (1, 2, 3)]
+    published = [ADMITTED, *_published(1), *second, Counted("q", "s", 1, 0)]
+    received = [*_received(0), END, Received(12, "q", 2, 2), END]
+    assert not _problems(published, received, _fault(FaultKind.NO_ADDRESSES, SLOTS))
+    assert any("counted (1, 0)" in one for one in _problems(published, received))
+
+
 def test_a_late_subscriber_receives_at_most_the_history() -> None:
     late = [Received(8, "p", 2, 0), Received(12, "p", 3, 0)]
     early, other = _published(4, at=0.1), [Subscribed("t", 0.0), *_received(0, 1, 2, 3)]

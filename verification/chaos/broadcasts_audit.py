@@ -193,7 +193,8 @@ class _Broadcast:
             if one.current is not None and not one.is_disconnected:
                 return f"no connection to {one.current.publisher} has ended"
             course = one.courses[event.publisher] = _Course(event.publisher)
-            course.is_whole = not one.is_disconnected or bool(one.current)
+            # Unless it may reconnect, the end since the last publication is that of the publisher before.
+            course.is_whole = not one.is_disconnected or (bool(one.current) and not self._may_reconnect)
             problem = self._begin(one, event.publisher, first)
         elif course is not one.current:
             return f"it returned from {one.current}"
