@@ -145,6 +145,9 @@ class Subscribers:
 
     def connect(self, transport: Transport, subscribe: Subscribe, welcome: Welcome) -> None:
         """Admit a subscriber or refuse it, and send it the result."""
+        if transport.peer_has_closed():  # a queue keeps its first record until a publisher opens
+            transport.close()
+            return
         connection = PublisherConnection(subscribe, welcome)
         peer = SubscriberPeer(transport, connection, self)
         transport.start(peer)

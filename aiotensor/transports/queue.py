@@ -123,6 +123,9 @@ class _SenderEnd:
     def read_now(self) -> None:
         self._pipe.read_now()
 
+    def peer_has_closed(self) -> bool:
+        return self._pipe.peer_has_closed()
+
     def close(self) -> None:
         self._handler = None
         self._queue.close()
@@ -183,6 +186,9 @@ class _ReceiverEnd:
 
     def read_now(self) -> None:
         pass  # the records of one sender cannot be read without those of others
+
+    def peer_has_closed(self) -> bool:
+        return self._pipe is not None and self._pipe.peer_has_closed()
 
     def close(self) -> None:
         if self.is_closed:

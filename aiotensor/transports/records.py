@@ -99,10 +99,16 @@ class RecordReader:
 
     def _is_at_end(self) -> bool:
         """Return whether an empty read was the end of the stream and not an empty record."""
-        poll = select.poll()
-        poll.register(self._sock, select.POLLRDHUP)
         # In this order: after the other side has closed, no more records arrive.
-        return bool(poll.poll(0)) and not any(fcntl.ioctl(self._sock, termios.FIONREAD, bytes(_INT_BYTES)))
+        return _is_hung_up(self._sock) and not any(
+            fcntl.ioctl(self._sock, termios.FIONREAD, bytes(_INT_BYTES))
+        )
+
+
+def _is_hung_up(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 def _descriptors_of(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
@@ -269,6 +275,10 @@ class SocketTransport:
             # uvloop stops watching a socket after an error. No more records arrive; read the rest from here.
             self._loop.remove_reader(self._sock.fileno())
             self._loop.call_soon(self.read_now)
+
+    def peer_has_closed(self) -> bool:
+        """Return whether the other side has closed, as `Transport.peer_has_closed` does."""
+        return self.is_closed or _is_hung_up(self._sock)
 
     def _end(self, reason: str) -> None:
         if not self.is_closed:

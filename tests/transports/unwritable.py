@@ -37,5 +37,8 @@ class Unwritable:
 
     def read_now(self) -> None: ...
 
+    def peer_has_closed(self) -> bool:
+        return self.is_closed
+
     def close(self) -> None:
         self.is_closed = True
