@@ -16,6 +16,7 @@ __all__ = [
     "Look",
     "child_process",
     "connecting_child",
+    "latest",
     "look",
     "stop_watching",
     "watch",
@@ -43,6 +44,12 @@ async def look(state: peers.State) -> Look:
     """Measure the child, and return the errors collected in it."""
     troubles: Troubles = state.others[_TROUBLES]
     return Look(figures(), troubles.found, troubles.cut_off)
+
+
+async def latest(state: peers.State) -> list[str]:
+    """Return the last warnings of the child."""
+    troubles: Troubles = state.others[_TROUBLES]
+    return list(troubles.latest)
 
 
 async def stop_watching(state: peers.State) -> None:

@@ -23,6 +23,7 @@ from verification.waiting import until
 
 __all__ = ["Engine", "Figures", "Troubles", "figures", "in_memory", "listed", "threads_started"]
 
+_LATEST = 20  # warnings
 _KEPT = 3  # so that some tensors outlive their senders
 
 
@@ -75,11 +76,17 @@ def figures() -> Figures:
 
 
 class Troubles(logging.Handler):
-    """Collect errors that no peer may cause: exceptions in the loop, and log records with an exception."""
+    """Collect errors that no peer may cause: exceptions in the loop, and log records with an exception.
+
+    Attributes:
+        found: these errors.
+        latest: the last warnings, most of them about rogues.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.found: list[str] = []
+        self.latest: deque[str] = deque(maxlen=_LATEST)
         self.cut_off = self.refused = 0
 
     def watch(self) -> None:
@@ -98,6 +105,7 @@ class Troubles(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
+        self.latest.append(text)
         self.cut_off += "broke the protocol" in text
         self.refused += "is refused" in text
         if record.exc_info is not None and record.exc_info[0] is not None:

@@ -11,10 +11,11 @@ from typing import NamedTuple, get_args
 import msgspec
 import torch
 
+from aiotensor import AioTensorError
 from aiotensor.broadcast import Published, Publisher, SlowPolicy, Subscriber
 from aiotensor.transports.endpoints import Endpoint
 from verification.fuzz.broadcasts import MOST_READ
-from verification.fuzz.children import child_process, look, stop_watching, watch
+from verification.fuzz.children import child_process, latest, look, stop_watching, watch
 from verification.fuzz.engine import Figures, threads_started
 from verification.fuzz.notes import Note
 from verification.fuzz.speaking import road_to
@@ -246,8 +247,13 @@ class LivePublisher:
             count = BIG if seed % 16 == 7 else 3 if seed % 5 == 4 else _IN_MEMORY
         sent = await self._child.call(_publish, seed, count)
         assert sent.delivered >= len(self._honest)
-        for honest in self._honest:
-            await honest.reaches(sent.number)
+        try:
+            for honest in self._honest:
+                await honest.reaches(sent.number)
+        except (AioTensorError, AssertionError) as error:
+            warnings = await self._child.call(latest)  # which raises if the publisher has died
+            error.add_note("\n".join(["the publisher, most recently:", *warnings]))
+            raise
         self.honest_publications += 1
 
 
