@@ -169,15 +169,19 @@ class InsidePublisher:
             Subscriber(self._address, Note) as honest,
         ):
             await publisher.wait_for_subscribers(1)
-            with road_to(self._address, self._things) as road:
-                talking = asyncio.create_task(subscribe(road, conversation))
-                number = 0
-                while not talking.done() or not number:
-                    number = await self._publish(publisher, honest)
-                self._heard += await talking
+            talking = asyncio.create_task(self._talk(conversation))
+            number = 0
+            while not talking.done() or not number:
+                number = await self._publish(publisher, honest)
+            self._heard += await talking
             await self._publish(publisher, honest)
             await until(lambda: [lag.behind for lag in publisher.statistics().lags] == [0])
         assert not self._troubles.found, "\n".join(self._troubles.found)
+
+    async def _talk(self, conversation: Conversation) -> int:
+        """Run the rogue, which leaves at its end: a publication may wait for that."""
+        with road_to(self._address, self._things) as road:
+            return await subscribe(road, conversation)
 
     async def _publish(self, publisher: Publisher, honest: Subscriber[Note]) -> int:
         number = publisher.statistics().published
