@@ -144,8 +144,8 @@ class Subscribers:
     # Connections; see `Host`
 
     def connect(self, transport: Transport, subscribe: Subscribe, welcome: Welcome) -> None:
-        """Admit a subscriber or refuse it, and send it the result."""
-        if transport.peer_has_closed():  # a queue keeps its first record until a publisher opens
+        """Admit or refuse a subscriber, and send it the result, unless it has closed."""
+        if transport.peer_has_closed():  # a queue keeps its record until a publisher opens
             transport.close()
             return
         connection = PublisherConnection(subscribe, welcome)

@@ -98,7 +98,7 @@ async def test_a_stopped_subscriber_misses_what_a_publisher_drops(endpoint: Endp
                 await publisher.publish(pattern(number, BIG))
             assert await other.call(workers.receive, 1) == [number]
         assert publisher.statistics().lags[0].behind == 3
-        # Three that are withdrawn, and three that follow, once the other subscriber has freed its own.
+        # The stopped subscriber has three withdrawn and three pending publications; the other frees its own.
         await until(lambda: publisher.statistics().bytes_in_use <= 6 * (BIG * 8 + 4096))
         stopped.go_on()
         assert await stopped.call(workers.receive, 3) == [47, 48, 49]
@@ -222,7 +222,7 @@ async def test_a_closed_subscriber_keeps_its_tensors_and_others_continue(endpoin
         await closed.call(workers.forget)
 
 
-async def test_a_subscriber_that_died_before_its_publisher_opened_counts_for_no_limit(
+async def test_a_subscriber_that_died_before_its_publisher_opened_does_not_count_against_the_limit(
     endpoint: Endpoint,
 ) -> None:
     async with peers(endpoint, 1) as [child]:

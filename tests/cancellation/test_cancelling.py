@@ -200,7 +200,7 @@ async def _keeps_a_thread(pair: Pair) -> None:
     _kept.append((go_on, thread))
     await asyncio.sleep(0)
     go_on.set()
-    thread.join()  # on a busy machine it may take longer than the patience of the test
+    thread.join()  # otherwise it may still be running during the search for leaks
 
 
 async def _hides_an_error(pair: Pair) -> None:

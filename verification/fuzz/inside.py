@@ -179,7 +179,7 @@ class InsidePublisher:
         assert not self._troubles.found, "\n".join(self._troubles.found)
 
     async def _talk(self, conversation: Conversation) -> int:
-        """Run the rogue, which leaves at its end: a publication may wait for that."""
+        """Run the rogue, and close its connections: a publication may wait for its answers."""
         with road_to(self._address, self._things) as road:
             return await subscribe(road, conversation)
 
