@@ -13,6 +13,7 @@ from hypothesis.stateful import rule, run_state_machine_as_test
 
 from aiotensor.runtime.worker import Worker
 from verification.model.__main__ import main
+from verification.model.broadcast_records import Limits
 from verification.model.machines import BROADCASTS, MACHINES, PAIRS, SETTINGS, WholeProtocol
 from verification.model.stepping import Steps
 
@@ -56,6 +57,22 @@ def test_an_allocation_may_get_memory_that_a_closing_receiver_releases(name: str
         machine.allocate(data=sender, count=3000)  # waits for the memory of the message
         machine.end_the_receiver(is_killed=is_killed, is_quiet=True)
         assert not machine.of(machine.senders[1])
+    finally:
+        machine.teardown()
+
+
+def test_a_subscriber_is_found_behind_the_records_for_a_publisher_that_has_closed() -> None:
+    machine = BROADCASTS["8 subscribers, queue, asyncio"]()
+    limits: Any = _Choices(Limits("drop", 2, 0, None, None, None, 256 << 10))
+    try:
+        machine.begin(data=limits, subscribers=7)
+        machine.settle_and_compare()
+        machine.publish_a_burst(bursts=[[3], [3], [3], [3]], times=0)
+        machine.close_publisher()
+        machine.settle_and_compare()
+        machine.open_subscriber()
+        machine.open_publisher(data=limits)
+        machine.settle_and_compare()
     finally:
         machine.teardown()
 

@@ -93,6 +93,7 @@ class WholeBroadcast(SubscriberRules):
         """Return values that change as long as something is in transit."""
         return (
             len(self.calls),
+            self.unread_bytes(),
             [_without_times(one.publisher.statistics()) for one in self.publishers],
             [one.subscriber.statistics() for one in self.subscribers],
         )

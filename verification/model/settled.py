@@ -45,6 +45,7 @@ class SettledWorld(EndRules):
         return (
             self.now,
             len(self.calls),
+            self.unread_bytes(),
             [_without_times(sender.sender.statistics()) for sender in self.senders],
             [receiver.receiver.statistics() for receiver in self.receivers],
         )
