@@ -51,8 +51,6 @@ class PublisherRules(BroadcastWorld):
     def open_the_publisher(self, limits: Limits) -> None:
         publisher = Publisher(self.place, **asdict(limits))
         side = PublisherSide(len(self.publishers), publisher, limits)
-        # Over a queue it may admit a subscriber whose connection has ended before.
-        side.may_keep_pins = self.link == "queue" and any(one.was_lost for one in self.subscribers)
         opening = self.steps.start(publisher.__aenter__())
         while not opening.done():
             self.turn()
