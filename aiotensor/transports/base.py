@@ -87,7 +87,7 @@ class Transport(Protocol):
         """Read a record immediately, if there is one; not while another one is being read."""
 
     def peer_has_closed(self) -> bool:
-        """Return whether the peer has closed its end, perhaps with records that are still to be read."""
+        """Return whether the peer has closed its end; its last records may still be unread."""
 
     def close(self) -> None:
         """Close at once, and discard queued records; closing again has no effect."""

@@ -167,7 +167,7 @@ class SocketTransport:
         self._queue = _Queue()
         self._unsent_bytes = 0
         self._max_unsent_bytes = max_unsent_bytes
-        self._peer_has_closed = False  # records of the peer may still be unread
+        self._has_stopped_writing = False  # since the peer has closed; its records may still be unread
 
     def start(self, handler: Handler) -> None:
         """Begin to read, or pass further records to another handler, as `Transport.start` does."""
@@ -179,7 +179,7 @@ class SocketTransport:
 
     def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send or queue a record, as `Transport.write` does."""
-        if self.is_closed or self._peer_has_closed:
+        if self.is_closed or self._has_stopped_writing:
             return
         if self.is_writable:
             try:
@@ -250,7 +250,7 @@ class SocketTransport:
 
     def _stop_writing(self, error: OSError) -> None:
         """Stop writing, because the peer has closed; its last records are still read, up to the end."""
-        self._peer_has_closed = True
+        self._has_stopped_writing = True
         self._loop.remove_writer(self._sock.fileno())
         self._queue.close()
         if self._reader is not None and isinstance(error, ConnectionResetError):

@@ -152,7 +152,7 @@ async def test_200_clients_that_send_only_headers_delay_no_other_client_beyond_i
     async with serving(example, folder, is_one_process=True) as site:
         assert (await site.http.post(site.path, content=body)).status_code == 200
         silent = [await site.begin("Content-Length: 1000000") for _ in range(200)]
-        # The server reads its sockets in no order: the first of these may still be ahead of the silent ones.
+        # The server reads its sockets in any order, so it may read some of these before the silent ones.
         while (refused := await site.http.post(site.path, content=body)).status_code == 200:
             pass
         assert (refused.status_code, "Retry-After" in refused.headers) == (503, True)
