@@ -12,8 +12,8 @@ from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.channel.remote_client import IncomingRequest, RemoteClient
 from aiotensor.channel.remote_server import RemoteServer
 from aiotensor.channel.send_queue import SendQueue
-from aiotensor.channel.sockets import LoopSocket
 from aiotensor.runtime.worker import Worker
+from aiotensor.transports.zeromq.sockets import LoopSocket
 
 __all__ = [
     "after_next_lock",

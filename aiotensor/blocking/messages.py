@@ -9,11 +9,10 @@ import aiotensor
 from aiotensor import channel
 from aiotensor.blocking.portal import BlockingObject, until_closed
 from aiotensor.blocking.tensors import OpenMessage, TensorReceiver, TensorSender
-from aiotensor.channel.options import CurveKey
 from aiotensor.channel.request import leave, reply_while_wanted
 from aiotensor.channel.server import take_ready
 from aiotensor.errors import ClosedError, UsageError
-from aiotensor.types import ClientStatistics, ServerStatistics
+from aiotensor.types import ClientStatistics, CurveKey, ServerStatistics
 
 __all__ = ["MessageClient", "MessageServer", "Request"]
 

@@ -6,9 +6,7 @@ from functools import partial
 from typing import Generic, Self, TypeVar
 
 from aiotensor.channel import options
-from aiotensor.channel.context import begin
 from aiotensor.channel.memory import MessageMemory
-from aiotensor.channel.options import CurveKey
 from aiotensor.channel.outgoing_requests import OutgoingRequests
 from aiotensor.channel.payloads import drop_answer
 from aiotensor.channel.remote_server import RemoteServer
@@ -19,7 +17,10 @@ from aiotensor.runtime.waiting import seconds_or_never
 from aiotensor.sender import OpenMessage, TensorSender
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
 from aiotensor.transports.address import label_of
-from aiotensor.types import ClientStatistics
+from aiotensor.transports.zeromq.addresses import parse
+from aiotensor.transports.zeromq.context import begin
+from aiotensor.transports.zeromq.keys import connecting_keys
+from aiotensor.types import ClientStatistics, CurveKey
 
 __all__ = ["MessageClient"]
 
@@ -95,9 +96,9 @@ class MessageClient(LoopObject, Generic[R]):
     ) -> None:
         self.affinity = LoopAffinity("MessageClient")
         self._errors = ErrorCounter()
-        keys = options.client_keys(secret_key, server_key)
+        keys = connecting_keys(secret_key, server_key)
         texts = [address] if isinstance(address, str) else list(address)
-        self._addresses = [options.parse(text, has_keys=bool(keys), is_client=True) for text in texts]
+        self._addresses = [parse(text, has_keys=bool(keys), is_client=True) for text in texts]
         self._senders: list[TensorSender | None] = (
             [sender] if sender is None or isinstance(sender, TensorSender) else list(sender)
         )

@@ -1,11 +1,7 @@
-"""The clients of a server: their connections, from the first message to the end.
-
-ZeroMQ assigns an identity to each connection, so no client can pose as another.
-"""
+"""The clients of a server: their admission, their requests, and the ends of their connections."""
 
 import logging
 import os
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,80 +9,24 @@ from typing import Any
 import zmq
 
 from aiotensor.channel.incoming_requests import IncomingRequests
-from aiotensor.channel.monitor import SocketEvents
 from aiotensor.channel.remote_client import RemoteClient
 from aiotensor.channel.send_queue import SendQueue, flush_all
-from aiotensor.channel.sockets import LoopSocket, PeerGoneError
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.exchange import Ask, Cancel, ClientHello
-from aiotensor.protocol.parts import Parts
 from aiotensor.protocol.server import ClientLimits, ServerConnection
 from aiotensor.runtime.logs import RepeatedEvent, logger_of
+from aiotensor.transports.zeromq.connections import Connections
+from aiotensor.transports.zeromq.monitor import SocketEvents
+from aiotensor.transports.zeromq.sockets import LoopSocket
 
-__all__ = ["Clients", "ConnectionLimit"]
+__all__ = ["Clients"]
 
 logger = logger_of("channel")
 
-_REMEMBERED = 1024  # identities of closed connections
 _UNREAD = "it reads no answers"
 
-# Connections beside those of clients: their peers have not sent a hello yet, or the server has refused them.
-_UNIDENTIFIED = 64
 
-
-class ConnectionLimit:
-    """Keep the connections of a server within their limit; belongs to the running loop.
-
-    Any process that reaches the address can open a connection and keep it open. Such a connection never
-    keeps a client out: beyond the limit, the oldest connection that is not a client's is closed. A client
-    sends its hello as soon as it can, so it is not among the oldest.
-
-    Args:
-        max_clients: the most clients at once; None for no limit.
-        is_client: returns whether an identity is that of a client.
-    """
-
-    def __init__(self, max_clients: int | None, is_client: Callable[[bytes], bool]) -> None:
-        self._max_clients = max_clients
-        self._is_client = is_client
-        # By their descriptors, the oldest connection first. A descriptor may have several: ZeroMQ may deliver
-        # a message of an ended connection after one of the next connection.
-        self._identities: dict[int, list[bytes]] = {}
-
-    def opened(self, descriptor: int) -> None:
-        """Add a connection."""
-        self._identities.pop(descriptor, None)
-        self._identities[descriptor] = []
-
-    def closed(self, descriptor: int) -> list[bytes]:
-        """Forget a connection, and return its identities: none if no message has arrived on it."""
-        return self._identities.pop(descriptor, [])
-
-    def identify(self, descriptor: int, identity: bytes) -> list[bytes] | None:
-        """Record the identity of a connection.
-
-        Returns None if the connection has ended, otherwise the earlier identities that it replaces. It keeps
-        the identities of clients, because any of them may still be connected.
-        """
-        before = self._identities.get(descriptor)
-        if before is None:
-            return None
-        self._identities[descriptor] = [*filter(self._is_client, before), identity]
-        return [one for one in before if not self._is_client(one)]
-
-    def excess(self) -> list[int]:
-        """Return the descriptors of connections beyond the limit: the oldest that are not a client's."""
-        others = [
-            descriptor
-            for descriptor, identities in self._identities.items()
-            if not any(map(self._is_client, identities))
-        ]
-        clients = len(self._identities) - len(others)
-        most = _UNIDENTIFIED if self._max_clients is None else _UNIDENTIFIED + self._max_clients - clients
-        return others[: max(0, len(others) - most)]
-
-
-class Clients:
+class Clients(Connections):
     """Exchange messages with all clients of one socket; belongs to the running loop.
 
     Args:
@@ -116,13 +56,8 @@ class Clients:
         self._connections_refused = RepeatedEvent(_log_connection_refused)
         self._clients_refused = RepeatedEvent(_log_client_refused)
         self._protocol_broken = RepeatedEvent(_log_protocol_broken)
-        self._limit = ConnectionLimit(limits.clients, self._clients.__contains__)
-        self._is_limit_due = False
-        self._ending: set[bytes] = set()  # of connections whose last messages may not have been read
         self._rejected: dict[bytes, SendQueue] = {}  # still connected, but their messages are ignored
-        # The identities closed last: messages of them may still arrive.
-        self._gone: OrderedDict[bytes, None] = OrderedDict()
-        self._socket = listen(self)
+        super().__init__(listen, self._clients, limits.clients)
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -141,28 +76,22 @@ class Clients:
 
     def message_arrived(self, parts: "list[zmq.Frame]") -> None:
         """Handle a message of a peer."""
-        identity = parts[0].bytes
-        client = self._clients.get(identity)
+        client = self._clients.get(parts[0].bytes)
         if client is not None:
             self._receive(client, parts)
-        elif identity not in self._rejected and identity not in self._gone:
-            # The operating system reuses descriptors: the end of an earlier connection with this one may
-            # have to be handled first.
-            self._socket.monitor.after_events(partial(self._first_arrived, identity, parts))
+        else:
+            super().message_arrived(parts)
 
-    def _first_arrived(self, identity: bytes, parts: "list[zmq.Frame]") -> None:
+    def is_ignored(self, identity: bytes) -> bool:
+        """Return whether a connection was rejected."""
+        return identity in self._rejected
+
+    def received(self, identity: bytes, parts: "list[zmq.Frame]") -> None:
         """Handle a message of a peer that was unidentified when the message arrived."""
         client = self._clients.get(identity)
         if client is None:
-            if identity in self._rejected or identity in self._gone:
-                return
-            replaced = self._limit.identify(int(parts[0].get(zmq.SRCFD)), identity)
-            if replaced is None:
-                return
-            for one in replaced:
-                self._disconnected(one)
             connection = ServerConnection(self._limits)
-            send = partial(self._send, identity)
+            send = partial(self.send, identity)
             client = RemoteClient(identity, connection, send, self.requests.unfinished, self._disconnect_slow)
         self._receive(client, parts)
 
@@ -218,43 +147,9 @@ class Clients:
 
     # Connections
 
-    def connected(self, descriptor: int) -> None:
-        """Add a connection, and close the oldest unidentified ones if there are too many."""
-        self._limit.opened(descriptor)
-        if not self._is_limit_due:
-            self._is_limit_due = True
-            self._socket.monitor.after_events(self._enforce_limit)
-
-    def _enforce_limit(self) -> None:
-        self._is_limit_due = False
-        for descriptor in self._limit.excess():
-            if not self._socket.monitor.reset(descriptor):
-                break  # this process has no descriptors left
-            self._connections_refused.add("it sent no hello, and other connections need its place")
-            for identity in self._limit.closed(descriptor):
-                self._disconnected(identity)
-
-    def handshaken(self) -> None:
-        """Wait for the hello of the client."""
-
-    def unreachable(self) -> None:
-        """Do nothing: a server does not connect."""
-
-    def refused(self, *, is_final: bool, error: int) -> None:
-        """Log a peer without the keys, unless it disconnected during the handshake."""
-        if is_final:
-            self._connections_refused.add("its peer does not have the keys")
-
-    def disconnected(self, descriptor: int) -> None:
-        """Handle the end of a connection."""
-        for identity in self._limit.closed(descriptor):
-            self._end(identity)
-
-    def _end(self, identity: bytes) -> None:
-        """Handle the end of the connection with this identity, after the messages that arrived before."""
-        if identity not in self._ending:
-            self._ending.add(identity)
-            self._socket.after_messages(partial(self._disconnected, identity))
+    def connection_refused(self, reason: str) -> None:
+        """Log that a connection was refused."""
+        self._connections_refused.add(reason)
 
     def writable(self) -> None:
         """Send messages that the socket did not accept before."""
@@ -263,14 +158,6 @@ class Clients:
     def _unsent(self) -> list[SendQueue]:
         queues = [client.queue for client in self._clients.values() if client.queue]
         return queues + [queue for queue in self._rejected.values() if queue]
-
-    def _send(self, identity: bytes, parts: Parts, is_retry: bool) -> bool:
-        try:
-            return self._socket.send([identity, *parts], is_retry)
-        except PeerGoneError:
-            # The monitor reports this too, but perhaps only after the descriptor has been reused.
-            self._end(identity)
-            return False
 
     # Ends
 
@@ -291,12 +178,8 @@ class Clients:
         self._reject(client, _UNREAD)
         self._lose(client)
 
-    def _disconnected(self, identity: bytes) -> None:
+    def ended(self, identity: bytes) -> None:
         """Handle the end of the connection with this identity."""
-        self._ending.discard(identity)
-        self._gone[identity] = None
-        if len(self._gone) > _REMEMBERED:
-            self._gone.popitem(last=False)
         self._rejected.pop(identity, None)
         if identity in self._clients:
             self._clients[identity].connection.disconnected()

@@ -7,7 +7,6 @@ from typing import Generic, TypeVar
 import torch
 
 from aiotensor.channel.balancer import Balancer
-from aiotensor.channel.context import ZmqContext, end
 from aiotensor.channel.memory import MessageMemory
 from aiotensor.channel.payloads import (
     QUICK_TENSORS,
@@ -25,6 +24,7 @@ from aiotensor.protocol.parts import check_parts
 from aiotensor.receiver import TensorReceiver, has_seen
 from aiotensor.sender import OpenMessage, TensorSender, capacity_of
 from aiotensor.sending.open_message import owner_of
+from aiotensor.transports.zeromq.context import ZmqContext, end
 
 __all__ = ["OutgoingRequests"]
 

@@ -20,12 +20,8 @@ from contextlib import AbstractAsyncContextManager
 
 import zmq
 
-from aiotensor.channel.context import ZmqContext
-from aiotensor.channel.dialing import DIALING_OPTIONS, Dialer
-from aiotensor.channel.options import Address, Target
 from aiotensor.channel.payloads import ReceivedAnswer
 from aiotensor.channel.session import ServerSession
-from aiotensor.channel.sockets import LoopSocket
 from aiotensor.errors import (
     AccessDeniedError,
     AioTensorError,
@@ -43,6 +39,10 @@ from aiotensor.runtime.descriptors import copy_of
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import Waiters, at_most
 from aiotensor.transports.users import check_owner, check_user
+from aiotensor.transports.zeromq.addresses import Address, Target
+from aiotensor.transports.zeromq.context import ZmqContext
+from aiotensor.transports.zeromq.dialing import DIALING_OPTIONS, Dialer
+from aiotensor.transports.zeromq.sockets import LoopSocket
 from aiotensor.types import Usage
 
 __all__ = ["RemoteServer"]

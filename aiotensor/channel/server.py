@@ -11,8 +11,6 @@ import anyio
 from aiotensor.channel import options
 from aiotensor.channel.clients import Clients
 from aiotensor.channel.incoming_requests import IncomingRequests
-from aiotensor.channel.listener import MessageListener
-from aiotensor.channel.options import CurveKey
 from aiotensor.channel.request import Request, fail_unstarted
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import UsageError
@@ -22,7 +20,10 @@ from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.sender import TensorSender
 from aiotensor.statistics.counters import new_counts, snapshot
 from aiotensor.transports.address import label_of
-from aiotensor.types import ServerStatistics
+from aiotensor.transports.zeromq.addresses import parse
+from aiotensor.transports.zeromq.keys import listening_keys
+from aiotensor.transports.zeromq.listener import MessageListener
+from aiotensor.types import CurveKey, ServerStatistics
 
 __all__ = ["MessageServer", "take_ready"]
 
@@ -99,8 +100,8 @@ class MessageServer(LoopObject, Generic[M]):
         linger_s: float = 1.0,
     ) -> None:
         self.affinity = LoopAffinity("MessageServer")
-        keys, allowed = options.server_keys(secret_key, client_keys)
-        parsed = options.parse(address, has_keys=bool(keys))
+        keys, allowed = listening_keys(secret_key, client_keys)
+        parsed = parse(address, has_keys=bool(keys))
         parts = options.part_limits(max_part_bytes, max_body_bytes)
         limits = options.limits(
             [parsed], high_water_mark, parts.part_bytes, heartbeat_interval_s, heartbeat_timeout_s

@@ -13,11 +13,11 @@ from typing import NamedTuple, TypeVar
 from aiotensor.channel.cancelling import CancelOnce
 from aiotensor.channel.payloads import Handles, ReceivedAnswer
 from aiotensor.channel.send_queue import SendQueue, flush_all
-from aiotensor.channel.sockets import LoopSocket
 from aiotensor.errors import AioTensorError, PeerLostError, RemoteError, again
 from aiotensor.protocol.client import ClientConnection
 from aiotensor.protocol.exchange import Answer, Credit, Failure
 from aiotensor.protocol.parts import Parts
+from aiotensor.transports.zeromq.sockets import LoopSocket
 
 __all__ = ["SentRequest", "ServerSession"]
 

@@ -13,6 +13,7 @@ from aiotensor.types.statistics import (
 )
 from aiotensor.types.values import (
     MAX_NUMBER,
+    CurveKey,
     Delivery,
     Number,
     Publication,
@@ -27,6 +28,7 @@ __all__ = [
     "MAX_ERROR_NAMES",
     "MAX_NUMBER",
     "ClientStatistics",
+    "CurveKey",
     "Delivery",
     "Export",
     "Holder",

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # these records hold tensors and make none: the pure modules 
 
 __all__ = [
     "MAX_NUMBER",
+    "CurveKey",
     "Delivery",
     "Number",
     "Publication",
@@ -23,6 +24,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+CurveKey: TypeAlias = str | bytes  # as zmq.curve_keypair() makes them
 
 # The ranges of numbers and times that are accepted from another process.
 MAX_NUMBER = 2**63 - 1

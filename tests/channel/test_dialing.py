@@ -15,8 +15,9 @@ import pytest
 import zmq
 
 from aiotensor import AccessDeniedError, ClosedError, UsageError, WouldBlockError
-from aiotensor.channel import MessageClient, MessageServer, dialing, listener, remote_server
+from aiotensor.channel import MessageClient, MessageServer, remote_server
 from aiotensor.protocol.exchange import VERSION, ServerHello, write
+from aiotensor.transports.zeromq import dialing, listener
 from tests.channel.parties import Answer, Question, answer, place, said
 from tests.channel.rogues import hear, raw
 from verification.promptly import promptly

@@ -11,8 +11,8 @@ import pytest
 import zmq
 
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.channel.context import ZmqContext
-from aiotensor.channel.sockets import LoopSocket
+from aiotensor.transports.zeromq.context import ZmqContext
+from aiotensor.transports.zeromq.sockets import LoopSocket
 from tests.channel.parties import Answer, Question, answer, place
 from verification import inside
 from verification.descriptors import our_descriptors

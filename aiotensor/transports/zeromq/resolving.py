@@ -10,8 +10,8 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
-from aiotensor.channel.options import Target, target_of
 from aiotensor.runtime.worker import no_thread
+from aiotensor.transports.zeromq.addresses import Target, target_of
 
 __all__ = ["look_up"]
 

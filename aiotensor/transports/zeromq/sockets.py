@@ -13,10 +13,10 @@ from contextlib import ExitStack
 import zmq
 from zmq.utils.garbage import gc as collector
 
-from aiotensor.channel.context import ZmqContext, check_descriptors
-from aiotensor.channel.monitor import Monitor, SocketEvents
 from aiotensor.protocol.parts import MAX_PARTS, Parts
 from aiotensor.runtime.worker import no_thread
+from aiotensor.transports.zeromq.context import ZmqContext, check_descriptors
+from aiotensor.transports.zeromq.monitor import Monitor, SocketEvents
 
 __all__ = ["LoopSocket", "PeerGoneError"]
 

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from aiotensor.channel.context import ZmqContext, begin, check_descriptors, end
-from aiotensor.channel.monitor import SocketEvents
-from aiotensor.channel.options import Address, Target
-from aiotensor.channel.resolving import look_up
-from aiotensor.channel.sockets import LoopSocket
 from aiotensor.errors import UsageError
 from aiotensor.transports.socket_file import SocketFile
+from aiotensor.transports.zeromq.addresses import Address, Target
+from aiotensor.transports.zeromq.context import ZmqContext, begin, check_descriptors, end
+from aiotensor.transports.zeromq.monitor import SocketEvents
+from aiotensor.transports.zeromq.resolving import look_up
+from aiotensor.transports.zeromq.sockets import LoopSocket
 
 __all__ = ["MessageListener"]
 
@@ -183,6 +183,18 @@ class MessageListener:
 
     async def close(self, linger_s: float) -> None:
         """Close; sent messages get `linger_s` seconds to leave, and cancelling ends this wait."""
+        context = self._close_sockets(linger_s)
+        if context is not None:
+            await end(context)
+
+    def abort(self) -> None:
+        """Close without waiting, and discard the messages that ZeroMQ has not sent."""
+        context = self._close_sockets(0.0)
+        if context is not None:
+            context.term()  # takes less than a millisecond without messages to send
+
+    def _close_sockets(self, linger_s: float) -> ZmqContext | None:
+        """Close all sockets, and return their context, which has to be terminated."""
         if self._file is not None:
             self._file.leave()
         if self._socket is not None:
@@ -191,5 +203,4 @@ class MessageListener:
             self._authenticator.stop()
             self._authenticator = None
         context, self._context = self._context, None
-        if context is not None:
-            await end(context)
+        return context

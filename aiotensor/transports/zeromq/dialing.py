@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import zmq
 
-from aiotensor.channel.options import Address, Target
-from aiotensor.channel.resolving import look_up
 from aiotensor.runtime.descriptors import Descriptor, copy_of
 from aiotensor.runtime.logs import logger_of
+from aiotensor.transports.zeromq.addresses import Address, Target
+from aiotensor.transports.zeromq.resolving import look_up
 
 __all__ = ["DIALING_OPTIONS", "Dialer"]
 

@@ -14,8 +14,8 @@ from typing import Protocol
 
 import zmq
 
-from aiotensor.channel.context import ZmqContext
 from aiotensor.runtime.descriptors import ForeignDescriptor, copy_of
+from aiotensor.transports.zeromq.context import ZmqContext
 
 __all__ = ["Monitor", "SocketEvents"]
 

@@ -2,14 +2,14 @@
 the next one with the same descriptor.
 """
 
-from aiotensor.channel.clients import ConnectionLimit
+from aiotensor.transports.zeromq.connections import ConnectionLimit
 
 CLIENT = b"client"
 OTHERS = range(100, 200)
 
 
 def _limit() -> ConnectionLimit:
-    return ConnectionLimit(None, {CLIENT}.__contains__)
+    return ConnectionLimit(None, {CLIENT})
 
 
 async def test_a_late_message_of_an_ended_connection_leaves_the_client_its_connection() -> None:

@@ -1,0 +1,132 @@
+"""Addresses of ZeroMQ sockets: ``tcp://`` with a host and a port, or ``ipc://`` with a path."""
+
+import ipaddress
+import os
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import zmq
+
+from aiotensor.transports.address import socket_path
+
+__all__ = ["Address", "Target", "parse", "target_of"]
+
+_LOCALHOST = ("127.0.0.1", "::1")
+_NAME = re.compile(r"[a-z0-9_.-]+", re.IGNORECASE | re.ASCII)
+
+
+class Target(NamedTuple):
+    """An address that ZeroMQ accepts without resolving a name.
+
+    Attributes:
+        address: the address in the form of ZeroMQ.
+        is_ipv6: whether it is, or may be, an IPv6 address.
+    """
+
+    address: str | bytes
+    is_ipv6: bool = False
+
+    @property
+    def options(self) -> Mapping[int, int]:
+        """The socket options that this address needs."""
+        return {zmq.IPV6: 1} if self.is_ipv6 else {}
+
+
+class Address(NamedTuple):
+    """The parsed address of a server.
+
+    Attributes:
+        text: the address as the user gave it.
+        targets: where to connect or listen, in the order in which to try them; empty if `host` is a name that
+            has to be resolved.
+        host: the name or the numeric address; "" for a socket file.
+        port: the port; 0 for a socket file, or for any free port.
+        path: the path of the socket file; None for TCP.
+        is_local: whether both sides are on this machine, whose kernel reports the end of a process at once.
+    """
+
+    text: str
+    targets: tuple[Target, ...]
+    host: str
+    port: int
+    path: str | None
+    is_local: bool
+
+
+def parse(address: str, *, has_keys: bool, is_client: bool = False) -> Address:
+    """Parse an address; without keys, reject addresses that other machines can reach.
+
+    Args:
+        address: ``ipc://`` and an absolute path, or ``tcp://`` with a host and a port.
+        has_keys: whether there are CURVE keys.
+        is_client: whether a client connects to it.
+
+    Raises:
+        TypeError: it is not a string.
+        ValueError: it is invalid, or is not local and there are no keys.
+    """
+    if not isinstance(address, str):
+        raise TypeError(f"an address is a text such as 'ipc:///run/user/1000/m.sock', got {address!r}")
+    if address.lower().startswith("ipc:///"):
+        path = socket_path(address, "ipc")
+        return Address(address, (Target(b"ipc://" + os.fsencode(path)),), "", 0, path, True)
+    host, port = _host_and_port(address)
+    if host is None:
+        raise ValueError(
+            f"no channel serves the address {address!r}: write ipc:// and an absolute path, for example "
+            "ipc:///run/user/1000/messages.sock, or tcp:// with a host and a port"
+        )
+    if port is None:
+        raise ValueError(f"the address {address!r} names no port: write, for example, tcp://127.0.0.1:5555")
+    numbers = _numeric(host)
+    targets = tuple(target_of(str(number), port) for number in numbers)
+    if host == "*":
+        targets = (Target(f"tcp://*:{port}", is_ipv6=True),)
+    if not (targets or _is_name(host)):
+        raise ValueError(f"the address {address!r} names no host: {host!r} is no name and no numeric address")
+    if is_client and (host == "*" or port == 0):
+        raise ValueError(f"the address {address!r} names no server to connect to: write its host and port")
+    is_local = bool(numbers) and all(number.is_loopback for number in numbers)
+    if not is_local and not has_keys:
+        keys = "secret_key and server_key" if is_client else "secret_key and client_keys"
+        raise ValueError(
+            f"any machine that reaches {address} could connect: give {keys}, made by zmq.curve_keypair(), or "
+            "use ipc:// or the address 127.0.0.1"
+        )
+    return Address(address, targets, host, port, None, is_local)
+
+
+def target_of(number: str, port: int) -> Target:
+    """Return the target of a numeric address; an IPv6 one may name its zone after a ``%``."""
+    if ":" in number:
+        return Target(f"tcp://[{number}]:{port}", is_ipv6=True)
+    return Target(f"tcp://{number}:{port}")
+
+
+def _host_and_port(address: str) -> tuple[str | None, int | None]:
+    try:
+        parts = urlsplit(address)
+        is_whole = address == f"tcp://{parts.netloc}"
+        return (parts.hostname, parts.port) if is_whole else (None, None)
+    except ValueError:  # of the port
+        return None, None
+
+
+def _numeric(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """Return the addresses of a host without a query; none for a wildcard or a name."""
+    # No name server is queried for this name: it might not answer, or return another machine.
+    numbers = _LOCALHOST if host == "localhost" else (host,)
+    try:
+        return [ipaddress.ip_address(number) for number in numbers]
+    except ValueError:
+        return []
+
+
+def _is_name(host: str) -> bool:
+    """Return whether a string can be the name of a host or of a network interface."""
+    try:
+        return _NAME.fullmatch(host.encode("idna").decode()) is not None
+    except UnicodeError:  # one of its labels is empty or too long
+        return False
