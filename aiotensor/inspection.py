@@ -16,9 +16,9 @@ from aiotensor.protocol.inspector import InspectorConnection
 from aiotensor.runtime.descriptors import close_all
 from aiotensor.runtime.waiting import Waiters
 from aiotensor.transports.base import Transport
-from aiotensor.transports.endpoints import route_to
+from aiotensor.transports.endpoints import TcpArguments, route_to
 from aiotensor.transports.tensor_queue import TensorQueue
-from aiotensor.types import PublisherStatistics, ReceiverStatistics, SenderStatistics
+from aiotensor.types import CurveKey, PublisherStatistics, ReceiverStatistics, SenderStatistics
 
 __all__ = ["Inspection", "PublisherInspection", "SenderInspection", "inspect"]
 
@@ -76,7 +76,13 @@ class PublisherInspection(msgspec.Struct, frozen=True):
     answered_at: float
 
 
-async def inspect(address: str, *, patience_s: float) -> Inspection | PublisherInspection:
+async def inspect(
+    address: str,
+    *,
+    patience_s: float,
+    secret_key: CurveKey | None = None,
+    server_key: CurveKey | None = None,
+) -> Inspection | PublisherInspection:
     """Inspect the receiver or the publisher that listens at an address, once.
 
     An inspection changes nothing there, and uses no place of a sender or subscriber. A receiver requests the
@@ -85,6 +91,8 @@ async def inspect(address: str, *, patience_s: float) -> Inspection | PublisherI
     Args:
         address: the address, such as ``unix:///run/user/1000/engine.sock``.
         patience_s: the limit in seconds on waiting for an answer, and then again for the senders.
+        secret_key: the CURVE secret key of this process, for an address ``tcp://`` on another machine.
+        server_key: the public key of the receiver or publisher there.
 
     Waits for the receiver or publisher, and for its senders until each has replied or the time is over.
     Cancellation has no side effects.
@@ -106,10 +114,10 @@ async def inspect(address: str, *, patience_s: float) -> Inspection | PublisherI
     if not patience_s > 0:
         raise ValueError(f"patience_s must be positive, got {patience_s}")
     inspector = _Inspector()
-    connector = route_to(address).connector("", inspector)
+    connector = route_to(address, TcpArguments(True, secret_key, server_key)).connector("", inspector)
     try:
         connector.connect()
-        if not (inspector.is_connected or connector.is_backlogged):
+        if connector.connects_at_once and not (inspector.is_connected or connector.is_backlogged):
             raise _not_listening(address)
         try:
             async with asyncio.timeout(patience_s):
@@ -205,9 +213,9 @@ class _Inspector:
             self._fail(again(error))
         self._changes.wake()
 
-    def connection_lost(self, reason: str) -> None:
+    def connection_lost(self, reason: str | ProtocolError) -> None:
         """Handle a receiver that is gone."""
-        self._fail(self.connection.lost(reason, is_retried=False).error)
+        self._fail(self.connection.lost(str(reason), is_retried=False).error)
 
     def resume_writing(self) -> None:
         """Do nothing: only one frame is ever written."""

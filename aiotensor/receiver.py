@@ -2,6 +2,7 @@
 
 import operator
 import secrets
+from collections.abc import Collection
 from typing import Self
 
 import torch
@@ -18,8 +19,8 @@ from aiotensor.runtime.worker import in_thread
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
 from aiotensor.tensors.raw import copy_of
 from aiotensor.tensors.views import as_leaf
-from aiotensor.transports.endpoints import Endpoint, route_to
-from aiotensor.types import Delivery, ReceiverStatistics, TensorHandle
+from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
+from aiotensor.types import CurveKey, Delivery, ReceiverStatistics, TensorHandle
 
 __all__ = ["TensorReceiver", "has_seen"]
 
@@ -55,6 +56,11 @@ class TensorReceiver(LoopObject):
         max_wait_s: the seconds after which `receive` and `arrived` stop waiting for a tensor and raise
             `WouldBlockError`, for example because its sender never connects. None for never. Iterations wait
             without limit.
+        secret_key: the CURVE secret key of this receiver, for an endpoint ``tcp://`` that other machines can
+            reach.
+        client_keys: the public keys of the senders, and of inspectors, that may connect there.
+        peer_timeout_s: the time in seconds without an answer after which a sender at ``tcp://`` is lost; None
+            for 2 s, and for no limit at a loopback address.
 
     Raises:
         TypeError: the endpoint or a limit has the wrong type.
@@ -70,10 +76,13 @@ class TensorReceiver(LoopObject):
         max_unclaimed_messages: int | None = 1024,
         max_frame_bytes: int = MAX_RECORD_BYTES,
         max_wait_s: float | None = None,
+        secret_key: CurveKey | None = None,
+        client_keys: Collection[CurveKey] = (),
+        peer_timeout_s: float | None = None,
     ) -> None:
         self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("TensorReceiver")
-        self._route = route_to(endpoint)
+        self._route = route_to(endpoint, TcpArguments(False, secret_key, None, client_keys, peer_timeout_s))
         self._limits = AdmissionLimits(
             _limit("max_senders", max_senders),
             _limit("max_mapped_bytes", max_mapped_bytes),

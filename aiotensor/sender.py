@@ -18,8 +18,8 @@ from aiotensor.sending.pipeline import Pipeline
 from aiotensor.sending.settings import Settings
 from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts, snapshot
 from aiotensor.tensors.source import Sendable
-from aiotensor.transports.endpoints import Endpoint, route_to
-from aiotensor.types import MAX_NUMBER, SenderStatistics, TensorHandle
+from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
+from aiotensor.types import MAX_NUMBER, CurveKey, SenderStatistics, TensorHandle
 
 __all__ = ["OpenMessage", "TensorSender", "capacity_of"]
 
@@ -49,6 +49,10 @@ class TensorSender(LoopObject):
         max_wait_s: the time in seconds after which a wait for a permit, for memory, for other copies to end,
             or for a receiver that is not connected or does not read, ends with `WouldBlockError`; it applies
             to each wait separately. None for never. With it, an overloaded server rejects work in time.
+        secret_key: the CURVE secret key of this sender, for an endpoint ``tcp://`` on another machine.
+        server_key: the public key of the receiver there.
+        peer_timeout_s: the time in seconds without an answer after which the receiver at ``tcp://`` is lost;
+            None for 2 s, and for no limit at a loopback address.
 
     Raises:
         TypeError: the endpoint or a limit has the wrong type.
@@ -64,10 +68,13 @@ class TensorSender(LoopObject):
         keep_warm_s: float | None = 30.0,
         long_wait_s: float | None = 10.0,
         max_wait_s: float | None = None,
+        secret_key: CurveKey | None = None,
+        server_key: CurveKey | None = None,
+        peer_timeout_s: float | None = None,
     ) -> None:
         self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("TensorSender")
-        self._route = route_to(endpoint)
+        self._route = route_to(endpoint, TcpArguments(True, secret_key, server_key, (), peer_timeout_s))
         self._settings = Settings(
             _positive("max_concurrent_videos", max_concurrent_videos),
             _positive("arena_bytes", arena_bytes),

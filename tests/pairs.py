@@ -4,9 +4,16 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager
 from typing import NamedTuple
 
+import pytest
+
 from aiotensor import TensorHandle, TensorReceiver, TensorSender
 from aiotensor.transports.endpoints import Endpoint
 from verification import places
+
+# For tests of shared memory and of what the kernel tells of a peer: over each link of one machine.
+on_one_machine = pytest.mark.parametrize(
+    "link", [name for name, link in places.LINKS.items() if link.is_local], indirect=True
+)
 
 
 class Pair(NamedTuple):
@@ -38,6 +45,8 @@ async def pair(
             TensorReceiver(place) as receiver,
             TensorSender(place, max_concurrent_videos, arena_bytes, max_wait_s=max_wait_s) as sender,
         ):
+            if not places.LINKS[Links.current].is_local:
+                await sender.ready()
             yield Pair(sender, receiver)
 
 

@@ -4,10 +4,10 @@ import asyncio
 import fcntl
 import os
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from aiotensor import AioTensorError, TensorSender
+from aiotensor import AioTensorError, ProtocolError, TensorSender
 from aiotensor.protocol.frames import (
     FROM_SENDER,
     MAX_RECORD_BYTES,
@@ -44,6 +44,7 @@ class RogueSender:
         self.id = secrets.token_hex(16)
         self.received: list[ToSender] = []
         self.is_lost = asyncio.Event()
+        self._is_connected = asyncio.Event()
         self._reads = reads
         self._connector = route_to(endpoint).connector(self.id, self)
         self._transport: Transport | None = None
@@ -59,10 +60,11 @@ class RogueSender:
         fields: dict[str, object] = {"sender": self.id, "pid": os.getpid(), "arena_bytes": ARENA_BYTES}
         return hello(**{**fields, **changes})
 
-    def connect(self, first: bytes) -> None:
+    async def connect(self, first: bytes) -> None:
         """Connect to a receiver that listens, and write the first record."""
         self._first = first
         self._connector.connect()
+        await self._is_connected.wait()
 
     def write(self, *frames: FromSender | bytes, descriptors: Sequence[int] = ()) -> None:
         """Write each frame as a record, or a record as it is; the caller keeps the descriptors."""
@@ -97,6 +99,7 @@ class RogueSender:
         if self._reads:
             transport.start(self)
         transport.write(self._first)
+        self._is_connected.set()
 
     def connecting_failed(self, error: AioTensorError) -> None:
         raise error
@@ -106,7 +109,7 @@ class RogueSender:
         frames: list[ToSender] = decode(TO_SENDER, data)
         self.received += frames
 
-    def connection_lost(self, reason: str) -> None:
+    def connection_lost(self, reason: str | ProtocolError) -> None:
         self.is_lost.set()
 
     def resume_writing(self) -> None: ...
@@ -118,11 +121,22 @@ async def rogue_sender(
 ) -> AsyncIterator[RogueSender]:
     """Connect a rogue with a valid hello, and close it at the end."""
     rogue = RogueSender(endpoint, reads=reads)
-    rogue.connect(encode(rogue.hello(**changes)))
+    await rogue.connect(encode(rogue.hello(**changes)))
     try:
         yield rogue
     finally:
         rogue.close()
+
+
+class _Nowhere:
+    """A landing that stores nothing."""
+
+    def store(
+        self, block: int, nbytes: int, start: int, data: memoryview, resume: Callable[[str], None]
+    ) -> bool:
+        return True
+
+    def free(self, block: int) -> None: ...
 
 
 class RogueReceiver:
@@ -154,9 +168,13 @@ class RogueReceiver:
         if self._has_hello:
             frames: list[FromSender] = decode(FROM_SENDER, data)
             self.received += frames
+            assert self._transport is not None
+            for frame in frames:
+                if isinstance(frame, Attach) and self._transport.mover is not None:
+                    self._transport.mover.land(frame.segment, _Nowhere())
         self._has_hello = True
 
-    def connection_lost(self, reason: str) -> None:
+    def connection_lost(self, reason: str | ProtocolError) -> None:
         self.is_lost.set()
 
     def resume_writing(self) -> None: ...
@@ -171,6 +189,7 @@ async def rogue_receiver(
     listener = await route_to(endpoint).listen(rogue, MAX_RECORD_BYTES)
     try:
         async with TensorSender(endpoint, max_concurrent_videos) as sender:
+            await sender.ready()
             yield sender, rogue
     finally:
         listener.close()

@@ -338,7 +338,7 @@ async def test_a_queue_cannot_be_looked_at() -> None:
         await inspect(queue, patience_s=1.0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("wrong", ["engine.sock", "tcp://host:1", "unix://relative"])
+@pytest.mark.parametrize("wrong", ["engine.sock", "udp://host:1", "unix://relative"])
 async def test_an_address_of_another_form_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError, match="is not unix:// and an absolute path"):
         await inspect(wrong, patience_s=1.0)

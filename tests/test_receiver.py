@@ -34,11 +34,15 @@ from verification.waiting import settled, until
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
 
+def _one(name: str, value: int) -> dict[str, Any]:
+    return {name: value}
+
+
 async def test_bad_arguments_say_what_to_do() -> None:
     queue = TensorQueue()
     for limit in ("max_senders", "max_mapped_bytes", "max_unclaimed_messages"):
         with pytest.raises(ValueError, match=f"{limit} must be at least 1, or None, got 0"):
-            TensorReceiver(queue, **{limit: 0})
+            TensorReceiver(queue, **_one(limit, 0))
     for frame_bytes in (1, 1 << 30):
         with pytest.raises(ValueError, match="max_frame_bytes must be between"):
             TensorReceiver(queue, max_frame_bytes=frame_bytes)
@@ -389,7 +393,10 @@ async def test_a_second_receiver_on_the_same_queue_is_refused() -> None:
 )
 async def test_nobody_waits_for_a_tensor_of_a_sender_that_is_refused(limit: str, enough_for_one: int) -> None:
     with endpoint() as place:
-        async with TensorReceiver(place, **{limit: enough_for_one}) as receiver, TensorSender(place) as first:
+        async with (
+            TensorReceiver(place, **_one(limit, enough_for_one)) as receiver,
+            TensorSender(place) as first,
+        ):
             await receiver.receive(await first.send(pattern(0, 3)))
             sender = TensorSender(place)
             beyond = TensorHandle(sender.id, 1, 0, "int64", (1,), "cpu")

@@ -45,6 +45,7 @@ NO_LIMITS = [
     "client_keys",
     "heartbeat_interval_s",
     "heartbeat_timeout_s",
+    "peer_timeout_s",
 ]
 
 

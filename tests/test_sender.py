@@ -5,6 +5,7 @@ import errno
 import gc
 import os
 import socket
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from aiotensor import (
 )
 from aiotensor.protocol.frames import MAX_TENSORS
 from tests.cancellation.situations import HeldUp
-from tests.pairs import endpoint, pair
+from tests.pairs import endpoint, on_one_machine, pair
 from verification.patterns import BIG, pattern
 from verification.waiting import settled, until
 
@@ -224,6 +225,7 @@ async def test_messages_that_would_wait_for_each_others_bytes_for_ever_are_told_
         assert {delivery.handle.message for delivery in deliveries} in ({0}, {1})
 
 
+@on_one_machine
 async def test_discarding_in_the_middle_of_a_copy_ends_the_send(monkeypatch: pytest.MonkeyPatch) -> None:
     held_up = HeldUp(monkeypatch)
     async with pair() as (sender, _):
@@ -289,22 +291,28 @@ async def test_send_nowait_refuses_while_the_link_is_behind() -> None:
 
 async def test_bad_arguments_say_what_to_do() -> None:
     queue = TensorQueue()
-    for limits in ({"max_concurrent_videos": 0}, {"max_concurrent_videos": -1}, {"arena_bytes": 0}):
+    few: tuple[dict[str, Any], ...] = (
+        {"max_concurrent_videos": 0},
+        {"max_concurrent_videos": -1},
+        {"arena_bytes": 0},
+    )
+    for limits in few:
         with pytest.raises(ValueError, match="at least 1"):
             TensorSender(queue, **limits)
     for limit in ("max_concurrent_videos", "arena_bytes"):
         with pytest.raises(ValueError, match=f"{limit} must be at most {2**63 - 1}, got {2**63}"):
-            TensorSender(queue, **{limit: 2**63})
+            TensorSender(queue, **dict[str, Any]({limit: 2**63}))
     with pytest.raises(TypeError):
         TensorSender(queue, max_concurrent_videos=2.5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="TensorQueue"):
         TensorSender(5)  # type: ignore[arg-type]
-    for address in ("tcp://127.0.0.1:80", "unix://relative/path", "/run/socket", "unix:///run/"):
+    for address in ("udp://127.0.0.1:80", "unix://relative/path", "/run/socket", "unix:///run/"):
         with pytest.raises(ValueError, match=r"unix:///run|does not name a file"):
             TensorSender(address)
     with pytest.raises(ValueError, match="107 bytes"):
         TensorSender("unix:///" + "a" * 107)
-    for seconds in ({"keep_warm_s": 0}, {"long_wait_s": -1}):
+    wrong: tuple[dict[str, Any], ...] = ({"keep_warm_s": 0}, {"long_wait_s": -1})
+    for seconds in wrong:
         with pytest.raises(ValueError, match="positive, or None"):
             TensorSender(queue, **seconds)
     async with pair(arena_bytes=100) as (sender, _):
@@ -424,6 +432,7 @@ async def test_statistics_count_what_was_done() -> None:
         assert found.bytes_sent == (BIG + 2 + 3 + 4) * 8
 
 
+@on_one_machine
 @pytest.mark.parametrize("what", ["send", "allocate"])
 @pytest.mark.parametrize("call", ["memfd_create", "ftruncate", "posix_fallocate"])
 async def test_a_machine_without_memory_left_is_an_error_of_send_and_nothing_is_held(

@@ -1,7 +1,9 @@
 """Endpoints of each link, for one test or one run at a time. A new link is one row of `LINKS`."""
 
 import os
+import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,7 +12,9 @@ from typing import NamedTuple
 from aiotensor import TensorQueue
 from aiotensor.transports.endpoints import Endpoint
 
-__all__ = ["LINKS", "Link", "Place", "endpoint"]
+__all__ = ["LINKS", "Link", "Place", "endpoint", "free_port"]
+
+_PORTS = range(20000, 30000)  # below those that the kernel gives to outgoing connections
 
 
 class Place(NamedTuple):
@@ -32,10 +36,12 @@ class Link(NamedTuple):
     Attributes:
         place: makes an endpoint, and removes it with the files that a killed receiver left.
         comes_back: whether a sender that lost its receiver connects to the next one at the same endpoint.
+        is_local: whether both sides share memory. Then connecting to a receiver that listens takes no time.
     """
 
     place: Callable[[], AbstractContextManager[Place]]
     comes_back: bool
+    is_local: bool = True
 
 
 @contextmanager
@@ -56,8 +62,26 @@ def _at_an_address() -> Iterator[Place]:
         shutil.rmtree(folder)
 
 
+@contextmanager
+def _at_a_port() -> Iterator[Place]:
+    yield Place(f"tcp://127.0.0.1:{free_port()}", list)
+
+
+def free_port() -> int:
+    """Return a free port that no outgoing connection gets."""
+    while True:
+        port = secrets.choice(_PORTS)
+        with socket.socket() as sock:
+            try:
+                sock.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+
+
 LINKS = {
     "queue": Link(_on_a_queue, comes_back=False),
+    "tcp": Link(_at_a_port, comes_back=True, is_local=False),
     "unix": Link(_at_an_address, comes_back=True),
 }
 

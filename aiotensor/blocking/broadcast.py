@@ -1,6 +1,6 @@
 """Blocking publishers and subscribers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Generic, TypeVar, overload
 
 import torch
@@ -10,7 +10,7 @@ from aiotensor.blocking.portal import BlockingObject
 from aiotensor.errors import ClosedError
 from aiotensor.protocol.audience import SlowPolicy
 from aiotensor.transports.endpoints import Endpoint
-from aiotensor.types import Publication, Published, PublisherStatistics, SubscriberStatistics
+from aiotensor.types import CurveKey, Publication, Published, PublisherStatistics, SubscriberStatistics
 
 __all__ = ["Publisher", "Subscriber"]
 
@@ -36,6 +36,9 @@ class Publisher(BlockingObject[broadcast.Publisher, PublisherStatistics]):
         keep_warm_s: float | None = 30.0,
         long_wait_s: float | None = 10.0,
         max_wait_s: float | None = None,
+        secret_key: CurveKey | None = None,
+        client_keys: Collection[CurveKey] = (),
+        peer_timeout_s: float | None = None,
     ) -> None:
         super().__init__(
             broadcast.Publisher(
@@ -49,6 +52,9 @@ class Publisher(BlockingObject[broadcast.Publisher, PublisherStatistics]):
                 keep_warm_s=keep_warm_s,
                 long_wait_s=long_wait_s,
                 max_wait_s=max_wait_s,
+                secret_key=secret_key,
+                client_keys=client_keys,
+                peer_timeout_s=peer_timeout_s,
             )
         )
 
@@ -96,6 +102,9 @@ class Subscriber(BlockingObject[broadcast.Subscriber[T], SubscriberStatistics], 
         *,
         max_mapped_bytes: int | None = ...,
         max_wait_s: float | None = ...,
+        secret_key: CurveKey | None = ...,
+        server_key: CurveKey | None = ...,
+        peer_timeout_s: float | None = ...,
     ) -> None: ...
 
     @overload
@@ -106,6 +115,9 @@ class Subscriber(BlockingObject[broadcast.Subscriber[T], SubscriberStatistics], 
         *,
         max_mapped_bytes: int | None = ...,
         max_wait_s: float | None = ...,
+        secret_key: CurveKey | None = ...,
+        server_key: CurveKey | None = ...,
+        peer_timeout_s: float | None = ...,
     ) -> None: ...
 
     def __init__(
@@ -115,9 +127,20 @@ class Subscriber(BlockingObject[broadcast.Subscriber[T], SubscriberStatistics], 
         *,
         max_mapped_bytes: int | None = 64 << 30,
         max_wait_s: float | None = None,
+        secret_key: CurveKey | None = None,
+        server_key: CurveKey | None = None,
+        peer_timeout_s: float | None = None,
     ) -> None:
         super().__init__(
-            broadcast.Subscriber(endpoint, type, max_mapped_bytes=max_mapped_bytes, max_wait_s=max_wait_s)
+            broadcast.Subscriber(
+                endpoint,
+                type,
+                max_mapped_bytes=max_mapped_bytes,
+                max_wait_s=max_wait_s,
+                secret_key=secret_key,
+                server_key=server_key,
+                peer_timeout_s=peer_timeout_s,
+            )
         )
 
     @property

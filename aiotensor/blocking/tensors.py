@@ -1,6 +1,6 @@
 """Blocking senders and receivers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -12,7 +12,7 @@ from aiotensor.errors import ClosedError
 from aiotensor.sending.open_message import enter_in_thread
 from aiotensor.tensors.source import Sendable
 from aiotensor.transports.endpoints import Endpoint
-from aiotensor.types import Delivery, ReceiverStatistics, SenderStatistics, TensorHandle
+from aiotensor.types import CurveKey, Delivery, ReceiverStatistics, SenderStatistics, TensorHandle
 
 __all__ = ["OpenMessage", "TensorReceiver", "TensorSender"]
 
@@ -32,6 +32,9 @@ class TensorSender(BlockingObject[aiotensor.TensorSender, SenderStatistics]):
         keep_warm_s: float | None = 30.0,
         long_wait_s: float | None = 10.0,
         max_wait_s: float | None = None,
+        secret_key: CurveKey | None = None,
+        server_key: CurveKey | None = None,
+        peer_timeout_s: float | None = None,
     ) -> None:
         super().__init__(
             aiotensor.TensorSender(
@@ -41,6 +44,9 @@ class TensorSender(BlockingObject[aiotensor.TensorSender, SenderStatistics]):
                 keep_warm_s=keep_warm_s,
                 long_wait_s=long_wait_s,
                 max_wait_s=max_wait_s,
+                secret_key=secret_key,
+                server_key=server_key,
+                peer_timeout_s=peer_timeout_s,
             )
         )
 
@@ -160,6 +166,9 @@ class TensorReceiver(BlockingObject[aiotensor.TensorReceiver, ReceiverStatistics
         max_unclaimed_messages: int | None = 1024,
         max_frame_bytes: int = 64 * 1024,
         max_wait_s: float | None = None,
+        secret_key: CurveKey | None = None,
+        client_keys: Collection[CurveKey] = (),
+        peer_timeout_s: float | None = None,
     ) -> None:
         super().__init__(
             aiotensor.TensorReceiver(
@@ -169,6 +178,9 @@ class TensorReceiver(BlockingObject[aiotensor.TensorReceiver, ReceiverStatistics
                 max_unclaimed_messages=max_unclaimed_messages,
                 max_frame_bytes=max_frame_bytes,
                 max_wait_s=max_wait_s,
+                secret_key=secret_key,
+                client_keys=client_keys,
+                peer_timeout_s=peer_timeout_s,
             )
         )
 

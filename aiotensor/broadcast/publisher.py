@@ -2,7 +2,7 @@
 
 import operator
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Self, get_args
 
 import torch
@@ -18,8 +18,8 @@ from aiotensor.runtime.cgroups import warn_if_too_large
 from aiotensor.runtime.waiting import seconds_or_never
 from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts, snapshot
 from aiotensor.transports.base import Listener
-from aiotensor.transports.endpoints import Endpoint, route_to
-from aiotensor.types import MAX_NUMBER, Published, PublisherStatistics
+from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
+from aiotensor.types import MAX_NUMBER, CurveKey, Published, PublisherStatistics
 
 __all__ = ["Publisher"]
 
@@ -61,6 +61,11 @@ class Publisher(LoopObject):
         max_wait_s: the time in seconds after which a wait for slow subscribers and earlier calls, for memory,
             or for subscribers to connect ends with `WouldBlockError`; it applies to each wait separately.
             None for never.
+        secret_key: the CURVE secret key of this publisher, for an endpoint ``tcp://`` that other machines can
+            reach.
+        client_keys: the public keys of the subscribers, and of inspectors, that may connect there.
+        peer_timeout_s: the time in seconds without an answer after which a subscriber at ``tcp://`` is lost;
+            None for 2 s, and for no limit at a loopback address.
 
     Raises:
         TypeError: the endpoint or a limit has the wrong type.
@@ -80,10 +85,13 @@ class Publisher(LoopObject):
         keep_warm_s: float | None = 30.0,
         long_wait_s: float | None = 10.0,
         max_wait_s: float | None = None,
+        secret_key: CurveKey | None = None,
+        client_keys: Collection[CurveKey] = (),
+        peer_timeout_s: float | None = None,
     ) -> None:
         self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("Publisher")
-        self._route = route_to(endpoint)
+        self._route = route_to(endpoint, TcpArguments(False, secret_key, None, client_keys, peer_timeout_s))
         self._settings = PublisherSettings(
             _at_least("arena_bytes", arena_bytes, 1),
             _at_least("max_behind", max_behind, 1),

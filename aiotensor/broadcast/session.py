@@ -211,9 +211,12 @@ class Session:
             if descriptors:
                 close_all(descriptors)
 
-    def connection_lost(self, reason: str) -> None:
+    def connection_lost(self, reason: str | ProtocolError) -> None:
         """Handle a publisher that is gone."""
-        self._end(self.connection.lost(reason, is_retried=True))
+        if isinstance(reason, ProtocolError):
+            self.violated(reason)
+        else:
+            self._end(self.connection.lost(reason, is_retried=True))
 
     def resume_writing(self) -> None:
         """Handle that the transport accepts records again."""

@@ -10,8 +10,8 @@ from aiotensor.errors import AioTensorError, again
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.waiting import seconds_or_never
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
-from aiotensor.transports.endpoints import Endpoint, route_to
-from aiotensor.types import Publication, SubscriberStatistics
+from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
+from aiotensor.types import CurveKey, Publication, SubscriberStatistics
 
 __all__ = ["Subscriber"]
 
@@ -38,6 +38,10 @@ class Subscriber(LoopObject, Generic[T]):
             for no limit.
         max_wait_s: the seconds after which `receive` stops waiting and raises `WouldBlockError`. None for
             never. Iterations wait without limit.
+        secret_key: the CURVE secret key of this subscriber, for an endpoint ``tcp://`` on another machine.
+        server_key: the public key of the publisher there.
+        peer_timeout_s: the time in seconds without an answer after which the publisher at ``tcp://`` is lost;
+            None for 2 s, and for no limit at a loopback address.
 
     Raises:
         TypeError: the endpoint or a limit has the wrong type, or msgspec cannot decode the type.
@@ -51,6 +55,9 @@ class Subscriber(LoopObject, Generic[T]):
         *,
         max_mapped_bytes: int | None = ...,
         max_wait_s: float | None = ...,
+        secret_key: CurveKey | None = ...,
+        server_key: CurveKey | None = ...,
+        peer_timeout_s: float | None = ...,
     ) -> None: ...
 
     @overload
@@ -61,6 +68,9 @@ class Subscriber(LoopObject, Generic[T]):
         *,
         max_mapped_bytes: int | None = ...,
         max_wait_s: float | None = ...,
+        secret_key: CurveKey | None = ...,
+        server_key: CurveKey | None = ...,
+        peer_timeout_s: float | None = ...,
     ) -> None: ...
 
     def __init__(
@@ -70,10 +80,13 @@ class Subscriber(LoopObject, Generic[T]):
         *,
         max_mapped_bytes: int | None = 64 << 30,
         max_wait_s: float | None = None,
+        secret_key: CurveKey | None = None,
+        server_key: CurveKey | None = None,
+        peer_timeout_s: float | None = None,
     ) -> None:
         self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("Subscriber")
-        self._route = route_to(endpoint)
+        self._route = route_to(endpoint, TcpArguments(True, secret_key, server_key, (), peer_timeout_s))
         self._decoder: TensorDecoder[T] = TensorDecoder(type)
         if max_mapped_bytes is not None and operator.index(max_mapped_bytes) < 1:
             raise ValueError(f"max_mapped_bytes must be at least 1, or None, got {max_mapped_bytes}")

@@ -152,6 +152,10 @@ class SubscriberPeer:
         self._host.refusals.disconnected.add(self.name, self.pid, f"writing to it failed: {error}")
         self._host.lose(self)
 
+    def _violated(self, error: ProtocolError) -> None:
+        self._host.refusals.broken.add(self.name, self.pid, str(error))
+        self._host.lose(self)
+
     # Events of the transport
 
     def record_received(self, data: memoryview, descriptors: list[int]) -> None:
@@ -162,8 +166,7 @@ class SubscriberPeer:
         try:
             frames = connection.receive(data)
         except ProtocolError as error:
-            host.refusals.broken.add(self.name, self.pid, str(error))
-            host.lose(self)
+            self._violated(error)
             return
         finally:  # frames before an invalid one count
             freed, connection.freed = connection.freed, []
@@ -175,9 +178,12 @@ class SubscriberPeer:
         self.announce()
         host.progress()
 
-    def connection_lost(self, reason: str) -> None:
+    def connection_lost(self, reason: str | ProtocolError) -> None:
         """Handle a subscriber that is gone."""
-        self._host.lose(self)
+        if isinstance(reason, ProtocolError):
+            self._violated(reason)
+        else:
+            self._host.lose(self)
 
     def resume_writing(self) -> None:
         """Handle that the transport accepts records again."""

@@ -10,13 +10,14 @@ blocks are cut from the low end of their run and small blocks from its high end:
 blocks would lie between large blocks, and fragment the space for further large blocks.
 
 Runs are stored sorted by (length, start), to find the best fit by bisection, and by their start and by their
-stop, to find the neighbours of a block. No call iterates over the runs.
+stop, to find the neighbours of a block. No call iterates over the runs. `PlacedBlocks` also stores their
+starts sorted, to find the run at an offset.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
-__all__ = ["ADDRESSES_PER_BYTE", "ALIGNMENT", "LARGE_BYTES", "Blocks"]
+__all__ = ["ADDRESSES_PER_BYTE", "ALIGNMENT", "LARGE_BYTES", "Blocks", "PlacedBlocks"]
 
 ALIGNMENT = 64  # bytes: a cache line, enough for the widest vector loads; a power of two
 ADDRESSES_PER_BYTE = 4  # of a segment, for each byte of memory that it may have
@@ -71,9 +72,9 @@ class Blocks:
         index = bisect_left(self._by_length, (length, 0))
         if index == len(self._by_length):
             return None
-        found, start = self._by_length.pop(index)
+        found, start = self._by_length[index]
         stop = start + found
-        del self._stop_of[start], self._start_of[stop]
+        self._remove_run(start, stop)
         if length >= LARGE_BYTES:
             offset = start
             start += length
@@ -133,3 +134,41 @@ class Blocks:
     def _remove_run(self, start: int, stop: int) -> None:
         del self._by_length[bisect_left(self._by_length, (stop - start, start))]
         del self._stop_of[start], self._start_of[stop]
+
+
+class PlacedBlocks(Blocks):
+    """Ranges that do not overlap, at offsets that a peer chooses; see `Blocks`."""
+
+    __slots__ = ("_starts",)
+
+    def __init__(self, size: int, alignment: int = ALIGNMENT) -> None:
+        self._starts: list[int] = []  # of the free runs, sorted
+        super().__init__(size, alignment)
+
+    def reserve(self, offset: int, nbytes: int) -> None:
+        """Allocate a block at an offset.
+
+        Raises:
+            ValueError: the block is empty, misaligned, not within the memory range, or overlaps another one.
+        """
+        length = (nbytes + self._alignment - 1) & -self._alignment
+        index = bisect_right(self._starts, offset) - 1
+        start = self._starts[index] if index >= 0 else 0
+        stop = self._stop_of.get(start, 0)
+        if nbytes < 1 or offset % self._alignment or offset + length > stop:
+            raise ValueError(f"{nbytes} bytes are not free at offset {offset}")
+        self._remove_run(start, stop)
+        if start < offset:
+            self._add_run(start, offset)
+        if offset + length < stop:
+            self._add_run(offset + length, stop)
+        self._lengths[offset] = length
+        self.in_use += length
+
+    def _add_run(self, start: int, stop: int) -> None:
+        super()._add_run(start, stop)
+        insort(self._starts, start)
+
+    def _remove_run(self, start: int, stop: int) -> None:
+        super()._remove_run(start, stop)
+        del self._starts[bisect_left(self._starts, start)]

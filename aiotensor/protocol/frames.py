@@ -6,6 +6,7 @@
       |           Welcome(version, pid, limits) |   the first frame; states whether the sender is admitted
       | <-------------------------------------- |
       | Attach(segment)                         |   before the first tensor in it, with its descriptor
+      | Begin(message)                          |   only if its bytes move while later messages are sent
       | Put(message, tensor, ..., last)         |   one for each tensor
       | End(message, count)                     |   or Put(last=True): the message is whole
       | Discard(message)                        |   the sender withdraws the message
@@ -65,6 +66,7 @@ __all__ = [
     "TO_SENDER",
     "VERSION",
     "Attach",
+    "Begin",
     "Discard",
     "Discarded",
     "End",
@@ -92,7 +94,7 @@ __all__ = [
     "unreadable",
 ]
 
-VERSION = 3
+VERSION = 4
 
 # The placements: the payload of a tensor is its bytes, or their position in an attached segment.
 INLINE = "inline"
@@ -177,6 +179,12 @@ class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
     segment: Number
     placement: Name
     nbytes: Number
+
+
+class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
+    """Begin a message before its first tensor."""
+
+    message: Number
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
@@ -286,7 +294,7 @@ class PublisherReport(msgspec.Struct, frozen=True, array_like=True, tag="publish
 
 
 Opening = Hello | Inspect | Subscribe
-FromSender = Attach | Put | End | Discard | StatisticsReply | Close
+FromSender = Attach | Begin | Put | End | Discard | StatisticsReply | Close
 ToSender = Welcome | Taken | Discarded | Release | StatisticsRequest | Close
 ToInspector = Welcome | ReceiverReport | PublisherReport | StatisticsReply | Close
 

@@ -15,14 +15,15 @@ class _PinnedBlock(msgspec.Struct, Generic[G], eq=False):
     grant: G
     is_owned: bool = True
     sent: int = 0  # announcements that were not released
+    moves: int = 0  # moves to another machine that are under way
 
 
 class Leases(Generic[G]):
     """Count the pins of numbered blocks, and return the grant of a block when it is free.
 
-    A block is pinned by its owner (the copy that fills it, or the caller that allocated it), and once for
-    each tensor announced over it. So it can be sent several times, also to several receivers, and no peer can
-    free memory that this side still writes.
+    A block is pinned by its owner (the copy that fills it, or the caller that allocated it), once for each
+    tensor announced over it, and while its bytes move to another machine. So it can be sent several times,
+    also to several receivers, and no peer can free memory that this side still writes or reads.
     """
 
     def __init__(self) -> None:
@@ -77,15 +78,25 @@ class Leases(Generic[G]):
         block.is_owned = False
         return self._freed(number, block)
 
+    def move_begun(self, number: int) -> None:
+        """Pin a block for a move."""
+        self._blocks[number].moves += 1
+
+    def move_ended(self, number: int) -> G | None:
+        """Remove the pin of a move; return the grant if the block is free now."""
+        block = self._blocks[number]
+        block.moves -= 1
+        return self._freed(number, block)
+
     def unpin_all(self) -> list[G]:
         """Remove the pins of all announcements, and return the grants of the blocks that are free now."""
         for block in self._blocks.values():
             block.sent = 0
-        freed = [number for number, block in self._blocks.items() if not block.is_owned]
+        freed = [number for number, block in self._blocks.items() if not (block.is_owned or block.moves)]
         return [self._blocks.pop(number).grant for number in freed]
 
     def _freed(self, number: int, block: _PinnedBlock[G]) -> G | None:
-        if block.is_owned or block.sent:
+        if block.is_owned or block.sent or block.moves:
             return None
         del self._blocks[number]
         return block.grant

@@ -6,9 +6,9 @@
 
 The `Hello` has arrived when the object is made. A message, as the sender announces it:
 
-    --Put--> begun --End, or the last Put--> whole --taken--> (ended)
-               |                               |
-               '-------------------------------'--discard, or Discard by the sender--> (ended)
+    --Begin or Put--> begun --End, or the last Put--> whole --taken--> (ended)
+                        |                               |
+                        '-------------------------------'--discard, or Discard by the sender--> (ended)
 
 Numbers of messages and of their tensors increase without gaps. A sender may continue a message that this
 side has discarded, because it does not know that yet; its owner drops such tensors.
@@ -29,6 +29,7 @@ from aiotensor.protocol.frames import (
     MAX_TENSORS,
     VERSION,
     Attach,
+    Begin,
     Discard,
     End,
     FromSender,
@@ -171,10 +172,7 @@ class ReceiverConnection(AnsweringConnection[FromSender, ToSender]):
                     if number != self._next_message:
                         self._check_begun(number)
                         return  # this side has discarded the message
-                    limit = self.hello.max_concurrent_videos
-                    if len(self._messages) >= limit:
-                        raise ProtocolError(f"it has more than its limit of {limit} messages in flight")
-                    self._next_message += 1
+                    self._begin(number)
                     count = 0
                 if frame.tensor != count or count >= MAX_TENSORS:  # _WHOLE is no number of a tensor
                     raise ProtocolError(f"it sent tensor {frame.tensor} of message {number} out of order")
@@ -187,6 +185,10 @@ class ReceiverConnection(AnsweringConnection[FromSender, ToSender]):
                     raise ProtocolError(f"it ended message {frame.message} with a wrong count of tensors")
                 else:
                     self._messages[frame.message] = _WHOLE
+            case Begin():
+                if frame.message != self._next_message:
+                    raise ProtocolError(f"it began message {frame.message} out of order")
+                self._begin(frame.message)
             case Discard():
                 self._check_begun(frame.message)
                 self._messages.pop(frame.message, None)
@@ -200,6 +202,13 @@ class ReceiverConnection(AnsweringConnection[FromSender, ToSender]):
                 self._awaits_statistics = False
             case Close():
                 self.state = CLOSED
+
+    def _begin(self, number: int) -> None:
+        limit = self.hello.max_concurrent_videos
+        if len(self._messages) >= limit:
+            raise ProtocolError(f"it has more than its limit of {limit} messages in flight")
+        self._next_message += 1
+        self._messages[number] = 0
 
     def _check_begun(self, number: int) -> None:
         if not self.hello.first_message <= number < self._next_message:

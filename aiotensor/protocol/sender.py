@@ -5,11 +5,11 @@
        '--Welcome of another version; Close, either way; violation----------'
 
 A sender that is not admitted receives the reason in a `Close` after the `Welcome`. A message of the sender,
-whose number is assigned by its first `Put`:
+whose number is assigned by its first frame:
 
-    --Put--> begun --End, or the last Put--> whole --Taken--> (ended)
-               |                               |
-               '-------------------------------'--Discard, or Discarded by the receiver--> (ended)
+    --Begin or Put--> begun --End, or the last Put--> whole --Taken--> (ended)
+                        |                               |
+                        '-------------------------------'--Discard, or Discarded by the receiver--> (ended)
 
 Messages may be announced before the `Welcome`. A receiver may answer a message that this side has discarded
 in the meantime; its owner ignores such an answer.
@@ -26,6 +26,7 @@ from aiotensor.protocol.frames import (
     TO_SENDER,
     VERSION,
     Attach,
+    Begin,
     Discard,
     Discarded,
     End,
@@ -72,6 +73,14 @@ class SenderConnection(RecordConnection[ToSender, FromSender]):
     def attach(self, segment: int, placement: str, nbytes: int) -> bytes:
         """Return the record that shares a segment; write it after all earlier ones, with the descriptor."""
         return encode(Attach(segment, placement, nbytes))
+
+    def begin(self) -> int:
+        """Begin a message before its first tensor, and return its number."""
+        number = self.next_message
+        self.next_message += 1
+        self._messages[number] = 0
+        self._send(Begin(number))
+        return number
 
     def put(self, put: Put) -> None:
         """Announce a tensor of a message that has not ended. A new message has the number `next_message`."""

@@ -51,9 +51,9 @@ class InspectorPeer:
         except ProtocolError as error:
             self._ended(self, error)
 
-    def connection_lost(self, reason: str) -> None:
+    def connection_lost(self, reason: str | ProtocolError) -> None:
         """Handle an inspector that is gone."""
-        self._ended(self, None)
+        self._ended(self, reason if isinstance(reason, ProtocolError) else None)
 
     def resume_writing(self) -> None:
         """Do nothing: frames for inspectors are few and bounded."""

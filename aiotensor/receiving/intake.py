@@ -89,9 +89,9 @@ class Unidentified:
         close_all(descriptors)
         self._intake.first_record_received(self, data)
 
-    def connection_lost(self, reason: str) -> None:
+    def connection_lost(self, reason: str | ProtocolError) -> None:
         """Forget the connection."""
-        self._intake.drop(self)
+        self._intake.drop(self, reason if isinstance(reason, ProtocolError) else None)
 
     def resume_writing(self) -> None:
         """Do nothing: only one frame is ever written."""
@@ -148,8 +148,7 @@ class Intake(Generic[Opened]):
                 raise ProtocolError(f"it sent a record of more than {MAX_HELLO_BYTES} bytes")
             [opening] = decode(OPENING, data)
         except ProtocolError as error:
-            self._host.broken(None, str(error))
-            self.drop(connection)
+            self.drop(connection, error)
             return
         is_admitted = isinstance(opening, self._host.opening)
         welcome = Welcome(VERSION, os.getpid(), self._max_frame_bytes, self._host_id, is_admitted)
@@ -166,8 +165,10 @@ class Intake(Generic[Opened]):
                 connection.transport.write(encode(welcome, Close(reason, is_refusal=True)))
             self.drop(connection)
 
-    def drop(self, connection: Unidentified) -> None:
-        """Close a connection whose role is unknown."""
+    def drop(self, connection: Unidentified, error: ProtocolError | None = None) -> None:
+        """Close a connection whose role is unknown, perhaps because it broke the protocol."""
+        if error is not None:
+            self._host.broken(None, str(error))
         self._unidentified.pop(connection, None)
         connection.transport.close()
 

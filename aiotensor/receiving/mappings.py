@@ -6,16 +6,18 @@ that no tensor uses is returned to the system.
 """
 
 import asyncio
+import contextlib
 import errno
 import mmap
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import msgspec
 
 from aiotensor.errors import RefusedError
 from aiotensor.protocol.pages import gaps
+from aiotensor.receiving.landing import LandingSegment
 from aiotensor.runtime.affinity import FreedItems
 from aiotensor.runtime.process_end import ProcessEnd, WatchProcess
 from aiotensor.runtime.worker import Worker
@@ -35,12 +37,14 @@ class PeerMemory(msgspec.Struct, eq=False):
     Attributes:
         arena_bytes: the size of its arena in bytes, as it stated it.
         release: called with the number of each block that it may use again; None when it is gone.
+        landings: the segments of this process, to which a peer on another machine moves its blocks.
         mapped: the segments in which it may place tensors.
         segments: the segments of a connected peer, or the segments that living tensors use.
     """
 
     arena_bytes: int
     release: Callable[[int], None] | None
+    landings: dict[int, LandingSegment] = {}
     mapped: dict[int, MappedSegment] = {}
     segments: "dict[int, _LeasedSegment]" = {}
 
@@ -134,19 +138,24 @@ class Mappings:
             RefusedError: this process has a limit on its address space, and too little of it is free.
             OSError: the segment cannot be mapped here for another reason.
         """
-        try:
+        with _too_few_addresses(nbytes):
             mapped = open_segment(descriptor, nbytes, is_private=self._are_private)
-        except OSError as error:
-            addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
-            if error.errno != errno.ENOMEM or addresses == resource.RLIM_INFINITY:
-                raise
-            raise RefusedError(
-                f"its segment has {nbytes} bytes of addresses, and too few are left of the {addresses} that "
-                "the receiver may have (RLIMIT_AS): raise `ulimit -v` of the receiver, lower arena_bytes, or "
-                "set `ulimit -v` for the sender too, whose segment is then only as large as its arena"
-            ) from error
         memory.mapped[number] = mapped
         memory.segments[number] = _LeasedSegment(number, mapped, memory)
+
+    def land(self, memory: PeerMemory, number: int, nbytes: int) -> LandingSegment:
+        """Return a new segment of this process, to which the peer moves its blocks.
+
+        Raises:
+            RefusedError: as for `attach`.
+            OSError: the segment cannot be mapped for another reason, or no descriptors are left.
+        """
+        with _too_few_addresses(nbytes):
+            landing = LandingSegment(number, nbytes, memory.arena_bytes, self._worker)
+        memory.landings[number] = landing
+        mapped = memory.mapped[number] = landing.mapped()
+        memory.segments[number] = _LeasedSegment(number, mapped, memory)
+        return landing
 
     def lease(self, memory: PeerMemory, arrived: ArrivedTensor, block: int) -> None:
         """Keep a block from its sender for as long as a tensor over it lives."""
@@ -170,6 +179,8 @@ class Mappings:
     def detach(self, memory: PeerMemory, number: int) -> None:
         """Unmap a segment in which its owner places no more tensors, once no tensor uses it."""
         memory.mapped.pop(number, None)
+        if (landing := memory.landings.pop(number, None)) is not None:
+            landing.close()
         segment = memory.segments.get(number)
         if segment is not None and not segment.leases:
             self._unmap(segment)
@@ -178,6 +189,9 @@ class Mappings:
         """Unmap the segments of a peer that no tensor uses."""
         memory.release = None
         memory.mapped.clear()
+        for landing in memory.landings.values():
+            landing.close()
+        memory.landings.clear()
         for segment in list(memory.segments.values()):
             if segment.leases:
                 # It has more addresses than memory.
@@ -277,3 +291,19 @@ class Mappings:
         removes = segment.mapped.is_private and memory.release is None
         # Unmapping much memory takes milliseconds.
         self._worker.begin("unmapping", segment.mapped.remove_and_close if removes else segment.mapped.close)
+
+
+@contextlib.contextmanager
+def _too_few_addresses(nbytes: int) -> Iterator[None]:
+    """Explain the error of a mapping that exceeds the limit on the addresses of this process."""
+    try:
+        yield
+    except OSError as error:
+        addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if error.errno != errno.ENOMEM or addresses == resource.RLIM_INFINITY:
+            raise
+        raise RefusedError(
+            f"its segment has {nbytes} bytes of addresses, and too few are left of the {addresses} that "
+            "the receiver may have (RLIMIT_AS): raise `ulimit -v` of the receiver, lower arena_bytes, or "
+            "set `ulimit -v` for the sender too, whose segment is then only as large as its arena"
+        ) from error

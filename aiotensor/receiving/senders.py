@@ -18,6 +18,7 @@ from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError, Refus
 from aiotensor.protocol.connection import Close
 from aiotensor.protocol.frames import (
     Attach,
+    Begin,
     Discard,
     End,
     Hello,
@@ -245,6 +246,7 @@ class Senders:
         for peer in peers:
             peer.connection.close(Close())
             peer.flush()
+            peer.transport.finish()
         for peer in list(self.connected.values()):
             self._forget(peer)
         try:
@@ -340,6 +342,9 @@ class SenderPeer:
                 match frame:
                     case Put():
                         keys += self._store(frame)
+                    case Begin():
+                        if not self._mailbox.wants(self.sender, frame.message):
+                            self.discard(frame.message)
                     case End():
                         keys += self._mailbox.end(self.sender, frame.message)
                     case Discard():
@@ -353,23 +358,30 @@ class SenderPeer:
                 if self.transport.is_closed:
                     break
         except ProtocolError as error:
-            self._senders.refusals.broken.add(self.sender, self.connection.hello.pid, str(error))
-            # A new error: the traceback of the raised one would keep the record, and mapped memory, while the
-            # loss is remembered.
-            self._senders.lose(self, ProtocolError(*error.args))
+            self._violated(error)
         finally:
             if keys:
                 self._senders.arrivals.wake(keys)
             if descriptors:
                 close_all(descriptors)
 
-    def connection_lost(self, reason: str) -> None:
+    def connection_lost(self, reason: str | ProtocolError) -> None:
         """Handle a sender that is gone."""
-        self._senders.lose(self, PeerLostError(reason))
+        if isinstance(reason, ProtocolError):
+            self._violated(reason)
+        else:
+            self._senders.lose(self, PeerLostError(reason))
 
     def resume_writing(self) -> None:
         """Handle that the transport accepts records again."""
         self._senders.writing_resumed.wake()
+
+    def _violated(self, error: ProtocolError) -> None:
+        """End the connection because the sender broke the protocol."""
+        self._senders.refusals.broken.add(self.sender, self.connection.hello.pid, str(error))
+        # A new error: the traceback of the raised one would keep the record, and mapped memory, while the
+        # loss is remembered.
+        self._senders.lose(self, ProtocolError(*error.args))
 
     def _store(self, put: Put) -> Sequence[Key]:
         """Open a tensor that arrived, and store it; return the keys whose waiters are to be woken."""
@@ -393,19 +405,25 @@ class SenderPeer:
         return keys
 
     def _attach(self, attach: Attach, descriptors: list[int]) -> None:
-        if not descriptors:
+        mappings = self._senders.mappings
+        mover = self.transport.mover
+        if mover is None and not descriptors:
             reason = "its memory did not arrive: no descriptors are left here (ulimit -n)"
             self._senders.refuse(self, reason, is_refusal=False)
             return
         try:
-            self._senders.mappings.attach(self.memory, attach.segment, attach.nbytes, descriptors[0])
+            if mover is None:
+                mappings.attach(self.memory, attach.segment, attach.nbytes, descriptors[0])
+            else:
+                mover.land(attach.segment, mappings.land(self.memory, attach.segment, attach.nbytes))
         except RefusedError as error:
             self._senders.refuse(self, str(error), is_refusal=True)
         except OSError as error:
             reason = f"its memory cannot be mapped here: {error}"
             self._senders.refuse(self, reason, is_refusal=False)
         finally:
-            close_all([descriptors.pop(0)])
+            close_all(descriptors[:1])
+            del descriptors[:1]
 
     def _forward(self, reply: StatisticsReply) -> None:
         """Forward the statistics of the sender to the inspectors that wait for them."""

@@ -169,8 +169,9 @@ class Grants:
         was_open = message.state is OPEN
         message.state = state
         del self.messages[message]
-        if was_open:
+        if was_open or self.memory.mover is not None:
             self.memory.abandon(message)
+        if was_open:
             self.memory.gate.budget.settle(message)
             if message.awaits_receiver and not self._is_wake_scheduled:
                 self._is_wake_scheduled = True

@@ -16,11 +16,14 @@ from aiotensor.runtime.process_end import ProcessEnd, WatchProcess
 from aiotensor.runtime.worker import Worker
 from aiotensor.sending.copies import Copies
 from aiotensor.sending.gates import Gate
+from aiotensor.sending.moving import Moves
 from aiotensor.tensors.allocations import Allocations, Block
 from aiotensor.tensors.arena import Arena, Extent
 from aiotensor.tensors.copying import QUICK_BYTES, CopyAbandonedError, copy_now
+from aiotensor.tensors.raw import flat_bytes
 from aiotensor.tensors.segments import Segment
-from aiotensor.tensors.source import Source
+from aiotensor.tensors.source import Source, is_flat
+from aiotensor.transports.base import Mover
 
 __all__ = ["Memory"]
 
@@ -40,6 +43,8 @@ class Memory:
 
     Attributes:
         leases: the pins of the blocks.
+        mover: moves bytes to the receiver; None if there is none, or descriptors share the memory.
+        moves: the moves of blocks to it.
         freed: the blocks of freed tensors from `allocate`, which are still to be released.
     """
 
@@ -61,6 +66,8 @@ class Memory:
         self.freed: FreedItems[int] = FreedItems(self._loop, self._release_allocations)
         self.allocations = Allocations(self.freed)
         self.leases: Leases[Ticket[Extent]] = Leases()
+        self.mover: Mover | None = None
+        self.moves = Moves(self.leases.move_begun, self._move_ended)
         self._worker = Worker("aiotensor-sender")
         self._counts = counts
         self._copies = Copies(self._worker, self._arena.prepare, self.unpin_owner, max_wait_s, overdue)
@@ -137,9 +144,31 @@ class Memory:
             self.unpin_owner(block.number)
             raise
 
+    async def move(self, mover: Mover, source: Source, block: Block, holder: Hashable) -> None:
+        """Move a tensor to the receiver; if it is not flat, copy it here first.
+
+        An error removes the pin of the owner. Cancellation stops the copy and the move.
+
+        Raises:
+            CopyAbandonedError: `abandon` was called for the holder, or the receiver is gone.
+            OSError: the machine has no memory left.
+        """
+        if is_flat(source):
+            data = flat_bytes(source).data
+            self._count(source)
+        else:
+            await self.copy(source, block, holder)
+            data = block.place.view()[: source.nbytes]
+        try:
+            await self.moves.run(mover, block, 0, data, holder)
+        except BaseException:
+            self.unpin_owner(block.number)
+            raise
+
     def abandon(self, holder: Hashable) -> None:
-        """Stop the copies of a holder."""
+        """Stop the copies and moves of a holder."""
         self._copies.abandon(holder)
+        self.moves.abandon(holder)
 
     def unaccounted_bytes(self, numbers: Iterable[int]) -> int:
         """Count the bytes of those blocks that no open message holds."""
@@ -183,6 +212,9 @@ class Memory:
         """Remove the pin of the owner, since this side does not write to the block any more."""
         self._release(self.leases.disown(number))
 
+    def _move_ended(self, number: int) -> None:
+        self._release(self.leases.move_ended(number))
+
     def _release_allocations(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             self.allocations.forget(number)
@@ -196,6 +228,9 @@ class Memory:
         """
         # The tensors that it received may live on, and no frame will report their ends.
         sent = [ticket.place for ticket in self.leases.sent() if ticket.place is not None]
+        if self.mover is not None:
+            sent = []  # it has memory of its own
+            self.mover = None
         self._arena.detach()
         self._arena.retire(sent)
         for ticket in self.leases.unpin_all():
@@ -314,6 +349,8 @@ class Memory:
     def _release(self, ticket: Ticket[Extent] | None) -> None:
         if ticket is None:
             return
+        if self.mover is not None and ticket.place is not None:
+            self.mover.free(ticket.place.segment.number, ticket.place.offset)
         self.gate.release(ticket)
         if self._is_closed:
             return

@@ -6,7 +6,7 @@ A block of shared memory is pinned by the tensor announced over it until the rec
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import Parameter
@@ -18,6 +18,7 @@ from aiotensor.runtime.waiting import at_most
 from aiotensor.sending.gates import CapacityListener
 from aiotensor.sending.grants import Grants
 from aiotensor.sending.message import Message, MessageState
+from aiotensor.sending.session import Session
 from aiotensor.sending.sessions import Sessions
 from aiotensor.sending.settings import Settings
 from aiotensor.sending.sizes import new_empty, sizes_of, too_large
@@ -34,6 +35,7 @@ from aiotensor.tensors.placement import (
     plan_placement,
 )
 from aiotensor.tensors.source import Sendable, Source, as_source
+from aiotensor.transports.base import Mover
 from aiotensor.transports.endpoints import Route
 from aiotensor.types import TensorHandle
 
@@ -227,13 +229,23 @@ class Pipeline:
             if not plan.new_bytes:
                 return self._announce(message, source, place_inline(source), None, last=last)
         elif allocation.can_carry(source):
+            mover = self._memory.mover
+            if mover is not None:
+                await self._move_allocated(mover, message, source, allocation)
             return self._announce_allocated(message, source, allocation, last=last)
         return await self._put_copy(message, source, allocation, last=last)
 
     def put_nowait(self, message: Message, source: Source, plan: Plan) -> TensorHandle:
         """Send the only tensor of a message without waiting, on this thread, or raise `WouldBlockError`."""
         allocation = plan.allocation
+        mover = self._memory.mover
         if allocation is not None and allocation.can_carry(source):
+            if mover is not None:
+                placed = place_allocated(source, allocation)
+                self._memory.announced(allocation.block.number, message, is_whole=True)
+                message.has_bytes = True
+                offset = source.data_ptr() - allocation.start
+                return self._send_later(mover, message, source, placed, allocation.block, offset)
             return self._announce_allocated(message, source, allocation, last=True)
         if not plan.new_bytes:
             return self._announce(message, source, place_inline(source), None, last=True)
@@ -243,6 +255,8 @@ class Pipeline:
             raise self.grants.holders.would_block("not enough shared memory is free", 1, plan.new_bytes)
         try:
             self._memory.copy_now(source, block)
+            if mover is not None:
+                return self._send_later(mover, message, source, place_copy(block.place), block, 0)
             return self._announce(message, source, place_copy(block.place), block, last=True)
         finally:
             self._memory.unpin_owner(block.number)
@@ -283,11 +297,17 @@ class Pipeline:
         block = await self.grants.block(source.nbytes, message, allocation)
         try:
             self.grants.check_open(message)  # it may have ended while waiting
+            mover = self._memory.mover
+            if mover is not None:
+                self._attach(message, block)
         except BaseException:
             self._memory.unpin_owner(block.number)
             raise
         try:
-            await self._memory.copy(source, block, message)
+            if mover is None:
+                await self._memory.copy(source, block, message)
+            else:
+                await self._memory.move(mover, source, block, message)
         except CopyAbandonedError:
             raise self.grants.error(message) from None
         try:
@@ -297,6 +317,60 @@ class Pipeline:
             return self._announce(message, source, place_copy(block.place), block, last=last)
         finally:
             self._memory.unpin_owner(block.number)
+
+    async def _move_allocated(
+        self, mover: Mover, message: Message, source: Source, allocation: Allocation
+    ) -> None:
+        """Move the bytes of a tensor from `allocate` to a receiver on another machine."""
+        self._attach(message, allocation.block)
+        offset = source.data_ptr() - allocation.start
+        data = allocation.block.place.view()[offset : offset + source.nbytes]
+        try:
+            await self._memory.moves.run(mover, allocation.block, offset, data, message)
+        except CopyAbandonedError:
+            raise self.grants.error(message) from None
+        self.grants.check_open(message)
+
+    def _send_later(
+        self, mover: Mover, message: Message, source: Source, placed: Placed, block: Block, offset: int
+    ) -> TensorHandle:
+        """Send the only tensor of a message from its block once its bytes were moved, which may be now."""
+        self._attach(message, block)
+        session = self._session()
+        announce: Callable[[], object] | None = None
+        outcomes: list[bool] = []
+
+        def moved(is_complete: bool) -> None:
+            outcomes.append(is_complete)
+            if announce is not None and is_complete and not message.has_ended:
+                announce()
+
+        data = block.place.view()[offset : offset + source.nbytes]
+        self._memory.moves.begin(mover, block, offset, data, message, moved)
+        if outcomes:
+            self.grants.check_open(message)
+            return self._announce(message, source, placed, block, last=True)
+        message.number = session.begin(message)
+        put = _put_of(message, source, placed, block.number, last=True)
+
+        def announce_now() -> None:
+            self._memory.leases.pin(block.number)
+            session.put(message, put, flush=True)
+
+        announce = announce_now
+        return self._announced(message, source, put)
+
+    def _attach(self, message: Message, block: Block) -> None:
+        """Share the segment of a block with the receiver, once."""
+        if not block.place.segment.is_attached:
+            self._session().attach(block.place.segment)
+            self.grants.check_open(message)
+
+    def _session(self) -> Session:
+        """Return the session of an open message whose tensor is placed."""
+        if self.sessions.current is None:
+            raise AssertionError("an open message is announced without a receiver")
+        return self.sessions.current
 
     def _announce_allocated(
         self, message: Message, source: Source, allocation: Allocation, *, last: bool
@@ -311,41 +385,25 @@ class Pipeline:
         self, message: Message, source: Source, placed: Placed, block: Block | None, *, last: bool
     ) -> TensorHandle:
         """Send the frame of a tensor. From this point the receiver owns the tensor."""
-        session = self.sessions.current
-        if session is None:
-            raise AssertionError("an open message is announced without a receiver")
-        block_number: int | None = None
+        session = self._session()
         if block is not None:
-            block_number = block.number
-            if not block.place.segment.is_attached:
-                session.attach(block.place.segment)
-                self.grants.check_open(message)
-            self._memory.leases.pin(block_number)
-        number = message.number
-        if number is None:
-            number = message.number = session.connection.next_message
-        tensor, shape, dtype = message.count, tuple(source.shape), DTYPE_NAMES[source.dtype]
-        put = Put(
-            number,
-            tensor,
-            dtype,
-            shape,
-            "cpu" if source.is_cpu else str(source.device),
-            placed.placement,
-            placed.payload,
-            block_number,
-            last,
-            source.requires_grad,
-            type(source) is Parameter,
-        )
+            self._attach(message, block)
+            self._memory.leases.pin(block.number)
+        if message.number is None:
+            message.number = session.connection.next_message
+        put = _put_of(message, source, placed, None if block is None else block.number, last=last)
         session.put(message, put, flush=last and len(self.grants.messages) <= FEW_MESSAGES)
         self.grants.check_open(message)
+        return self._announced(message, source, put)
+
+    def _announced(self, message: Message, source: Source, put: Put) -> TensorHandle:
+        """Count a tensor whose frame is sent, or will be; return its handle."""
         message.count += 1
         self.grants.counts["tensors_sent"] += 1
         self.grants.counts["bytes_sent"] += source.nbytes
-        if last:
+        if put.last:
             self.grants.make_whole(message)
-        return TensorHandle(self._sender, number, tensor, dtype, shape, put.device)
+        return TensorHandle(self._sender, put.message, put.tensor, put.dtype, put.shape, put.device)
 
     async def _receiver_reads(self, message: Message) -> None:
         """Wait until a receiver is connected and reads."""
@@ -368,3 +426,22 @@ class Pipeline:
         return self.grants.holders.overdue(
             "the receiver read nothing" if is_connected else "no receiver was here", 1, 0
         )
+
+
+def _put_of(message: Message, source: Source, placed: Placed, block: int | None, *, last: bool) -> Put:
+    """Return the frame of the next tensor of a message."""
+    if message.number is None:
+        raise AssertionError("a message is announced without a number")
+    return Put(
+        message.number,
+        message.count,
+        DTYPE_NAMES[source.dtype],
+        tuple(source.shape),
+        "cpu" if source.is_cpu else str(source.device),
+        placed.placement,
+        placed.payload,
+        block,
+        last,
+        source.requires_grad,
+        type(source) is Parameter,
+    )

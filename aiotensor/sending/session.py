@@ -85,6 +85,13 @@ class Session:
         )
         segment.is_attached = True
 
+    def begin(self, message: Message) -> int:
+        """Begin a message before its first tensor, and return its number."""
+        number = self.connection.begin()
+        self.announced[number] = message
+        self._schedule_flush()
+        return number
+
     def put(self, message: Message, put: Put, *, flush: bool) -> None:
         """Announce a tensor, which the receiver owns from now on; with `flush`, write the frame now."""
         self.announced[put.message] = message
@@ -147,23 +154,14 @@ class Session:
         except RefusedError as error:
             self._end(Loss(error, is_retried=False))
         except ProtocolError as error:
-            pid = self.connection.peer_pid
-            logger.error(
-                "the receiver (pid %s) broke the protocol: %s",
-                pid,
-                error,
-                extra={
-                    "event": "protocol_broken",
-                    "sender_id": self._sender,
-                    "peer_pid": pid,
-                    "reason": str(error),
-                },
-            )
-            self._end(self.connection.violated(error))
+            self._violated(error)
 
-    def connection_lost(self, reason: str) -> None:
+    def connection_lost(self, reason: str | ProtocolError) -> None:
         """Handle a receiver that is gone."""
-        self._end(self.connection.lost(reason, is_retried=True))
+        if isinstance(reason, ProtocolError):
+            self._violated(reason)
+        else:
+            self._end(self.connection.lost(reason, is_retried=True))
 
     def resume_writing(self) -> None:
         """Handle that the transport accepts records again."""
@@ -185,6 +183,21 @@ class Session:
             self._is_reply_due = False
             self.connection.reply(self._grants.statistics())
         self.flush()
+
+    def _violated(self, error: ProtocolError) -> None:
+        pid = self.connection.peer_pid
+        logger.error(
+            "the receiver (pid %s) broke the protocol: %s",
+            pid,
+            error,
+            extra={
+                "event": "protocol_broken",
+                "sender_id": self._sender,
+                "peer_pid": pid,
+                "reason": str(error),
+            },
+        )
+        self._end(self.connection.violated(error))
 
     def _end(self, loss: Loss) -> None:
         try:

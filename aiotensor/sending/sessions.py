@@ -127,8 +127,12 @@ class Sessions:
         session = self.current
         if session is None:
             return
+        await self._grants.memory.moves.settle()
+        if self.current is not session:
+            return
         session.connection.close(Close(uses_memory=uses_memory))
         session.flush()
+        session.transport.finish()
         while self.current is session and not session.transport.is_writable:
             await self._changes.wait()
 
@@ -154,6 +158,7 @@ class Sessions:
         )
         self.current = None
         self.current = Session(hello, transport, self._grants, self._admitted, self._session_lost)
+        self._grants.memory.mover = transport.mover
         self.failure = None
         self._changes.wake()
         self._grants.capacity_changed()

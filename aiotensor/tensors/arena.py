@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.blocks import ADDRESSES_PER_BYTE, ALIGNMENT
+from aiotensor.protocol.blocks import ADDRESSES_PER_BYTE, ALIGNMENT, Blocks
 from aiotensor.protocol.pages import Range
 from aiotensor.tensors.segments import Segment, whole_pages
 from aiotensor.tensors.views import View, view_over
@@ -147,7 +147,8 @@ class Arena:
     def _new_segment(self) -> Segment:
         number = self._next_number
         self._next_number += 1
-        return Segment(number, self._addresses, self._alignment)
+        blocks = Blocks(self._addresses, self._alignment)
+        return Segment(number, self._addresses, blocks)
 
 
 def _address_bytes(arena_bytes: int) -> int:

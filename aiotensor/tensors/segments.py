@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from aiotensor.protocol.blocks import ALIGNMENT, Blocks
+from aiotensor.protocol.blocks import Blocks
 from aiotensor.protocol.pages import CHUNK_BYTES, Range, WarmPages, gaps
 from aiotensor.runtime.descriptors import Descriptor
-from aiotensor.tensors.mapping import Mapping
+from aiotensor.tensors.mapping import MappedSegment, Mapping
 from aiotensor.tensors.page_locks import lock_all_pages
 
 __all__ = ["Segment", "whole_pages"]
@@ -34,10 +34,10 @@ class Segment:
     Its number identifies it on the connection.
     """
 
-    def __init__(self, number: int, nbytes: int, alignment: int = ALIGNMENT) -> None:
+    def __init__(self, number: int, nbytes: int, blocks: Blocks | None = None) -> None:
         self.number = number
         self.nbytes = whole_pages(nbytes)
-        self.blocks = Blocks(self.nbytes, alignment)
+        self.blocks = Blocks(self.nbytes) if blocks is None else blocks
         self.is_attached = False  # the receiver maps it
         self.is_retired = False  # no new block is placed in it
         self.memory = memoryview(b"")  # the whole mapping, while the segment is open
@@ -88,6 +88,12 @@ class Segment:
     def descriptor(self) -> int:
         """The descriptor of the memfd; -1 while there is none."""
         return self._descriptor.number
+
+    def mapped(self) -> MappedSegment:
+        """Return this mapping for tensors that arrive in the segment; only while it is open."""
+        if self._mapping is None:
+            raise AssertionError("a segment that is mapped is open")
+        return MappedSegment(self._mapping)
 
     def close(self) -> None:
         """Release the memory, once; remaining views keep it mapped."""

@@ -1,14 +1,17 @@
-"""The interface of transports: connections that carry records and file descriptors in both directions.
+"""The interface of transports: connections that carry records in both directions.
 
-A transport preserves the order and the boundaries of records; it knows neither frames nor tensors. Both ends
-of a connection have the same interface. `Connector` and `Listener` make the connections; the roles of the two
-ends depend on the first frame alone. Everything here belongs to the event loop's thread.
+A transport preserves the order and the boundaries of records; it knows neither frames nor tensors. On one
+machine it carries file descriptors, too, which share memory. Between machines it has a `Mover` instead, which
+moves bytes into memory of the peer. Both ends of a connection have the same interface. `Connector` and
+`Listener` make the connections; the roles of the two ends depend on the first frame alone. Everything here
+belongs to the event loop's thread.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from aiotensor.errors import AioTensorError
+from aiotensor.errors import AioTensorError, ProtocolError
+from aiotensor.protocol.moves import Move
 from aiotensor.runtime.process_end import ProcessEnd
 
 __all__ = [
@@ -17,7 +20,9 @@ __all__ = [
     "Connector",
     "ConnectorEvents",
     "Handler",
+    "Landing",
     "Listener",
+    "Mover",
     "Transport",
 ]
 
@@ -33,22 +38,76 @@ class Handler(Protocol):
     def record_received(self, data: memoryview, descriptors: list[int]) -> None:
         """Handle a record, whose data is valid during the call; the handler owns the descriptors."""
 
-    def connection_lost(self, reason: str) -> None:
+    def connection_lost(self, reason: str | ProtocolError) -> None:
         """Handle the end of the connection, after all records of the peer; not after `Transport.close`.
 
         `Transport.watch_peer` can be called here for the last time.
+
+        Args:
+            reason: why it has ended; an error if the peer broke the rules of the transport.
         """
 
     def resume_writing(self) -> None:
         """Handle that `Transport.is_writable` is true again."""
 
 
+class Landing(Protocol):
+    """Memory of this process for the blocks that the peer moves into one segment."""
+
+    def store(
+        self, block: int, nbytes: int, start: int, data: memoryview, resume: Callable[[str], None]
+    ) -> bool:
+        """Store bytes of a block, and return True; or return False while the block has no memory.
+
+        Args:
+            block: the offset of the block in the segment.
+            nbytes: the size of the block.
+            start: the position of the first byte in the segment.
+            data: the bytes.
+            resume: called once, in the loop, after this has returned False: with "" if the bytes can be
+                stored now, or else with the reason why there is no memory for them.
+
+        Raises:
+            ProtocolError: the block overlaps another one, or exceeds the memory that the peer may use.
+        """
+
+    def free(self, block: int) -> None:
+        """Free a block; its bytes are used no more.
+
+        Raises:
+            ProtocolError: there is no such block.
+        """
+
+
+class Mover(Protocol):
+    """Move bytes between the memory of the two ends, in steps."""
+
+    def land(self, segment: int, landing: Landing | None) -> None:
+        """Store the bytes that the peer moves to a segment in a landing; None for no longer."""
+
+    def move(self, move: "Move[memoryview]") -> None:
+        """Begin to move bytes; after the end of the connection, the move ends at once.
+
+        Records that are written after the end of a move arrive after its bytes.
+        """
+
+    def cancel(self, move: "Move[memoryview]") -> None:
+        """Send no more bytes of a move. It ends once those under way have arrived."""
+
+    def free(self, segment: int, block: int) -> None:
+        """Notify the peer that a block is used no more; has no effect if no byte of it was moved."""
+
+
 class Transport(Protocol):
     """One end of a connection."""
 
     @property
+    def mover(self) -> Mover | None:
+        """Moves bytes to the peer; None if descriptors reach it, which share memory."""
+
+    @property
     def is_writable(self) -> bool:
-        """Whether all written records were passed to the kernel."""
+        """Whether all written records were passed on, to the kernel or within the credit of the peer."""
 
     @property
     def is_closed(self) -> bool:
@@ -76,7 +135,7 @@ class Transport(Protocol):
     def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send a record without blocking, or queue it; has no effect after the end of the connection.
 
-        The caller keeps the descriptors.
+        The caller keeps the descriptors. A transport with a mover does not send them.
 
         Raises:
             OSError: the kernel rejected the record (no memory, no descriptors), or the queue is full; the
@@ -88,6 +147,9 @@ class Transport(Protocol):
 
     def peer_has_closed(self) -> bool:
         """Return whether the peer has closed its end; its last records may still be unread."""
+
+    def finish(self) -> None:
+        """Write no more records. `is_writable` is true again once closing loses none of them."""
 
     def close(self) -> None:
         """Close at once, and discard queued records; closing again has no effect."""
@@ -113,6 +175,10 @@ class Connector(Protocol):
     @property
     def reconnects(self) -> bool:
         """Whether another connection is possible after a loss."""
+
+    @property
+    def connects_at_once(self) -> bool:
+        """Whether `connect` has connected when it returns, if a process listens that has no full backlog."""
 
     @property
     def is_backlogged(self) -> bool:

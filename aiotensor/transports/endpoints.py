@@ -10,12 +10,15 @@ from typing import Any, NamedTuple, TypeAlias
 from aiotensor.transports.address import label_of, socket_path
 from aiotensor.transports.base import Acceptor, Connector, ConnectorEvents, Listener
 from aiotensor.transports.queue import QueueConnector, listen_on
+from aiotensor.transports.tcp.arguments import TcpArguments
 from aiotensor.transports.tensor_queue import TensorQueue
 from aiotensor.transports.unix import UnixConnector, listen_at
 
-__all__ = ["Endpoint", "Route", "TensorQueue", "route_to"]
+__all__ = ["Endpoint", "Route", "TcpArguments", "TensorQueue", "route_to"]
 
 Endpoint: TypeAlias = str | TensorQueue
+
+_CONNECTS = TcpArguments()
 
 
 class Route(NamedTuple):
@@ -34,13 +37,24 @@ class Route(NamedTuple):
     listen: Callable[[Acceptor, int], Coroutine[Any, Any, Listener]]
 
 
-def route_to(endpoint: Endpoint) -> Route:
+def route_to(endpoint: Endpoint, given: TcpArguments = _CONNECTS) -> Route:
     """Validate an endpoint, and return the way to it; opens nothing.
 
+    Args:
+        endpoint: the endpoint.
+        given: the arguments for connections between machines.
+
     Raises:
-        TypeError: it is neither an address nor a queue.
-        ValueError: no transport serves the address.
+        TypeError: it is neither an address nor a queue, or an argument has the wrong type.
+        ValueError: no transport serves the address, or an argument does not fit to it.
     """
+    if isinstance(endpoint, str) and endpoint.lower().startswith("tcp:"):
+        return _over_tcp(endpoint, given)
+    if given.is_given:
+        raise ValueError(
+            "keys and peer_timeout_s are for tcp:// addresses: at other endpoints the kernel identifies the "
+            "user of the peer, and reports its end"
+        )
     if isinstance(endpoint, TensorQueue):
         return Route("queue", partial(QueueConnector, endpoint), partial(listen_on, endpoint))
     if not isinstance(endpoint, str):
@@ -50,3 +64,17 @@ def route_to(endpoint: Endpoint) -> Route:
         )
     path = socket_path(endpoint, "unix")
     return Route(label_of(endpoint), lambda _, events: UnixConnector(path, events), partial(listen_at, path))
+
+
+def _over_tcp(endpoint: str, given: TcpArguments) -> Route:
+    # Imported here: processes that use one machine only need no ZeroMQ.
+    from aiotensor.transports.tcp.connector import TcpConnector
+    from aiotensor.transports.tcp.listener import listen_at as listen_over_tcp
+    from aiotensor.transports.tcp.options import options_of
+
+    address, options, allowed, loss_reason = options_of(endpoint, given)
+    return Route(
+        label_of(endpoint),
+        lambda _, events: TcpConnector(address, options, loss_reason, events),
+        partial(listen_over_tcp, address, options, allowed, loss_reason),
+    )

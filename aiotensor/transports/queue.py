@@ -14,6 +14,7 @@ import socket
 from collections.abc import Callable, Collection, Sequence
 from typing import BinaryIO
 
+from aiotensor.errors import ProtocolError
 from aiotensor.runtime.descriptors import close_after_fork, close_all, file_of
 from aiotensor.runtime.logs import RepeatedEvent, logger_of, others
 from aiotensor.runtime.process_end import ProcessEnd
@@ -50,6 +51,7 @@ class QueueConnector:
     """
 
     reconnects = False
+    connects_at_once = True
     is_backlogged = False  # a queue has no backlog
 
     def __init__(self, queue: TensorQueue, sender: str, events: ConnectorEvents) -> None:
@@ -81,6 +83,7 @@ class QueueConnector:
 class _SenderEnd:
     """A sender's end: the shared queue for its records, and its own pipe for those of the receiver."""
 
+    mover = None
     peer_pid = None  # for a socket pair, the kernel knows only the process that created it
 
     def __init__(self, queue: socket.socket, address: bytes) -> None:
@@ -126,6 +129,9 @@ class _SenderEnd:
     def peer_has_closed(self) -> bool:
         return self._pipe.peer_has_closed()
 
+    def finish(self) -> None:
+        pass
+
     def close(self) -> None:
         self._handler = None
         self._queue.close()
@@ -142,7 +148,7 @@ class _SenderEnd:
         else:
             self._handler.record_received(data, descriptors)
 
-    def connection_lost(self, reason: str) -> None:
+    def connection_lost(self, reason: str | ProtocolError) -> None:
         handler = self._handler
         self.close()
         if handler is not None:
@@ -159,6 +165,7 @@ class _ReceiverEnd:
     If the pipe did not arrive, it is None, and writing has no effect.
     """
 
+    mover = None
     peer_pid = None  # for the same reason as in `_SenderEnd`
 
     def __init__(self, sender: str, pipe: socket.socket | None, listener: "QueueListener") -> None:
@@ -190,6 +197,9 @@ class _ReceiverEnd:
     def peer_has_closed(self) -> bool:
         return self._pipe is not None and self._pipe.peer_has_closed()
 
+    def finish(self) -> None:
+        pass
+
     def close(self) -> None:
         if self.is_closed:
             return
@@ -205,7 +215,7 @@ class _ReceiverEnd:
         # Senders write to the queue, which keeps the order of their records; the pipe only shows their end.
         close_all(descriptors)
 
-    def connection_lost(self, reason: str) -> None:
+    def connection_lost(self, reason: str | ProtocolError) -> None:
         self._listener.sender_ended(self, reason)
 
     def resume_writing(self) -> None:
@@ -253,7 +263,9 @@ class QueueListener:
         self._acceptor = acceptor
         self._reader = RecordReader(sock, max_record_bytes + _PREFIX_BYTES)
         self._transports: dict[str, _ReceiverEnd] = {}
-        self._ended: dict[_ReceiverEnd, str] = {}  # whose last records may still be on the queue
+        self._ended: dict[
+            _ReceiverEnd, str | ProtocolError
+        ] = {}  # whose last records may still be on the queue
         self._last_records = 0  # that are read before these are reported
         self._broken = RepeatedEvent(_log_broken)  # a process that has the queue can invent senders
         self._loop = asyncio.get_running_loop()
@@ -270,7 +282,7 @@ class QueueListener:
         self._lock.close()
         self._broken.close()
 
-    def sender_ended(self, transport: _ReceiverEnd, reason: str) -> None:
+    def sender_ended(self, transport: _ReceiverEnd, reason: str | ProtocolError) -> None:
         """Report the end of a sender's pipe, once its last records were read."""
         self._ended[transport] = reason
         self._last_records = _LAST_RECORDS

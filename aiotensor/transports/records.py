@@ -16,6 +16,7 @@ import termios
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Final
 
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
 from aiotensor.runtime.descriptors import close_after_fork, close_all, duplicates
@@ -147,6 +148,8 @@ class SocketTransport:
         max_unsent_bytes: the most bytes in the queue, for a writer that never waits; None for no limit.
     """
 
+    mover: Final = None  # descriptors share memory
+
     def __init__(
         self,
         sock: socket.socket,
@@ -195,6 +198,9 @@ class SocketTransport:
             raise OSError(errno.ENOBUFS, "the peer does not read its records")
         self._queue.records.append((data, duplicates(descriptors) if descriptors else ()))
         self._unsent_bytes = unsent
+
+    def finish(self) -> None:
+        """Do nothing: the kernel delivers the records that it has, even after `close`."""
 
     def close(self) -> None:
         """Close at once, and discard the queued records."""

@@ -43,6 +43,7 @@ class UnixConnector:
     """Connect to the process that listens at a path, and again after a loss."""
 
     reconnects = True
+    connects_at_once = True
 
     def __init__(self, path: str, events: ConnectorEvents) -> None:
         self.is_backlogged = False

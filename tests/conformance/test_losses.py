@@ -195,6 +195,7 @@ async def test_kill_at_any_moment_leaves_no_waiter_and_no_memory(endpoint: Endpo
         for moment in range(6):
             async with peers.peers(endpoint, 1) as [child]:
                 await child.call(peers.open_sender)
+                await until(lambda: receiver.statistics().senders == 1)
                 child.start(_send_many, 10_000)
                 for _ in range(moment * 7):
                     await anext(receiver)

@@ -29,7 +29,7 @@ from aiotensor.transports.endpoints import Endpoint
 from aiotensor.transports.records import SocketTransport, record_pair
 from aiotensor.types import ReceiverStatistics
 from tests.frames import hello, put
-from tests.pairs import endpoint
+from tests.pairs import endpoint, on_one_machine
 from tests.rogues import rogue_sender
 from verification.patterns import BIG, pattern
 from verification.waiting import until
@@ -50,6 +50,7 @@ async def check_serving(place: Endpoint, receiver: TensorReceiver) -> None:
 # Senders that do not read, and receivers that do not read
 
 
+@on_one_machine
 async def test_a_sender_that_does_not_read_its_answers_is_disconnected_at_a_limit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -75,6 +76,7 @@ async def test_a_sender_that_does_not_read_its_answers_is_disconnected_at_a_limi
             await check_serving(place, receiver)
 
 
+@on_one_machine
 async def test_a_receiver_that_does_not_read_makes_a_sender_wait_and_not_grow() -> None:
     with endpoint() as place, contextlib.ExitStack() as stack:
         if not isinstance(place, TensorQueue):  # a queue can be written to before its receiver is open

@@ -31,7 +31,7 @@ from aiotensor.protocol.frames import (
 )
 from aiotensor.transports.endpoints import Endpoint
 from tests.frames import hello, put
-from tests.pairs import endpoint
+from tests.pairs import endpoint, on_one_machine
 from tests.rogues import ARENA_BYTES, SEALS, RogueSender, rogue_receiver, rogue_sender
 from verification.patterns import BIG, pattern
 from verification.waiting import settled, until
@@ -121,7 +121,7 @@ async def test_a_connection_that_does_not_begin_with_a_hello_is_closed(
 ) -> None:
     async with beside_an_honest_sender() as (place, receiver):
         rogue = RogueSender(place)
-        rogue.connect(OPENINGS[name])
+        await rogue.connect(OPENINGS[name])
         await rogue.is_lost.wait()
         assert "broke the protocol" in caplog.text
         assert rogue.received == []
@@ -139,6 +139,7 @@ MISPLACED: dict[str, Put] = {
 }
 
 
+@on_one_machine
 @pytest.mark.parametrize("name", MISPLACED)
 async def test_a_tensor_is_never_opened_outside_its_segment(
     name: str, caplog: pytest.LogCaptureFixture
@@ -160,6 +161,7 @@ def _mapped() -> int:
     return Path("/proc/self/maps").read_text().count("/memfd:rogue ")
 
 
+@on_one_machine
 @pytest.mark.parametrize(
     ("size", "seals", "announced"),
     [
@@ -181,6 +183,7 @@ async def test_memory_with_other_seals_or_that_differs_from_its_description_is_r
         assert _mapped() == 0
 
 
+@on_one_machine
 async def test_the_descriptors_of_a_rogue_are_closed() -> None:
     async with beside_an_honest_sender() as (place, _), rogue_sender(place) as rogue:
         read, write = os.pipe()

@@ -6,7 +6,8 @@ import os
 import pickle
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
-LIMITS = {"max_senders": 1, "max_mapped_bytes": 1 << 30, "max_unclaimed_messages": 8}
+LIMITS: dict[str, Any] = {"max_senders": 1, "max_mapped_bytes": 1 << 30, "max_unclaimed_messages": 8}
 
 
 def test_a_refusal_is_no_loss_and_survives_pickle() -> None:
@@ -58,27 +59,28 @@ def test_a_refusal_is_no_loss_and_survives_pickle() -> None:
 @pytest.mark.parametrize("limit", LIMITS)
 async def test_a_limit_of_the_receiver_refuses_a_sender_and_the_next_call_asks_again(limit: str) -> None:
     with endpoint() as place:
-        async with TensorReceiver(place, **{limit: LIMITS[limit]}) as receiver:
-            first = TensorSender(place)
-            async with first, TensorSender(place) as second:
-                await first.ready()
-                with pytest.raises(
-                    RefusedError, match=f"refused this sender: .*{limit}=.*: raise {limit}"
-                ) as no:
-                    await _send_on(second)
-                assert no.value.pid == os.getpid()
-                if isinstance(place, TensorQueue):
-                    return  # which never comes back
-                refused = receiver.statistics().senders_refused
-                await first.aclose()
-                await until(lambda: receiver.statistics().senders == 0)
-                # There is capacity now, and no attempt is made until the next call.
-                async with TensorSender(place) as third:
-                    await third.ready()
-                assert receiver.statistics().senders_refused == refused
-                await until(lambda: receiver.statistics().senders == 0)
-                handle = await second.send(pattern(1, 3))
-                assert (await receiver.receive(handle)).tolist() == pattern(1, 3).tolist()
+        async with (
+            TensorReceiver(place, **{limit: LIMITS[limit]}) as receiver,
+            TensorSender(place) as first,
+            AsyncExitStack() as later,
+        ):
+            await first.ready()
+            second = await later.enter_async_context(TensorSender(place))
+            with pytest.raises(RefusedError, match=f"refused this sender: .*{limit}=.*: raise {limit}") as no:
+                await _send_on(second)
+            assert no.value.pid == os.getpid()
+            if isinstance(place, TensorQueue):
+                return  # which never comes back
+            refused = receiver.statistics().senders_refused
+            await first.aclose()
+            await until(lambda: receiver.statistics().senders == 0)
+            # There is capacity now, and no attempt is made until the next call.
+            async with TensorSender(place) as third:
+                await third.ready()
+            assert receiver.statistics().senders_refused == refused
+            await until(lambda: receiver.statistics().senders == 0)
+            handle = await second.send(pattern(1, 3))
+            assert (await receiver.receive(handle)).tolist() == pattern(1, 3).tolist()
 
 
 async def _send_on(sender: TensorSender) -> None:
@@ -96,7 +98,7 @@ async def test_waits_for_the_tensors_of_a_sender_of_another_version_end_with_the
             rogue = RogueSender(place)
             handle = TensorHandle(rogue.id, 0, 0, "uint8", (3,), "cpu")
             waiting = asyncio.create_task(receiver.receive(handle))
-            rogue.connect(encode(rogue.hello(version=VERSION + 1)))
+            await rogue.connect(encode(rogue.hello(version=VERSION + 1)))
             await rogue.is_lost.wait()
             welcome, close = rogue.received
             assert isinstance(welcome, Welcome)

@@ -19,13 +19,14 @@ from aiotensor import (
     WouldBlockError,
 )
 from aiotensor.protocol.frames import MAX_DIMENSIONS
-from tests.pairs import endpoint, pair
+from tests.pairs import endpoint, on_one_machine, pair
 from verification.patterns import BIG, pattern
 from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
 
+@on_one_machine
 async def test_allocated_memory_is_sent_without_a_copy_and_counts_until_all_have_let_go() -> None:
     async with pair(arena_bytes=BIG * 8) as (sender, receiver):
         tensor = await sender.allocate((BIG // 100, 100), torch.int64)
@@ -45,6 +46,7 @@ async def test_allocated_memory_is_sent_without_a_copy_and_counts_until_all_have
         await waiting
 
 
+@on_one_machine
 async def test_allocated_memory_is_sent_in_place_without_waiting_too() -> None:
     async with pair(arena_bytes=BIG * 8) as (sender, receiver):
         tensor = await sender.allocate((BIG,), torch.int64)
@@ -114,6 +116,7 @@ async def test_an_allocated_tensor_and_a_send_that_wait_for_each_other_are_told_
         assert torch.equal(await receiver.receive(await allocated), pattern(1, BIG))
 
 
+@on_one_machine
 async def test_a_numpy_view_of_allocated_memory_is_sent_without_a_copy() -> None:
     async with pair() as (sender, receiver):
         tensor = await sender.allocate((100, 1000), torch.int64)

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable
 
+from aiotensor.errors import ProtocolError
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
 from aiotensor.transports.base import Transport
 from aiotensor.transports.records import SocketTransport
@@ -47,8 +48,8 @@ class End:
         self.arrived.put_nowait((bytes(data), descriptors))  # the data is valid during this call
         self._when_record()
 
-    def connection_lost(self, reason: str) -> None:
-        self.lost.append(reason)
+    def connection_lost(self, reason: str | ProtocolError) -> None:
+        self.lost.append(str(reason))
         self.was_lost.set()
         self._when_lost()
 

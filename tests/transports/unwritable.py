@@ -12,6 +12,7 @@ __all__ = ["Unwritable"]
 class Unwritable:
     """A transport whose records the kernel rejects while `is_broken`, as it does where memory is short."""
 
+    mover = None
     peer_pid = 0
     is_writable = True
 
@@ -39,6 +40,8 @@ class Unwritable:
 
     def peer_has_closed(self) -> bool:
         return self.is_closed
+
+    def finish(self) -> None: ...
 
     def close(self) -> None:
         self.is_closed = True

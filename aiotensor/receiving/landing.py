@@ -1,0 +1,168 @@
+"""Landing segments: memory of this process, in which the bytes of a peer on another machine arrive.
+
+The peer places its blocks in the segment, as it does in its own on one machine. Here, a block gets memory
+when its first bytes arrive, a piece at a time, in the worker. Its memory stays warm for the next block after
+the peer has freed it, and is returned to the system when it was idle for long.
+"""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from aiotensor.errors import ProtocolError
+from aiotensor.protocol.blocks import PlacedBlocks
+from aiotensor.protocol.moves import WINDOW_BYTES
+from aiotensor.protocol.pages import Range
+from aiotensor.runtime.worker import Worker
+from aiotensor.tensors.mapping import MappedSegment
+from aiotensor.tensors.segments import Segment, whole_pages
+
+__all__ = ["LandingSegment"]
+
+_PIECE_BYTES = 2 * WINDOW_BYTES  # of a block that gets memory at once, before its bytes arrive
+_KEEP_WARM_S = 30.0  # the same as a sender keeps its memory by default
+
+
+class _Block(msgspec.Struct, eq=False):
+    """A block of the peer, which has memory, or has requested it, up to a position."""
+
+    nbytes: int
+    requested: int
+
+
+class LandingSegment:
+    """Store the bytes that a peer moves to one segment, as `Landing` does; belongs to the running loop.
+
+    Args:
+        number: of the segment.
+        nbytes: the addresses of the segment.
+        limit: the most bytes of blocks at once.
+        worker: provides the memory.
+
+    Raises:
+        OSError: this process has no descriptors or no addresses left.
+    """
+
+    def __init__(self, number: int, nbytes: int, limit: int, worker: Worker) -> None:
+        self._placed = PlacedBlocks(whole_pages(nbytes))
+        self._segment = Segment(number, nbytes, self._placed)
+        self._segment.open()
+        self._limit = limit
+        self._worker = worker
+        self._loop = asyncio.get_running_loop()
+        self._blocks: dict[int, _Block] = {}
+        self._nbytes = 0  # of the blocks
+        self._waiting: tuple[Range, Callable[[str], None]] | None = None  # bytes without memory
+        self._failure = ""  # the reason why there is no memory
+        self._trimming: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    def mapped(self) -> MappedSegment:
+        """Return the segment for the tensors over it."""
+        return self._segment.mapped()
+
+    def store(
+        self, block: int, nbytes: int, start: int, data: memoryview, resume: Callable[[str], None]
+    ) -> bool:
+        """Store bytes of a block, as `Landing.store` does."""
+        if self._is_closed:
+            return True  # the peer is gone
+        known = self._blocks.get(block)
+        if known is None:
+            known = self._add(block, nbytes)
+        elif known.nbytes != nbytes:
+            raise ProtocolError(f"it moved bytes to a block at {block} of {nbytes} bytes, not {known.nbytes}")
+        stop = start + len(data)
+        if known.requested < min(stop + WINDOW_BYTES, block + nbytes):
+            self._request(block, known, stop)
+        if not self._segment.warm.has(start, len(data)):
+            if self._failure:
+                self._loop.call_soon(resume, self._failure)
+            else:
+                self._waiting = (start, len(data)), resume
+            return False
+        target = np.frombuffer(self._segment.memory[start:stop], np.uint8)
+        np.copyto(target, np.frombuffer(data, np.uint8))  # unlike a memoryview, it lets other threads run
+        return True
+
+    def free(self, block: int) -> None:
+        """Free a block, as `Landing.free` does."""
+        known = self._blocks.pop(block, None)
+        if known is None:
+            raise ProtocolError(f"it freed a block at {block}, where it has none")
+        self._nbytes -= known.nbytes
+        self._segment.free(block, known.nbytes, self._loop.time())
+        if self._trimming is None and not self._is_closed:
+            self._trimming = self._loop.call_later(_KEEP_WARM_S, self._trim)
+
+    def close(self) -> None:
+        """Store no more bytes; the tensors over the segment keep it mapped."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._waiting = None
+        if self._trimming is not None:
+            self._trimming.cancel()
+        self._segment.close()
+
+    def _add(self, block: int, nbytes: int) -> _Block:
+        if self._nbytes + nbytes > self._limit:
+            raise ProtocolError(f"it uses {self._nbytes + nbytes} bytes, and stated a limit of {self._limit}")
+        try:
+            self._placed.reserve(block, nbytes)
+        except ValueError as error:
+            raise ProtocolError(f"it placed a block where none fits: {error}") from None
+        self._nbytes += nbytes
+        known = self._blocks[block] = _Block(nbytes, block)
+        return known
+
+    def _request(self, block: int, known: _Block, stop: int) -> None:
+        """Provide the memory of the next piece of a block, and of all its bytes up to a position."""
+        start = known.requested
+        known.requested = min(max(start + _PIECE_BYTES, stop + WINDOW_BYTES), block + known.nbytes)
+        length = known.requested - start
+        if self._segment.warm.has(start, length):
+            return
+        idle, cold = self._segment.prepare(start, length, whole_pages(self._limit))
+        filled: list[Range] = []
+        try:
+            work = self._worker.submit(partial(self._fill, idle, cold, filled))
+        except OSError as error:
+            self._filled(cold, filled, error)
+        else:
+            work.add_done_callback(partial(self._fill_ended, cold, filled))
+
+    def _fill(self, idle: list[Range], cold: list[Range], filled: list[Range]) -> None:
+        """Allocate memory; runs in the worker."""
+        self._segment.return_memory(idle)
+        self._segment.make_way(cold)
+        for one in cold:
+            if self._is_closed:
+                return
+            self._segment.fill([one])
+            filled.append(one)
+
+    def _fill_ended(self, cold: list[Range], filled: list[Range], work: "asyncio.Future[None]") -> None:
+        self._filled(cold, filled, None if work.cancelled() else work.exception())
+
+    def _filled(self, cold: list[Range], filled: list[Range], error: BaseException | None) -> None:
+        self._segment.filled(cold, filled)
+        if error is not None:
+            self._failure = f"no memory is left here for its tensors: {error}"
+        if self._waiting is not None:
+            (start, length), resume = self._waiting
+            if self._failure or self._segment.warm.has(start, length):
+                self._waiting = None
+                resume(self._failure)
+
+    def _trim(self) -> None:
+        """Return memory that has been idle for long to the system, and check again later if more is idle."""
+        self._trimming = None
+        idle = self._segment.take_idle(self._loop.time() - _KEEP_WARM_S)
+        if idle:
+            self._worker.begin("returning memory", partial(self._segment.return_memory, idle))
+        if self._segment.has_idle:
+            self._trimming = self._loop.call_later(_KEEP_WARM_S, self._trim)

@@ -1,0 +1,124 @@
+"""The moves of blocks to a receiver on another machine, each with its pin until the bytes have left."""
+
+from collections.abc import Callable, Hashable
+
+import msgspec
+
+from aiotensor.protocol.moves import Area, Move
+from aiotensor.runtime.waiting import Waiters
+from aiotensor.tensors.allocations import Block
+from aiotensor.tensors.copying import CopyAbandonedError
+from aiotensor.transports.base import Mover
+
+__all__ = ["Moves", "PendingMove"]
+
+
+class PendingMove(msgspec.Struct, eq=False):
+    """A move whose end was not reported, or some of whose bytes are under way."""
+
+    mover: Mover
+    holder: Hashable
+    ended: Callable[[bool], object] | None
+    move: Move[memoryview] | None = None
+
+    def report(self, *, is_complete: bool) -> None:
+        """Report the end, once."""
+        ended, self.ended = self.ended, None
+        if ended is not None:
+            ended(is_complete)
+
+    def stop(self) -> None:
+        """Move no more bytes, and report the end at once; bytes may still be under way."""
+        if self.move is not None:
+            self.mover.cancel(self.move)
+        self.report(is_complete=False)
+
+
+class Moves:
+    """Move bytes of blocks; belongs to the running loop.
+
+    A block is pinned until no byte of it is under way, even if its message ends before: the next bytes at its
+    place cannot mix with these.
+
+    Args:
+        pin: pins a block by its number.
+        unpin: removes such a pin.
+    """
+
+    def __init__(self, pin: Callable[[int], object], unpin: Callable[[int], object]) -> None:
+        self._pin = pin
+        self._unpin = unpin
+        self._pending: dict[PendingMove, None] = {}
+        self._ends = Waiters()
+
+    def begin(
+        self,
+        mover: Mover,
+        block: Block,
+        offset: int,
+        data: memoryview,
+        holder: Hashable,
+        ended: Callable[[bool], object],
+    ) -> PendingMove:
+        """Begin to move bytes of a block.
+
+        Args:
+            mover: of the connection to the receiver.
+            block: the block.
+            offset: the position of the first byte in the block.
+            data: the bytes.
+            holder: for `abandon`.
+            ended: called once, perhaps during this call: with whether the receiver will have the bytes before
+                the next record, and the source may change.
+        """
+        place = block.place
+        pending = PendingMove(mover, holder, ended)
+
+        def move_ended(is_complete: bool) -> None:
+            del self._pending[pending]
+            pending.report(is_complete=is_complete)  # which may announce the block
+            self._unpin(block.number)
+            if self._ends:
+                self._ends.wake()
+
+        self._pin(block.number)
+        self._pending[pending] = None
+        area = Area(place.segment.number, place.offset)
+        pending.move = Move(area, place.nbytes, place.offset + offset, data, len(data), move_ended)
+        mover.move(pending.move)
+        return pending
+
+    async def run(self, mover: Mover, block: Block, offset: int, data: memoryview, holder: Hashable) -> None:
+        """Move bytes of a block, and wait until the source may change; does not wait for few bytes.
+
+        Cancellation stops the move between two steps. Arguments are those of `begin`.
+
+        Raises:
+            CopyAbandonedError: `abandon` was called, or the connection has ended.
+        """
+        outcomes: list[bool] = []
+        waiters = Waiters()
+
+        def ended(is_complete: bool) -> None:
+            outcomes.append(is_complete)
+            waiters.wake()
+
+        pending = self.begin(mover, block, offset, data, holder, ended)
+        try:
+            while not outcomes:
+                await waiters.wait()
+        except BaseException:
+            pending.stop()
+            raise
+        if not outcomes[0]:
+            raise CopyAbandonedError
+
+    def abandon(self, holder: Hashable) -> None:
+        """Stop the moves of a holder, and report their ends at once."""
+        for pending in [pending for pending in self._pending if pending.holder is holder]:
+            pending.stop()
+
+    async def settle(self) -> None:
+        """Wait until the ends of all moves are reported."""
+        while any(pending.ended is not None for pending in self._pending):
+            await self._ends.wait()

@@ -1,0 +1,1 @@
+"""The transport between machines: records and bytes of blocks in messages of ZeroMQ."""

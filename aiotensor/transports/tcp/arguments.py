@@ -1,0 +1,31 @@
+"""The arguments for connections between machines. Importing this does not import ZeroMQ."""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from aiotensor.types import CurveKey
+
+__all__ = ["TcpArguments"]
+
+
+class TcpArguments(NamedTuple):
+    """The arguments of the user for connections between machines.
+
+    Attributes:
+        connects: whether this side connects, and does not listen.
+        secret_key: of this side.
+        server_key: the public key of the side that listens, for a side that connects.
+        client_keys: the public keys of the sides that connect, for a side that listens.
+        peer_timeout_s: the seconds without an answer after which a host is lost; None for the default.
+    """
+
+    connects: bool = True
+    secret_key: CurveKey | None = None
+    server_key: CurveKey | None = None
+    client_keys: Collection[CurveKey] = ()
+    peer_timeout_s: float | None = None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the user gave any argument."""
+        return bool(self.secret_key or self.server_key or self.client_keys or self.peer_timeout_s)

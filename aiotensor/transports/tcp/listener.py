@@ -1,0 +1,146 @@
+"""The accepting side between machines: one socket for all connections to an address."""
+
+from collections.abc import Mapping
+from functools import partial
+
+import zmq
+
+from aiotensor.protocol.moves import OPENING
+from aiotensor.runtime.logs import RepeatedEvent, logger_of, others
+from aiotensor.transports.base import MAX_UNREAD_BYTES, Acceptor
+from aiotensor.transports.tcp.transport import TcpTransport
+from aiotensor.transports.zeromq.addresses import Address
+from aiotensor.transports.zeromq.connections import Connections
+from aiotensor.transports.zeromq.listener import MessageListener
+
+__all__ = ["TcpListener", "listen_at"]
+
+logger = logger_of("transports")
+
+
+async def listen_at(
+    address: Address,
+    options: Mapping[int, int | bytes],
+    allowed: frozenset[bytes],
+    loss_reason: str,
+    acceptor: Acceptor,
+    max_record_bytes: int,
+) -> "TcpListener":
+    """Listen at an address, as `Route.listen` does; a host name is resolved first.
+
+    Args:
+        address: the address.
+        options: the options of the socket.
+        allowed: the public keys of the peers; empty if they need none.
+        loss_reason: how a lost connection has ended, for errors.
+        acceptor: is notified of new connections.
+        max_record_bytes: the longest valid record.
+    """
+    listener = MessageListener(address, options, allowed)
+    await listener.open()
+    try:
+        return TcpListener(listener, loss_reason, acceptor, max_record_bytes)
+    except BaseException:
+        listener.abort()
+        raise
+
+
+class TcpListener(Connections):
+    """Accept connections, and pass their messages to their transports, for `listen_at`.
+
+    After `close` the socket stays open until the last connection was closed: ZeroMQ cannot stop listening
+    without closing the connections. New ones get no answer.
+    """
+
+    def __init__(
+        self, listener: MessageListener, loss_reason: str, acceptor: Acceptor, max_record_bytes: int
+    ) -> None:
+        self._listener = listener
+        self._loss_reason = loss_reason
+        self._acceptor = acceptor
+        self._max_record_bytes = max_record_bytes
+        self._transports: dict[bytes, TcpTransport] = {}
+        self._closed: set[bytes] = set()  # closed here; the peer has not closed them yet
+        self._refused = RepeatedEvent(_log_refused)
+        self._is_closed = False
+        super().__init__(listener.listen, self._transports, None)
+
+    def accept_now(self) -> None:
+        """Read the messages that have arrived, on all connections."""
+        if not self._is_closed:
+            self._socket.read_last()
+
+    def close(self) -> None:
+        """Accept no more connections; existing ones stay open."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._refused.close()
+        self._end_if_unused()
+
+    def _end_if_unused(self) -> None:
+        if self._is_closed and not self._transports:
+            self._listener.abort()
+
+    # Events of the connections
+
+    def message_arrived(self, parts: "list[zmq.Frame]") -> None:
+        """Pass a message to its transport."""
+        transport = self._transports.get(parts[0].bytes)
+        if transport is not None:
+            transport.receive(parts[-1].buffer)
+        else:
+            super().message_arrived(parts)
+
+    def is_ignored(self, identity: bytes) -> bool:
+        """Return whether a connection was closed here."""
+        return identity in self._closed or self._is_closed
+
+    def received(self, identity: bytes, parts: "list[zmq.Frame]") -> None:
+        """Accept a connection with its first message, or pass a later one to its transport."""
+        transport = self._transports.get(identity)
+        if transport is not None:
+            transport.receive(parts[-1].buffer)
+        elif parts[-1].bytes != OPENING:
+            self._closed.add(identity)
+            self.connection_refused("it speaks another protocol, or another version of this one")
+        else:
+            self.send(identity, [OPENING])
+            transport = self._transports[identity] = TcpTransport(
+                lambda message: self.send(identity, [message]),
+                partial(self._shut, identity),
+                self._max_record_bytes,
+                MAX_UNREAD_BYTES,
+            )
+            self._acceptor.connection_accepted(transport)
+
+    def ended(self, identity: bytes) -> None:
+        """Handle the end of a connection."""
+        self._closed.discard(identity)
+        transport = self._transports.get(identity)
+        if transport is not None:
+            transport.connection_ended(self._loss_reason)
+
+    def connection_refused(self, reason: str) -> None:
+        """Log a connection that was refused."""
+        self._refused.add(self._listener.address, reason)
+
+    def writable(self) -> None:
+        """Do nothing: the credit of the peers limits the messages, so the socket has no limit."""
+
+    def _shut(self, identity: bytes) -> None:
+        """Forget a connection that was closed here; its peer closes it when it receives the last message."""
+        del self._transports[identity]
+        if identity not in self._gone:
+            self._closed.add(identity)
+        self._end_if_unused()
+
+
+def _log_refused(count: int, address: str, reason: str) -> None:
+    logger.warning(
+        "a connection to %s was refused: %s%s",
+        address,
+        reason,
+        others(count),
+        extra={"event": "connection_refused", "address": address, "reason": reason, "count": count},
+    )

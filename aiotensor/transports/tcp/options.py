@@ -1,0 +1,79 @@
+"""The options of connections between machines: keys, and the time to detect a host that is gone."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import zmq
+
+from aiotensor.protocol.moves import STEP_BYTES
+from aiotensor.transports.tcp.arguments import TcpArguments
+from aiotensor.transports.zeromq.addresses import Address, parse
+from aiotensor.transports.zeromq.keys import connecting_keys, listening_keys
+
+__all__ = ["TcpOptions", "options_of"]
+
+_PEER_TIMEOUT_S = 2.0  # by default, between machines
+_LEAST_TIMEOUT_S, _MOST_TIMEOUT_S = 0.1, 3600.0
+
+# A lost host is detected within the timeout and the interval, which is as long as the promise of a second
+# more than the timeout allows.
+_HEARTBEAT_INTERVAL_S = 0.8
+
+
+class TcpOptions(NamedTuple):
+    """How one side uses an address.
+
+    Attributes:
+        address: the address.
+        socket: the options of its sockets.
+        allowed: the public keys of the peers of a side that listens; empty if they need none.
+        loss_reason: how a lost connection has ended, for errors.
+    """
+
+    address: Address
+    socket: Mapping[int, int | bytes]
+    allowed: frozenset[bytes]
+    loss_reason: str
+
+
+def options_of(endpoint: str, given: TcpArguments) -> TcpOptions:
+    """Return the options of a ``tcp://`` address.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: the address or an argument is invalid; or the address is not of this machine only, and
+            there are no keys.
+    """
+    allowed: frozenset[bytes] = frozenset()
+    if given.connects:
+        keys = connecting_keys(given.secret_key, given.server_key)
+    else:
+        keys, allowed = listening_keys(given.secret_key, given.client_keys)
+    address = parse(endpoint, has_keys=bool(keys), is_client=given.connects)
+    if not address.port:
+        raise ValueError(f"the address {endpoint!r} names no port that others could connect to")
+    options: dict[int, int | bytes] = {
+        **keys,
+        # Credit limits both queues. A limit of ZeroMQ would make it stop reading, and then not notice the
+        # end of a connection.
+        zmq.SNDHWM: 0,
+        zmq.RCVHWM: 0,
+        zmq.MAXMSGSIZE: STEP_BYTES,
+    }
+    timeout_s = given.peer_timeout_s
+    if timeout_s is None and not address.is_local:
+        timeout_s = _PEER_TIMEOUT_S
+    loss_reason = "the other side closed the connection"
+    if timeout_s is not None:
+        if not _LEAST_TIMEOUT_S <= timeout_s <= _MOST_TIMEOUT_S:
+            raise ValueError(
+                f"peer_timeout_s is seconds, from {_LEAST_TIMEOUT_S} to {_MOST_TIMEOUT_S:g}, got {timeout_s}"
+            )
+        options |= {
+            zmq.HEARTBEAT_IVL: int(_HEARTBEAT_INTERVAL_S * 1000),
+            zmq.HEARTBEAT_TIMEOUT: round(timeout_s * 1000),
+            # ZeroMQ sends no heartbeat while a message waits for the network; the kernel ends the connection.
+            zmq.TCP_MAXRT: round(timeout_s * 1000),
+        }
+        loss_reason += f", or did not answer for {timeout_s:g} s"
+    return TcpOptions(address, options, allowed, loss_reason)

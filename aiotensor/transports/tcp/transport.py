@@ -1,0 +1,371 @@
+"""One end of a connection between machines, with the messages of `aiotensor.protocol.moves`.
+
+    open --finish--> finishing --BYE of the peer, or too late--> finished --close--> closed
+      |                 |                                           ^
+      |                 '--the connection ends----------------------'
+      '--BYE of the peer, violation, the connection ends--> closed (the handler is notified)
+
+The kernel may discard data that a peer has not read when this side closes the connection. So a side that
+finishes closes it only after the peer has read everything.
+"""
+
+import asyncio
+import errno
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Self
+
+from aiotensor.errors import ProtocolError
+from aiotensor.protocol.moves import (
+    ACK,
+    BYE,
+    FREE,
+    RECORD,
+    STEP,
+    Area,
+    Move,
+    OutgoingMoves,
+    ReceivedBytes,
+    RecordWindow,
+    Step,
+    encode_area,
+    encode_step,
+    read_ack,
+    read_area,
+    read_step,
+)
+from aiotensor.runtime.process_end import ProcessEnd
+from aiotensor.transports.base import Handler, Landing
+
+__all__ = ["TcpTransport"]
+
+_RECORD = bytes([RECORD])
+_BYE = bytes([BYE])
+_QUEUED_RECORD_BYTES = 128  # the overhead of a queued record
+_MAX_REASON_BYTES = 1024
+
+# The longest wait for a peer that does not answer. Its kernel has the records by then, unless it is gone.
+_FINISH_S = 1.0
+
+
+class TcpTransport:
+    """One end of a connection between machines.
+
+    Args:
+        send: passes a message to ZeroMQ; raises `OSError` if this process lacks descriptors or threads.
+        shut: called once, at the end: closes the connection, after the messages sent before if it can.
+        max_record_bytes: the longest valid record that is read.
+        max_unsent_bytes: the most bytes of queued records, for a writer that never waits; None for no limit.
+    """
+
+    peer_pid = None  # the peer may be on another machine
+
+    def __init__(
+        self,
+        send: Callable[[bytes | memoryview], object],
+        shut: Callable[[], object],
+        max_record_bytes: int,
+        max_unsent_bytes: int | None = None,
+    ) -> None:
+        self.is_writable = True
+        self.is_closed = False
+        self._send = send
+        self._shut = shut
+        self._max_record_bytes = max_record_bytes
+        self._max_unsent_bytes = max_unsent_bytes
+        self._loop = asyncio.get_running_loop()
+        self._handler: Handler | None = None
+        self._queue: deque[bytes] = deque()  # records that wait for credit
+        self._unsent_bytes = 0
+        self._credit = RecordWindow()
+        self._received = ReceivedBytes()
+        self._moves: OutgoingMoves[memoryview] = OutgoingMoves()
+        self._moved: set[Area] = set()  # blocks that the peer has memory for
+        self._landings: dict[int, Landing] = {}
+        self._step: Step | None = None  # whose bytes are the next message
+        self._is_held = False  # until there is memory for a step
+        self._held: deque[memoryview] = deque()  # the messages since
+        self._end_reason: str | None = None  # of the end that follows these
+        self._has_said_bye = self._is_finishing = False
+        self._alarm: asyncio.TimerHandle | None = None
+
+    @property
+    def mover(self) -> Self:
+        """This object."""
+        return self
+
+    def start(self, handler: Handler) -> None:
+        """Begin to read, or pass further records to another handler, as `Transport.start` does."""
+        if not self.is_closed:
+            self._handler = handler
+
+    def watch_peer(self, stated_pid: int, ended: Callable[[], object]) -> ProcessEnd:
+        """Call a function soon: the peer cannot use memory of this process."""
+        return ProcessEnd(stated_pid, ended, _ended_process)
+
+    def peer_has_closed(self) -> bool:
+        """Return whether the peer has closed, as `Transport.peer_has_closed` does."""
+        return self.is_closed
+
+    def read_now(self) -> None:
+        """Do nothing: `Listener.accept_now` reads for all connections."""
+
+    # Records
+
+    def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send or queue a record, as `Transport.write` does."""
+        if self.is_closed or self._is_finishing:
+            return
+        if self.is_writable and self._credit.has_credit(len(data)):
+            self._send(_RECORD + data)
+            self._credit.sent(len(data))
+            return
+        unsent = self._unsent_bytes + len(data) + _QUEUED_RECORD_BYTES
+        if self._max_unsent_bytes is not None and unsent > self._max_unsent_bytes:
+            raise OSError(errno.ENOBUFS, "the peer does not read its records")
+        self._queue.append(data)
+        self._unsent_bytes = unsent
+        self.is_writable = False
+
+    def finish(self) -> None:
+        """Write no more records, and wait until the peer has read all, as `Transport.finish` does."""
+        if self.is_closed or self._is_finishing:
+            return
+        self._is_finishing, self.is_writable = True, False
+        if not self._queue:
+            self._say_last_bye()
+
+    def close(self) -> None:
+        """Close at once, and discard the queued records."""
+        if not self.is_closed:
+            self._say_bye()
+            self._stop()
+            self._shut()
+
+    def _say_bye(self, reason: str = "") -> None:
+        if not self._has_said_bye:
+            self._has_said_bye = True
+            try:
+                self._send(_BYE + reason.encode(errors="replace")[:_MAX_REASON_BYTES])
+            except OSError:
+                return  # the end of the connection notifies the peer, too
+
+    def _say_last_bye(self) -> None:
+        """Send the last message, and wait for that of the peer, which then has read all records."""
+        self._alarm = self._loop.call_later(_FINISH_S, self._finished)
+        self._say_bye()
+
+    def _finished(self) -> None:
+        """End the wait of `finish`."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        if not self.is_writable:
+            self.is_writable = True
+            if self._handler is not None:
+                self._handler.resume_writing()
+
+    # Moves
+
+    def land(self, segment: int, landing: Landing | None) -> None:
+        """Store the bytes that arrive for a segment in a landing, as `Mover.land` does."""
+        if landing is None:
+            self._landings.pop(segment, None)
+        elif not self.is_closed:
+            self._landings[segment] = landing
+
+    def move(self, move: Move[memoryview]) -> None:
+        """Begin to move bytes, as `Mover.move` does."""
+        if self.is_closed:
+            move.ended(False)
+            return
+        self._moved.add(move.area)
+        self._moves.begin(move)
+        self._send_steps()
+
+    def cancel(self, move: Move[memoryview]) -> None:
+        """Send no more bytes of a move, as `Mover.cancel` does."""
+        if self._moves.cancel(move):
+            move.ended(False)
+
+    def free(self, segment: int, block: int) -> None:
+        """Notify the peer that a block is used no more, as `Mover.free` does."""
+        area = Area(segment, block)
+        if area in self._moved:
+            self._moved.remove(area)
+            if not (self.is_closed or self._has_said_bye):
+                self._try_to_send(encode_area(area))
+
+    def _send_steps(self) -> None:
+        while not self._has_said_bye and (found := self._moves.next_step()) is not None:
+            move, step = found
+            position = step.start - move.start
+            data = move.source[position : position + step.length]
+            header = encode_step(step)
+            if move.is_copied:
+                self._try_to_send(b"".join((header, data)))
+                move.ended(True)
+            else:
+                self._try_to_send(header)
+                self._try_to_send(data)
+
+    def _try_to_send(self, message: bytes | memoryview) -> None:
+        if self.is_closed:
+            return
+        try:
+            self._send(message)
+        except OSError as error:
+            self._end(f"writing failed: {error}")
+
+    # Messages of the peer
+
+    def receive(self, message: memoryview) -> None:
+        """Handle a message of the peer, or keep it while a step before it waits for memory."""
+        if self._is_held:
+            self._held.append(message)
+        elif not self.is_closed:
+            try:
+                self._handle(message)
+            except ProtocolError as error:
+                self._violated(error)
+
+    def connection_ended(self, reason: str) -> None:
+        """Handle the end of the connection, after the messages that arrived before."""
+        if self._is_held:
+            self._end_reason = reason
+        else:
+            self._end(reason)
+
+    def _handle(self, message: memoryview) -> None:
+        if self._step is not None:
+            step, self._step = self._step, None
+            if len(message) != step.length:
+                raise ProtocolError(f"it sent {len(message)} bytes after a step of {step.length}")
+            self._store(step, message)
+            return
+        kind = message[0] if message else -1
+        if kind == RECORD:
+            if len(message) > self._max_record_bytes + 1:
+                raise ProtocolError(f"it sent a record of more than {self._max_record_bytes} bytes")
+            if self._received.record(len(message) - 1):
+                self._try_to_send(self._received.ack())
+            if self._handler is not None:
+                self._handler.record_received(message[1:], [])
+        elif kind == STEP:
+            step, data = read_step(message)
+            if data:
+                self._store(step, data)
+            else:
+                self._step = step
+        elif kind == ACK:
+            self._acknowledged(message)
+        elif kind == FREE:
+            area = read_area(message)
+            landing = self._landings.get(area.segment)
+            if landing is not None:
+                landing.free(area.block)
+        elif kind == BYE:
+            self._bye_received(message)
+        else:
+            raise ProtocolError(f"it sent a message of kind {kind}, which is unknown here")
+
+    def _store(self, step: Step, data: memoryview) -> None:
+        landing = self._landings.get(step.area.segment)
+        if landing is None:
+            raise ProtocolError(f"it moved bytes to segment {step.area.segment}, which it never attached")
+
+        def resume(failure: str) -> None:
+            self._is_held = False
+            if failure:
+                self._end(failure, failure)
+            elif not self.is_closed:
+                held, self._held = self._held, deque()
+                try:
+                    self._store(step, data)
+                except ProtocolError as error:
+                    self._violated(error)
+                self._continue(held)
+
+        if landing.store(step.area.block, step.nbytes, step.start, data, resume):
+            if self._received.step(step):
+                self._try_to_send(self._received.ack())
+        else:
+            self._is_held = True
+
+    def _continue(self, held: deque[memoryview]) -> None:
+        """Handle the messages that waited for memory."""
+        while held and not self.is_closed:
+            self.receive(held.popleft())
+        if self._end_reason is not None and not self._is_held:
+            self._end(self._end_reason)
+
+    def _acknowledged(self, message: memoryview) -> None:
+        ack = read_ack(message)
+        self._credit.acknowledged(ack.records)
+        for move in self._moves.acknowledged(ack.steps):
+            move.ended(not move.is_cancelled)
+        self._send_steps()
+        queue = self._queue
+        if not queue:
+            return
+        while queue and self._credit.has_credit(len(queue[0])) and not self.is_closed:
+            data = queue.popleft()
+            self._unsent_bytes -= len(data) + _QUEUED_RECORD_BYTES
+            self._credit.sent(len(data))
+            self._try_to_send(_RECORD + data)
+        if queue or self.is_closed:
+            return
+        if self._is_finishing:
+            self._say_last_bye()
+            return
+        self.is_writable = True
+        if self._handler is not None:
+            self._handler.resume_writing()
+
+    def _bye_received(self, message: memoryview) -> None:
+        if self._is_finishing:
+            self._finished()
+            return
+        reason = bytes(message[1 : 1 + _MAX_REASON_BYTES]).decode(errors="replace")
+        self._end(f"it closed the connection: {reason}" if reason else "it closed the connection")
+
+    # The end
+
+    def _violated(self, error: ProtocolError) -> None:
+        self._end(error, f"this side broke the protocol: {error}")
+
+    def _end(self, reason: str | ProtocolError, farewell: str = "") -> None:
+        """End the connection, and notify the handler.
+
+        Args:
+            reason: why it has ended, for the handler.
+            farewell: why it has ended, for the peer.
+        """
+        if self.is_closed:
+            return
+        handler, was_finishing = self._handler, self._is_finishing
+        self._say_bye(farewell)
+        self._stop()
+        try:
+            if was_finishing:
+                self._handler = handler
+                self._finished()
+            elif handler is not None:
+                handler.connection_lost(reason)
+        finally:
+            self._handler = None
+            self._shut()
+
+    def _stop(self) -> None:
+        self.is_closed = True
+        self._handler = None
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._queue.clear()
+        self._held.clear()
+        self._landings.clear()
+        for move in self._moves.clear():
+            move.ended(False)
+
+
+def _ended_process(pid: int) -> int:
+    raise ProcessLookupError(errno.ESRCH, "its process has no access to this memory")

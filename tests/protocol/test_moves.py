@@ -1,0 +1,227 @@
+"""Moves of blocks between machines: in turn, within the window, and every byte once."""
+
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from aiotensor.errors import ProtocolError
+from aiotensor.protocol.moves import (
+    ACK,
+    COPIED_BYTES,
+    FREE,
+    STEP,
+    STEP_BYTES,
+    WINDOW_BYTES,
+    Ack,
+    Area,
+    Move,
+    OutgoingMoves,
+    ReceivedBytes,
+    RecordWindow,
+    Step,
+    encode_ack,
+    encode_area,
+    encode_step,
+    read_ack,
+    read_area,
+    read_step,
+)
+
+_LENGTHS = st.one_of(
+    st.integers(1, COPIED_BYTES), st.integers(COPIED_BYTES + 1, 4 * STEP_BYTES), st.just(3 * STEP_BYTES)
+)
+
+
+class MovesMachine(RuleBasedStateMachine):
+    """Both ends of a connection, the steps that are under way, and the acknowledgements on their way back."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.moves: OutgoingMoves[int] = OutgoingMoves()
+        self.received = ReceivedBytes()
+        self.active: dict[int, Move[int]] = {}
+        self.ended: dict[int, bool] = {}
+        self.cancelled: set[int] = set()
+        self.there: deque[Step] = deque()
+        self.back: deque[int] = deque()
+        self.arrived: dict[int, int] = {}
+        self.sent = self.landed = 0
+
+    @rule(length=_LENGTHS)
+    def move(self, length: int) -> None:
+        number = len(self.active) + len(self.ended)
+        move = Move(Area(number, 0), length, 0, number, length, lambda ok: self.ended.__setitem__(number, ok))
+        self.active[number] = move
+        self.moves.begin(move)
+
+    @rule()
+    def send(self) -> None:
+        while (found := self.moves.next_step()) is not None:
+            move, step = found
+            assert step.area.segment == move.source
+            assert move.source not in self.cancelled
+            self.there.append(step)
+            self.sent += step.length
+            if move.is_copied:
+                self._end(move, True)
+
+    @precondition(lambda self: self.there)
+    @rule()
+    def arrive(self) -> None:
+        step = self.there.popleft()
+        assert step.start == self.arrived.get(step.area.segment, 0)  # in order, without a gap
+        self.arrived[step.area.segment] = step.start + step.length
+        self.landed += step.length
+        if self.received.step(step):
+            self.back.append(read_ack(self.received.ack()).steps)
+
+    @precondition(lambda self: self.back)
+    @rule()
+    def acknowledge(self) -> None:
+        for move in self.moves.acknowledged(self.back.popleft()):
+            self._end(move, not move.is_cancelled)
+
+    @precondition(lambda self: self.active)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.active)))
+        move = self.active[number]
+        self.cancelled.add(number)
+        if self.moves.cancel(move):
+            self._end(move, False)
+
+    def _end(self, move: Move[int], is_complete: bool) -> None:
+        del self.active[move.source]
+        move.ended(is_complete)
+        if is_complete and not move.is_copied:
+            assert self.arrived[move.source] == move.length
+
+    @invariant()
+    def at_most_a_window_is_under_way(self) -> None:
+        assert self.sent - self.landed <= WINDOW_BYTES
+
+    def teardown(self) -> None:
+        for _ in range(10_000):
+            self.send()
+            if self.there:
+                self.arrive()
+            elif self.back:
+                self.acknowledge()
+            else:
+                break
+        assert not self.active  # every move ends: no acknowledgement is missing
+        assert self.moves.is_idle
+        for number, is_complete in self.ended.items():
+            assert is_complete or number in self.cancelled
+
+
+TestMoves = MovesMachine.TestCase
+TestMoves.settings = settings(max_examples=60, stateful_step_count=60)
+
+
+def _move(number: int, length: int) -> Move[int]:
+    return Move(Area(number, 0), length, 0, number, length, lambda is_complete: None)
+
+
+def test_the_steps_of_several_moves_take_turns() -> None:
+    moves: OutgoingMoves[int] = OutgoingMoves()
+    for number in range(2):
+        moves.begin(_move(number, 2 * STEP_BYTES))
+    turns = [found[1].area.segment for _ in range(4) if (found := moves.next_step()) is not None]
+    assert turns == [0, 1, 0, 1]
+
+
+def test_a_move_that_has_not_begun_ends_at_once_when_it_is_cancelled() -> None:
+    moves: OutgoingMoves[int] = OutgoingMoves()
+    first, second = _move(0, 2 * WINDOW_BYTES), _move(1, STEP_BYTES)
+    moves.begin(first)
+    while moves.next_step() is not None:
+        pass
+    moves.begin(second)
+    assert moves.cancel(second)
+    assert not moves.cancel(first)  # steps of it are under way
+    assert moves.acknowledged(WINDOW_BYTES) == [first]
+    assert moves.is_idle
+
+
+@pytest.mark.parametrize("total", [STEP_BYTES - 1, STEP_BYTES * 3])
+def test_an_acknowledgement_of_other_bytes_than_those_sent_is_a_violation(total: int) -> None:
+    moves: OutgoingMoves[int] = OutgoingMoves()
+    moves.begin(_move(0, 2 * STEP_BYTES))
+    while moves.next_step() is not None:
+        pass
+    moves.acknowledged(STEP_BYTES)
+    with pytest.raises(ProtocolError, match="acknowledged"):
+        moves.acknowledged(total)
+
+
+def test_steps_beyond_the_window_are_a_violation() -> None:
+    received = ReceivedBytes()
+    step = Step(Area(0, 0), WINDOW_BYTES * 2, 0, STEP_BYTES, False)
+    for _ in range(WINDOW_BYTES // STEP_BYTES):
+        received.step(step)
+    with pytest.raises(ProtocolError, match="without credit"):
+        received.step(step)
+
+
+@given(st.lists(st.integers(0, 64 << 10), max_size=200))
+def test_records_get_credit_again_and_never_exceed_it(sizes: list[int]) -> None:
+    window, received = RecordWindow(), ReceivedBytes()
+    under_way: deque[int] = deque()
+    for size in sizes:
+        while not window.has_credit(size):
+            if received.record(under_way.popleft()):
+                window.acknowledged(read_ack(received.ack()).records)
+        window.sent(size)
+        under_way.append(size)
+
+
+def test_records_without_credit_are_a_violation() -> None:
+    received = ReceivedBytes()
+    with pytest.raises(ProtocolError, match="without credit"):
+        for _ in range(5):
+            received.record(64 << 10)
+    window = RecordWindow()
+    window.sent(10)
+    with pytest.raises(ProtocolError, match="acknowledged"):
+        window.acknowledged(1000)
+
+
+def test_messages_are_read_as_they_were_encoded() -> None:
+    step = Step(Area(3, 4096), 100, 4100, 50, True)
+    header = encode_step(step)
+    assert header[0] == STEP
+    assert read_step(header) == (step, memoryview(b""))
+    assert read_step(header + bytes(50)) == (step, memoryview(bytes(50)))
+    free = encode_area(Area(1, 2))
+    assert (free[0], read_area(free)) == (FREE, Area(1, 2))
+    ack = encode_ack(Ack(5, 6))
+    assert (ack[0], read_ack(ack)) == (ACK, Ack(5, 6))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        encode_step(Step(Area(0, 64), 100, 0, 50, False)),  # before its block
+        encode_step(Step(Area(0, 64), 100, 120, 50, False)),  # beyond it
+        encode_step(Step(Area(0, 64), 100, 64, 0, False)),
+        encode_step(Step(Area(0, 0), 1 << 40, 0, STEP_BYTES + 1, False)),
+        encode_step(Step(Area(0, 64), 100, 64, 50, False)) + b"x",
+        encode_step(Step(Area(0, 64), 100, 64, 50, False))[:-1],
+    ],
+)
+def test_an_impossible_step_is_a_violation(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        read_step(data)
+
+
+@given(st.binary(max_size=64))
+def test_any_bytes_are_read_or_rejected(data: bytes) -> None:
+    for read in (read_step, read_area, read_ack):
+        try:
+            read(data)
+        except ProtocolError:
+            continue
