@@ -6,19 +6,21 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 import torch
 
-from aiotensor import TensorReceiver, TensorSender
+from aiotensor import TensorHandle, TensorReceiver, TensorSender
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.channel import MessageClient, MessageServer
 from verification import inside
 from verification.descriptors import our_descriptors
-from verification.internals import held_by_publisher, held_by_receiver, held_by_sender
+from verification.internals import held_by_publisher, held_by_receiver, held_by_sender, session_of
 from verification.patterns import BIG, pattern
 from verification.processes.watch import memfds
+from verification.waiting import until
 
 __all__ = ["Party", "Watch"]
 
@@ -83,6 +85,7 @@ class Watch(logging.Handler):
                 for count in (3, BIG):
                     handle = await sender.send(pattern(count, count))
                     assert torch.equal(await receiver.receive(handle), pattern(count, count))
+                    await until(partial(_has_ended, sender, handle))
 
     async def _come_back(self, before: dict[str, object]) -> None:
         end, turn = self._loop.time() + _PATIENCE_S, 0
@@ -120,6 +123,10 @@ class Watch(logging.Handler):
             of = _of(party)
             held |= {f"{what} of {type(party).__name__} {number}": amount for what, amount in of.items()}
         return held
+
+
+def _has_ended(sender: TensorSender, handle: TensorHandle) -> bool:
+    return handle.message not in session_of(sender).announced
 
 
 def _of(party: Party) -> dict[str, object]:

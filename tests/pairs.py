@@ -11,9 +11,7 @@ from aiotensor.transports.endpoints import Endpoint
 from verification import places
 
 # For tests of shared memory and of what the kernel tells of a peer: over each link of one machine.
-on_one_machine = pytest.mark.parametrize(
-    "link", [name for name, link in places.LINKS.items() if link.is_local], indirect=True
-)
+on_one_machine = pytest.mark.parametrize("link", places.LOCAL, indirect=True)
 
 
 class Pair(NamedTuple):
@@ -36,6 +34,11 @@ def endpoint(link: str | None = None) -> AbstractContextManager[Endpoint]:
     return places.endpoint(link or Links.current)
 
 
+def is_local() -> bool:
+    """Return whether both ends of the link of the running test share memory."""
+    return places.LINKS[Links.current].is_local
+
+
 @asynccontextmanager
 async def pair(
     max_concurrent_videos: int = 8, arena_bytes: int = 1 << 30, max_wait_s: float | None = None
@@ -45,7 +48,7 @@ async def pair(
             TensorReceiver(place) as receiver,
             TensorSender(place, max_concurrent_videos, arena_bytes, max_wait_s=max_wait_s) as sender,
         ):
-            if not places.LINKS[Links.current].is_local:
+            if not is_local():
                 await sender.ready()
             yield Pair(sender, receiver)
 

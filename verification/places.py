@@ -12,7 +12,7 @@ from typing import NamedTuple
 from aiotensor import TensorQueue
 from aiotensor.transports.endpoints import Endpoint
 
-__all__ = ["LINKS", "Link", "Place", "endpoint", "free_port"]
+__all__ = ["LINKS", "LOCAL", "Link", "Place", "endpoint", "free_port"]
 
 _PORTS = range(20000, 30000)  # below those that the kernel gives to outgoing connections
 
@@ -84,6 +84,8 @@ LINKS = {
     "tcp": Link(_at_a_port, comes_back=True, is_local=False),
     "unix": Link(_at_an_address, comes_back=True),
 }
+
+LOCAL = [name for name, link in LINKS.items() if link.is_local]
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from aiotensor import TensorReceiver, TensorSender
 from tests.cancellation.situations import SLOW, HeldUp, clog, in_line, unread
 from tests.cancelling import Attempt, Way, cancel_everywhere
-from tests.pairs import Links, endpoint, pair
+from tests.pairs import Links, endpoint, on_one_machine, pair
 from verification.internals import memory_of
 from verification.patterns import BIG, pattern
 from verification.waiting import settled
@@ -29,6 +29,7 @@ async def _allocated(sender: TensorSender, count: int) -> torch.Tensor:
 Source = Callable[[TensorSender, int], Awaitable[torch.Tensor]]
 
 
+@on_one_machine
 @pytest.mark.parametrize("count", [3, BIG])
 @pytest.mark.parametrize("source", [_plain, _allocated])
 async def test_a_send_that_needs_to_wait_for_nothing_cannot_be_cancelled_half_way(
@@ -58,6 +59,7 @@ async def test_a_send_cancelled_around_its_copy_leaves_nothing(count: int) -> No
         assert await cancel_everywhere(attempt, sender, receiver)
 
 
+@on_one_machine
 async def test_a_send_cancelled_in_the_middle_of_its_copy_gives_the_permit_back_at_once_and_then_the_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -174,6 +176,7 @@ async def test_a_send_cancelled_while_it_gets_memory_gives_its_block_back(is_fir
     assert await cancel_everywhere(attempt)
 
 
+@on_one_machine
 async def test_a_send_cancelled_while_the_link_takes_nothing_is_not_sent_later() -> None:
     async def attempt(attempt: Attempt) -> None:
         with endpoint() as place, unread(place) as far:
@@ -189,6 +192,7 @@ async def test_a_send_cancelled_while_the_link_takes_nothing_is_not_sent_later()
     assert await cancel_everywhere(attempt)
 
 
+@on_one_machine
 async def test_a_copied_send_cancelled_while_the_link_takes_nothing_gives_its_block_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

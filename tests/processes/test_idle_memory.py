@@ -11,7 +11,7 @@ import torch
 from aiotensor import TensorHandle, TensorReceiver, TensorSender
 from aiotensor.transports.endpoints import Endpoint
 from verification.patterns import pattern
-from verification.places import LINKS
+from verification.places import LINKS, LOCAL
 from verification.processes import peers, watch
 from verification.processes.peers import Peer, State
 from verification.waiting import settled, until
@@ -101,6 +101,7 @@ async def test_tensors_that_end_one_after_the_other_return_their_memory_one_by_o
             assert all(torch.equal(tensor, pattern(seed, 2 * MIB)) for seed, tensor in kept.items())
 
 
+@pytest.mark.parametrize("place", LOCAL, indirect=True)
 @pytest.mark.parametrize("is_sent", [True, False], ids=["sent", "unsent"])
 async def test_a_tensor_that_a_closed_sender_still_uses_stays_as_it_is_until_its_process_ends(
     place: Endpoint, is_sent: bool

@@ -12,7 +12,7 @@ from aiotensor.runtime.descriptors import close_all
 from aiotensor.transports.endpoints import Endpoint
 from tests.transports.ends import End, fill, is_open, turns
 from tests.transports.parties import connected_over
-from verification.places import LINKS
+from verification.places import LINKS, LOCAL
 
 _NUMBER_BYTES = 4  # of a record that `fill` writes
 
@@ -30,9 +30,11 @@ async def both_ways(endpoint: Endpoint, writer: str) -> AsyncIterator[tuple[End,
         yield (connecting, accepted) if writer == "connecting" else (accepted, connecting)
 
 
+on_one_machine = pytest.mark.parametrize("endpoint", LOCAL, indirect=True)
 directions = pytest.mark.parametrize("writer", ["connecting", "accepted"])
 
 
+@on_one_machine
 @directions
 async def test_descriptors_travel_with_their_records(writer: str, endpoint: Endpoint) -> None:
     async with both_ways(endpoint, writer) as (near, far):
@@ -51,6 +53,17 @@ async def test_descriptors_travel_with_their_records(writer: str, endpoint: Endp
         close_all([reading_end, writing_end, *arrived])  # which fails if one is closed already
 
 
+@directions
+async def test_queued_records_arrive_in_order(writer: str, endpoint: Endpoint) -> None:
+    async with both_ways(endpoint, writer) as (near, far):
+        count = fill(near.transport)
+        await near.resumed.wait()
+        numbers = [int.from_bytes((await far.read())[:_NUMBER_BYTES]) for _ in range(count)]
+        assert numbers == list(range(count))
+        assert near.resumptions == 1
+
+
+@on_one_machine
 @directions
 async def test_queued_records_arrive_in_order_with_copies_of_their_descriptors(
     writer: str, endpoint: Endpoint
@@ -85,6 +98,7 @@ async def test_the_last_records_arrive_before_the_end_is_reported(writer: str, e
         assert near.lost == []
 
 
+@on_one_machine
 @directions
 async def test_a_peer_that_has_closed_is_detected_before_its_last_records_are_read(
     writer: str, endpoint: Endpoint
