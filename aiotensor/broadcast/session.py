@@ -148,6 +148,7 @@ class Session:
         """Send the last frame."""
         self.connection.close(Close())
         self.flush()
+        self.transport.finish()
 
     def abort(self) -> None:
         """Close the connection without waiting, and release the memory that no tensor uses."""
@@ -196,7 +197,7 @@ class Session:
                     case Attach():
                         self._attach(frame, descriptors)
                     case Detach():
-                        self._mappings.detach(self.memory, frame.segment)
+                        self._detach(frame.segment)
                     case Begin():
                         self._begin(frame)
                     case Close():
@@ -238,17 +239,27 @@ class Session:
         self._events.admitted(self)
 
     def _attach(self, attach: Attach, descriptors: list[int]) -> None:
-        if not descriptors:
+        mappings, mover = self._mappings, self.transport.mover
+        if mover is None and not descriptors:
             self._refuse("its memory did not arrive: no descriptors are left here (ulimit -n)")
             return
         try:
-            self._mappings.attach(self.memory, attach.segment, attach.nbytes, descriptors[0])
+            if mover is None:
+                mappings.attach(self.memory, attach.segment, attach.nbytes, descriptors[0])
+            else:
+                mover.land(attach.segment, mappings.land(self.memory, attach.segment, attach.nbytes))
         except RefusedError as error:
             self._refuse(str(error), is_refusal=True)
         except OSError as error:
             self._refuse(f"its memory cannot be mapped here: {error}")
         finally:
-            close_all([descriptors.pop(0)])
+            close_all(descriptors[:1])
+            del descriptors[:1]
+
+    def _detach(self, segment: int) -> None:
+        if self.transport.mover is not None:
+            self.transport.mover.land(segment, None)
+        self._mappings.detach(self.memory, segment)
 
     def _refuse(self, reason: str, *, is_refusal: bool = False) -> None:
         """Close the connection to a publisher whose memory cannot be used here."""

@@ -2,7 +2,10 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
+
+import msgspec
 
 from aiotensor.broadcast.refusals import SubscriberRefusalLog
 from aiotensor.errors import ProtocolError
@@ -14,7 +17,9 @@ from aiotensor.runtime.descriptors import close_all
 from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.runtime.waiting import Waiters
 from aiotensor.sending.memory import Memory
-from aiotensor.transports.base import Transport
+from aiotensor.sending.moving import PendingMove
+from aiotensor.tensors.allocations import Block
+from aiotensor.transports.base import Mover, Transport
 from aiotensor.types import SubscriberLag
 
 __all__ = ["SubscriberPeer"]
@@ -38,6 +43,14 @@ class PeerHost(Protocol):
 
     def progress(self) -> None:
         """Handle answers of a subscriber."""
+
+
+class _Transfer(msgspec.Struct, eq=False):
+    """A publication whose blocks are moved to a subscriber on another machine, before it is announced."""
+
+    item: Item
+    left: int  # moves that have not ended
+    moves: list[PendingMove] = []
 
 
 class SubscriberPeer:
@@ -64,6 +77,7 @@ class SubscriberPeer:
         self.accepted_at = 0.0
         self._host = host
         self._attached: set[int] = set()
+        self._transfers: dict[int, _Transfer] = {}  # by the numbers of the publications, the oldest first
 
     def lag(self, now: float) -> SubscriberLag:
         """Return how far the subscriber is behind."""
@@ -93,28 +107,80 @@ class SubscriberPeer:
             item = backlog.next()
             if item is None:
                 return
-            self._write(item)
-            self.flush()
+            self._send(item)
 
     def announce_last(self, items: Iterator[Item]) -> bool:
         """Announce the last publications, and close; return whether the transport has accepted everything."""
-        transport = self.transport
-        while transport.is_writable and not transport.is_closed:
+        transport, connection = self.transport, self.connection
+        while transport.is_writable and not (transport.is_closed or connection.is_closed):
             item = next(items, None)
-            if item is None:
-                self.connection.close(Close())
+            if item is not None:
+                self._send(item)
+            elif self._transfers:
+                return False
             else:
-                self._write(item)
-            self.flush()
-            if item is None:
-                break
-        return transport.is_closed or (self.connection.is_closed and transport.is_writable)
+                connection.close(Close())
+                self.flush()
+                transport.finish()
+        return transport.is_closed or (connection.is_closed and transport.is_writable)
 
-    def _write(self, item: Item) -> None:
-        """Announce a publication, after the segments of its blocks."""
+    def withdraw(self, item: Item) -> None:
+        """Withdraw a publication, unless the subscriber has taken it."""
+        transfer = self._transfers.pop(item.number, None)
+        if transfer is None:
+            self.connection.withdraw(item.number)
+            self.flush()
+            return
+        for move in transfer.moves:
+            move.stop()
+        self.backlog.discarded(item.number)
+        self._host.memory.unpin([block for block, _ in item.blocks])
+        self._announce_moved()
+
+    def _send(self, item: Item) -> None:
+        """Announce a publication, after the segments of its blocks, and on another machine their bytes."""
         if not self._attached.issuperset(item.segments):
             self.attach(item.segments)
+        mover = self.transport.mover
+        if mover is None:
+            self._announce(item)
+        else:
+            blocks = dict(item.blocks)
+            self._transfers[item.number] = transfer = _Transfer(item, len(blocks))
+            for number in blocks:
+                self._move(mover, transfer, number)
+            self._announce_moved()
+
+    def _move(self, mover: Mover, transfer: _Transfer, number: int) -> None:
+        memory = self._host.memory
+        place = memory.leases.grant_of(number).place
+        if place is None:
+            raise AssertionError("a block that is published has a place")
+        block = Block(number, place)
+        moved = partial(self._moved, transfer)
+        transfer.moves.append(memory.moves.begin(mover, block, 0, place.view(), self, moved))
+
+    def _moved(self, transfer: _Transfer, is_complete: bool) -> None:
+        if is_complete:
+            transfer.left -= 1
+            self.accepted_at = asyncio.get_running_loop().time()
+            if not transfer.left:
+                self._announce_moved()
+                self._host.changes.wake()
+
+    def _announce_moved(self) -> None:
+        """Announce the publications that have arrived completely, in order."""
+        transport = self.transport
+        while self._transfers and transport.is_writable and not transport.is_closed:
+            transfer = next(iter(self._transfers.values()))
+            if transfer.left:
+                break
+            del self._transfers[transfer.item.number]
+            self._announce(transfer.item)
+
+    def _announce(self, item: Item) -> None:
         self.connection.announce(item)
+        self.flush()
 
     def attach(self, segments: Sequence[int]) -> None:
         """Share segments with the subscriber, unless it has them."""
@@ -189,5 +255,6 @@ class SubscriberPeer:
         """Handle that the transport accepts records again."""
         self.accepted_at = asyncio.get_running_loop().time()
         if not self.connection.is_closed:
+            self._announce_moved()
             self.announce()
         self._host.changes.wake()

@@ -121,8 +121,7 @@ class Subscribers:
                 self.forget_oldest()
         for peer, lost in dropped:
             if lost.is_withdrawn:
-                peer.connection.withdraw(lost.item.number)
-                peer.flush()
+                peer.withdraw(lost.item)
             else:
                 self.memory.unpin([block for block, _ in lost.item.blocks])
         for peer in list(self.connected.values()):
@@ -178,6 +177,8 @@ class Subscribers:
             for block, _ in item.blocks:
                 self.memory.leases.pin(block)
         self.connected[subscribe.subscriber] = peer
+        if peer.transport.mover is not None:
+            self.memory.movers.add(peer.transport.mover)
         backlog = peer.backlog = self.audience.join(peer, items)
         number = items[0].number if items else self.next_number
         drops = settings.slow == "drop"
@@ -254,6 +255,8 @@ class Subscribers:
     def _forget(self, peer: SubscriberPeer) -> None:
         """Remove a subscriber, and keep its counts."""
         del self.connected[peer.name]
+        if peer.transport.mover is not None:
+            self.memory.movers.discard(peer.transport.mover)
         self._counts["dropped"] += peer.backlog.dropped
         self._counts["deliveries"] += peer.backlog.delivered
         self.audience.leave(peer)

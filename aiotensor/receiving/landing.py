@@ -50,7 +50,7 @@ class LandingSegment:
         self._placed = PlacedBlocks(whole_pages(nbytes))
         self._segment = Segment(number, nbytes, self._placed)
         self._segment.open()
-        self._limit = limit
+        self._limit = whole_pages(limit)
         self._worker = worker
         self._loop = asyncio.get_running_loop()
         self._blocks: dict[int, _Block] = {}
@@ -126,7 +126,7 @@ class LandingSegment:
         length = known.requested - start
         if self._segment.warm.has(start, length):
             return
-        idle, cold = self._segment.prepare(start, length, whole_pages(self._limit))
+        idle, cold = self._segment.prepare(start, length, self._limit)
         filled: list[Range] = []
         try:
             work = self._worker.submit(partial(self._fill, idle, cold, filled))

@@ -169,7 +169,7 @@ class Grants:
         was_open = message.state is OPEN
         message.state = state
         del self.messages[message]
-        if was_open or self.memory.mover is not None:
+        if was_open or self.memory.movers:
             self.memory.abandon(message)
         if was_open:
             self.memory.gate.budget.settle(message)

@@ -43,8 +43,8 @@ class Memory:
 
     Attributes:
         leases: the pins of the blocks.
-        mover: moves bytes to the receiver; None if there is none, or descriptors share the memory.
-        moves: the moves of blocks to it.
+        movers: move bytes to the peers on other machines.
+        moves: the moves of blocks to them.
         freed: the blocks of freed tensors from `allocate`, which are still to be released.
     """
 
@@ -66,7 +66,7 @@ class Memory:
         self.freed: FreedItems[int] = FreedItems(self._loop, self._release_allocations)
         self.allocations = Allocations(self.freed)
         self.leases: Leases[Ticket[Extent]] = Leases()
-        self.mover: Mover | None = None
+        self.movers: set[Mover] = set()
         self.moves = Moves(self.leases.move_begun, self._move_ended)
         self._worker = Worker("aiotensor-sender")
         self._counts = counts
@@ -228,9 +228,9 @@ class Memory:
         """
         # The tensors that it received may live on, and no frame will report their ends.
         sent = [ticket.place for ticket in self.leases.sent() if ticket.place is not None]
-        if self.mover is not None:
+        if self.movers:
             sent = []  # it has memory of its own
-            self.mover = None
+            self.movers.clear()
         self._arena.detach()
         self._arena.retire(sent)
         for ticket in self.leases.unpin_all():
@@ -349,8 +349,9 @@ class Memory:
     def _release(self, ticket: Ticket[Extent] | None) -> None:
         if ticket is None:
             return
-        if self.mover is not None and ticket.place is not None:
-            self.mover.free(ticket.place.segment.number, ticket.place.offset)
+        if self.movers and ticket.place is not None:
+            for mover in self.movers:
+                mover.free(ticket.place.segment.number, ticket.place.offset)
         self.gate.release(ticket)
         if self._is_closed:
             return

@@ -229,7 +229,7 @@ class Pipeline:
             if not plan.new_bytes:
                 return self._announce(message, source, place_inline(source), None, last=last)
         elif allocation.can_carry(source):
-            mover = self._memory.mover
+            mover = self.sessions.mover
             if mover is not None:
                 await self._move_allocated(mover, message, source, allocation)
             return self._announce_allocated(message, source, allocation, last=last)
@@ -238,7 +238,7 @@ class Pipeline:
     def put_nowait(self, message: Message, source: Source, plan: Plan) -> TensorHandle:
         """Send the only tensor of a message without waiting, on this thread, or raise `WouldBlockError`."""
         allocation = plan.allocation
-        mover = self._memory.mover
+        mover = self.sessions.mover
         if allocation is not None and allocation.can_carry(source):
             if mover is not None:
                 placed = place_allocated(source, allocation)
@@ -297,7 +297,7 @@ class Pipeline:
         block = await self.grants.block(source.nbytes, message, allocation)
         try:
             self.grants.check_open(message)  # it may have ended while waiting
-            mover = self._memory.mover
+            mover = self.sessions.mover
             if mover is not None:
                 self._attach(message, block)
         except BaseException:

@@ -17,7 +17,7 @@ from aiotensor.protocol.frames import VERSION, Hello
 from aiotensor.runtime.logs import logger_of
 from aiotensor.sending.grants import Grants
 from aiotensor.sending.session import Session
-from aiotensor.transports.base import Connector, ConnectorEvents, Transport
+from aiotensor.transports.base import Connector, ConnectorEvents, Mover, Transport
 
 __all__ = ["Sessions"]
 
@@ -60,6 +60,11 @@ class Sessions:
     def is_admitted(self) -> bool:
         """Whether a receiver has admitted this sender and is still connected."""
         return self.current is not None and self.current.connection.state is ConnectionState.OPEN
+
+    @property
+    def mover(self) -> Mover | None:
+        """Moves bytes to the receiver; None without a receiver, or if it shares the memory."""
+        return None if self.current is None else self.current.transport.mover
 
     @property
     def receiver_id(self) -> str | None:
@@ -158,7 +163,8 @@ class Sessions:
         )
         self.current = None
         self.current = Session(hello, transport, self._grants, self._admitted, self._session_lost)
-        self._grants.memory.mover = transport.mover
+        if transport.mover is not None:
+            self._grants.memory.movers.add(transport.mover)
         self.failure = None
         self._changes.wake()
         self._grants.capacity_changed()

@@ -149,7 +149,7 @@ class TcpConnector:
             )
             return
         transport = TcpTransport(
-            lambda message: sock.send([message]), lambda: self._shut(sock), MAX_RECORD_BYTES
+            lambda message: sock.send([message]), lambda: self._shut(sock), sock.read_now, MAX_RECORD_BYTES
         )
         self._transport = transport
         self._connected_at = self._loop.time()

@@ -109,6 +109,7 @@ class TcpListener(Connections):
             transport = self._transports[identity] = TcpTransport(
                 lambda message: self.send(identity, [message]),
                 partial(self._shut, identity),
+                lambda: False,  # `accept_now` reads for all connections
                 self._max_record_bytes,
                 MAX_UNREAD_BYTES,
             )

@@ -43,6 +43,7 @@ _RECORD = bytes([RECORD])
 _BYE = bytes([BYE])
 _QUEUED_RECORD_BYTES = 128  # the overhead of a queued record
 _MAX_REASON_BYTES = 1024
+_MESSAGES_AT_ONCE = 64
 
 # The longest wait for a peer that does not answer. Its kernel has the records by then, unless it is gone.
 _FINISH_S = 1.0
@@ -54,6 +55,7 @@ class TcpTransport:
     Args:
         send: passes a message to ZeroMQ; raises `OSError` if this process lacks descriptors or threads.
         shut: called once, at the end: closes the connection, after the messages sent before if it can.
+        read: reads a message that has arrived, and returns whether there was one.
         max_record_bytes: the longest valid record that is read.
         max_unsent_bytes: the most bytes of queued records, for a writer that never waits; None for no limit.
     """
@@ -64,6 +66,7 @@ class TcpTransport:
         self,
         send: Callable[[bytes | memoryview], object],
         shut: Callable[[], object],
+        read: Callable[[], bool],
         max_record_bytes: int,
         max_unsent_bytes: int | None = None,
     ) -> None:
@@ -71,12 +74,14 @@ class TcpTransport:
         self.is_closed = False
         self._send = send
         self._shut = shut
+        self._read = read
         self._max_record_bytes = max_record_bytes
         self._max_unsent_bytes = max_unsent_bytes
         self._loop = asyncio.get_running_loop()
         self._handler: Handler | None = None
         self._queue: deque[bytes] = deque()  # records that wait for credit
         self._unsent_bytes = 0
+        self._records = 0  # that were received
         self._credit = RecordWindow()
         self._received = ReceivedBytes()
         self._moves: OutgoingMoves[memoryview] = OutgoingMoves()
@@ -108,7 +113,11 @@ class TcpTransport:
         return self.is_closed
 
     def read_now(self) -> None:
-        """Do nothing: `Listener.accept_now` reads for all connections."""
+        """Read a record immediately, if there is one, with the messages before it."""
+        before = self._records
+        for _ in range(_MESSAGES_AT_ONCE):
+            if self._records != before or not self._read():
+                break
 
     # Records
 
@@ -196,7 +205,8 @@ class TcpTransport:
                 self._try_to_send(encode_area(area))
 
     def _send_steps(self) -> None:
-        while not self._has_said_bye and (found := self._moves.next_step()) is not None:
+        # Records that wait for credit may attach the segment.
+        while not (self._queue or self._has_said_bye) and (found := self._moves.next_step()) is not None:
             move, step = found
             position = step.start - move.start
             data = move.source[position : position + step.length]
@@ -246,6 +256,7 @@ class TcpTransport:
         if kind == RECORD:
             if len(message) > self._max_record_bytes + 1:
                 raise ProtocolError(f"it sent a record of more than {self._max_record_bytes} bytes")
+            self._records += 1
             if self._received.record(len(message) - 1):
                 self._try_to_send(self._received.ack())
             if self._handler is not None:
@@ -303,7 +314,11 @@ class TcpTransport:
         self._credit.acknowledged(ack.records)
         for move in self._moves.acknowledged(ack.steps):
             move.ended(not move.is_cancelled)
+        self._send_queued()
         self._send_steps()
+
+    def _send_queued(self) -> None:
+        """Send the queued records for which there is credit."""
         queue = self._queue
         if not queue:
             return

@@ -155,6 +155,14 @@ class LoopSocket:
             self._read_one()
         self._read_soon()
 
+    def read_now(self) -> bool:
+        """Read a message, and return whether there was one."""
+        if not self.has_messages():
+            return False
+        self._read_one()
+        self._read_soon()
+        return True
+
     def after_messages(self, callback: Callable[[], None]) -> None:
         """Call a function in a later iteration, once all messages that have arrived by now are read.
 
