@@ -79,7 +79,7 @@ async def audience(
 
 def remove_socket(endpoint: Endpoint) -> None:
     """Remove the socket of a killed publisher, which the next publisher would replace."""
-    if isinstance(endpoint, str):
+    if isinstance(endpoint, str) and endpoint.startswith("unix://"):
         os.unlink(endpoint.removeprefix("unix://"))
 
 

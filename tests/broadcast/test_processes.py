@@ -9,6 +9,7 @@ import torch
 
 from aiotensor import PeerLostError, WouldBlockError
 from aiotensor.broadcast import Publisher, SlowPolicy, Subscriber
+from aiotensor.protocol.moves import WINDOW_BYTES
 from aiotensor.transports.endpoints import Endpoint
 from tests.broadcast import workers
 from tests.broadcast.audiences import audience, idle, remove_socket, turns
@@ -99,7 +100,11 @@ async def test_a_stopped_subscriber_misses_what_a_publisher_drops(endpoint: Endp
             assert await other.call(workers.receive, 1) == [number]
         assert publisher.statistics().lags[0].behind == 3
         # The stopped subscriber has three withdrawn and three pending publications; the other frees its own.
-        await until(lambda: publisher.statistics().bytes_in_use <= 6 * (BIG * 8 + 4096))
+        # On another machine, other publications of the window may be under way, and one more in part.
+        most = 6 * (BIG * 8 + 4096)
+        if isinstance(endpoint, str) and endpoint.startswith("tcp://"):
+            most += WINDOW_BYTES + BIG * 8
+        await until(lambda: publisher.statistics().bytes_in_use <= most)
         stopped.go_on()
         assert await stopped.call(workers.receive, 3) == [47, 48, 49]
         assert await stopped.call(workers.missed) == 47

@@ -23,9 +23,11 @@ async def test_subscribers_of_a_stopped_publisher_wait_and_then_miss_nothing(end
     ):
         await publisher.call(workers.start, 2)
         await publisher.call(workers.publish, 2, BIG)
+        for subscriber in (impatient, patient):
+            await until(lambda subscriber=subscriber: subscriber.statistics().unclaimed == 2)  # type: ignore[misc]
         await publisher.stop()
         for subscriber in (impatient, patient):
-            for number in range(2):  # these were published before
+            for number in range(2):  # these arrived before
                 assert torch.equal((await subscriber.receive()).message, pattern(number, BIG))
         waiting = asyncio.create_task(patient.receive())
         with pytest.raises(WouldBlockError, match="is connected, and has published nothing since"):

@@ -13,7 +13,7 @@ import torch
 from aiotensor.broadcast import Published, Publisher, SlowPolicy, Subscriber
 from tests.cancellation.situations import SLOW
 from tests.cancelling import Attempt, Running, cancel_everywhere
-from tests.pairs import endpoint
+from tests.pairs import endpoint, on_one_machine
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
@@ -35,6 +35,7 @@ async def parties(**limits: Any) -> AsyncIterator[Parties]:
             Subscriber(place) as second,
         ):
             await publisher.wait_for_subscribers(2)
+            await until(lambda: bool(first.statistics().mapped_bytes and second.statistics().mapped_bytes))
             yield Parties(publisher, first, second)
 
 
@@ -45,6 +46,7 @@ async def several(count: int, **limits: Any) -> AsyncIterator[tuple[Publisher, l
             publisher = await stack.enter_async_context(Publisher(place, **limits))
             subscribers = [await stack.enter_async_context(Subscriber[Any](place)) for _ in range(count)]
             await publisher.wait_for_subscribers(count)
+            await until(lambda: all(one.statistics().mapped_bytes for one in subscribers))
             yield publisher, subscribers
 
 
@@ -338,6 +340,7 @@ async def test_a_cancelled_wait_for_an_allocation_returns_the_memory() -> None:
         assert await cancel_everywhere(settled(attempt, publisher), publisher, *subscribers)
 
 
+@on_one_machine
 async def test_a_cancelled_wait_for_the_slowest_of_several_subscribers() -> None:
     async with several(8) as (publisher, subscribers):
 

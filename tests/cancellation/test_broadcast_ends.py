@@ -3,7 +3,7 @@
 import asyncio
 import fcntl
 import os
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext, suppress
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.transports.endpoints import Endpoint
 from tests.cancellation.situations import SLOW
 from tests.cancelling import Attempt, cancel_everywhere
-from tests.pairs import endpoint
+from tests.pairs import endpoint, is_local, on_one_machine
 from verification.internals import pause_reading, resume_reading, shrink_send_buffer, transports_between
 from verification.patterns import BIG, pattern
 from verification.waiting import until
@@ -83,7 +83,9 @@ async def test_a_cancelled_close_closes(which: str) -> None:
                 assert repr(publisher if which == "publisher" else first).split()[1].startswith("closed")
                 del kept, taken
                 if which == "publisher":
-                    assert len([one async for one in second]) <= 1
+                    # The bytes may be under way to another machine, where a cancelled close does not wait.
+                    with nullcontext() if is_local() else suppress(PeerLostError):
+                        assert len([one async for one in second]) <= 1
 
     await cancel_everywhere(attempt)
 
@@ -110,6 +112,8 @@ async def test_a_close_cancelled_anywhere_ends_every_wait() -> None:
                     )
                 ]
                 await until(lambda: publisher.statistics().waiting == 2)
+                if not is_local():  # its bytes are moved after the call has returned
+                    await until(lambda: all(one.statistics().unclaimed for one in subscribers))
                 await attempt.start(publisher.aclose()).completed()
                 for wait in waits:
                     with pytest.raises(ClosedError):
@@ -122,6 +126,7 @@ async def test_a_close_cancelled_anywhere_ends_every_wait() -> None:
     await cancel_everywhere(attempt)
 
 
+@on_one_machine
 @pytest.mark.usefixtures("link")
 async def test_a_close_cancelled_while_a_subscriber_does_not_read_closes_at_once() -> None:
     async def attempt(attempt: Attempt) -> None:

@@ -81,7 +81,8 @@ class TcpConnector:
 
     def connect_now(self) -> None:
         """Connect now, if there is no connection and no attempt is under way."""
-        if not (self._is_closed or self._dialer.is_active or self._socket is not None):
+        is_connected = self._transport is not None and not self._transport.is_closed
+        if not (self._is_closed or self._dialer.is_active or self._socket is not None or is_connected):
             self._dialer.begin()
 
     def close(self) -> None:
@@ -190,6 +191,7 @@ class TcpConnector:
         if transport is None or transport.is_closed:
             self._dial_again()
         else:
+            self._close_socket()
             transport.connection_ended(self._loss_reason)
 
     def writable(self) -> None:

@@ -240,6 +240,7 @@ class TcpTransport:
 
     def connection_ended(self, reason: str) -> None:
         """Handle the end of the connection, after the messages that arrived before."""
+        self._send = _discard
         if self._is_held:
             self._end_reason = reason
         else:
@@ -380,6 +381,10 @@ class TcpTransport:
         self._landings.clear()
         for move in self._moves.clear():
             move.ended(False)
+
+
+def _discard(message: bytes | memoryview) -> None:
+    """Send nothing: the connection has ended."""
 
 
 def _ended_process(pid: int) -> int:
