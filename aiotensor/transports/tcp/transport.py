@@ -187,7 +187,6 @@ class TcpTransport:
         if self.is_closed:
             move.ended(False)
             return
-        self._moved.add(move.area)
         self._moves.begin(move)
         self._send_steps()
 
@@ -208,6 +207,7 @@ class TcpTransport:
         # Records that wait for credit may attach the segment.
         while not (self._queue or self._has_said_bye) and (found := self._moves.next_step()) is not None:
             move, step = found
+            self._moved.add(move.area)
             position = step.start - move.start
             data = move.source[position : position + step.length]
             header = encode_step(step)
