@@ -5,6 +5,8 @@
         ...
         hosts.cut()  # packets are lost silently, in both directions
         hosts.heal()
+        hosts.slow_down(1000)  # to so many Mbit/s
+        hosts.lose_some(2)  # percent of the packets, at random
 
 Both hosts have the same users, files and processes; they differ in their network and in some files of `/etc`.
 """
@@ -107,6 +109,27 @@ class Hosts:
             for address in target.addresses:
                 _let_neighbour_be(source, address, _hardware_address(target))
 
+    def slow_down(self, mbit_s: int) -> None:
+        """Limit the rate of the cable, in each direction."""
+        shape = ("tbf", "rate", f"{mbit_s}mbit", "burst", "256kb", "latency", "20ms")
+        for host in (self.a, self.b):
+            _run("tc", "-n", host.namespace, "qdisc", "add", "dev", _DEVICE, "root", *shape)
+
+    def lose_some(self, percent: int) -> None:
+        """Lose some of the packets at random, in both directions.
+
+        Raises:
+            NoNamespacesError: the command `nft` is missing.
+        """
+        if shutil.which("nft") is None:
+            raise NoNamespacesError("the command `nft` of nftables is not installed")
+        rules = (
+            "add table ip lossy; add chain ip lossy arriving { type filter hook input priority 0; }; "
+            f"add rule ip lossy arriving iifname {_DEVICE} numgen random mod 100 < {percent} drop"
+        )
+        for host in (self.a, self.b):
+            _ip("netns", "exec", host.namespace, "nft", rules)
+
 
 @contextmanager
 def two_hosts() -> Iterator[Hosts]:
@@ -174,8 +197,11 @@ def _ip_in(host: Host, *words: str) -> str:
 
 
 def _ip(*words: str) -> str:
-    done = subprocess.run(["ip", *words], check=True, capture_output=True, text=True)  # noqa: S607 - on PATH
-    return done.stdout
+    return _run("ip", *words)
+
+
+def _run(*words: str) -> str:
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
 
 
 def _check(result: int) -> None:

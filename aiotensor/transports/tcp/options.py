@@ -12,12 +12,13 @@ from aiotensor.transports.zeromq.keys import connecting_keys, listening_keys
 
 __all__ = ["TcpOptions", "options_of"]
 
+_CURVE_BYTES = 64  # more than encryption adds to a message: 33 bytes (https://rfc.zeromq.org/spec/26/)
 _PEER_TIMEOUT_S = 2.0  # by default, between machines
 _LEAST_TIMEOUT_S, _MOST_TIMEOUT_S = 0.1, 3600.0
 
-# A lost host is detected within the timeout and the interval, which is as long as the promise of a second
-# more than the timeout allows.
-_HEARTBEAT_INTERVAL_S = 0.8
+# A lost host is detected within the timeout and the interval, and a second more than the timeout is promised.
+# The rest of that second is for busy processes. A longer timeout needs the same interval.
+_HEARTBEAT_INTERVAL_S = 0.5
 
 
 class TcpOptions(NamedTuple):
@@ -58,7 +59,7 @@ def options_of(endpoint: str, given: TcpArguments) -> TcpOptions:
         # end of a connection.
         zmq.SNDHWM: 0,
         zmq.RCVHWM: 0,
-        zmq.MAXMSGSIZE: STEP_BYTES,
+        zmq.MAXMSGSIZE: STEP_BYTES + _CURVE_BYTES,
     }
     timeout_s = given.peer_timeout_s
     if timeout_s is None and not address.is_local:

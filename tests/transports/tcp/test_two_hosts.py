@@ -1,0 +1,398 @@
+"""Senders and receivers on two hosts: slow and lossy cables, cut cables, keys, and many processes at once."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import zmq
+
+from aiotensor import AccessDeniedError, PeerLostError, TensorHandle, TensorReceiver, TensorSender
+from aiotensor.broadcast import Publisher, Subscriber
+from verification.networks import Host, Hosts, NoNamespacesError, two_hosts
+from verification.patterns import BIG, pattern
+from verification.processes.peers import Peer, State
+from verification.promptly import promptly
+from verification.waiting import until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+TIMEOUT_S = 2.0  # `peer_timeout_s` by default; a lost host is detected at most a second later
+LARGE = 4 << 20  # elements of int64 that take many steps
+
+
+class Keys(NamedTuple):
+    """Of one side that listens, and of those that connect."""
+
+    listening: dict[str, Any]
+    connecting: dict[str, Any]
+
+    @classmethod
+    def new(cls) -> "Keys":
+        server_public, server_secret = zmq.curve_keypair()
+        public, secret = zmq.curve_keypair()
+        listening = {"secret_key": server_secret, "client_keys": [public]}
+        return cls(listening, {"secret_key": secret, "server_key": server_public})
+
+
+@pytest.fixture
+def keys() -> Keys:
+    return Keys.new()
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with ExitStack() as made:
+        try:
+            hosts = made.enter_context(two_hosts())
+        except NoNamespacesError as error:
+            pytest.skip(str(error))
+        yield hosts
+
+
+@asynccontextmanager
+async def processes(hosts: Hosts, *places: Host) -> AsyncIterator[list[Peer]]:
+    """Start a process on each of some hosts, for an endpoint at the first one; end them with the block."""
+    async with AsyncExitStack() as stack:
+        started = []
+        for place in places:
+            started.append(Peer(f"tcp://{hosts.a.address}:5556", first=place.enter))
+            stack.push_async_callback(started[-1].close)
+        yield started
+
+
+async def open_receiver(state: State, keys: Keys) -> None:
+    receiver = TensorReceiver(state.endpoint, **keys.listening)
+    state.receivers.append(await receiver.__aenter__())
+
+
+async def open_sender(state: State, keys: Keys, **options: Any) -> None:
+    sender = TensorSender(state.endpoint, **options, **keys.connecting)
+    state.senders.append(await sender.__aenter__())
+    await sender.ready()
+
+
+async def send(state: State, count: int, length: int, first: int = 0) -> list[TensorHandle]:
+    return [await state.sender.send(pattern(seed, length)) for seed in range(first, first + count)]
+
+
+async def receive_all(state: State, handles: list[TensorHandle], first: int = 0) -> bool:
+    """Receive tensors in random order, and return whether all have the right values."""
+    seeds = {handle: seed for seed, handle in enumerate(handles, first)}
+    random.shuffle(handles)
+    return all(
+        [
+            torch.equal(await state.receiver.receive(handle), pattern(seeds[handle], handle.shape[0]))
+            for handle in handles
+        ]
+    )
+
+
+async def receive_each(state: State, count: int) -> int:
+    """Receive the next tensors, and return how many have the right values."""
+    right = 0
+    for seed in range(count):
+        delivery = await anext(state.receiver)
+        right += torch.equal(delivery.tensor, pattern(seed, delivery.handle.shape[0]))
+    return right
+
+
+async def receive(state: State) -> int:
+    """Receive the next tensor, and return its number of elements."""
+    return (await anext(state.receiver)).tensor.numel()
+
+
+async def receive_lost(state: State, handle: TensorHandle) -> str:
+    """Wait for a tensor that never arrives, and return the error."""
+    with pytest.raises(PeerLostError) as caught:
+        await state.receiver.receive(handle)
+    return str(caught.value)
+
+
+async def send_until_lost(state: State, length: int) -> str:
+    """Send until the receiver is lost, and return the error."""
+    with pytest.raises(PeerLostError) as caught:
+        while True:
+            await state.sender.send(pattern(0, length))
+    return str(caught.value)
+
+
+async def drain_until_lost(state: State) -> str:
+    with pytest.raises(PeerLostError) as caught:
+        await state.sender.drain()
+    return str(caught.value)
+
+
+async def lost_receivers(state: State, count: int) -> tuple[int, int]:
+    """Wait until so many receivers were lost, and all memory is free; return what is in use."""
+    await until(lambda: state.sender.statistics().receivers_lost == count)
+    await until(lambda: state.sender.statistics().bytes_in_use == 0)
+    statistics = state.sender.statistics()
+    return statistics.in_flight, statistics.receivers_lost
+
+
+async def lost_senders(state: State, count: int) -> int:
+    """Wait until so many senders were lost, and return the mapped bytes."""
+    await until(lambda: state.receiver.statistics().senders_lost == count)
+    return state.receiver.statistics().mapped_bytes
+
+
+async def counts_of_losses(state: State) -> int:
+    objects: list[Any] = [*state.senders, *state.receivers]
+    return sum(
+        one.statistics().receivers_lost if isinstance(one, TensorSender) else one.statistics().senders_lost
+        for one in objects
+    )
+
+
+# Values
+
+
+@pytest.mark.parametrize("network", ["1 Gbit/s", "2 % loss"])
+async def test_values_are_exact_over_slow_and_lossy_cables(hosts: Hosts, keys: Keys, network: str) -> None:
+    if network == "1 Gbit/s":
+        hosts.slow_down(1000)
+    else:
+        try:
+            hosts.lose_some(2)
+        except NoNamespacesError as error:
+            pytest.skip(str(error))
+    async with processes(hosts, hosts.a, hosts.b) as (engine, server):
+        await engine.call(open_receiver, keys)
+        await server.call(open_sender, keys, max_concurrent_videos=100)
+        for length in (3, 5000, BIG):
+            handles = await server.call(send, 8, length)
+            assert await engine.call(receive_all, handles)
+        handles = await server.call(send, 2, LARGE)
+        assert await engine.call(receive_all, handles)
+
+
+async def open_publisher(state: State, keys: Keys, count: int) -> None:
+    publisher = Publisher(state.endpoint, **keys.listening)
+    state.others["publisher"] = await state.stack.enter_async_context(publisher)
+    await publisher.wait_for_subscribers(count)
+
+
+async def publish(state: State, count: int) -> int:
+    for seed in range(count):
+        await state.others["publisher"].publish([seed, pattern(seed, BIG)])
+    await state.others["publisher"].drain()
+    return int(state.others["publisher"].statistics().subscribers)
+
+
+async def subscribe(state: State, keys: Keys, count: int) -> int:
+    """Receive publications, and return how many have the right values."""
+    right = 0
+    async with Subscriber(state.endpoint, list[Any], **keys.connecting) as subscriber:
+        for _ in range(count):
+            publication = await subscriber.receive()
+            seed, tensor = publication.message
+            right += seed == publication.number and torch.equal(tensor, pattern(seed, BIG))
+    return right
+
+
+async def test_publications_reach_subscribers_on_another_host(hosts: Hosts, keys: Keys) -> None:
+    hosts.slow_down(1000)
+    async with processes(hosts, hosts.a, hosts.b, hosts.b, hosts.a) as (publisher, *subscribers):
+        opening = publisher.start(open_publisher, keys, 3)
+        receiving = [subscriber.start(subscribe, keys, 20) for subscriber in subscribers]
+        await opening
+        await publisher.call(publish, 20)
+        assert [await one for one in receiving] == [20, 20, 20]
+
+
+# Failures
+
+
+@pytest.mark.parametrize("phase", ["idle", "sending", "receiving"])
+async def test_a_cut_cable_is_detected_on_both_sides_and_a_healed_one_is_used_again(
+    hosts: Hosts, keys: Keys, phase: str
+) -> None:
+    async with processes(hosts, hosts.a, hosts.b) as (engine, server):
+        await engine.call(open_receiver, keys)
+        await server.call(open_sender, keys, arena_bytes=512 << 20)
+        handles = await server.call(send, 1, 3)
+        assert await engine.call(receive_all, handles)
+        if phase == "sending":  # steps are under way, whenever the cable is cut
+            hosts.slow_down(500)
+            failing = [server.start(send_until_lost, 16 << 20)]
+            await engine.call(receive)
+        elif phase == "receiving":
+            beyond = TensorHandle(handles[0].sender, 100, 0, "int64", (3,), "cpu")
+            failing = [engine.start(receive_lost, beyond)]
+        else:
+            failing = []
+        hosts.cut()
+        with promptly(TIMEOUT_S + 1):
+            losses = [server.start(lost_receivers, 1), engine.start(lost_senders, 1)]
+            for failure in failing:
+                assert "did not answer for 2 s" in await failure
+            assert await losses[0] == (0, 1)
+            assert await losses[1] == 0
+        hosts.heal()
+        handles = await server.call(send, 2, BIG, first=50)
+        assert await engine.call(receive_all, handles, first=50)
+
+
+@pytest.mark.parametrize("direction", ["to the receiver", "to the sender"])
+async def test_a_cable_cut_in_one_direction_is_detected_on_both_sides(
+    hosts: Hosts, keys: Keys, direction: str
+) -> None:
+    async with processes(hosts, hosts.a, hosts.b) as (engine, server):
+        await engine.call(open_receiver, keys)
+        await server.call(open_sender, keys)
+        ends = (hosts.b, hosts.a) if direction == "to the receiver" else (hosts.a, hosts.b)
+        hosts.cut_one_way(*ends)
+        with promptly(TIMEOUT_S + 1):
+            losses = [server.start(lost_receivers, 1), engine.start(lost_senders, 1)]
+            await asyncio.gather(*losses)
+
+
+@pytest.mark.parametrize("phase", ["idle", "sending"])
+async def test_a_killed_process_is_detected_within_a_second(hosts: Hosts, keys: Keys, phase: str) -> None:
+    async with processes(hosts, hosts.a, hosts.b, hosts.a) as (engine, server, following):
+        await engine.call(open_receiver, keys)
+        await server.call(open_sender, keys)
+        handles = await server.call(send, 1, 3)
+        assert await engine.call(receive_all, handles)
+        if phase == "sending":
+            failing = server.start(send_until_lost, LARGE)
+            await engine.call(receive)
+        else:
+            await server.call(send, 1, 3)
+            failing = server.start(drain_until_lost)
+        engine.kill()
+        with promptly():
+            assert "is gone" in await failing
+            assert await server.call(lost_receivers, 1) == (0, 1)
+        await engine.ended()
+        await following.call(open_receiver, keys)
+        handles = await server.call(send, 1, BIG)
+        assert await following.call(receive_all, handles)
+        server.kill()
+        with promptly():
+            assert await following.call(lost_senders, 1) == 0
+
+
+@pytest.mark.parametrize("stopped", ["engine", "server"])
+async def test_a_process_that_is_stopped_for_less_than_the_timeout_stays_connected(
+    hosts: Hosts, keys: Keys, stopped: str
+) -> None:
+    async with processes(hosts, hosts.a, hosts.b) as both:
+        engine, server = both
+        await engine.call(open_receiver, keys)
+        await server.call(open_sender, keys)
+        receiving = engine.start(receive_each, 6)
+        sending = server.start(send, 6, LARGE)
+        process = engine if stopped == "engine" else server
+        await process.stop()
+        await asyncio.sleep(TIMEOUT_S / 2)  # this is what the test is about
+        process.go_on()
+        await sending
+        assert await receiving == 6
+        assert [await each.call(counts_of_losses) for each in both] == [0, 0]
+
+
+@pytest.mark.parametrize("stopped", ["engine", "server"])
+async def test_a_stopped_process_is_lost_after_the_timeout_and_connects_again(
+    hosts: Hosts, keys: Keys, stopped: str
+) -> None:
+    async with processes(hosts, hosts.a, hosts.b) as (engine, server):
+        await engine.call(open_receiver, keys)
+        await server.call(open_sender, keys)
+        process = engine if stopped == "engine" else server
+        await process.stop()
+        with promptly(TIMEOUT_S + 1):
+            if stopped == "engine":
+                assert await server.call(lost_receivers, 1) == (0, 1)
+            else:
+                assert await engine.call(lost_senders, 1) == 0
+        process.go_on()
+        if stopped == "server":
+            assert await server.call(lost_receivers, 1) == (0, 1)
+        handles = await server.call(send, 2, BIG)
+        assert await engine.call(receive_all, handles)
+
+
+async def test_senders_of_another_host_lose_nothing_when_others_are_killed(hosts: Hosts, keys: Keys) -> None:
+    count, killed, messages = 64, 24, 10
+    async with processes(hosts, hosts.a, *[hosts.b] * count) as (engine, *servers):
+        await engine.call(open_receiver, keys)
+        await asyncio.gather(
+            *(
+                server.call(open_sender, keys, max_concurrent_videos=messages, arena_bytes=32 << 20)
+                for server in servers
+            )
+        )
+        sending = [server.start(send, messages, BIG // 4) for server in servers]
+        for server in servers[:killed]:
+            server.kill()
+        handles = [await each for each in sending[killed:]]
+        for each in handles:
+            assert await engine.call(receive_all, each)
+        assert await engine.call(lost_senders, killed) == (count - killed) * (32 << 20)
+
+
+# Keys
+
+
+async def refused_sender(state: State, options: dict[str, Any]) -> str:
+    """Open a sender that is refused because of its keys, and return the error."""
+    async with TensorSender(state.endpoint, **options) as sender:
+        with pytest.raises(AccessDeniedError) as caught:
+            await sender.send(pattern(0, 3))
+    return str(caught.value)
+
+
+async def frames_seen(state: State) -> tuple[int, int, int]:
+    """Return the numbers of senders and of refusals, which need a decoded frame."""
+    statistics = state.receiver.statistics()
+    return statistics.senders, statistics.senders_refused, statistics.senders_lost
+
+
+@pytest.mark.parametrize("wrong", ["server_key", "secret_key"])
+async def test_a_sender_with_wrong_keys_is_refused_before_any_frame_is_decoded(
+    hosts: Hosts, keys: Keys, wrong: str
+) -> None:
+    public, secret = zmq.curve_keypair()
+    options = {**keys.connecting, wrong: public if wrong == "server_key" else secret}
+    async with processes(hosts, hosts.a, hosts.b, hosts.b) as (engine, stranger, server):
+        await engine.call(open_receiver, keys)
+        assert "do not agree on their keys" in await stranger.call(refused_sender, options)
+        assert await engine.call(frames_seen) == (0, 0, 0)
+        await server.call(open_sender, keys)
+        handles = await server.call(send, 1, BIG)
+        assert await engine.call(receive_all, handles)
+
+
+def test_without_keys_other_machines_are_rejected() -> None:
+    for endpoint in ("tcp://10.77.0.1:5556", "tcp://engine:5556", "tcp://*:5556", "tcp://0.0.0.0:5556"):
+        with pytest.raises(ValueError, match="give secret_key and client_keys"):
+            TensorReceiver(endpoint)
+        with pytest.raises(ValueError, match="give secret_key and client_keys"):
+            Publisher(endpoint)
+    for connecting in (TensorSender, Subscriber):
+        with pytest.raises(ValueError, match="give secret_key and server_key"):
+            connecting("tcp://engine:5556")
+
+
+async def knock(state: State) -> bytes:
+    """Send a hello without keys to the port, and return what comes back."""
+    context = zmq.Context()
+    with context, context.socket(zmq.DEALER) as raw:
+        raw.linger = 0
+        host = str(state.endpoint)
+        raw.connect(host)
+        raw.send(b"\x05\x01aiotensor")
+        answered = await asyncio.to_thread(raw.poll, 1000)
+        return raw.recv() if answered else b""
+
+
+async def test_a_peer_without_keys_gets_no_answer(hosts: Hosts, keys: Keys) -> None:
+    async with processes(hosts, hosts.a, hosts.b) as (engine, stranger):
+        await engine.call(open_receiver, keys)
+        assert await stranger.call(knock) == b""
+        assert await engine.call(frames_seen) == (0, 0, 0)
