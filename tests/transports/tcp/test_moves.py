@@ -1,0 +1,279 @@
+"""Moves of bytes: peers that break the rules, receivers that are stopped, memory that runs out, arguments."""
+
+import asyncio
+import errno
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, nullcontext
+
+import pytest
+import torch
+import zmq.asyncio
+
+from aiotensor import DiscardedError, PeerLostError, TensorReceiver, TensorSender, UsageError
+from aiotensor.broadcast import Publisher, Subscriber
+from aiotensor.channel import MessageServer
+from aiotensor.inspection import Inspection, inspect
+from aiotensor.protocol.frames import Attach, FromSender, encode
+from aiotensor.protocol.moves import (
+    ACK,
+    BYE,
+    OPENING,
+    RECORD,
+    STEP_BYTES,
+    WINDOW_BYTES,
+    Ack,
+    Area,
+    Step,
+    encode_ack,
+    encode_area,
+    encode_step,
+)
+from tests.frames import hello
+from verification.patterns import BIG, pattern
+from verification.places import endpoint, free_port
+from verification.processes import peers, watch
+from verification.processes.peers import State
+from verification.promptly import promptly
+from verification.waiting import settled, until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+ARENA = 8 * STEP_BYTES
+SEGMENT = 4 * ARENA
+
+
+@asynccontextmanager
+async def parties() -> AsyncIterator[tuple[str, TensorSender, TensorReceiver]]:
+    """Open a receiver with a sender, and return its address, too."""
+    with endpoint("tcp") as place:
+        async with TensorReceiver(place) as receiver, TensorSender(place) as sender:
+            await sender.ready()
+            yield str(place), sender, receiver
+
+
+# Peers that break the rules
+
+
+def record(*frames: FromSender) -> bytes:
+    return bytes([RECORD]) + encode(*frames)
+
+
+def step(start: int, length: int, nbytes: int, *, block: int = 0, segment: int = 0) -> bytes:
+    return encode_step(Step(Area(segment, block), nbytes, start, length, False))
+
+
+ATTACH = record(Attach(0, "arena", SEGMENT))
+
+VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
+    "an empty message": ([b""], "kind -1"),
+    "a message of an unknown kind": ([b"\x63"], "kind 99"),
+    "a second opening": ([OPENING], "kind 5"),
+    "a record that is too long": ([bytes([RECORD]) + bytes(1 << 17)], "a record of more than"),
+    "a step without a segment": ([step(0, 3, 3) + b"abc"], "segment 0, which it never attached"),
+    "a step that is too short": ([ATTACH, step(0, 3, 3)[:7]], "a step of 7 bytes"),
+    "a step with other bytes": ([ATTACH, step(0, 3, 3) + b"ab"], "2 bytes in a step of 3"),
+    "a step followed by other bytes": ([ATTACH, step(0, 3, 3), b"ab"], "2 bytes after a step of 3"),
+    "a step outside of its block": ([ATTACH, step(2, 3, 3) + b"abc"], "bytes 2 to 5 of a block"),
+    "a step of no bytes": ([ATTACH, step(0, 0, 3)], "bytes 0 to 0"),
+    "a step that is too long": ([ATTACH, step(0, STEP_BYTES + 1, 2 * STEP_BYTES)], "it moved bytes 0 to"),
+    "a block outside of its segment": (
+        [ATTACH, step(SEGMENT, 3, 3, block=SEGMENT) + b"abc"],
+        "placed a block where none fits",
+    ),
+    "a block that overlaps another": (
+        [ATTACH, step(0, 3, 128) + b"abc", step(64, 3, 128, block=64) + b"abc"],
+        "placed a block where none fits",
+    ),
+    "a block of another size": ([ATTACH, step(0, 3, 128) + b"abc", step(0, 3, 64) + b"abc"], "not 128"),
+    "more than its arena": ([ATTACH, step(0, 3, ARENA + 4096) + b"abc"], "stated a limit of"),
+    "more than its credit": (
+        [ATTACH] + [step(0, STEP_BYTES, STEP_BYTES), bytes(STEP_BYTES)] * (WINDOW_BYTES // STEP_BYTES + 1),
+        "without credit",
+    ),
+    "a free block": ([ATTACH, encode_area(Area(0, 0))], "freed a block at 0, where it has none"),
+    "a short free": ([ATTACH, encode_area(Area(0, 0))[:5]], "freed a block in 5 bytes"),
+    "an acknowledgement of nothing": ([encode_ack(Ack(1, 0))], "acknowledged 1 bytes, of 0"),
+    "an acknowledgement of no record": ([encode_ack(Ack(0, 1 << 30))], "acknowledged 1073741824 bytes of"),
+    "a short acknowledgement": ([bytes([ACK])], "acknowledged in 1 bytes"),
+}
+
+
+@asynccontextmanager
+async def raw_sender(place: str) -> AsyncIterator[zmq.asyncio.Socket]:
+    """Connect a socket that sends arbitrary messages, after a valid hello."""
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as raw:
+        raw.linger = 0
+        raw.connect(place)
+        await raw.send(OPENING)
+        assert await raw.recv() == OPENING
+        await raw.send(record(hello(arena_bytes=ARENA)))
+        yield raw
+
+
+@pytest.mark.parametrize("name", VIOLATIONS)
+async def test_a_violation_closes_its_connection_and_affects_no_other(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    messages, reason = VIOLATIONS[name]
+    async with parties() as (place, honest, receiver):
+        before = await honest.send(pattern(1, BIG))
+        async with raw_sender(place) as raw:
+            await until(lambda: receiver.statistics().senders == 2)
+            for message in messages:
+                await raw.send(message)
+            while True:
+                answer = await raw.recv()
+                if answer[0] == BYE:
+                    break
+            assert "this side broke the protocol" in answer[1:].decode()
+            assert reason in answer[1:].decode()
+        await until(lambda: receiver.statistics().senders_lost == 1)
+        [logged] = [line for line in caplog.records if getattr(line, "event", "") == "protocol_broken"]
+        assert reason in logged.getMessage()
+        after = await honest.send(pattern(2, BIG))
+        for seed, handle in ((1, before), (2, after)):
+            assert torch.equal(await receiver.receive(handle), pattern(seed, BIG))
+
+
+async def test_another_protocol_at_the_port_of_a_receiver_gets_no_answer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with parties() as (place, sender, receiver):
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as raw:
+            raw.linger = 0
+            raw.connect(place)
+            await raw.send(b"GET / HTTP/1.1")
+            await until(lambda: "speaks another protocol" in caplog.text)
+            assert not await raw.poll(0)
+        assert caplog.records[-1].levelno == logging.WARNING
+        assert torch.equal(await receiver.receive(await sender.send(pattern(1, BIG))), pattern(1, BIG))
+
+
+async def test_a_sender_at_the_port_of_a_server_of_messages_says_so() -> None:
+    place = f"tcp://127.0.0.1:{free_port()}"
+    async with MessageServer(place, int), TensorSender(place) as sender:
+        with pytest.raises(UsageError, match="is no receiver and no publisher"):
+            await sender.ready()
+
+
+# Receivers that do not read
+
+
+async def test_a_stopped_receiver_is_sent_a_few_steps_and_no_more() -> None:
+    nbytes = 64 << 20
+    with endpoint("tcp") as place:
+        async with peers.peers(place, 1) as [engine], TensorSender(place, 4) as sender:
+            await engine.call(peers.open_receiver)
+            await sender.ready()
+            tensors = [torch.full((nbytes,), seed, dtype=torch.uint8) for seed in range(4)]
+            assert await engine.call(peers.receive_pattern, await sender.send(pattern(0, BIG)), 0)
+            await settled(sender)
+            before = [watch.status(pid, "VmRSS") for pid in (os.getpid(), engine.pid)]
+            await engine.stop()
+            sending = [asyncio.create_task(sender.send(tensor)) for tensor in tensors]
+            await until(lambda: sender.statistics().bytes_in_use == 4 * nbytes)
+            for _ in range(1000):
+                await asyncio.sleep(0)
+            after = [watch.status(pid, "VmRSS") for pid in (os.getpid(), engine.pid)]
+            for kib, more in zip(before, after, strict=True):
+                assert more - kib < 4 * WINDOW_BYTES >> 10
+            assert not any(task.done() for task in sending)
+            engine.go_on()
+            for seed, task in enumerate(sending):
+                assert await engine.call(receive_full, await task, seed)
+
+
+async def receive_full(state: State, handle: object, value: int) -> bool:
+    tensor = await state.receiver.receive(handle)  # type: ignore[arg-type]
+    return bool((tensor == value).all())
+
+
+@pytest.mark.parametrize("how", ["cancelled", "discarded"])
+async def test_a_block_is_not_reused_while_some_of_its_bytes_are_under_way(how: str) -> None:
+    nbytes = 16 << 20
+    with endpoint("tcp") as place:
+        async with peers.peers(place, 1) as [engine], TensorSender(place, 4, nbytes) as sender:
+            await engine.call(peers.open_receiver)
+            await sender.ready()
+            await engine.stop()
+            message = await sender.message().__aenter__()
+            first = await message.send(pattern(0, 1))
+            sending = asyncio.create_task(message.send(torch.ones(nbytes, dtype=torch.uint8)))
+            await until(lambda: sender.statistics().bytes_in_use == nbytes)
+            with promptly():
+                if how == "cancelled":
+                    sending.cancel()
+                    await asyncio.wait([sending])
+                    assert sending.cancelled()
+                else:
+                    sender.discard(first)
+                    with pytest.raises(DiscardedError):
+                        await sending
+            assert sender.statistics().bytes_in_use == nbytes
+            following = asyncio.create_task(sender.send(torch.full((nbytes,), 7, dtype=torch.uint8)))
+            await until(lambda: sender.statistics().waiting == 1)
+            engine.go_on()
+            assert await engine.call(receive_full, await following, 7)
+            with nullcontext() if how == "cancelled" else pytest.raises(DiscardedError):
+                await message.__aexit__(None, None, None)
+            if how == "cancelled":
+                assert await engine.call(receive_full, first, 0)
+            await until(lambda: sender.statistics().bytes_in_use == 0)
+
+
+# Memory
+
+
+async def test_a_receiver_without_memory_closes_the_connection_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with parties() as (_, sender, receiver):
+        await receiver.receive(await sender.send(pattern(0, 3)))
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(PeerLostError, match=r"no memory is left here for its tensors: .*No space left"):
+            await sender.send(pattern(0, BIG))
+        monkeypatch.undo()
+        await settled(sender)
+        assert torch.equal(await receiver.receive(await sender.send(pattern(1, BIG))), pattern(1, BIG))
+        assert receiver.statistics().senders_lost == 1
+
+
+# Arguments
+
+
+@pytest.mark.parametrize("make", [TensorSender, TensorReceiver, Publisher, Subscriber])
+def test_bad_arguments_say_what_to_do(make: Callable[..., object]) -> None:
+    public, secret = zmq.curve_keypair()
+    with pytest.raises(ValueError, match=r"are for tcp:// addresses"):
+        make("unix:///tmp/s", peer_timeout_s=1.0)
+    with pytest.raises(ValueError, match=r"peer_timeout_s is seconds, from 0\.1 to 3600"):
+        make("tcp://127.0.0.1:5000", peer_timeout_s=0.0)
+    with pytest.raises(ValueError, match=r"names no port|names no server"):
+        make("tcp://127.0.0.1:0")
+    with pytest.raises(ValueError, match="with keys, give both"):
+        make("tcp://127.0.0.1:5000", secret_key=secret)
+    listens = make in (TensorReceiver, Publisher)
+    keys: dict[str, object] = {"client_keys": [public]} if listens else {"server_key": public}
+    make("tcp://127.0.0.1:5000", secret_key=secret, **keys)
+    with pytest.raises(ValueError, match="40 characters"):
+        make("tcp://127.0.0.1:5000", secret_key=secret[:5], **keys)
+
+
+async def test_a_receiver_is_inspected_over_tcp() -> None:
+    async with parties() as (place, sender, _):
+        await sender.send(pattern(0, BIG))
+        inspection = await inspect(place, patience_s=5)
+        assert isinstance(inspection, Inspection)
+        [found] = inspection.senders
+        assert found.sender == sender.id
+        assert found.statistics is not None
+
+
+async def test_an_address_where_nobody_listens_cannot_be_inspected() -> None:
+    with pytest.raises(PeerLostError, match="no receiver listens at"):
+        await inspect(f"tcp://127.0.0.1:{free_port()}", patience_s=0.3)
