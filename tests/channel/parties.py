@@ -176,12 +176,14 @@ def said() -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             texts.append(logging.Formatter().format(record))
 
-    logger = logging.getLogger("aiotensor.channel")
+    loggers = [logging.getLogger(f"aiotensor.{name}") for name in ("channel", "transports")]
     listener = Listener()
-    logger.addHandler(listener)
-    logger.propagate = False
+    for logger in loggers:
+        logger.addHandler(listener)
+        logger.propagate = False
     try:
         yield texts
     finally:
-        logger.propagate = True
-        logger.removeHandler(listener)
+        for logger in loggers:
+            logger.propagate = True
+            logger.removeHandler(listener)

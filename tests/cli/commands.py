@@ -1,10 +1,33 @@
-"""Run the `aiotensor` command in a separate process."""
+"""Run the `aiotensor` command in a separate process, and make keys for it."""
 
 import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import coverage
+import zmq
 
-__all__ = ["aiotensor"]
+__all__ = ["Pair", "aiotensor"]
+
+
+class Pair(NamedTuple):
+    """A pair of CURVE keys."""
+
+    public: str
+    secret: str
+
+    @classmethod
+    def new(cls) -> "Pair":
+        """Make a pair."""
+        public, secret = zmq.curve_keypair()
+        return cls(public.decode(), secret.decode())
+
+    def secret_file(self, folder: Path) -> str:
+        """Write the secret key to a new file that only this user can read, and return its path."""
+        file = folder / "secret"
+        file.touch(0o600)
+        file.write_text(f"{self.secret}\n")
+        return str(file)
 
 
 def aiotensor(*arguments: str) -> list[str]:

@@ -1,9 +1,11 @@
 """The options of `aiotensor doctor`, and the checks in the order in which they are shown."""
 
+import asyncio
 import multiprocessing
 import platform
 import resource
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,16 +13,21 @@ import click
 
 from aiotensor.cli.doctor import folder, kernel, memory, software
 from aiotensor.cli.doctor.finding import Finding, Status, as_json, as_lines, as_table
+from aiotensor.cli.keys import Keys, key_options, keys_for, needs_keys
 
 __all__ = ["doctor"]
 
 
-def _path(_: click.Context, option: click.Parameter, address: str | None) -> Path | None:
+def _checked(_: click.Context, option: click.Parameter, address: str | None) -> Path | str | None:
+    """Return the path of a socket, or a ``tcp://`` address."""
     if address is None:
         return None
-    from aiotensor.transports.address import socket_path  # only here, since the checks do not need it
-
     try:
+        if address.lower().startswith("tcp:"):
+            needs_keys(address)
+            return address
+        from aiotensor.transports.address import socket_path  # only here, since the checks do not need it
+
         return Path(socket_path(address, "unix"))
     except ValueError as error:
         raise click.BadParameter(str(error), param=option) from error
@@ -29,10 +36,12 @@ def _path(_: click.Context, option: click.Parameter, address: str | None) -> Pat
 @click.command()
 @click.option(
     "--address",
-    callback=_path,
-    metavar="unix:///PATH",
-    help="Address of your socket. [default: $XDG_RUNTIME_DIR or the folder for temporary files]",
+    callback=_checked,
+    metavar="unix:///PATH|tcp://HOST:PORT",
+    help="Address of your receiver or publisher. [default: a socket in $XDG_RUNTIME_DIR or in the folder "
+    "for temporary files]",
 )
+@key_options
 @click.option(
     "--arena-bytes",
     type=click.IntRange(min=1),
@@ -48,13 +57,25 @@ def _path(_: click.Context, option: click.Parameter, address: str | None) -> Pat
     help="The number of subscribers of a publisher, to compare with the limit on open files.",
 )
 @click.option("--json", "as_objects", is_flag=True, help="Write a list of JSON objects.")
-def doctor(address: Path | None, arena_bytes: int, subscribers: int, as_objects: bool) -> None:
+def doctor(
+    address: Path | str | None,
+    server_key: str | None,
+    secret_key: str | None,
+    arena_bytes: int,
+    subscribers: int,
+    as_objects: bool,
+) -> None:
     """Check what this machine allows, and print advice.
 
     Each check is `ok`, a `note` (a limitation; most functions work nevertheless), or a
     `problem` (a requirement is not met). The exit status is 1 if there is a problem, else 0.
+
+    A tcp:// address is that of a receiver or publisher, on this or another machine. The doctor resolves it,
+    connects to it, and inspects the process there.
     """
-    findings = _examine(arena_bytes, subscribers, address)
+    socket, port = (address, None) if isinstance(address, Path) else (None, address)
+    keys = keys_for(port, secret_key, server_key)
+    findings = _examine(arena_bytes, subscribers, socket, {} if port is None else _examine_port(port, keys))
     if as_objects:
         click.echo(as_json(findings))
     elif sys.stdout.isatty() and find_spec("rich") is not None:
@@ -66,7 +87,9 @@ def doctor(address: Path | None, arena_bytes: int, subscribers: int, as_objects:
     raise SystemExit(1 if any(finding.status is Status.PROBLEM for finding in findings.values()) else 0)
 
 
-def _examine(arena_bytes: int, subscribers: int, socket: Path | None) -> dict[str, Finding]:
+def _examine(
+    arena_bytes: int, subscribers: int, socket: Path | None, of_port: Mapping[str, Finding]
+) -> dict[str, Finding]:
     """Return the findings by the names of the checks, which stay the same from version to version."""
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     file_size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -80,6 +103,7 @@ def _examine(arena_bytes: int, subscribers: int, socket: Path | None) -> dict[st
         "copied pages": kernel.copied_pages(),
         "socket folder": folder.socket_folder(parent, asked_for=socket is not None),
         **({} if socket is None else {"socket file": folder.socket_file(socket)}),
+        **of_port,
         "memory": memory.available_memory(arena_bytes),
         "memory cgroup": memory.cgroup_limit(arena_bytes),
         "process limits": memory.process_limits(arena_bytes, address_space, memory.mapped_bytes(), file_size),
@@ -93,3 +117,9 @@ def _examine(arena_bytes: int, subscribers: int, socket: Path | None) -> dict[st
         "/dev/shm": memory.dev_shm(),  # noqa: S108 - a name
         "huge pages": memory.huge_pages(),
     }
+
+
+def _examine_port(address: str, keys: Keys) -> dict[str, Finding]:
+    from aiotensor.cli.doctor.network import examine  # needs the rest of the library
+
+    return asyncio.run(examine(address, keys))

@@ -8,14 +8,17 @@ from importlib.util import find_spec
 
 import click
 
+from aiotensor.cli.keys import HOW_TO_GIVE, Keys, key_options, keys_for, needs_keys
 from aiotensor.cli.top import publishers, report
+from aiotensor.cli.top.report import Look
 from aiotensor.cli.words import printable
 from aiotensor.errors import AioTensorError
 from aiotensor.inspection import Inspection, PublisherInspection, inspect
-from aiotensor.transports.address import socket_path
+from aiotensor.transports.endpoints import TcpArguments, route_to
 
 __all__ = ["top"]
 
+_FORMS = "unix:///PATH|tcp://HOST:PORT"
 _AT_LEAST_S = 0.01
 _INTERRUPTED = 130  # the status that shells report for Ctrl-C
 _TERMINATED = 143  # and for SIGTERM
@@ -38,7 +41,8 @@ _seconds = partial(
 
 
 @click.command()
-@click.argument("address", metavar="unix:///PATH")
+@click.argument("address", metavar=_FORMS)
+@key_options
 @click.option("--json", "as_json", is_flag=True, help="Inspect twice, and write one JSON object.")
 @_seconds("--interval", "interval_s", default=1.0, help="Pause between two inspections.")
 @_seconds(
@@ -47,15 +51,27 @@ _seconds = partial(
     default=0.5,
     help="How long each inspection waits for a receiver, or a sender, that does not answer.",
 )
-def top(address: str, as_json: bool, interval_s: float, patience_s: float) -> None:
+def top(
+    address: str,
+    server_key: str | None,
+    secret_key: str | None,
+    as_json: bool,
+    interval_s: float,
+    patience_s: float,
+) -> None:
     """Print the usage of resources by a running receiver and its senders, or by a publisher.
 
     On a terminal it inspects repeatedly, until Ctrl-C; elsewhere once. It changes nothing, and uses no
-    place of a sender or subscriber. Only the user of the receiver or publisher may inspect it.
+    place of a sender or subscriber. At a unix:// address, only the user of the receiver or publisher may
+    inspect it. At a tcp:// address on another machine, the public key of this side has to be in its
+    client_keys.
     """
     is_live = not as_json and _can_draw()
+    keys = keys_for(address, secret_key, server_key)
+    _check(address, keys)
+    look = partial(inspect, address, patience_s=patience_s, **keys._asdict())
     try:
-        text = _run(address, as_json, is_live, interval_s, patience_s)
+        text = _run(address, look, as_json, is_live, interval_s)
     except KeyboardInterrupt:
         raise SystemExit(0 if is_live else _INTERRUPTED) from None
     except asyncio.CancelledError:
@@ -73,20 +89,26 @@ def _can_draw() -> bool:
     return console.is_terminal and console.is_interactive and not console.is_dumb_terminal
 
 
-def _run(address: str, as_json: bool, is_live: bool, interval_s: float, patience_s: float) -> str:
+def _check(address: str, keys: Keys) -> None:
+    """Check an address and the keys for it, without connecting."""
+    try:
+        if keys.server_key is None and needs_keys(address):
+            raise ValueError(f"any machine that reaches {address} could connect. {HOW_TO_GIVE}")
+        route_to(address, TcpArguments(True, *keys))
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint=f"'{_FORMS}'") from error
+
+
+def _run(address: str, look: Look, as_json: bool, is_live: bool, interval_s: float) -> str:
     """Inspect, and return the text to write; never returns if it draws on a terminal."""
     try:
-        socket_path(address, "unix")
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="'unix:///PATH'") from error
-    try:
         if as_json:
-            return asyncio.run(_as_json(address, interval_s, patience_s))
+            return asyncio.run(_as_json(address, look, interval_s))
         if is_live:
             from aiotensor.cli.top.view import watch  # needs rich
 
-            asyncio.run(watch(address, interval_s, patience_s))
-        now = asyncio.run(inspect(address, patience_s=patience_s))
+            asyncio.run(watch(address, look, interval_s))
+        now = asyncio.run(look())
         if isinstance(now, PublisherInspection):
             return publishers.as_lines(address, now)
         return report.as_lines(address, now)
@@ -96,11 +118,11 @@ def _run(address: str, as_json: bool, is_live: bool, interval_s: float, patience
         raise click.ClickException(f"this process cannot look: {error.strerror}") from error
 
 
-async def _as_json(address: str, interval_s: float, patience_s: float) -> str:
+async def _as_json(address: str, look: Look, interval_s: float) -> str:
     """Inspect twice, and return the second result with the rates since the first one."""
-    before = await inspect(address, patience_s=patience_s)
+    before = await look()
     await asyncio.sleep(interval_s)
-    now = await inspect(address, patience_s=patience_s)
+    now = await look()
     if isinstance(now, PublisherInspection):
         return publishers.as_json(address, before if isinstance(before, PublisherInspection) else None, now)
     return report.as_json(address, before if isinstance(before, Inspection) else None, now)

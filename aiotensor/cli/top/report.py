@@ -1,17 +1,21 @@
 """The report on an inspection of a receiver: rates, holders, and the output as lines or JSON."""
 
 import json
-from typing import NamedTuple
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from aiotensor.cli.words import counted, in_words, of_limit, printable
-from aiotensor.inspection import Inspection, SenderInspection
+from aiotensor.inspection import Inspection, PublisherInspection, SenderInspection
 from aiotensor.types import Holder, SenderStatistics
 
-__all__ = ["Held", "Rate", "as_json", "as_lines", "holders_of", "named", "rates"]
+__all__ = ["Held", "Look", "Rate", "as_json", "as_lines", "holders_of", "named", "rates"]
 
 _SHOWN_OF_AN_ID = 6
+
+# A function that inspects the receiver or publisher once.
+Look: TypeAlias = Callable[[], Coroutine[Any, Any, Inspection | PublisherInspection]]
 
 
 class Rate(NamedTuple):

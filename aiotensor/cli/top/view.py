@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from aiotensor.cli.top import publishers
-from aiotensor.cli.top.report import Held, Rate, holders_of, named, rates
+from aiotensor.cli.top.report import Held, Look, Rate, holders_of, named, rates
 from aiotensor.cli.words import brief, of_limit, printable, short
 from aiotensor.errors import PeerLostError
-from aiotensor.inspection import Inspection, PublisherInspection, SenderInspection, inspect
+from aiotensor.inspection import Inspection, PublisherInspection, SenderInspection
 
 __all__ = ["as_screen", "missing", "watch"]
 
@@ -27,15 +27,15 @@ _OF_HOLDERS = 3  # lines that holders need beside their own
 _over = partial(of_limit, of="/")
 
 
-async def watch(address: str, interval_s: float, patience_s: float) -> NoReturn:
+async def watch(address: str, look: Look, interval_s: float) -> NoReturn:
     """Inspect a receiver until cancelled, and its successor after it is gone.
 
     SIGTERM cancels this coroutine, so that the terminal is restored before the process ends.
 
     Args:
         address: of the receiver.
+        look: inspects the receiver once.
         interval_s: pause in seconds between two inspections.
-        patience_s: seconds to wait in each inspection for a receiver or a sender that does not answer.
 
     Raises:
         AioTensorError: this process cannot inspect any receiver at this address.
@@ -49,7 +49,7 @@ async def watch(address: str, interval_s: float, patience_s: float) -> NoReturn:
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             try:
-                now = await inspect(address, patience_s=patience_s)
+                now = await look()
             except PeerLostError as error:
                 before = None
                 live.update(missing(str(error)), refresh=True)

@@ -25,7 +25,7 @@ from aiotensor.transports.zeromq.resolving import look_up
 
 __all__ = ["DIALING_OPTIONS", "Dialer"]
 
-logger = logger_of("channel")
+logger = logger_of("transports")
 
 # As long and as often as at `unix://`.
 _FIRST_RETRY_S = 0.005

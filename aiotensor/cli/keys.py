@@ -1,0 +1,135 @@
+"""The options for CURVE keys. A secret key is never an argument: other users could read it with `ps`."""
+
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import click
+
+__all__ = ["HOW_TO_GIVE", "KEY_VARIABLE", "Keys", "key_options", "keys_for", "needs_keys"]
+
+KEY_VARIABLE = "AIOTENSOR_SECRET_KEY"
+
+_KEY_BYTES = 32
+_LONGEST_FILE = 4096
+_NO_KEY = "a key has 40 characters, as zmq.curve_keypair() makes it; this is none"
+_FILE_OR_VARIABLE = f"with --secret-key-file or in the environment variable {KEY_VARIABLE}"
+HOW_TO_GIVE = (
+    f"Give --server-key, and the secret key of this side {_FILE_OR_VARIABLE}; zmq.curve_keypair() makes a "
+    "pair of keys"
+)
+
+Command = TypeVar("Command", bound=Callable[..., object])
+
+
+class Keys(NamedTuple):
+    """The keys for one address; both are None if there are none.
+
+    Attributes:
+        secret_key: of this side.
+        server_key: the public key of the receiver or publisher.
+    """
+
+    secret_key: str | None = None
+    server_key: str | None = None
+
+
+def key_options(command: Command) -> Command:
+    """Add the options for keys, which the command gets as the arguments `secret_key` and `server_key`."""
+    for option in (
+        click.option(
+            "--server-key",
+            callback=_server_key,
+            metavar="KEY|PATH",
+            help="Public key of the receiver or publisher at a tcp:// address, or a file that contains it.",
+        ),
+        click.option(
+            "--secret-key-file",
+            "secret_key",
+            callback=_secret_key,
+            metavar="PATH",
+            help="File with the secret key of this side, for --server-key. "
+            f"[default: the key in the environment variable {KEY_VARIABLE}]",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def keys_for(address: str | None, secret_key: str | None, server_key: str | None) -> Keys:
+    """Return the keys to use at an address.
+
+    The environment variable is read only if there is a server key, so it may be set in a shell that is also
+    used for addresses without keys.
+
+    Args:
+        address: the address; None if the user gave none.
+        secret_key: the key in the file of the user; None without a file.
+        server_key: the key of the receiver or publisher; None if the user gave none.
+
+    Raises:
+        click.UsageError: one of the two keys is missing or invalid, or the address takes none.
+    """
+    if secret_key is None and server_key is None:
+        return Keys()
+    if address is None or not address.lower().startswith("tcp:"):
+        raise click.UsageError("--server-key and --secret-key-file are for tcp:// addresses")
+    if server_key is None:
+        raise click.UsageError("--secret-key-file needs --server-key, the public key of the other side")
+    if secret_key is None:
+        secret_key = os.environ.get(KEY_VARIABLE)
+        if not secret_key:
+            raise click.UsageError(f"--server-key needs the secret key of this side, {_FILE_OR_VARIABLE}")
+        secret_key = secret_key.strip()
+        if not _is_key(secret_key):
+            raise click.UsageError(f"{KEY_VARIABLE}: {_NO_KEY}")
+    return Keys(secret_key, server_key)
+
+
+def needs_keys(address: str) -> bool:
+    """Return whether an address is a ``tcp://`` address that other machines can reach.
+
+    Raises:
+        ValueError: it is an invalid ``tcp://`` address.
+    """
+    if not address.lower().startswith("tcp:"):
+        return False
+    from aiotensor.transports.zeromq.addresses import parse
+
+    return not parse(address, has_keys=True, is_client=True).is_local
+
+
+def _secret_key(_: click.Context, option: click.Parameter, path: str | None) -> str | None:
+    return None if path is None else _checked(_content(path, option), option)
+
+
+def _server_key(_: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    if value is None:
+        return None
+    # A path may have the form of a key. No file has the name of a key by chance.
+    return _checked(_content(value, option) if os.path.lexists(value) else value, option)
+
+
+def _content(path: str, option: click.Parameter) -> str:
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(_LONGEST_FILE).decode(errors="replace").strip()
+    except OSError as error:
+        raise click.BadParameter(f"{path!r} cannot be read: {error.strerror}", param=option) from error
+
+
+def _checked(key: str, option: click.Parameter) -> str:
+    if not _is_key(key):  # not shown: it may be a secret with a typo
+        raise click.BadParameter(_NO_KEY, param=option)
+    return key
+
+
+def _is_key(text: str) -> bool:
+    from zmq.utils import z85  # only here: most uses of the commands need no ZeroMQ
+
+    try:
+        return len(z85.decode(text.encode())) == _KEY_BYTES
+    except (KeyError, ValueError, struct.error):
+        return False

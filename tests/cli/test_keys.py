@@ -1,0 +1,119 @@
+"""The options for keys: the sources of a secret key, and the errors for keys that cannot be used."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from aiotensor.cli.command import aiotensor as command
+from tests.cli.commands import Pair
+
+ELSEWHERE = "tcp://192.0.2.1:5555"  # no machine has it (RFC 5737); it is refused before any connection
+HERE = "tcp://127.0.0.1:1"
+NO_KEY = "a key has 40 characters, as zmq.curve_keypair() makes it; this is none"
+
+
+def top(*arguments: str, **environment: str) -> Result:
+    return CliRunner(env=environment).invoke(command, ["top", *arguments])
+
+
+def usage_error(result: Result) -> str:
+    assert result.exit_code == 2
+    *_, last = result.output.splitlines()
+    return last
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair.new()
+
+
+@pytest.fixture
+def file(tmp_path: Path, pair: Pair) -> str:
+    return pair.secret_file(tmp_path)
+
+
+@pytest.mark.parametrize("command_line", [["top", ELSEWHERE], ["top", ELSEWHERE, "--json"]])
+def test_an_address_of_another_machine_needs_keys_and_it_is_said_how_to_give_them(
+    command_line: list[str], pair: Pair
+) -> None:
+    result = CliRunner(env={"AIOTENSOR_SECRET_KEY": pair.secret}).invoke(command, command_line)
+
+    message = usage_error(result)
+    assert f"any machine that reaches {ELSEWHERE} could connect" in message
+    assert "--server-key" in message
+    assert "--secret-key-file" in message
+    assert "zmq.curve_keypair()" in message
+
+
+def test_a_server_key_alone_is_refused(pair: Pair) -> None:
+    message = usage_error(top(ELSEWHERE, "--server-key", pair.public, AIOTENSOR_SECRET_KEY=""))
+
+    assert "--server-key needs the secret key of this side" in message
+    assert "AIOTENSOR_SECRET_KEY" in message
+
+
+def test_a_secret_key_alone_is_refused(file: str) -> None:
+    message = usage_error(top(ELSEWHERE, "--secret-key-file", file))
+
+    assert message == "Error: --secret-key-file needs --server-key, the public key of the other side"
+
+
+@pytest.mark.parametrize("command_line", [["top"], ["doctor", "--address"]])
+def test_keys_are_refused_for_a_socket_of_this_machine(
+    command_line: list[str], pair: Pair, file: str
+) -> None:
+    arguments = [*command_line, "unix:///tmp/s", "--server-key", pair.public, "--secret-key-file", file]
+    message = usage_error(CliRunner().invoke(command, arguments))
+
+    assert message == "Error: --server-key and --secret-key-file are for tcp:// addresses"
+
+
+def test_a_secret_in_the_environment_does_not_matter_for_addresses_without_keys(pair: Pair) -> None:
+    for address in (HERE, "unix:///tmp/no/such/folder/s"):
+        result = top(address, "--patience", "0.1", AIOTENSOR_SECRET_KEY=pair.secret)
+        assert result.exit_code == 1
+        assert "listens at" in result.output
+
+
+def test_a_secret_is_never_an_argument_and_never_shown(pair: Pair, tmp_path: Path) -> None:
+    typo = tmp_path / "typo"
+    typo.write_text(pair.secret[:-1])
+
+    assert "No such option" in top(ELSEWHERE, "--secret-key", pair.secret).output
+    for message in (
+        usage_error(top(HERE, "--server-key", pair.public, "--secret-key-file", str(typo))),
+        usage_error(top(HERE, "--server-key", pair.public, AIOTENSOR_SECRET_KEY=pair.secret[:-1])),
+    ):
+        assert message.endswith(NO_KEY)
+        assert pair.secret[:-1] not in message
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, pair: Pair) -> None:
+    missing = str(tmp_path / "missing")
+    secret = usage_error(top(HERE, "--server-key", pair.public, "--secret-key-file", missing))
+    server = usage_error(top(HERE, "--server-key", str(tmp_path)))
+
+    assert "'--secret-key-file'" in secret
+    assert f"{missing!r} cannot be read: No such file or directory" in secret
+    assert "'--server-key'" in server
+    assert f"{str(tmp_path)!r} cannot be read: Is a directory" in server
+
+
+@pytest.mark.parametrize("text", ["", "short", "x" * 39, "#" * 40, "é" * 20, "\n" * 40])
+def test_a_text_that_is_no_key_is_refused(text: str, tmp_path: Path, pair: Pair) -> None:
+    file = tmp_path / "file"
+    file.write_text(text)
+
+    for arguments in (
+        ("--server-key", text),
+        ("--server-key", str(file)),
+        ("--server-key", pair.public, "--secret-key-file", str(file)),
+    ):
+        assert NO_KEY in usage_error(top(HERE, *arguments))
+
+
+def test_a_file_without_an_end_is_not_read_to_its_end(pair: Pair) -> None:
+    message = usage_error(top(HERE, "--server-key", pair.public, "--secret-key-file", "/dev/zero"))
+
+    assert message.endswith(NO_KEY)

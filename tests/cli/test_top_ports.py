@@ -1,0 +1,120 @@
+"""Inspect receivers and publishers at tcp:// addresses with the command."""
+
+import asyncio
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from aiotensor import TensorReceiver, TensorSender
+from aiotensor.broadcast import Publisher
+from tests.cli import commands
+from tests.cli.commands import Pair
+from verification.patterns import BIG, pattern
+from verification.places import free_port
+from verification.waiting import until
+
+
+async def top(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run the command in a separate process, without blocking the loop."""
+    return await asyncio.to_thread(
+        subprocess.run,
+        commands.aiotensor("top", *arguments),
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@pytest.fixture
+def address() -> str:
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+@pytest.fixture
+def ours() -> Pair:
+    return Pair.new()
+
+
+@pytest.fixture
+def theirs() -> Pair:
+    return Pair.new()
+
+
+async def test_a_receiver_at_a_port_is_shown_with_its_senders(address: str) -> None:
+    async with TensorReceiver(address) as receiver, TensorSender(address, 2, 4 << 20) as sender:
+        await sender.send(pattern(0, BIG))
+        await until(lambda: receiver.statistics().unclaimed_tensors == 1)
+        lines = await top(address, "--patience", "10")
+        structured = await top(address, "--json", "--patience", "10", "--interval", "0.1")
+
+    assert lines.stderr == structured.stderr == ""
+    first, second, _ = lines.stdout.splitlines()
+    assert first.startswith(f"receiver pid {os.getpid()} at {address}: 1 of 64 senders")
+    assert second.startswith(f"sender pid {os.getpid()} ({sender.id[:6]}): 1 of 2 permits")
+    found = json.loads(structured.stdout)
+    assert (found["address"], found["receiver"]) == (address, receiver.id)
+    assert [one["sender"] for one in found["senders"]] == [sender.id]
+
+
+async def test_keys_come_from_files_or_the_environment(
+    address: str, ours: Pair, theirs: Pair, tmp_path: Path
+) -> None:
+    secret = ours.secret_file(tmp_path)
+    public = tmp_path / "public"
+    public.write_text(f"{theirs.public}\n")
+    # The same port, by an address that needs keys.
+    reached = address.replace("127.0.0.1", "0.0.0.0")  # noqa: S104 - nothing listens at it
+    async with Publisher(address, secret_key=theirs.secret, client_keys=[ours.public]):
+        shown = [
+            await top(
+                reached, "--patience", "10", "--server-key", theirs.public, "--secret-key-file", secret
+            ),
+            await top(
+                *(reached, "--patience", "10", "--server-key", str(public)), AIOTENSOR_SECRET_KEY=ours.secret
+            ),
+        ]
+
+    for done in shown:
+        assert done.stderr == ""
+        assert done.returncode == 0
+        assert done.stdout.startswith(f"publisher pid {os.getpid()} at {reached}: ")
+
+
+async def test_a_file_takes_precedence_over_the_environment(
+    address: str, ours: Pair, theirs: Pair, tmp_path: Path
+) -> None:
+    keys = ("--server-key", theirs.public, "--secret-key-file", ours.secret_file(tmp_path))
+    async with TensorReceiver(address, secret_key=theirs.secret, client_keys=[ours.public]):
+        done = await top(address, "--patience", "10", *keys, AIOTENSOR_SECRET_KEY=theirs.secret)
+
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("wrong", ["the client key", "the server key"])
+async def test_wrong_keys_are_one_sentence_and_status_1(
+    wrong: str, address: str, ours: Pair, theirs: Pair
+) -> None:
+    known = theirs if wrong == "the client key" else ours
+    server = ours if wrong == "the server key" else theirs
+    async with TensorReceiver(address, secret_key=theirs.secret, client_keys=[known.public]):
+        done = await top(
+            *(address, "--patience", "10", "--server-key", server.public), AIOTENSOR_SECRET_KEY=ours.secret
+        )
+
+    assert done.returncode == 1
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"Error: the process at {address} and this one do not agree on their keys")
+
+
+async def test_a_port_where_nothing_listens_is_one_sentence_and_status_1(address: str) -> None:
+    done = await top(address)
+
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == f"Error: no receiver listens at {address}: start it, or inspect another address\n"
