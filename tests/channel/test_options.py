@@ -130,6 +130,8 @@ async def test_keys_come_in_pairs_and_are_never_shown() -> None:
     with pytest.raises(ValueError, match="40 characters") as caught:
         MessageServer("ipc:///tmp/s", Question, secret_key=slip, client_keys=[public])
     assert slip not in str(caught.value)
+    with pytest.raises(ValueError, match="40 characters"):
+        MessageServer("ipc:///tmp/s", Question, secret_key="#" * 40, client_keys=[public])
     with pytest.raises(TypeError, match="client_keys"):
         MessageServer("ipc:///tmp/s", Question, secret_key=secret, client_keys=[5])  # type: ignore[list-item]
 

@@ -70,7 +70,7 @@ class Talk:
         if self.awaits_reply and happens(chooser, 2):
             self.awaits_reply = False
             return statistics_reply(chooser, self._one_in, one_of(chooser, ("", STAND_IN)))
-        match chooser.number(0, 11):
+        match chooser.number(0, 12):
             case 0 | 1:
                 return self._new_message(last=True)
             case 2:
@@ -88,17 +88,19 @@ class Talk:
                 return ["close", reason, happens(chooser, 4), happens(chooser, 4), happens(chooser, 2)]
             case 8 | 9 if len(self.segments.sizes) < MAX_SEGMENTS or happens(chooser, self._one_in):
                 return self.segments.attach()
+            case 12:
+                return self._new_message(last=False, has_tensor=False)
             case _:
                 return self._new_message(last=True)
 
-    def _new_message(self, *, last: bool) -> Frame:
+    def _new_message(self, *, last: bool, has_tensor: bool = True) -> Frame:
         """Begin a message, or discard the oldest one if as many are in flight as the hello stated."""
         if len(self._in_flight) >= self._permits and not happens(self._chooser, self._one_in):
             return self._discard(self._in_flight[0])
         message = self._begin()
         if not last:
             self._open[message] = 0
-        return self._put(message, last=last)
+        return self._put(message, last=last) if has_tensor else ["begin", message]
 
     def _discard(self, message: int) -> Frame:
         self._in_flight.remove(message)

@@ -1,5 +1,6 @@
 """CURVE keys: both sides prove that they have a secret key, and know the public key of the other."""
 
+import struct
 from collections.abc import Collection
 
 import zmq
@@ -55,7 +56,7 @@ def _key(name: str, value: CurveKey) -> bytes:
     text = value.encode() if isinstance(value, str) else value
     try:
         is_key = len(z85.decode(text)) == _KEY_BYTES
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, struct.error):  # the last for digits that exceed 32 bits
         is_key = False
     if not is_key:  # not shown: it may be a secret with a typo
         raise ValueError(f"{name} has keys as zmq.curve_keypair() makes them, of 40 characters; this is none")

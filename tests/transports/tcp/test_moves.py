@@ -15,7 +15,7 @@ from aiotensor import DiscardedError, PeerLostError, TensorReceiver, TensorSende
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.channel import MessageServer
 from aiotensor.inspection import Inspection, inspect
-from aiotensor.protocol.frames import Attach, FromSender, encode
+from aiotensor.protocol.frames import Attach, Frame, encode
 from aiotensor.protocol.moves import (
     ACK,
     BYE,
@@ -56,7 +56,7 @@ async def parties() -> AsyncIterator[tuple[str, TensorSender, TensorReceiver]]:
 # Peers that break the rules
 
 
-def record(*frames: FromSender) -> bytes:
+def record(*frames: Frame) -> bytes:
     return bytes([RECORD]) + encode(*frames)
 
 
