@@ -79,6 +79,8 @@ def _no_slower(work: str, against: str, ours: Reading, theirs: Reading, times: f
     return Goal(work, against, ours, theirs, "most", times, "x", words)
 
 
+_TCP_SIZES = (("4 KiB", 4 * _KIB), ("1 MiB", _MIB), ("16 MiB", 16 * _MIB), ("150 MiB", 150 * _MIB))
+
 GOALS: tuple[Goal, ...] = (
     _faster_than_queue("4 KiB round trip, `unix://`", 4 * _KIB, 6),
     *(
@@ -125,6 +127,48 @@ GOALS: tuple[Goal, ...] = (
         25,
         "x",
         "at least 25x the rate",
+    ),
+    Goal(
+        "150 MiB, `tcp://` on the loopback",
+        "TCP socket, blocking, into warm memory",
+        _trip("aiotensor-tcp", 150 * _MIB),
+        _trip("tcp-socket", 150 * _MIB),
+        "least",
+        0.85,
+        "x",
+        "at least 0.85x the speed",
+        inverted=True,
+    ),
+    _no_slower(
+        "150 MiB, `tcp://` with keys",
+        "`tcp://` without keys",
+        _trip("aiotensor-curve", 150 * _MIB),
+        _trip("aiotensor-tcp", 150 * _MIB),
+        None,
+    ),
+    _no_slower(
+        "4 KiB round trip, `tcp://`",
+        "bare ZeroMQ over TCP, blocking",
+        _trip("aiotensor-tcp", 4 * _KIB),
+        _trip("zmq-tcp", 4 * _KIB),
+        2.0,
+    ),
+    *(
+        _faster(f"{work} round trip, `tcp://`", "gloo", _trip("aiotensor-tcp", size), _trip("gloo", size), 1)
+        for work, size in _TCP_SIZES
+    ),
+    *(
+        Goal(
+            f"event loop of a {role} while 150 MiB tensors move over `tcp://`",
+            "the same loop, idle",
+            Reading("loop-lag", "aiotensor-tcp", 150 * _MIB, number),
+            None,
+            "most",
+            0.005,
+            "s",
+            "a 1 ms ticker at most 5 ms later at p99.9",
+        )
+        for role, number in (("sender", "beyond_p999_s"), ("receiver", "receiver_beyond_p999_s"))
     ),
     Goal(
         "event loop while sending 150 MiB tensors back to back",

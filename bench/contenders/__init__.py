@@ -11,6 +11,7 @@ BASELINE = "torch-queue"
 
 _BLOCKS = "its calls block the event loop for as long as they take"
 _NO_MEMORY = "it has no memory for its callers"
+_COPIED = "the bytes of every tensor are moved, from wherever they are"
 _OURS = "measured for aiotensor alone, as a promise that it makes"
 _BLOCKING = {"allocated": _NO_MEMORY, "loop-lag": _BLOCKS, "resident": _OURS}
 _LIMIT = dict.fromkeys(
@@ -35,6 +36,20 @@ CONTENDERS = {
             uses_loop=True,
         ),
         Contender(
+            "aiotensor-tcp",
+            "bench.contenders.aiotensor_tcp",
+            "aiotensor over `tcp://` on the loopback",
+            uses_loop=True,
+            lacks={"allocated": _COPIED, "resident": _OURS},
+        ),
+        Contender(
+            "aiotensor-curve",
+            "bench.contenders.aiotensor_curve",
+            "the same with keys: CURVE encrypts all bytes",
+            uses_loop=True,
+            lacks={"allocated": _COPIED, "resident": _OURS},
+        ),
+        Contender(
             "torch-queue",
             "bench.contenders.torch_queue",
             "bare `torch.multiprocessing.Queue`, sharing by file descriptor, as is the default",
@@ -54,6 +69,12 @@ CONTENDERS = {
             lacks=_BLOCKING,
         ),
         Contender(
+            "zmq-tcp",
+            "bench.contenders.zmq_tcp",
+            "the same over TCP on the loopback",
+            lacks=_BLOCKING,
+        ),
+        Contender(
             "faster-fifo",
             "bench.contenders.faster_fifo_queue",
             "faster-fifo, pickled arrays in its ring buffer",
@@ -65,7 +86,6 @@ CONTENDERS = {
             "gloo",
             "bench.contenders.gloo",
             "torch.distributed send and recv on gloo: a header with the size, then the bytes",
-            in_quick=False,
             lacks=_BLOCKING,
         ),
         Contender(
@@ -88,6 +108,13 @@ CONTENDERS = {
             "raw-socket",
             "bench.contenders.raw_socket",
             "limit: bytes over a Unix stream socket, blocking",
+            is_limit=True,
+            lacks=_LIMIT,
+        ),
+        Contender(
+            "tcp-socket",
+            "bench.contenders.tcp_socket",
+            "limit: bytes over a TCP socket on the loopback, blocking, into warm memory",
             is_limit=True,
             lacks=_LIMIT,
         ),

@@ -1,15 +1,16 @@
-"""The common part of both transports of aiotensor: one sender and one receiver."""
+"""The common part of all transports of aiotensor: one sender and one receiver."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 import aiotensor
 from bench.contenders.base import Layout
 
-__all__ = ["LinkSide", "arena_bytes"]
+__all__ = ["Keys", "LinkSide", "arena_bytes"]
 
 _ARENA_BYTES = 1 << 30
 _ARENA_BYTES_OF_MANY = 64 << 20
@@ -40,25 +41,42 @@ class LinkPort:
         return (await anext(self._deliveries)).tensor
 
 
+class Keys(NamedTuple):
+    """The key pair of all sides."""
+
+    public: bytes
+    secret: bytes
+
+
 @dataclass(frozen=True)
 class LinkSide:
-    """The endpoints that a process sends to and receives from, and the limits of its sender."""
+    """The endpoints that a process sends to and receives from, the limits of its sender, and its keys."""
 
     outgoing: aiotensor.TensorQueue | str | None
     incoming: aiotensor.TensorQueue | str | None
     depth: int
     arena_bytes: int
+    keys: Keys | None = None
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[LinkPort]:
+        public, secret = (None, None) if self.keys is None else self.keys
         async with AsyncExitStack() as stack:
             receiver = sender = None
             if self.incoming is not None:
-                receiver = await stack.enter_async_context(aiotensor.TensorReceiver(self.incoming))
+                receiver = await stack.enter_async_context(
+                    aiotensor.TensorReceiver(
+                        self.incoming, secret_key=secret, client_keys=() if public is None else [public]
+                    )
+                )
             if self.outgoing is not None:
                 sender = await stack.enter_async_context(
                     aiotensor.TensorSender(
-                        self.outgoing, max_concurrent_videos=self.depth, arena_bytes=self.arena_bytes
+                        self.outgoing,
+                        max_concurrent_videos=self.depth,
+                        arena_bytes=self.arena_bytes,
+                        secret_key=secret,
+                        server_key=public,
                     )
                 )
             yield LinkPort(sender, receiver)

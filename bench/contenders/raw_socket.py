@@ -14,6 +14,8 @@ import torch
 
 from bench.contenders.base import Layout
 
+__all__ = ["SocketPort", "connect"]
+
 _LENGTH = struct.Struct("=Q")
 
 
@@ -33,10 +35,14 @@ class SocketPort:
         header = self._sock.recv(_LENGTH.size, socket.MSG_WAITALL)
         if len(header) < _LENGTH.size:
             raise ConnectionError("the other side closed the socket")
-        tensor = torch.empty(_LENGTH.unpack(header)[0], dtype=torch.uint8)
+        tensor = self.memory(_LENGTH.unpack(header)[0])
         if self._sock.recv_into(tensor.numpy().data, 0, socket.MSG_WAITALL) < len(tensor):
             raise ConnectionError("the other side closed the socket in the middle of a tensor")
         return tensor
+
+    def memory(self, size: int) -> torch.Tensor:
+        """Return memory for a tensor."""
+        return torch.empty(size, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ import zmq
 
 from bench.contenders.base import Layout
 
+__all__ = ["SocketSide", "connect"]
+
 
 class SocketPort:
     overlaps = False

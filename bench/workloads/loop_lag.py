@@ -1,4 +1,4 @@
-"""How late a 1 ms ticker on the sender's event loop is, first idle, then while tensors go back to back.
+"""How late 1 ms tickers on the event loops of both sides are, first idle, then while tensors go back to back.
 
 The lateness of a tick is the time since the previous tick, minus one millisecond. It includes the resolution
 of the loop's timers. So the idle loop is measured, too, and the result is the difference to the busy loop.
@@ -36,18 +36,23 @@ async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:
             count += 1
         took = perf_counter() - began
         await send_end(stage.port, size, count)
+        numbers = lateness(idle, await ticker)
+        [receiver] = await stage.barrier.collect(dict[str, float])
         await stage.barrier.meet()
-        yield Batch(
-            size, numbers=lateness(idle, await ticker) | {"gigabytes_per_s": count * size / took / 1e9}
-        )
+        numbers |= {f"receiver_{name}": value for name, value in receiver.items()}
+        yield Batch(size, numbers=numbers | {"gigabytes_per_s": count * size / took / 1e9})
 
 
 async def far(stage: Stage[Port]) -> None:
-    """Take the tensors and free them."""
+    """Tick, and take the tensors and free them."""
+    seconds = stage.spec.effort.seconds
     for _ in stage.spec.sizes:
         await take(stage.port)
         await stage.barrier.meet()
+        idle = await tick(seconds)
+        ticker = asyncio.create_task(tick(seconds))
         await take(stage.port)
+        await stage.barrier.report(lateness(idle, await ticker))
         await stage.barrier.meet()
 
 
