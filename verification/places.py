@@ -1,5 +1,6 @@
 """Endpoints of each link, for one test or one run at a time. A new link is one row of `LINKS`."""
 
+import itertools
 import os
 import secrets
 import shutil
@@ -14,7 +15,11 @@ from aiotensor.transports.endpoints import Endpoint
 
 __all__ = ["LINKS", "LOCAL", "Link", "Place", "endpoint", "free_port"]
 
-_PORTS = range(20000, 30000)  # below those that the kernel gives to outgoing connections
+# Below the ports that the kernel gives to outgoing connections. Each worker of a test run has its own: a port
+# is taken some time after it was found to be free.
+_FIRST_PORT, _PORTS = 20000, 1000
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 10
+_next_port = itertools.count(secrets.randbelow(_PORTS))
 
 
 class Place(NamedTuple):
@@ -70,7 +75,7 @@ def _at_a_port() -> Iterator[Place]:
 def free_port() -> int:
     """Return a free port that no outgoing connection gets."""
     while True:
-        port = secrets.choice(_PORTS)
+        port = _FIRST_PORT + _WORKER * _PORTS + next(_next_port) % _PORTS
         with socket.socket() as sock:
             try:
                 sock.bind(("127.0.0.1", port))
