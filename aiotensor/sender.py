@@ -274,7 +274,7 @@ class TensorSender(LoopObject):
             ClosedError: this sender was closed during the wait.
         """
         with self._errors:
-            await self._opened().drain()
+            await self._opened().grants.drain()
 
     def statistics(self) -> SenderStatistics:
         """Return the current usage and the totals since opening; also available after closing."""

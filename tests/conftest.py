@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tests import workers
 from tests.pairs import Links
 from verification import loops
 from verification.descriptors import our_descriptors
+from verification.networks import Hosts, NoNamespacesError, two_hosts
 from verification.places import LINKS
 from verification.processes import watch
 
@@ -59,6 +61,17 @@ def folder() -> Iterator[Path]:
     """A folder whose path is short enough for sockets, unlike those of pytest."""
     with tempfile.TemporaryDirectory(prefix="aiotensor-") as path:
         yield Path(path)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    """Make two hosts with a cable between them."""
+    with ExitStack() as made:
+        try:
+            hosts = made.enter_context(two_hosts())
+        except NoNamespacesError as error:
+            pytest.skip(str(error))
+        yield hosts
 
 
 @pytest.fixture

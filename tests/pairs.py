@@ -10,7 +10,7 @@ from aiotensor import TensorHandle, TensorReceiver, TensorSender
 from aiotensor.transports.endpoints import Endpoint
 from verification import places
 
-# For tests of shared memory and of what the kernel tells of a peer: over each link of one machine.
+# For tests of shared memory, and of peers that the kernel knows: over each link of one machine.
 on_one_machine = pytest.mark.parametrize("link", places.LOCAL, indirect=True)
 
 

@@ -10,42 +10,29 @@ receiver's limits from its hello on, so that no later frame can exceed them.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-
-from msgspec.structs import replace
 
 from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError, RefusedError
 from aiotensor.protocol.connection import Close
 from aiotensor.protocol.frames import (
-    Attach,
-    Begin,
-    Discard,
-    End,
     Hello,
-    Put,
-    SenderSummary,
-    StatisticsReply,
     Subscribe,
     Welcome,
 )
-from aiotensor.protocol.mailbox import Key, Mailbox
+from aiotensor.protocol.mailbox import Mailbox
 from aiotensor.protocol.receiver import AdmissionLimits, ReceiverConnection
 from aiotensor.receiving.arrivals import Arrivals
 from aiotensor.receiving.inspectors import InspectorPeer
-from aiotensor.receiving.mappings import Mappings, PeerMemory
+from aiotensor.receiving.mappings import Mappings
 from aiotensor.receiving.refusals import SenderRefusalLog
-from aiotensor.runtime.descriptors import close_all
+from aiotensor.receiving.sender_peer import SenderPeer
 from aiotensor.runtime.logs import logger_of
-from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.runtime.waiting import Waiters
 from aiotensor.statistics.counters import ErrorCounter, snapshot
 from aiotensor.tensors.arena import segment_bytes
-from aiotensor.tensors.placement import open_tensor
-from aiotensor.tensors.views import as_leaf
 from aiotensor.transports.base import Transport
-from aiotensor.types import Delivery, ReceiverStatistics, TensorHandle
+from aiotensor.types import Delivery, ReceiverStatistics
 
-__all__ = ["SenderPeer", "Senders"]
+__all__ = ["Senders"]
 
 logger = logger_of("receiver")
 
@@ -270,164 +257,3 @@ class Senders:
     def _forget(self, peer: "SenderPeer") -> None:
         del self.connected[peer.sender]
         self.mappings.peer_gone(peer.memory)
-
-
-class SenderPeer:
-    """Handle the frames of one sender, and answer them."""
-
-    def __init__(self, transport: Transport, connection: ReceiverConnection, senders: Senders) -> None:
-        self.transport = transport
-        self.connection = connection
-        self.sender = connection.hello.sender
-        self.memory = PeerMemory(connection.hello.arena_bytes, self._release)
-        self.inspectors: set[InspectorPeer] = set()  # that wait for the statistics of the sender
-        self._senders = senders
-        self._mailbox = senders.mailbox
-
-    def watch(self, ended: Callable[[], object]) -> ProcessEnd:
-        """Call a function once the process of the sender has ended."""
-        return self.transport.watch_peer(self.connection.hello.pid, ended)
-
-    def summary(self) -> SenderSummary:
-        """Return what this receiver knows of the sender."""
-        hello = self.connection.hello
-        return SenderSummary(
-            self.sender,
-            hello.pid,
-            hello.max_concurrent_videos,
-            hello.arena_bytes,
-            *self._mailbox.unclaimed_of(self.sender),
-            self.memory.leases,
-            self.memory.leased_bytes,
-        )
-
-    # Answers
-
-    def taken(self, message: int) -> None:
-        """Return the permit of a message whose tensors were all taken."""
-        self.connection.taken(message)
-        self._senders.schedule_flush(self)
-
-    def discard(self, message: int) -> None:
-        """Return the permit of a message that no task will take."""
-        self.connection.discard(message)
-        self._senders.schedule_flush(self)
-
-    def request_statistics(self, inspector: InspectorPeer) -> None:
-        """Request the statistics of the sender for an inspector, unless a request is pending."""
-        self.inspectors.add(inspector)
-        if self.connection.request_statistics():
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the pending frames now."""
-        try:
-            for record in self.connection.data_to_send():
-                self.transport.write(record)
-        except OSError as error:
-            self._senders.refusals.unwritable.add(self.sender, str(error))
-            self._senders.lose(self, PeerLostError(f"writing failed: {error}"))
-
-    def _release(self, block: int) -> None:
-        self.connection.release(block)
-        self._senders.schedule_flush(self)
-
-    # Events of the transport
-
-    def record_received(self, data: memoryview, descriptors: list[int]) -> None:
-        """Handle the frames of a record."""
-        keys: list[Key] = []
-        try:
-            for frame in self.connection.receive(data):
-                match frame:
-                    case Put():
-                        keys += self._store(frame)
-                    case Begin():
-                        if not self._mailbox.wants(self.sender, frame.message):
-                            self.discard(frame.message)
-                    case End():
-                        keys += self._mailbox.end(self.sender, frame.message)
-                    case Discard():
-                        keys += self._mailbox.discard(self.sender, frame.message)[1]
-                    case Attach():
-                        self._attach(frame, descriptors)
-                    case StatisticsReply():
-                        self._forward(frame)
-                    case Close():
-                        self._senders.leave(self, frame)
-                if self.transport.is_closed:
-                    break
-        except ProtocolError as error:
-            self._violated(error)
-        finally:
-            if keys:
-                self._senders.arrivals.wake(keys)
-            if descriptors:
-                close_all(descriptors)
-
-    def connection_lost(self, reason: str | ProtocolError) -> None:
-        """Handle a sender that is gone."""
-        if isinstance(reason, ProtocolError):
-            self._violated(reason)
-        else:
-            self._senders.lose(self, PeerLostError(reason))
-
-    def resume_writing(self) -> None:
-        """Handle that the transport accepts records again."""
-        self._senders.writing_resumed.wake()
-
-    def _violated(self, error: ProtocolError) -> None:
-        """End the connection because the sender broke the protocol."""
-        self._senders.refusals.broken.add(self.sender, self.connection.hello.pid, str(error))
-        # A new error: the traceback of the raised one would keep the record, and mapped memory, while the
-        # loss is remembered.
-        self._senders.lose(self, ProtocolError(*error.args))
-
-    def _store(self, put: Put) -> Sequence[Key]:
-        """Open a tensor that arrived, and store it; return the keys whose waiters are to be woken."""
-        mailbox, sender = self._mailbox, self.sender
-        if not mailbox.wants(sender, put.message):
-            self.discard(put.message)
-            if put.block is not None:
-                self._release(put.block)
-            return ()
-        arrived = open_tensor(put.placement, put.payload, put.dtype, put.shape, self.memory.mapped)
-        tensor = arrived.tensor
-        if put.requires_grad or put.is_parameter:
-            tensor = as_leaf(tensor, requires_grad=put.requires_grad, is_parameter=put.is_parameter)
-        handle = TensorHandle(sender, put.message, put.tensor, put.dtype, put.shape, put.device)
-        key = Key(sender, put.message, put.tensor)
-        keys = mailbox.put(key, Delivery(handle, tensor), tensor.nbytes, last=put.last)
-        if arrived.owner is not None:
-            if put.block is None:
-                raise ProtocolError("it placed a tensor in a block without a number")
-            self._senders.mappings.lease(self.memory, arrived, put.block)
-        return keys
-
-    def _attach(self, attach: Attach, descriptors: list[int]) -> None:
-        mappings = self._senders.mappings
-        mover = self.transport.mover
-        if mover is None and not descriptors:
-            reason = "its memory did not arrive: no descriptors are left here (ulimit -n)"
-            self._senders.refuse(self, reason, is_refusal=False)
-            return
-        try:
-            if mover is None:
-                mappings.attach(self.memory, attach.segment, attach.nbytes, descriptors[0])
-            else:
-                mover.land(attach.segment, mappings.land(self.memory, attach.segment, attach.nbytes))
-        except RefusedError as error:
-            self._senders.refuse(self, str(error), is_refusal=True)
-        except OSError as error:
-            reason = f"its memory cannot be mapped here: {error}"
-            self._senders.refuse(self, reason, is_refusal=False)
-        finally:
-            close_all(descriptors[:1])
-            del descriptors[:1]
-
-    def _forward(self, reply: StatisticsReply) -> None:
-        """Forward the statistics of the sender to the inspectors that wait for them."""
-        inspectors, self.inspectors = self.inspectors, set()
-        for inspector in inspectors:
-            inspector.connection.forward(replace(reply, sender=self.sender))
-            inspector.flush()

@@ -142,6 +142,24 @@ class Grants:
 
     # Messages
 
+    def new_message(self, permit: Ticket[None]) -> Message:
+        """Assign a permit to a new message."""
+        message = Message(permit)
+        self.messages[message] = None
+        return message
+
+    async def drain(self) -> None:
+        """Wait until all messages now in flight have ended."""
+        sent = set(self.messages)
+        while any(not message.has_ended for message in sent):
+            await self.drainers.wait()
+            if self.is_closed:
+                break
+        # The receiver may have taken all of them and then closed: no message is lost in that case.
+        for message in sent:
+            if message.state is LOST or not message.has_ended:
+                raise self.error(message)
+
     def check_open(self, message: Message) -> None:
         """Raise an error if a message has ended, either during a wait or because sending a record failed."""
         if message.state is not OPEN:

@@ -229,7 +229,7 @@ class Memory:
         # The tensors that it received may live on, and no frame will report their ends.
         sent = [ticket.place for ticket in self.leases.sent() if ticket.place is not None]
         if self.movers:
-            sent = []  # it has memory of its own
+            sent = []  # the receiver has its own memory
             self.movers.clear()
         self._arena.detach()
         self._arena.retire(sent)

@@ -17,8 +17,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from torch.nn import Parameter
+
 from aiotensor.errors import AioTensorError
 from aiotensor.protocol.credits import Ticket
+from aiotensor.protocol.frames import Put
+from aiotensor.tensors.dtypes import DTYPE_NAMES
+from aiotensor.tensors.placement import Placed
+from aiotensor.tensors.source import Source
 
 __all__ = [
     "DISCARDED",
@@ -74,6 +80,30 @@ class Message:
     def has_ended(self) -> bool:
         """Whether its permit was released."""
         return self.state is not OPEN and self.state is not WHOLE
+
+    def put_of(self, number: int, source: Source, placed: Placed, block: int | None, *, last: bool) -> Put:
+        """Return the frame of its next tensor.
+
+        Args:
+            number: its number.
+            source: the tensor.
+            placed: where its bytes are.
+            block: the number of their block; None for a tensor in the frame.
+            last: whether it is the last tensor.
+        """
+        return Put(
+            number,
+            self.count,
+            DTYPE_NAMES[source.dtype],
+            tuple(source.shape),
+            "cpu" if source.is_cpu else str(source.device),
+            placed.placement,
+            placed.payload,
+            block,
+            last,
+            source.requires_grad,
+            type(source) is Parameter,
+        )
 
 
 # The `async with` blocks of messages that surround the running code, the innermost one last. Each has a weak

@@ -21,6 +21,11 @@ class PendingMove(msgspec.Struct, eq=False):
     ended: Callable[[bool], object] | None
     move: Move[memoryview] | None = None
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the end was reported."""
+        return self.ended is None
+
     def report(self, *, is_complete: bool) -> None:
         """Report the end, once."""
         ended, self.ended = self.ended, None
@@ -120,5 +125,5 @@ class Moves:
 
     async def settle(self) -> None:
         """Wait until the ends of all moves are reported."""
-        while any(pending.ended is not None for pending in self._pending):
+        while any(not pending.has_ended for pending in self._pending):
             await self._ends.wait()

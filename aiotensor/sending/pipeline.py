@@ -6,13 +6,11 @@ A block of shared memory is pinned by the tensor announced over it until the rec
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch.nn import Parameter
 
 from aiotensor.errors import WouldBlockError
-from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.frames import Put
 from aiotensor.runtime.waiting import at_most
 from aiotensor.sending.gates import CapacityListener
@@ -25,7 +23,6 @@ from aiotensor.sending.sizes import new_empty, sizes_of, too_large
 from aiotensor.statistics.counters import ErrorCounter
 from aiotensor.tensors.allocations import Allocation, Block
 from aiotensor.tensors.copying import CopyAbandonedError
-from aiotensor.tensors.dtypes import DTYPE_NAMES
 from aiotensor.tensors.placement import (
     Placed,
     Plan,
@@ -40,7 +37,6 @@ from aiotensor.transports.endpoints import Route
 from aiotensor.types import TensorHandle
 
 __all__ = ["FEW_MESSAGES", "Pipeline"]
-
 
 # With so few messages in flight, the receiver probably waits for the next one, so it is sent immediately;
 # with more, all messages announced in one iteration of the event loop share a record.
@@ -136,7 +132,7 @@ class Pipeline:
         if permit is None:
             waiting = self._permits.acquire(1) if allocation is None else self.grants.permit_with(allocation)
             permit = await waiting
-        return self._new_message(permit)
+        return self.grants.new_message(permit)
 
     def begin_nowait(self, nbytes: int) -> Message:
         """Assign a permit to a new message, or raise `WouldBlockError`."""
@@ -152,7 +148,7 @@ class Pipeline:
         permit = self._permits.try_acquire(1)
         if permit is None:
             raise self.grants.holders.would_block("no permit is free", 1, nbytes)
-        return self._new_message(permit)
+        return self.grants.new_message(permit)
 
     def complete(self, message: Message) -> None:
         """Mark a message as whole after all its tensors were announced."""
@@ -189,23 +185,6 @@ class Pipeline:
         for message in messages:
             self.abandon(message)
         return len(messages)
-
-    async def drain(self) -> None:
-        """Wait until all messages now in flight have ended."""
-        sent = set(self.grants.messages)
-        while any(not message.has_ended for message in sent):
-            await self.grants.drainers.wait()
-            if self.grants.is_closed:
-                break
-        # The receiver may have taken all of them and then closed: no message is lost in that case.
-        for message in sent:
-            if message.state is MessageState.LOST or not message.has_ended:
-                raise self.grants.error(message)
-
-    def _new_message(self, permit: Ticket[None]) -> Message:
-        message = Message(permit)
-        self.grants.messages[message] = None
-        return message
 
     # Tensors
 
@@ -337,27 +316,19 @@ class Pipeline:
         """Send the only tensor of a message from its block once its bytes were moved, which may be now."""
         self._attach(message, block)
         session = self._session()
-        announce: Callable[[], object] | None = None
-        outcomes: list[bool] = []
+        put: Put | None = None
 
         def moved(is_complete: bool) -> None:
-            outcomes.append(is_complete)
-            if announce is not None and is_complete and not message.has_ended:
-                announce()
+            if put is not None and is_complete and not message.has_ended:
+                self._memory.leases.pin(block.number)
+                session.put(message, put, flush=True)
 
         data = block.place.view()[offset : offset + source.nbytes]
-        self._memory.moves.begin(mover, block, offset, data, message, moved)
-        if outcomes:
+        if self._memory.moves.begin(mover, block, offset, data, message, moved).has_ended:
             self.grants.check_open(message)
             return self._announce(message, source, placed, block, last=True)
         message.number = session.begin(message)
-        put = _put_of(message, source, placed, block.number, last=True)
-
-        def announce_now() -> None:
-            self._memory.leases.pin(block.number)
-            session.put(message, put, flush=True)
-
-        announce = announce_now
+        put = message.put_of(message.number, source, placed, block.number, last=True)
         return self._announced(message, source, put)
 
     def _attach(self, message: Message, block: Block) -> None:
@@ -391,7 +362,8 @@ class Pipeline:
             self._memory.leases.pin(block.number)
         if message.number is None:
             message.number = session.connection.next_message
-        put = _put_of(message, source, placed, None if block is None else block.number, last=last)
+        number = None if block is None else block.number
+        put = message.put_of(message.number, source, placed, number, last=last)
         session.put(message, put, flush=last and len(self.grants.messages) <= FEW_MESSAGES)
         self.grants.check_open(message)
         return self._announced(message, source, put)
@@ -426,22 +398,3 @@ class Pipeline:
         return self.grants.holders.overdue(
             "the receiver read nothing" if is_connected else "no receiver was here", 1, 0
         )
-
-
-def _put_of(message: Message, source: Source, placed: Placed, block: int | None, *, last: bool) -> Put:
-    """Return the frame of the next tensor of a message."""
-    if message.number is None:
-        raise AssertionError("a message is announced without a number")
-    return Put(
-        message.number,
-        message.count,
-        DTYPE_NAMES[source.dtype],
-        tuple(source.shape),
-        "cpu" if source.is_cpu else str(source.device),
-        placed.placement,
-        placed.payload,
-        block,
-        last,
-        source.requires_grad,
-        type(source) is Parameter,
-    )

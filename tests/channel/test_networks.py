@@ -1,8 +1,8 @@
 """Clients and servers on two hosts: names that cannot be resolved, engines that move, cables that are cut."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import zmq
 from aiotensor import PeerLostError, WouldBlockError
 from aiotensor.channel import MessageClient, MessageServer
 from tests.channel.parties import Answer, Question, answer, said
-from verification.networks import Host, Hosts, NoNamespacesError, two_hosts
+from verification.networks import Host, Hosts
 from verification.processes.peers import Peer, State
 from verification.promptly import promptly
 
@@ -37,16 +37,6 @@ class Keys:
 @pytest.fixture
 def keys() -> Keys:
     return Keys()
-
-
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    with ExitStack() as made:
-        try:
-            hosts = made.enter_context(two_hosts())
-        except NoNamespacesError as error:
-            pytest.skip(str(error))
-        yield hosts
 
 
 @asynccontextmanager

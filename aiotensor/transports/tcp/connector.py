@@ -4,8 +4,8 @@
        ^                      |                    |
        '----------------------'--------lost--------'
 
-Each attempt has its own socket, and no socket is connected twice. So nothing that was sent on a lost
-connection reaches the next process that listens.
+Each attempt has its own socket, and no socket is connected twice. So the messages of a lost connection do not
+reach the next process.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ __all__ = ["TcpConnector"]
 
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
-# A connection that lasted for so long is followed by the next one at once.
+# After a longer connection, the next attempt follows without a delay.
 _SHORT_S = 0.25
 
 

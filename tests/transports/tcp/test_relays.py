@@ -20,7 +20,7 @@ _CHUNK_BYTES = 256 << 10
 
 @asynccontextmanager
 async def relay(*, delay_s: float = 0.0, bytes_per_s: float = 0.0) -> AsyncIterator[tuple[str, str]]:
-    """Return the address where to listen, and another one that leads there."""
+    """Return an address for the listening side, and the address of the relay to it."""
     port = free_port()
     connections: set[asyncio.Task[None]] = set()
 

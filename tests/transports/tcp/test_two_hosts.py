@@ -2,8 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +12,7 @@ import zmq
 
 from aiotensor import AccessDeniedError, PeerLostError, TensorHandle, TensorReceiver, TensorSender
 from aiotensor.broadcast import Publisher, Subscriber
-from verification.networks import Host, Hosts, NoNamespacesError, two_hosts
+from verification.networks import Host, Hosts, NoNamespacesError
 from verification.patterns import BIG, pattern
 from verification.processes.peers import Peer, State
 from verification.promptly import promptly
@@ -25,7 +25,7 @@ LARGE = 4 << 20  # elements of int64 that take many steps
 
 
 class Keys(NamedTuple):
-    """Of one side that listens, and of those that connect."""
+    """The keys of one listening side, and of all connecting sides."""
 
     listening: dict[str, Any]
     connecting: dict[str, Any]
@@ -41,16 +41,6 @@ class Keys(NamedTuple):
 @pytest.fixture
 def keys() -> Keys:
     return Keys.new()
-
-
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    with ExitStack() as made:
-        try:
-            hosts = made.enter_context(two_hosts())
-        except NoNamespacesError as error:
-            pytest.skip(str(error))
-        yield hosts
 
 
 @asynccontextmanager
@@ -127,7 +117,7 @@ async def drain_until_lost(state: State) -> str:
 
 
 async def lost_receivers(state: State, count: int) -> tuple[int, int]:
-    """Wait until so many receivers were lost, and all memory is free; return what is in use."""
+    """Wait until so many receivers were lost, and all memory is free; return the messages in flight, too."""
     await until(lambda: state.sender.statistics().receivers_lost == count)
     await until(lambda: state.sender.statistics().bytes_in_use == 0)
     statistics = state.sender.statistics()
@@ -288,7 +278,7 @@ async def test_a_process_that_is_stopped_for_less_than_the_timeout_stays_connect
         sending = server.start(send, 6, LARGE)
         process = engine if stopped == "engine" else server
         await process.stop()
-        await asyncio.sleep(TIMEOUT_S / 2)  # this is what the test is about
+        await asyncio.sleep(TIMEOUT_S / 2)  # less than the timeout
         process.go_on()
         await sending
         assert await receiving == 6
@@ -379,7 +369,7 @@ def test_without_keys_other_machines_are_rejected() -> None:
 
 
 async def knock(state: State) -> bytes:
-    """Send a hello without keys to the port, and return what comes back."""
+    """Send a hello without keys to the port, and return the answer; empty if there is none."""
     context = zmq.Context()
     with context, context.socket(zmq.DEALER) as raw:
         raw.linger = 0
