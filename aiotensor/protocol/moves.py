@@ -18,13 +18,16 @@ the bytes of each block to the same offset there, before the record that announc
       | BYE reason, either way                                      |   the last message, answered by another
 
 Both ends of a connection may write. Steps of several blocks take turns, and records are sent between them. So
-no record waits for longer than a step. Credit limits how much of both may be under way. A large step is one
-message with its header, and one with its bytes, which need no copy; a small step is one message.
+no record waits for longer than a step. Credit limits how much of both may be under way. A step is a message
+with its header, and one with its bytes, so that these need no copy. Several messages may be the parts of one
+message of ZeroMQ; the grouping has no meaning.
 """
 
 import struct
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Generic, NamedTuple, TypeVar
 
 from aiotensor.errors import ProtocolError
@@ -32,7 +35,6 @@ from aiotensor.errors import ProtocolError
 __all__ = [
     "ACK",
     "BYE",
-    "COPIED_BYTES",
     "FREE",
     "OPEN",
     "OPENING",
@@ -66,9 +68,6 @@ OPENING = bytes([OPEN, _VERSION]) + b"aiotensor"
 STEP_BYTES = 1 << 20
 WINDOW_BYTES = 4 * STEP_BYTES
 
-# Moves of at most this size are one step, which is copied into its message.
-COPIED_BYTES = 256 << 10
-
 # The records that may be under way, and the overhead of each, both about as in the buffer of a local socket.
 _RECORD_WINDOW_BYTES = 256 << 10
 _RECORD_OVERHEAD_BYTES = 512
@@ -78,6 +77,8 @@ _AREA = struct.Struct("<BQQ")  # kind, segment, block
 _ACK = struct.Struct("<BQQ")  # kind, bytes of steps, bytes of records
 
 Source = TypeVar("Source")
+
+_last = attrgetter("last")
 
 
 class Area(NamedTuple):
@@ -118,22 +119,18 @@ def encode_step(step: Step) -> bytes:
     return _STEP.pack(STEP, wants_ack, segment, block, nbytes, start, length)
 
 
-def read_step(data: bytes | memoryview) -> tuple[Step, memoryview]:
-    """Return a step, and its bytes, which are empty if they follow in another message.
+def read_step(data: bytes | memoryview) -> Step:
+    """Return the step of a STEP message.
 
     Raises:
-        ProtocolError: the message is too short, or has other bytes than it states.
+        ProtocolError: the message has another size, or the range is not in the block.
     """
-    rest = memoryview(data)[_STEP.size :]
-    if len(data) < _STEP.size:
+    if len(data) != _STEP.size:
         raise ProtocolError(f"it sent a step of {len(data)} bytes")
-    _, wants_ack, segment, block, nbytes, start, length = _STEP.unpack_from(data)
-    step = Step(Area(segment, block), nbytes, start, length, bool(wants_ack))
+    _, wants_ack, segment, block, nbytes, start, length = _STEP.unpack(data)
     if not 0 < length <= STEP_BYTES or not block <= start <= start + length <= block + nbytes:
         raise ProtocolError(f"it moved bytes {start} to {start + length} of a block at {block} of {nbytes}")
-    if rest and len(rest) != length:
-        raise ProtocolError(f"it sent {len(rest)} bytes in a step of {length}")
-    return step, rest
+    return Step(Area(segment, block), nbytes, start, length, bool(wants_ack))
 
 
 def encode_area(area: Area) -> bytes:
@@ -182,7 +179,7 @@ class Move(Generic[Source]):
         ended: called once the peer has all bytes, or no step is under way any more; with whether it has them.
     """
 
-    __slots__ = ("area", "ended", "is_cancelled", "length", "nbytes", "sent", "source", "start")
+    __slots__ = ("area", "ended", "is_cancelled", "last", "length", "nbytes", "sent", "source", "start")
 
     def __init__(
         self,
@@ -200,12 +197,13 @@ class Move(Generic[Source]):
         self.length = length
         self.ended = ended
         self.sent = 0
+        self.last = 0  # the bytes of all moves up to its last step
         self.is_cancelled = False
 
     @property
     def is_copied(self) -> bool:
-        """Whether its only step is copied, so that the source may change once it is sent."""
-        return self.length <= COPIED_BYTES
+        """Whether it is one step, which is copied, so that the source may change at once."""
+        return self.length <= STEP_BYTES
 
 
 class OutgoingMoves(Generic[Source]):
@@ -218,13 +216,18 @@ class OutgoingMoves(Generic[Source]):
 
     def __init__(self) -> None:
         self._turns: deque[Move[Source]] = deque()
-        self._under_way: deque[tuple[int, Move[Source]]] = deque()  # with the total after its last step
+        self._under_way: list[Move[Source]] = []  # by the positions of their last steps
         self._sent = self._acknowledged = self._wanted = 0
 
     @property
     def is_idle(self) -> bool:
         """Whether no move waits or is under way."""
         return not (self._turns or self._under_way)
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether a move has steps to send."""
+        return bool(self._turns)
 
     def begin(self, move: Move[Source]) -> None:
         """Add a move, which gets its turn after the others."""
@@ -238,7 +241,8 @@ class OutgoingMoves(Generic[Source]):
         if not move.sent:
             return True
         move.is_cancelled = True
-        self._under_way.append((self._sent, move))
+        # Its last step may be followed by small steps of others, which are not acknowledged.
+        insort(self._under_way, move, key=_last)
         return False
 
     def next_step(self) -> tuple[Move[Source], Step] | None:
@@ -255,6 +259,7 @@ class OutgoingMoves(Generic[Source]):
         start = move.start + move.sent
         move.sent += length
         self._sent += length
+        move.last = self._sent
         self._turns.popleft()
         is_last = move.sent == move.length
         wants_ack = (is_last and not move.is_copied) or self._sent - self._wanted >= STEP_BYTES
@@ -263,7 +268,7 @@ class OutgoingMoves(Generic[Source]):
         if not is_last:
             self._turns.append(move)
         elif not move.is_copied:
-            self._under_way.append((self._sent, move))
+            self._under_way.append(move)
         return move, Step(move.area, move.nbytes, start, length, wants_ack)
 
     def acknowledged(self, total: int) -> list[Move[Source]]:
@@ -275,14 +280,14 @@ class OutgoingMoves(Generic[Source]):
         if not self._acknowledged <= total <= self._sent:
             raise ProtocolError(f"it acknowledged {total} bytes, of {self._sent} that were sent")
         self._acknowledged = total
-        ended = []
-        while self._under_way and self._under_way[0][0] <= total:
-            ended.append(self._under_way.popleft()[1])
+        count = bisect_right(self._under_way, total, key=_last)
+        ended = self._under_way[:count]
+        del self._under_way[:count]
         return ended
 
     def clear(self) -> list[Move[Source]]:
         """Return all moves, because the connection has ended."""
-        left = [*self._turns, *(move for _, move in self._under_way)]
+        left = [*self._turns, *self._under_way]
         self._turns.clear()
         self._under_way.clear()
         return left

@@ -149,9 +149,7 @@ class TcpConnector:
                 )
             )
             return
-        transport = TcpTransport(
-            lambda message: sock.send([message]), lambda: self._shut(sock), sock.read_now, MAX_RECORD_BYTES
-        )
+        transport = TcpTransport(sock.send, lambda: self._shut(sock), sock.read_now, MAX_RECORD_BYTES)
         self._transport = transport
         self._connected_at = self._loop.time()
         try:
@@ -205,7 +203,7 @@ class TcpConnector:
         if transport is None or transport.is_closed:
             self._answered(sock, parts[-1].buffer)
         else:
-            transport.receive(parts[-1].buffer)
+            transport.receive(parts)
 
     def _shut(self, sock: LoopSocket) -> None:
         """Close the socket of a connection; the next attempt may have begun."""

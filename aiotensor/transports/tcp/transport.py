@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Self
 
+import zmq
+
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.moves import (
     ACK,
@@ -34,8 +36,10 @@ from aiotensor.protocol.moves import (
     read_area,
     read_step,
 )
+from aiotensor.protocol.parts import MAX_PARTS
 from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.transports.base import Handler, Landing
+from aiotensor.transports.zeromq.sockets import Part
 
 __all__ = ["TcpTransport"]
 
@@ -48,27 +52,32 @@ _MESSAGES_AT_ONCE = 64
 # The longest wait for a peer that does not answer. Its kernel has the records by then, unless it is gone.
 _FINISH_S = 1.0
 
+# The most seconds that messages wait for the next one, and the most of them. No peer waits for these.
+_PATIENCE_S = 0.01
+_MOST_UNSENT = MAX_PARTS // 2
+
 
 class TcpTransport:
     """One end of a connection between machines.
 
     Args:
-        send: passes a message to ZeroMQ; raises `OSError` if this process lacks descriptors or threads.
+        send: passes messages to ZeroMQ, as the parts of one message; raises `OSError` if this process lacks
+            descriptors or threads.
         shut: called once, at the end: closes the connection, after the messages sent before if it can.
         read: reads a message that has arrived, and returns whether there was one.
         max_record_bytes: the longest valid record that is read.
-        max_unsent_bytes: the most bytes of queued records, for a writer that never waits; None for no limit.
+        max_queued_bytes: the most bytes of queued records, for a writer that never waits; None for no limit.
     """
 
     peer_pid = None  # the peer may be on another machine
 
     def __init__(
         self,
-        send: Callable[[bytes | memoryview], object],
+        send: Callable[[Sequence[Part]], object],
         shut: Callable[[], object],
         read: Callable[[], bool],
         max_record_bytes: int,
-        max_unsent_bytes: int | None = None,
+        max_queued_bytes: int | None = None,
     ) -> None:
         self.is_writable = True
         self.is_closed = False
@@ -76,11 +85,13 @@ class TcpTransport:
         self._shut = shut
         self._read = read
         self._max_record_bytes = max_record_bytes
-        self._max_unsent_bytes = max_unsent_bytes
+        self._max_queued_bytes = max_queued_bytes
         self._loop = asyncio.get_running_loop()
         self._handler: Handler | None = None
+        self._unsent: list[Part] = []  # messages that wait for the next one
+        self._patience: asyncio.TimerHandle | None = None
         self._queue: deque[bytes] = deque()  # records that wait for credit
-        self._unsent_bytes = 0
+        self._queued_bytes = 0
         self._records = 0  # that were received
         self._credit = RecordWindow()
         self._received = ReceivedBytes()
@@ -126,14 +137,14 @@ class TcpTransport:
         if self.is_closed or self._is_finishing:
             return
         if self.is_writable and self._credit.has_credit(len(data)):
-            self._send(_RECORD + data)
+            self._send_all(_RECORD + data)
             self._credit.sent(len(data))
             return
-        unsent = self._unsent_bytes + len(data) + _QUEUED_RECORD_BYTES
-        if self._max_unsent_bytes is not None and unsent > self._max_unsent_bytes:
+        queued = self._queued_bytes + len(data) + _QUEUED_RECORD_BYTES
+        if self._max_queued_bytes is not None and queued > self._max_queued_bytes:
             raise OSError(errno.ENOBUFS, "the peer does not read its records")
         self._queue.append(data)
-        self._unsent_bytes = unsent
+        self._queued_bytes = queued
         self.is_writable = False
 
     def finish(self) -> None:
@@ -155,7 +166,7 @@ class TcpTransport:
         if not self._has_said_bye:
             self._has_said_bye = True
             try:
-                self._send(_BYE + reason.encode(errors="replace")[:_MAX_REASON_BYTES])
+                self._send_all(_BYE + reason.encode(errors="replace")[:_MAX_REASON_BYTES])
             except OSError:
                 return  # the end of the connection notifies the peer, too
 
@@ -201,7 +212,7 @@ class TcpTransport:
         if area in self._moved:
             self._moved.remove(area)
             if not (self.is_closed or self._has_said_bye):
-                self._try_to_send(encode_area(area))
+                self._send_with_next(encode_area(area))
 
     def _send_steps(self) -> None:
         # Records that wait for credit may attach the segment.
@@ -212,24 +223,49 @@ class TcpTransport:
             data = move.source[position : position + step.length]
             header = encode_step(step)
             if move.is_copied:
-                self._try_to_send(b"".join((header, data)))
+                self._send_with_next(header, zmq.Frame(data, copy=True))
                 move.ended(True)
             else:
-                self._try_to_send(header)
-                self._try_to_send(data)
+                self._try_to_send(header, data)
+        if self._moves.has_turns:
+            self._try_to_send()  # the peer acknowledges them, which these moves wait for
 
-    def _try_to_send(self, message: bytes | memoryview) -> None:
+    def _send_with_next(self, *parts: Part) -> None:
+        """Send messages together with the next one: each wake-up of ZeroMQ's thread takes time."""
+        self._unsent += parts
+        if len(self._unsent) > _MOST_UNSENT:
+            self._try_to_send()
+        elif self._patience is None:
+            self._patience = self._loop.call_later(_PATIENCE_S, self._send_rest)
+
+    def _send_rest(self) -> None:
+        self._patience = None
+        self._try_to_send()
+
+    def _try_to_send(self, *parts: Part) -> None:
         if self.is_closed:
             return
         try:
-            self._send(message)
+            self._send_all(*parts)
         except OSError as error:
             self._end(f"writing failed: {error}")
 
+    def _send_all(self, *parts: Part) -> None:
+        """Send messages, after the waiting ones."""
+        if self._unsent or parts:
+            unsent, self._unsent = self._unsent, []
+            self._send([*unsent, *parts])
+
     # Messages of the peer
 
-    def receive(self, message: memoryview) -> None:
-        """Handle a message of the peer, or keep it while a step before it waits for memory."""
+    def receive(self, frames: "Sequence[zmq.Frame]") -> None:
+        """Handle messages of the peer, or keep them while a step before them waits for memory."""
+        if len(frames) > MAX_PARTS:
+            self._violated(ProtocolError(f"it sent more than {MAX_PARTS} messages at once"))
+        for frame in frames:
+            self._receive(frame.buffer)
+
+    def _receive(self, message: memoryview) -> None:
         if self._is_held:
             self._held.append(message)
         elif not self.is_closed:
@@ -263,11 +299,7 @@ class TcpTransport:
             if self._handler is not None:
                 self._handler.record_received(message[1:], [])
         elif kind == STEP:
-            step, data = read_step(message)
-            if data:
-                self._store(step, data)
-            else:
-                self._step = step
+            self._step = read_step(message)
         elif kind == ACK:
             self._acknowledged(message)
         elif kind == FREE:
@@ -306,7 +338,7 @@ class TcpTransport:
     def _continue(self, held: deque[memoryview]) -> None:
         """Handle the messages that waited for memory."""
         while held and not self.is_closed:
-            self.receive(held.popleft())
+            self._receive(held.popleft())
         if self._end_reason is not None and not self._is_held:
             self._end(self._end_reason)
 
@@ -325,7 +357,7 @@ class TcpTransport:
             return
         while queue and self._credit.has_credit(len(queue[0])) and not self.is_closed:
             data = queue.popleft()
-            self._unsent_bytes -= len(data) + _QUEUED_RECORD_BYTES
+            self._queued_bytes -= len(data) + _QUEUED_RECORD_BYTES
             self._credit.sent(len(data))
             self._try_to_send(_RECORD + data)
         if queue or self.is_closed:
@@ -374,8 +406,10 @@ class TcpTransport:
     def _stop(self) -> None:
         self.is_closed = True
         self._handler = None
-        if self._alarm is not None:
-            self._alarm.cancel()
+        for timer in (self._alarm, self._patience):
+            if timer is not None:
+                timer.cancel()
+        self._unsent.clear()
         self._queue.clear()
         self._held.clear()
         self._landings.clear()
@@ -383,7 +417,7 @@ class TcpTransport:
             move.ended(False)
 
 
-def _discard(message: bytes | memoryview) -> None:
+def _discard(parts: Sequence[Part]) -> None:
     """Send nothing: the connection has ended."""
 
 

@@ -4,7 +4,7 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 
 import pytest
@@ -30,6 +30,7 @@ from aiotensor.protocol.moves import (
     encode_area,
     encode_step,
 )
+from aiotensor.protocol.parts import MAX_PARTS
 from tests.frames import hello
 from verification.patterns import BIG, pattern
 from verification.places import endpoint, free_port
@@ -66,28 +67,28 @@ def step(start: int, length: int, nbytes: int, *, block: int = 0, segment: int =
 
 ATTACH = record(Attach(0, "arena", SEGMENT))
 
-VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
+VIOLATIONS: dict[str, tuple[Sequence[bytes | list[bytes]], str]] = {
     "an empty message": ([b""], "kind -1"),
     "a message of an unknown kind": ([b"\x63"], "kind 99"),
     "a second opening": ([OPENING], "kind 5"),
     "a record that is too long": ([bytes([RECORD]) + bytes(1 << 17)], "a record of more than"),
-    "a step without a segment": ([step(0, 3, 3) + b"abc"], "segment 0, which it never attached"),
+    "a step without a segment": ([step(0, 3, 3), b"abc"], "segment 0, which it never attached"),
     "a step that is too short": ([ATTACH, step(0, 3, 3)[:7]], "a step of 7 bytes"),
-    "a step with other bytes": ([ATTACH, step(0, 3, 3) + b"ab"], "2 bytes in a step of 3"),
+    "a step with its bytes": ([ATTACH, step(0, 3, 3) + b"abc"], "a step of 41 bytes"),
     "a step followed by other bytes": ([ATTACH, step(0, 3, 3), b"ab"], "2 bytes after a step of 3"),
-    "a step outside of its block": ([ATTACH, step(2, 3, 3) + b"abc"], "bytes 2 to 5 of a block"),
+    "a step outside of its block": ([ATTACH, step(2, 3, 3), b"abc"], "bytes 2 to 5 of a block"),
     "a step of no bytes": ([ATTACH, step(0, 0, 3)], "bytes 0 to 0"),
     "a step that is too long": ([ATTACH, step(0, STEP_BYTES + 1, 2 * STEP_BYTES)], "it moved bytes 0 to"),
     "a block outside of its segment": (
-        [ATTACH, step(SEGMENT, 3, 3, block=SEGMENT) + b"abc"],
+        [ATTACH, step(SEGMENT, 3, 3, block=SEGMENT), b"abc"],
         "placed a block where none fits",
     ),
     "a block that overlaps another": (
-        [ATTACH, step(0, 3, 128) + b"abc", step(64, 3, 128, block=64) + b"abc"],
+        [ATTACH, step(0, 3, 128), b"abc", step(64, 3, 128, block=64), b"abc"],
         "placed a block where none fits",
     ),
-    "a block of another size": ([ATTACH, step(0, 3, 128) + b"abc", step(0, 3, 64) + b"abc"], "not 128"),
-    "more than its arena": ([ATTACH, step(0, 3, ARENA + 4096) + b"abc"], "stated a limit of"),
+    "a block of another size": ([ATTACH, step(0, 3, 128), b"abc", step(0, 3, 64), b"abc"], "not 128"),
+    "more than its arena": ([ATTACH, step(0, 3, ARENA + 4096), b"abc"], "stated a limit of"),
     "more than its credit": (
         [ATTACH] + [step(0, STEP_BYTES, STEP_BYTES), bytes(STEP_BYTES)] * (WINDOW_BYTES // STEP_BYTES + 1),
         "without credit",
@@ -96,6 +97,10 @@ VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
     "a short free": ([ATTACH, encode_area(Area(0, 0))[:5]], "freed a block in 5 bytes"),
     "an acknowledgement of nothing": ([encode_ack(Ack(1, 0))], "acknowledged 1 bytes, of 0"),
     "an acknowledgement of no record": ([encode_ack(Ack(0, 1 << 30))], "acknowledged 1073741824 bytes of"),
+    "too many messages at once": (
+        [ATTACH, [step(0, 3, 3), b"abc"] * MAX_PARTS],
+        f"more than {MAX_PARTS} messages",
+    ),
     "a short acknowledgement": ([bytes([ACK])], "acknowledged in 1 bytes"),
 }
 
@@ -122,7 +127,7 @@ async def test_a_violation_closes_its_connection_and_affects_no_other(
         async with raw_sender(place) as raw:
             await until(lambda: receiver.statistics().senders == 2)
             for message in messages:
-                await raw.send(message)
+                await raw.send_multipart(message if isinstance(message, list) else [message])
             while True:
                 answer = await raw.recv()
                 if answer[0] == BYE:
@@ -236,7 +241,7 @@ async def test_a_receiver_without_memory_closes_the_connection_and_says_why(
         await receiver.receive(await sender.send(pattern(0, 3)))
         monkeypatch.setattr(os, "posix_fallocate", refuse)
         with pytest.raises(PeerLostError, match=r"no memory is left here for its tensors: .*No space left"):
-            await sender.send(pattern(0, BIG))
+            await sender.send(torch.zeros(2 * STEP_BYTES, dtype=torch.uint8))
         monkeypatch.undo()
         await settled(sender)
         assert torch.equal(await receiver.receive(await sender.send(pattern(1, BIG))), pattern(1, BIG))
