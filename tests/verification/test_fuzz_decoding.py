@@ -6,7 +6,13 @@ from hypothesis import strategies as st
 
 from verification.fuzz.broadcasts import any_content
 from verification.fuzz.choosers import FromBytes, FromHypothesis
-from verification.fuzz.decoding import decode_both_ways, decode_content, decode_headers, decode_message
+from verification.fuzz.decoding import (
+    decode_both_ways,
+    decode_content,
+    decode_headers,
+    decode_message,
+    decode_moves,
+)
 from verification.fuzz.grammar import (
     TO_INSPECTOR,
     TO_PUBLISHER,
@@ -33,6 +39,8 @@ ways = pytest.mark.parametrize("to", OF_RECORDS)
 def test_every_generated_record_is_decoded_or_refused_within_bounds(to: str, data: st.DataObject) -> None:
     for step in conversation(FromHypothesis(data), to).steps:
         decode_both_ways(step.data)
+        for message in step.moves:
+            decode_moves(bytes.fromhex(message))
 
 
 @pytest.mark.parametrize("to", [TO_SERVER, TO_CLIENT])
@@ -60,6 +68,7 @@ def test_every_generated_content_is_decoded_or_refused_within_bounds(data: st.Da
 def test_any_bytes_are_decoded_or_refused_within_bounds(data: bytes, buffer: bytes) -> None:
     decode_content(data)
     decode_headers(data)
+    decode_moves(data)
     decode_message([data])
     decode_message([data, buffer])
 

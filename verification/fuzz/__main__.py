@@ -26,8 +26,9 @@ from verification.fuzz.targets import Progress, conversation_of
 # The share of each target in the duration.
 GUIDED = {
     "decoder": 0.06,
-    "messages": 0.08,
-    "receiver, unix": 0.1,
+    "messages": 0.06,
+    "receiver, unix": 0.07,
+    "receiver, tcp": 0.05,
     "receiver, queue": 0.05,
     "sender": 0.08,
     "inspector": 0.04,
@@ -35,13 +36,14 @@ GUIDED = {
     "subscriber": 0.06,
 }
 LIVE = {
-    "receiver, unix": 0.07,
-    "receiver, queue": 0.07,
+    "receiver, unix": 0.06,
+    "receiver, queue": 0.05,
+    "receiver, tcp": 0.06,
     "sender": 0.06,
     "inspector": 0.04,
-    "server": 0.05,
-    "client": 0.05,
-    "publisher, unix": 0.05,
+    "server": 0.04,
+    "client": 0.04,
+    "publisher, unix": 0.04,
     "publisher, queue": 0.04,
     "subscriber": 0.04,
 }

@@ -30,10 +30,22 @@ from aiotensor.protocol.frames import (
     decode,
     encode_record,
 )
+from aiotensor.protocol.moves import (
+    STEP_BYTES,
+    Ack,
+    Area,
+    Step,
+    encode_ack,
+    encode_area,
+    encode_step,
+    read_ack,
+    read_area,
+    read_step,
+)
 from aiotensor.protocol.subscriber import read_content
 from verification.fuzz.notes import Note
 
-__all__ = ["decode_both_ways", "decode_content", "decode_headers", "decode_message"]
+__all__ = ["decode_both_ways", "decode_content", "decode_headers", "decode_message", "decode_moves"]
 
 # Of processor time, for a record of 64 KiB: a hundred times the duration on a slow machine.
 _SECONDS = 1.0
@@ -57,6 +69,24 @@ def decode_both_ways(record: bytes) -> None:
         if frames is not None:
             assert all(isinstance(frame, _FRAMES) for frame in frames)
             assert read(encode_record(frames)) == frames
+
+
+def decode_moves(data: bytes) -> None:
+    """Check that a message about moves is read or refused, within bounds, and survives a round trip."""
+    step = _in_bounds(read_step, data, len(data))
+    if step is not None:
+        assert isinstance(step, Step)
+        assert step.area.block <= step.start < step.start + step.length <= step.area.block + step.nbytes
+        assert step.length <= STEP_BYTES
+        assert read_step(encode_step(step)) == step
+    area = _in_bounds(read_area, data, len(data))
+    if area is not None:
+        assert isinstance(area, Area)
+        assert read_area(encode_area(area)) == area
+    ack = _in_bounds(read_ack, data, len(data))
+    if ack is not None:
+        assert isinstance(ack, Ack)
+        assert read_ack(encode_ack(ack)) == ack
 
 
 def decode_content(data: bytes) -> None:

@@ -194,12 +194,24 @@ def in_memory(tensor: torch.Tensor, troubles: Troubles) -> bool:
         troubles.found.append("memory was mapped that its owner can take back")
     elif start + nbytes > high:
         troubles.found.append(f"{nbytes} bytes at {offset} of a segment of {high - low}")
+    elif name == _LANDING_NAME:
+        _check_landed(ctypes.string_at(start, nbytes), offset, troubles)
     elif ctypes.string_at(start, nbytes) not in [image[offset : offset + nbytes] for image in _IMAGES]:
         troubles.found.append(f"bytes at {offset} are not those of the segment")
     return True
 
 
-_MAPPING = re.compile(rf"^([0-9a-f]+)-([0-9a-f]+) .* /memfd:({MEMORY_NAME}|{LOOSE_NAME}) ", re.MULTILINE)
+def _check_landed(data: bytes, offset: int, troubles: Troubles) -> None:
+    """Check bytes of a landing segment: a rogue moves the bytes of `GUARD`, or none."""
+    expected = GUARD[offset : offset + len(data)]
+    if any(byte and byte != moved for byte, moved in zip(data, expected, strict=False)):
+        troubles.found.append(f"bytes at {offset} are not those that were moved there")
+
+
+_LANDING_NAME = "aiotensor"  # of the memory in which moved bytes arrive
+
+_NAMES = f"{MEMORY_NAME}|{LOOSE_NAME}|{_LANDING_NAME}"
+_MAPPING = re.compile(rf"^([0-9a-f]+)-([0-9a-f]+) .* /memfd:({_NAMES}) ", re.MULTILINE)
 
 
 def _mapping_at(address: int) -> tuple[int, int, str] | None:

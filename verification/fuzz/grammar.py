@@ -11,6 +11,7 @@ from verification.fuzz.broadcasts import SUBSCRIBE, TO_PUBLISHER, TO_SUBSCRIBER,
 from verification.fuzz.choosers import WILDNESS, Chooser, happens, one_of
 from verification.fuzz.headers import TO_CLIENT, TO_SERVER, to_client, to_server
 from verification.fuzz.inspecting import INSPECT, TO_INSPECTOR, statistics_reply, to_inspector
+from verification.fuzz.moving import Movement
 from verification.fuzz.placing import ANYTHING, DTYPE_NAMES, Segments, small_shape
 from verification.fuzz.steps import ENVELOPES, RIGHT, STAND_IN, Conversation, Step
 from verification.fuzz.wire import Frame, boundary, broken_frame, record_of
@@ -43,6 +44,7 @@ class Talk:
         self._in_flight: list[int] = []  # and not discarded; this side does not know which were taken
         self._open: dict[int, int] = {}  # how many tensors each message has
         self.segments = Segments(chooser, one_in)
+        self.movement = Movement(chooser, one_in, self.segments)
         self._next_block = 0
         self.awaits_reply = False  # an inspector waits for the statistics of this sender
 
@@ -50,6 +52,7 @@ class Talk:
         self._open.clear()
         self._in_flight.clear()
         self.segments.sizes.clear()
+        self.movement.begin()
         self.awaits_reply = False
         self._permits = one_of(self._chooser, (64, 8, 1))
         return ["hello", VERSION, 1, STAND_IN, self._permits, ARENA, self._next_message]
@@ -157,8 +160,10 @@ def _to_receiver(chooser: Chooser) -> list[Step]:
             inspect = broken_frame(chooser, INSPECT) if happens(chooser, one_in) else INSPECT
             steps.append(Step(msgspec.msgpack.encode([inspect]).hex(), beside=True))
             talk.awaits_reply |= inspect is INSPECT
+        moves = talk.movement.messages()
         frames = [talk.frame() for _ in range(chooser.number(1, 4))]
-        steps.append(_step(chooser, talk, one_in, frames))
+        step = _step(chooser, talk, one_in, frames)
+        steps.append(msgspec.structs.replace(step, moves=tuple(message.hex() for message in moves)))
     return steps
 
 

@@ -22,6 +22,7 @@ with atheris.instrument_imports(include=["aiotensor"]):
         decode_content,
         decode_headers,
         decode_message,
+        decode_moves,
     )
     from verification.fuzz.inside import Inside, inside
     from verification.fuzz.targets import Progress, conversation_of, link_of
@@ -65,6 +66,9 @@ def _decode(data: bytes, progress: Progress) -> None:
     for to in ("decoder", "receiver", "sender", "inspector", "publisher", "subscriber"):
         for step in conversation_of(to, data).steps:
             decode_both_ways(step.data)
+            for message in step.moves:
+                decode_moves(bytes.fromhex(message))
+    decode_moves(data)
 
 
 def _decode_messages(data: bytes, progress: Progress) -> None:

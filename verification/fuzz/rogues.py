@@ -15,7 +15,14 @@ from verification.fuzz.notes import messages_at
 from verification.fuzz.steps import STAND_IN, Conversation, Step
 from verification.patterns import pattern
 
-__all__ = ["answer_as_server", "ask_as_client", "heard_by_server", "rogue_server"]
+__all__ = [
+    "answer_as_server",
+    "ask_as_client",
+    "heard_by_server",
+    "read_message",
+    "rogue_server",
+    "send_message",
+]
 
 _PATIENCE_S = 0.02  # for a reply that may never arrive
 _LINGER_MS = 1000
@@ -31,7 +38,7 @@ def _names_a_sender(conversation: Conversation) -> bool:
     return any(name in part for step in conversation.steps for part in (step.record, *step.parts))
 
 
-async def _read(sock: "zmq.Socket[bytes]", within_s: float = _PATIENCE_S) -> list[bytes] | None:
+async def read_message(sock: "zmq.Socket[bytes]", within_s: float = _PATIENCE_S) -> list[bytes] | None:
     """Return the next message, or None if none comes soon."""
     ends = asyncio.get_running_loop().time() + within_s
     while True:
@@ -42,7 +49,9 @@ async def _read(sock: "zmq.Socket[bytes]", within_s: float = _PATIENCE_S) -> lis
         await asyncio.sleep(0.0005)
 
 
-async def _say(sock: "zmq.Socket[bytes]", parts: Sequence[bytes], goes_on: Callable[[], bool]) -> bool:
+async def send_message(
+    sock: "zmq.Socket[bytes]", parts: Sequence[bytes], goes_on: Callable[[], bool]
+) -> bool:
     """Send a message once the socket is writable; return False if the peer is gone or `goes_on` is false."""
     while goes_on():
         try:
@@ -89,13 +98,13 @@ async def ask_as_client(
                     sock = context.socket(zmq.DEALER)
                     sock.connect(messages_at(endpoint))
                 if step.after:
-                    await _read(sock)
-                if not await _say(
+                    await read_message(sock)
+                if not await send_message(
                     sock, _parts(step, sender), lambda: asyncio.get_running_loop().time() < ends
                 ):
                     break
             if sock is not None:
-                await _read(sock)
+                await read_message(sock)
         finally:
             if sock is not None:
                 sock.close(_LINGER_MS)
@@ -107,7 +116,7 @@ async def heard_by_server(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: E
         sock.linger = 0
         sock.connect(messages_at(endpoint))
         sock.send(write(ClientHello(VERSION, 1)))
-        assert await _read(sock, within_s=20) is not None, "the server accepts no new client"
+        assert await read_message(sock, within_s=20) is not None, "the server accepts no new client"
 
 
 @asynccontextmanager
@@ -126,15 +135,15 @@ async def rogue_server(endpoint: Endpoint) -> AsyncIterator["zmq.Socket[bytes]"]
 
 async def answer_as_server(sock: "zmq.Socket[bytes]", endpoint: Endpoint, conversation: Conversation) -> None:
     """Send the replies of a conversation to one client, until one of the two ends it."""
-    first = await _read(sock, within_s=5)
+    first = await read_message(sock, within_s=5)
     if first is None:
         return
     client, read = first[0], 0
     async with _own_sender(endpoint, conversation) as sender:
         for step in conversation.steps:
-            while read < step.after and await _read(sock) is not None:
+            while read < step.after and await read_message(sock) is not None:
                 read += 1
             with contextlib.suppress(AioTensorError):
-                if not await _say(sock, [client, *_parts(step, sender)], lambda: True):
+                if not await send_message(sock, [client, *_parts(step, sender)], lambda: True):
                     return
-        await _read(sock)
+        await read_message(sock)

@@ -13,6 +13,7 @@ from aiotensor import TensorQueue
 from aiotensor.protocol.frames import MAX_RECORD_BYTES, VERSION, Hello, encode
 from aiotensor.transports.endpoints import Endpoint
 from aiotensor.transports.records import record_pair
+from verification.fuzz.speaking_tcp import OnTcp
 from verification.fuzz.steps import RIGHT, STAND_IN, Conversation, Step
 from verification.fuzz.things import Things
 
@@ -216,7 +217,13 @@ class OnQueue:
 @contextlib.contextmanager
 def road_to(endpoint: Endpoint, things: Things) -> Iterator[Road]:
     """Return an object that connects to a receiver."""
-    road = OnQueue(endpoint, things) if isinstance(endpoint, TensorQueue) else OnSocket(endpoint, things)
+    road: OnQueue | OnTcp | OnSocket
+    if isinstance(endpoint, TensorQueue):
+        road = OnQueue(endpoint, things)
+    elif endpoint.startswith("tcp://"):
+        road = OnTcp(endpoint)
+    else:
+        road = OnSocket(endpoint, things)
     with contextlib.closing(road):
         yield road
 

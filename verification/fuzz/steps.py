@@ -51,6 +51,7 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         after: how many records of the other side are read before it is sent; of a publisher, how many
             publications.
         parts: the further parts of a ZeroMQ message, in hexadecimal digits.
+        moves: the messages before the record, over ``tcp://`` only, in hexadecimal digits.
     """
 
     record: str
@@ -60,6 +61,7 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     beside: bool = False
     after: int = 0
     parts: tuple[str, ...] = ()
+    moves: tuple[str, ...] = ()
 
     @property
     def data(self) -> bytes:

@@ -59,4 +59,5 @@ def _message(parts: list[bytes]) -> Step:
 
 def link_of(target: str) -> str:
     """Return the link of a target."""
-    return "queue" if target.endswith(", queue") else "unix"
+    _, _, link = target.partition(", ")
+    return link or "unix"

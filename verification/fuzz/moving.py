@@ -1,0 +1,91 @@
+"""The moves of a rogue: steps of blocks in its segments, freed blocks, and acknowledgements."""
+
+from aiotensor.protocol.moves import (
+    BYE,
+    OPENING,
+    STEP_BYTES,
+    Ack,
+    Area,
+    Step,
+    encode_ack,
+    encode_area,
+    encode_step,
+)
+from verification.fuzz.choosers import Chooser, happens, one_of
+from verification.fuzz.placing import Segments
+from verification.fuzz.things import GUARD
+from verification.fuzz.wire import BOUNDARIES, broken_bytes
+
+__all__ = ["Movement"]
+
+_ALIGNED = 64
+_MOST_BYTES = 4096
+
+
+class Movement:
+    """The blocks of a rogue, from which its next valid message about moves is derived.
+
+    A byte is moved to the position that it has in `GUARD`, so the byte of every tensor is known.
+    """
+
+    def __init__(self, chooser: Chooser, one_in: int, segments: Segments) -> None:
+        self._chooser = chooser
+        self._one_in = one_in
+        self._segments = segments
+        self._blocks: dict[Area, int] = {}  # their sizes
+
+    def begin(self) -> None:
+        """Forget the blocks of an earlier connection."""
+        self._blocks.clear()
+
+    def messages(self) -> list[bytes]:
+        """Return the messages before the next record; on most connections there are none."""
+        chooser = self._chooser
+        said: list[bytes] = []
+        for _ in range(chooser.number(0, 3)):
+            messages = self._right_messages()
+            if happens(chooser, 2 * self._one_in):
+                messages[0] = broken_bytes(chooser, messages[0])
+            if happens(chooser, 2 * self._one_in):
+                messages.append(one_of(chooser, (bytes([BYE]), OPENING, bytes([99]), b"")))
+            said += messages
+        return said
+
+    def _right_messages(self) -> list[bytes]:
+        chooser = self._chooser
+        kind = chooser.number(0, 5)
+        if kind == 0 and self._blocks:
+            area = one_of(chooser, list(self._blocks))
+            del self._blocks[area]
+            return [encode_area(area)]
+        if kind == 1 or (not self._segments.sizes and not happens(chooser, self._one_in)):
+            total = one_of(chooser, BOUNDARIES) % 2**64 if happens(chooser, self._one_in) else 0
+            return [encode_ack(Ack(total, 0))]
+        area, nbytes = self._block()
+        first = chooser.number(0, nbytes - 1)
+        length = chooser.number(1, min(nbytes - first, _MOST_BYTES))
+        if happens(chooser, 2 * self._one_in):
+            length = one_of(chooser, (0, STEP_BYTES, STEP_BYTES + 1, length + 1))
+        start = area.block + first
+        step = Step(area, nbytes, start, length, happens(chooser, 2))
+        data = GUARD[start : start + length].ljust(length, b"\0")
+        return [encode_step(step), data[1:] if happens(chooser, 2 * self._one_in) else data]
+
+    def _block(self) -> tuple[Area, int]:
+        """Return a block of an attached segment, an earlier one or a new one; a wrong one now and then."""
+        chooser, sizes = self._chooser, self._segments.sizes
+        if self._blocks and happens(chooser, 2):
+            area = one_of(chooser, list(self._blocks))
+            return area, self._blocks[area]
+        number = one_of(chooser, list(sizes)) if sizes else 0
+        size = sizes.get(number, _MOST_BYTES)
+        before = [area.block + nbytes for area, nbytes in self._blocks.items() if area.segment == number]
+        block = -(-max(before, default=0) // _ALIGNED) * _ALIGNED  # behind the others
+        if happens(chooser, self._one_in):
+            block = one_of(chooser, (*BOUNDARIES, size, 1)) % 2**63
+        nbytes = chooser.number(1, max(1, min(_MOST_BYTES, size - block)))
+        if happens(chooser, self._one_in):
+            nbytes = one_of(chooser, (size, size + 1, *BOUNDARIES)) % 2**62 or 1
+        area = Area(number, block)
+        self._blocks[area] = nbytes
+        return area, nbytes
