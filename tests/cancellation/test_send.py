@@ -173,7 +173,8 @@ async def test_a_send_cancelled_while_it_gets_memory_gives_its_block_back(is_fir
             del whole
             await settled(sender)
 
-    assert await cancel_everywhere(attempt)
+    found = await cancel_everywhere(attempt)
+    assert found or Links.current == "tcp"  # which copies small tensors into messages, and does not wait
 
 
 @on_one_machine
