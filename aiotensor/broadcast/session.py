@@ -9,7 +9,7 @@ from functools import partial
 from typing import Protocol
 
 from aiotensor.errors import PeerLostError, ProtocolError, RefusedError
-from aiotensor.protocol.broadcast import Begin, Detach, Publish
+from aiotensor.protocol.broadcast import Admit, Detach, Publish
 from aiotensor.protocol.connection import Close, Loss
 from aiotensor.protocol.frames import Attach, Discard, Subscribe
 from aiotensor.protocol.subscriber import SubscriberConnection
@@ -198,8 +198,8 @@ class Session:
                         self._attach(frame, descriptors)
                     case Detach():
                         self._detach(frame.segment)
-                    case Begin():
-                        self._begin(frame)
+                    case Admit():
+                        self._admit(frame)
                     case Close():
                         self._end(self.connection.closed(frame), is_clean=not frame.reason)
                 if self.is_over:
@@ -223,18 +223,18 @@ class Session:
         """Handle that the transport accepts records again."""
         self._events.writing_resumed()
 
-    def _begin(self, begin: Begin) -> None:
+    def _admit(self, limits: Admit) -> None:
         limit = self._max_mapped_bytes
-        if limit is not None and begin.arena_bytes > limit:
+        if limit is not None and limits.arena_bytes > limit:
             self._refuse(
-                f"its arena has {begin.arena_bytes} bytes, more than max_mapped_bytes={limit} of the "
+                f"its arena has {limits.arena_bytes} bytes, more than max_mapped_bytes={limit} of the "
                 "subscriber: raise max_mapped_bytes, or lower arena_bytes of the publisher",
                 is_refusal=True,
             )
             return
-        self.memory.arena_bytes = begin.arena_bytes
-        self.first = begin.next
-        self.drops = begin.drops
+        self.memory.arena_bytes = limits.arena_bytes
+        self.first = limits.next
+        self.drops = limits.drops
         self.publisher = self.connection.publisher_id or ""
         self._events.admitted(self)
 

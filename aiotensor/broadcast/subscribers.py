@@ -18,7 +18,7 @@ from aiotensor.broadcast.refusals import SubscriberRefusalLog
 from aiotensor.broadcast.settings import PublisherSettings
 from aiotensor.broadcast.subscriber_peer import SubscriberPeer
 from aiotensor.protocol.audience import Audience, Dropped, Item
-from aiotensor.protocol.broadcast import Begin
+from aiotensor.protocol.broadcast import Admit
 from aiotensor.protocol.connection import Close
 from aiotensor.protocol.frames import Hello, Subscribe, Welcome
 from aiotensor.protocol.publisher import PublisherConnection
@@ -182,7 +182,7 @@ class Subscribers:
         backlog = peer.backlog = self.audience.join(peer, items)
         number = items[0].number if items else self.next_number
         drops = settings.slow == "drop"
-        peer.connection.admit(backlog, Begin(settings.max_bytes, settings.max_behind, number, drops))
+        peer.connection.admit(backlog, Admit(settings.max_bytes, settings.max_behind, number, drops))
         peer.announce()
         peer.flush()
         self.progress()

@@ -1,6 +1,6 @@
 """The connections of a subscriber to publishers, and the publications that have arrived.
 
-    (no session) --connected--> session, not admitted --Begin--> session, admitted
+    (no session) --connected--> session, not admitted --Admit--> session, admitted
     ^                              |                              |
     '--------- loss, close --------+------------------------------'
     '--------- refusal, violation, disconnected for being slow: `failure` is set, until a call connects again

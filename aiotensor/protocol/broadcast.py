@@ -4,7 +4,7 @@
       | Subscribe(version, pid, id, ...)        |   alone in the first record
       | --------------------------------------> |
       |      Welcome(version, pid, limits), ... |   states whether the subscriber is admitted
-      |     Begin(arena, max_behind, number)    |   if it is
+      |     Admit(arena, max_behind, number)    |   if it is
       | <-------------------------------------- |
       |                         Attach(segment) |   before the first publication in it, with its descriptor
       |                   Publish(number, ...)  |   one for each publication; the same record to all
@@ -41,7 +41,7 @@ from aiotensor.types import MAX_NUMBER, Number
 __all__ = [
     "FROM_SUBSCRIBER",
     "TO_SUBSCRIBER",
-    "Begin",
+    "Admit",
     "Content",
     "Detach",
     "FromSubscriber",
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 
-class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
+class Admit(msgspec.Struct, frozen=True, array_like=True, tag="admit"):
     """Admit a subscriber, and state the limits that the publisher will keep.
 
     `next` is the number of the first publication that the subscriber may receive. At most `max_behind`
@@ -103,7 +103,7 @@ class Content(msgspec.Struct, frozen=True, array_like=True):
 
 
 FromSubscriber = Taken | Discarded | Release | Close
-ToSubscriber = Welcome | Begin | Attach | Detach | Publish | Discard | Close
+ToSubscriber = Welcome | Admit | Attach | Detach | Publish | Discard | Close
 
 _record = msgspec.Meta(max_length=MAX_FRAMES)
 

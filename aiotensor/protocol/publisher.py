@@ -13,7 +13,7 @@ from aiotensor.errors import ProtocolError
 from aiotensor.protocol.audience import Backlog, Item
 from aiotensor.protocol.broadcast import (
     FROM_SUBSCRIBER,
-    Begin,
+    Admit,
     Detach,
     FromSubscriber,
     ToSubscriber,
@@ -63,11 +63,11 @@ class PublisherConnection(RecordConnection[FromSubscriber, ToSubscriber]):
 
     # Commands
 
-    def admit(self, backlog: Backlog, begin: Begin) -> None:
+    def admit(self, backlog: Backlog, admit: Admit) -> None:
         """Admit the subscriber."""
         self.backlog = backlog
         self._send(self._welcome)
-        self._send(begin)
+        self._send(admit)
         self.state = OPEN
 
     def refuse(self, reason: str) -> None:

@@ -1,6 +1,6 @@
 """A subscriber's end of one connection to a publisher.
 
-    OPENING --Begin--> OPEN --Close, either way; violation--> CLOSED
+    OPENING --Admit--> OPEN --Close, either way; violation--> CLOSED
        |                                                        ^
        '--Welcome of another version; Close; violation----------'
 
@@ -20,7 +20,7 @@ from aiotensor.protocol.answers import AnsweringConnection
 from aiotensor.protocol.blocks import ADDRESSES_PER_BYTE
 from aiotensor.protocol.broadcast import (
     TO_SUBSCRIBER,
-    Begin,
+    Admit,
     Content,
     Detach,
     Publish,
@@ -58,13 +58,13 @@ class SubscriberConnection(AnsweringConnection[ToSubscriber, Subscribe]):
 
     Attributes:
         publisher_id: the id of the publisher; None until the `Welcome`.
-        begin: the limits of the publisher; None until it has admitted this subscriber.
+        limits: the limits of the publisher; None until it has admitted this subscriber.
     """
 
     def __init__(self, subscribe: Subscribe) -> None:
         super().__init__("subscriber", "the publisher", TO_SUBSCRIBER, MAX_RECORD_BYTES, LEAST_FRAME_BYTES)
         self.publisher_id: str | None = None
-        self.begin: Begin | None = None
+        self.limits: Admit | None = None
         self._is_welcome = False
         self._next = 0
         self._unanswered: set[int] = set()
@@ -90,14 +90,14 @@ class SubscriberConnection(AnsweringConnection[ToSubscriber, Subscribe]):
     def _validate(self, frame: ToSubscriber) -> None:
         match frame:
             case Publish():
-                begin = self.begin
-                if begin is None:
+                limits = self.limits
+                if limits is None:
                     raise ProtocolError("it sent a publication before it admitted this subscriber")
                 if frame.number < self._next:
                     raise ProtocolError(f"it sent publication {frame.number} after {self._next - 1}")
-                if len(self._unanswered) >= 2 * begin.max_behind:
+                if len(self._unanswered) >= 2 * limits.max_behind:
                     raise ProtocolError(
-                        f"it sent more publications than max_behind={begin.max_behind} allows"
+                        f"it sent more publications than max_behind={limits.max_behind} allows"
                     )
                 if frame.placement != (INLINE if frame.block is None else ARENA):
                     raise ProtocolError(f"it placed a publication by {frame.placement!r}, unknown here")
@@ -114,10 +114,10 @@ class SubscriberConnection(AnsweringConnection[ToSubscriber, Subscribe]):
                 self.check_open()
                 if self._segments.pop(frame.segment, None) is None:
                     raise ProtocolError(f"it detached segment {frame.segment}, which it never attached")
-            case Begin():
-                if not self._is_welcome or self.begin is not None:
+            case Admit():
+                if not self._is_welcome or self.limits is not None:
                     raise ProtocolError("it admitted this subscriber twice, or not at all before")
-                self.begin, self._next = frame, frame.next
+                self.limits, self._next = frame, frame.next
                 self.state = OPEN
             case Welcome():
                 self.publisher_id = frame.receiver
@@ -133,7 +133,7 @@ class SubscriberConnection(AnsweringConnection[ToSubscriber, Subscribe]):
             raise ProtocolError(f"it attached segment {attach.segment} twice")
         if len(self._segments) >= MAX_SEGMENTS:
             raise ProtocolError(f"it attached more than {MAX_SEGMENTS} segments")
-        arena_bytes = 0 if self.begin is None else self.begin.arena_bytes
+        arena_bytes = 0 if self.limits is None else self.limits.arena_bytes
         if attach.nbytes > ADDRESSES_PER_BYTE * (arena_bytes + _LARGEST_PAGE_BYTES):
             raise ProtocolError(f"it attached {attach.nbytes} bytes and stated an arena of {arena_bytes}")
         self._segments[attach.segment] = attach.nbytes

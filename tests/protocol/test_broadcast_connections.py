@@ -12,7 +12,7 @@ from aiotensor.protocol.audience import Backlog, Item
 from aiotensor.protocol.broadcast import (
     FROM_SUBSCRIBER,
     TO_SUBSCRIBER,
-    Begin,
+    Admit,
     Content,
     Detach,
     PlacedTensor,
@@ -42,7 +42,7 @@ from aiotensor.protocol.receiver import MAX_SEGMENTS
 from aiotensor.protocol.subscriber import SubscriberConnection, read_content
 
 WELCOME = Welcome(VERSION, 7, MAX_RECORD_BYTES, "p", is_admitted=True)
-BEGIN = Begin(1 << 20, 2, 5)
+ADMIT = Admit(1 << 20, 2, 5)
 
 
 def subscribe(**changes: object) -> Subscribe:
@@ -67,7 +67,7 @@ def publisher_end(*numbers: int) -> PublisherConnection:
     """Return the end of a publisher that has admitted a subscriber and announced some publications."""
     connection = PublisherConnection(subscribe(), WELCOME)
     backlog = Backlog(4, None)
-    connection.admit(backlog, BEGIN)
+    connection.admit(backlog, ADMIT)
     for number in numbers:
         backlog.add(item(number, number))
         announced = backlog.next()
@@ -82,7 +82,7 @@ def subscriber_end(*frames: object) -> SubscriberConnection:
     connection = SubscriberConnection(subscribe())
     [first] = connection.data_to_send()
     assert decode(OPENING, first) == [subscribe()]
-    connection.receive(record(WELCOME, BEGIN))
+    connection.receive(record(WELCOME, ADMIT))
     for frame in frames:
         connection.receive(record(frame))
     return connection
@@ -99,10 +99,10 @@ def answered(connection: SubscriberConnection) -> list[object]:
 def test_a_publisher_admits_a_subscriber() -> None:
     connection = PublisherConnection(subscribe(), WELCOME)
     states = [connection.state]
-    connection.admit(Backlog(2, None), BEGIN)
+    connection.admit(Backlog(2, None), ADMIT)
     states.append(connection.state)
     assert states == [ConnectionState.OPENING, ConnectionState.OPEN]
-    assert sent(connection) == [WELCOME, BEGIN]
+    assert sent(connection) == [WELCOME, ADMIT]
 
 
 def test_a_refused_subscriber_receives_the_version_and_the_reason() -> None:
@@ -166,7 +166,7 @@ def test_wrong_answers_are_violations(frame: object) -> None:
     assert connection.receive(record(Taken((1,)))) == []
 
 
-@pytest.mark.parametrize("frame", [WELCOME, BEGIN, publish(1), Attach(0, ARENA, 1), Discard(1)], ids=repr)
+@pytest.mark.parametrize("frame", [WELCOME, ADMIT, publish(1), Attach(0, ARENA, 1), Discard(1)], ids=repr)
 def test_a_subscriber_sends_no_frames_of_a_publisher(frame: object) -> None:
     with pytest.raises(ProtocolError, match="cannot be read"):
         publisher_end().receive(record(frame))
@@ -207,7 +207,7 @@ def test_answers_are_sent_before_a_close() -> None:
         ([Attach(number, ARENA, 1) for number in range(MAX_SEGMENTS + 1)], "more than 8 segments"),
         ([Attach(0, ARENA, 1 << 30)], "attached 1073741824 bytes and stated an arena of 1048576"),
         ([Detach(0)], "detached segment 0, which it never attached"),
-        ([BEGIN], "admitted this subscriber twice"),
+        ([ADMIT], "admitted this subscriber twice"),
         ([WELCOME], "a second hello"),
         ([Taken((1,))], "cannot be read"),
     ],
@@ -219,7 +219,7 @@ def test_violations_of_a_publisher(frames: list[object], text: str) -> None:
 
 @pytest.mark.parametrize(
     "frame",
-    [publish(5), Discard(1), Attach(0, ARENA, 1), Detach(0), BEGIN],
+    [publish(5), Discard(1), Attach(0, ARENA, 1), Detach(0), ADMIT],
     ids=lambda frame: type(frame).__name__,
 )
 def test_a_publisher_admits_a_subscriber_before_everything_else(frame: object) -> None:

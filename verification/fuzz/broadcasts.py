@@ -166,7 +166,7 @@ class _Publishing:
         max_behind = one_of(chooser, (64, 1, 8))
         return [
             ["welcome", VERSION, 1, LEAST_FRAME_BYTES, one_of(chooser, ("p", "")), not happens(chooser, 12)],
-            ["begin", _ARENA_BYTES, max_behind, self._next, happens(chooser, 2)],
+            ["admit", _ARENA_BYTES, max_behind, self._next, happens(chooser, 2)],
         ]
 
     def frame(self) -> Frame:

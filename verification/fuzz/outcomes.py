@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from aiotensor.errors import ProtocolError, RefusedError
 from aiotensor.protocol.audience import Backlog, Item
-from aiotensor.protocol.broadcast import Begin, Publish
+from aiotensor.protocol.broadcast import Admit, Publish
 from aiotensor.protocol.frames import (
     ARENA,
     INLINE,
@@ -123,7 +123,7 @@ def _opened(to: str, opening: Opening) -> _Opened:
         case Subscribe() if to == TO_PUBLISHER:
             publisher = PublisherConnection(opening, _WELCOME)
             backlog = Backlog(MOST_READ, None)
-            publisher.admit(backlog, Begin(1 << 20, MOST_READ, FIRST_NUMBER))
+            publisher.admit(backlog, Admit(1 << 20, MOST_READ, FIRST_NUMBER))
             for number in range(MOST_READ):
                 item = Item(FIRST_NUMBER + number, b"", blocks=((FIRST_BLOCK + number, 4096),))
                 backlog.add(item)

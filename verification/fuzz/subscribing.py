@@ -6,7 +6,7 @@ import secrets
 from msgspec.structs import replace
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.broadcast import TO_SUBSCRIBER, Begin, Publish
+from aiotensor.protocol.broadcast import TO_SUBSCRIBER, Admit, Publish
 from aiotensor.protocol.frames import Welcome, decode
 from aiotensor.protocol.subscriber import read_content
 from verification.fuzz.broadcasts import MOST_READ
@@ -46,7 +46,7 @@ class _Heard:
             match frame:
                 case Welcome():
                     self._publisher = frame.receiver
-                case Begin():
+                case Admit():
                     self._next = frame.next
                 case Publish():
                     self.count += 1
