@@ -18,15 +18,18 @@ the bytes of each block to the same offset there, before the record that announc
       | BYE reason, either way                                      |   the last message, answered by another
 
 Both ends of a connection may write. Steps of several blocks take turns, and records are sent between them. So
-no record waits for longer than a step. Credit limits how much of both may be under way. A step is a message
-with its header, and one with its bytes, so that these need no copy. Several messages may be the parts of one
-message of ZeroMQ; the grouping has no meaning.
+no record waits for longer than a step. Credit limits how much of both may be under way. A large step is one
+message with its header, and one with its bytes, which need no copy; a small step is one message. Small
+messages may share a BATCH.
+
+Each is a message of ZeroMQ with one part: if a connection ends between two parts, libzmq may abort the
+process (https://github.com/zeromq/libzmq/issues/3442).
 """
 
 import struct
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Generic, NamedTuple, TypeVar
 
@@ -34,6 +37,7 @@ from aiotensor.errors import ProtocolError
 
 __all__ = [
     "ACK",
+    "BATCH",
     "BYE",
     "FREE",
     "OPEN",
@@ -51,14 +55,16 @@ __all__ = [
     "Step",
     "encode_ack",
     "encode_area",
+    "encode_batch",
     "encode_step",
     "read_ack",
     "read_area",
+    "read_batch",
     "read_step",
 ]
 
 # The first byte of a message.
-RECORD, STEP, FREE, ACK, BYE, OPEN = range(6)
+RECORD, STEP, FREE, ACK, BYE, OPEN, BATCH = range(7)
 
 _VERSION = 1
 OPENING = bytes([OPEN, _VERSION]) + b"aiotensor"
@@ -75,6 +81,7 @@ _RECORD_OVERHEAD_BYTES = 512
 _STEP = struct.Struct("<BBQQQQI")  # kind, whether to acknowledge, segment, block, its bytes, start, length
 _AREA = struct.Struct("<BQQ")  # kind, segment, block
 _ACK = struct.Struct("<BQQ")  # kind, bytes of steps, bytes of records
+_PART = struct.Struct("<I")  # the length of a message in a batch
 
 Source = TypeVar("Source")
 
@@ -119,18 +126,22 @@ def encode_step(step: Step) -> bytes:
     return _STEP.pack(STEP, wants_ack, segment, block, nbytes, start, length)
 
 
-def read_step(data: bytes | memoryview) -> Step:
-    """Return the step of a STEP message.
+def read_step(data: bytes | memoryview) -> tuple[Step, memoryview]:
+    """Return a step, and its bytes, which are empty if they follow in another message.
 
     Raises:
-        ProtocolError: the message has another size, or the range is not in the block.
+        ProtocolError: the message is too short, or has other bytes than it states.
     """
-    if len(data) != _STEP.size:
+    rest = memoryview(data)[_STEP.size :]
+    if len(data) < _STEP.size:
         raise ProtocolError(f"it sent a step of {len(data)} bytes")
-    _, wants_ack, segment, block, nbytes, start, length = _STEP.unpack(data)
+    _, wants_ack, segment, block, nbytes, start, length = _STEP.unpack_from(data)
+    step = Step(Area(segment, block), nbytes, start, length, bool(wants_ack))
     if not 0 < length <= STEP_BYTES or not block <= start <= start + length <= block + nbytes:
         raise ProtocolError(f"it moved bytes {start} to {start + length} of a block at {block} of {nbytes}")
-    return Step(Area(segment, block), nbytes, start, length, bool(wants_ack))
+    if rest and len(rest) != length:
+        raise ProtocolError(f"it sent {len(rest)} bytes in a step of {length}")
+    return step, rest
 
 
 def encode_area(area: Area) -> bytes:
@@ -165,6 +176,35 @@ def read_ack(data: bytes | memoryview) -> Ack:
         raise ProtocolError(f"it acknowledged in {len(data)} bytes")
     _, steps, records = _ACK.unpack(data)
     return Ack(steps, records)
+
+
+def encode_batch(messages: Sequence[bytes]) -> bytes:
+    """Encode messages as one."""
+    parts = [bytes([BATCH])]
+    for message in messages:
+        parts += (_PART.pack(len(message)), message)
+    return b"".join(parts)
+
+
+def read_batch(data: memoryview) -> list[memoryview]:
+    """Return the messages of a batch.
+
+    Raises:
+        ProtocolError: a message is incomplete, or is a batch.
+    """
+    messages: list[memoryview] = []
+    position = 1
+    while position < len(data):
+        start = position + _PART.size
+        if start > len(data):
+            raise ProtocolError("it sent a batch that ends in a length")
+        (length,) = _PART.unpack_from(data, position)
+        position = start + length
+        message = data[start:position]
+        if len(message) != length or message[:1] == bytes([BATCH]):
+            raise ProtocolError(f"it sent a batch with an invalid message of {length} bytes")
+        messages.append(message)
+    return messages
 
 
 class Move(Generic[Source]):

@@ -11,15 +11,21 @@ from verification.fuzz.living import listening
 _GROWTH_KIB = 1024  # of tensors it is one for each example: 15 MiB
 
 
+links = pytest.mark.parametrize("link", ["tcp", "unix"])
+
+
 @pytest.mark.parametrize("uvloop", [True, False], ids=["uvloop", "asyncio"])
-def test_a_sender_survives_invalid_receivers_and_serves_the_next_one(uvloop: bool) -> None:
-    with listening("unix", partial(live_sender, uvloop=uvloop)) as sender:
+@links
+def test_a_sender_survives_invalid_receivers_and_serves_the_next_one(link: str, uvloop: bool) -> None:
+    with listening(link, partial(live_sender, uvloop=uvloop)) as sender:
         sender.explore(TO_SENDER, warm_up=8, examples=20, growth_kib=_GROWTH_KIB)
         assert sender.live.cut_off
         assert sender.live.outcomes["PeerLostError"]
-        assert sender.live.honest_tensors > 8 * sender.live.conversations
+        # Seven that are not discarded after each conversation, and those that no rogue has taken.
+        assert sender.live.honest_tensors >= 7 * sender.live.conversations
 
 
-def test_recorded_cases_do_not_harm_a_sender() -> None:
-    with listening("unix", partial(live_sender, uvloop=True)) as sender:
+@links
+def test_recorded_cases_do_not_harm_a_sender(link: str) -> None:
+    with listening(link, partial(live_sender, uvloop=True)) as sender:
         sender.replay(TO_SENDER, times=1)

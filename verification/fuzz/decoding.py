@@ -37,9 +37,11 @@ from aiotensor.protocol.moves import (
     Step,
     encode_ack,
     encode_area,
+    encode_batch,
     encode_step,
     read_ack,
     read_area,
+    read_batch,
     read_step,
 )
 from aiotensor.protocol.subscriber import read_content
@@ -73,12 +75,18 @@ def decode_both_ways(record: bytes) -> None:
 
 def decode_moves(data: bytes) -> None:
     """Check that a message about moves is read or refused, within bounds, and survives a round trip."""
-    step = _in_bounds(read_step, data, len(data))
-    if step is not None:
+    found = _in_bounds(read_step, data, len(data))
+    if found is not None:
+        step, rest = found
         assert isinstance(step, Step)
+        assert not rest or len(rest) == step.length
         assert step.area.block <= step.start < step.start + step.length <= step.area.block + step.nbytes
         assert step.length <= STEP_BYTES
-        assert read_step(encode_step(step)) == step
+        assert read_step(encode_step(step) + rest) == (step, rest)
+    batch = _in_bounds(read_batch, memoryview(data), len(data))
+    if batch is not None:
+        assert sum(map(len, batch)) <= len(data)
+        assert read_batch(memoryview(encode_batch(batch))) == batch
     area = _in_bounds(read_area, data, len(data))
     if area is not None:
         assert isinstance(area, Area)
@@ -121,7 +129,7 @@ def _written(note: Note) -> list[bytes]:
     return [bytes(part) for part in TensorEncoder().encode(note)]
 
 
-def _in_bounds(decode: Callable[[Any], Any], data: bytes | Sequence[bytes], nbytes: int) -> Any:
+def _in_bounds(decode: Callable[[Any], Any], data: bytes | memoryview | Sequence[bytes], nbytes: int) -> Any:
     """Decode, and return None if the decoder refuses the data; check that it takes little time and memory."""
     tracemalloc.start()
     began = time.process_time()

@@ -186,6 +186,7 @@ def _step(chooser: Chooser, talk: Talk, one_in: int, frames: list[Frame], *, con
 def _to_sender(chooser: Chooser) -> list[Step]:
     """Generate replies to a new sender, whose messages and blocks are numbered from 0."""
     one_in = one_of(chooser, WILDNESS)
+    movement = Movement(chooser, one_in, Segments(chooser, one_in))
     steps: list[Step] = []
     frames: list[Frame] = []
     if not happens(chooser, 10):
@@ -200,7 +201,9 @@ def _to_sender(chooser: Chooser) -> list[Step]:
         descriptors = ["pipe"] * one_of(chooser, (1, 8, 9, 64)) if happens(chooser, 10) else []
         record = record_of(chooser, frames, 2 * one_in)
         # By the third record the sender has sent tensors, so that a reply can be valid.
-        steps.append(Step(record.hex(), tuple(descriptors), after=3 - chooser.number(0, 3)))
+        after = 3 - chooser.number(0, 3)
+        moves = tuple(message.hex() for message in movement.messages())
+        steps.append(Step(record.hex(), tuple(descriptors), after=after, moves=moves))
         frames = []
     return steps
 

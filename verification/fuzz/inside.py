@@ -15,7 +15,7 @@ from aiotensor.transports.endpoints import Endpoint
 from verification.fuzz import api
 from verification.fuzz.broadcasts import MOST_READ
 from verification.fuzz.engine import Engine, Figures, Troubles, figures, listed
-from verification.fuzz.listening import answer, waiting_at
+from verification.fuzz.listening import answer, answering_at, waiting_at
 from verification.fuzz.live_inspector import INSPECTED, inspect_once
 from verification.fuzz.notes import Note
 from verification.fuzz.receiving import publish_rightly, receive_all
@@ -90,11 +90,11 @@ class InsideSender:
     async def hear(self, conversation: Conversation) -> None:
         """Run a rogue receiver for a sender in use, and then an honest one for the remaining tensors."""
         async with asyncio.timeout(_PATIENCE_S), contextlib.AsyncExitStack() as stack:
-            with waiting_at(self._address) as listener:
+            with answering_at(self._address, self._things) as answer_it:
                 sender = TensorSender(self._address, api.PERMITS, api.ARENA_BYTES)
                 await stack.enter_async_context(sender)
                 working = asyncio.create_task(api.work(sender))
-                await answer(listener, conversation, self._things)
+                await answer_it(conversation)
             async with TensorReceiver(self._address) as honest:
                 taking = asyncio.create_task(_take(honest))
                 self._outcomes += await working
@@ -263,4 +263,5 @@ def inside(target: str, endpoint: Endpoint) -> AbstractAsyncContextManager[Insid
         "publisher": InsidePublisher,
         "subscriber": InsideSubscriber,
     }
-    return _inside(kinds[target], str(endpoint)) if target in kinds else _inside_receiver(endpoint)
+    kind, _, _ = target.partition(", ")
+    return _inside(kinds[kind], str(endpoint)) if kind in kinds else _inside_receiver(endpoint)

@@ -3,16 +3,17 @@
 import asyncio
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
 from aiotensor.transports.endpoints import Endpoint
+from verification.fuzz.listening_tcp import waiting_at_port
 from verification.fuzz.speaking import say
 from verification.fuzz.steps import Conversation
 from verification.fuzz.things import Things
 
-__all__ = ["answer", "waiting_at"]
+__all__ = ["answer", "answering_at", "waiting_at"]
 
 
 @contextmanager
@@ -27,6 +28,17 @@ def waiting_at(address: Endpoint) -> Iterator[socket.socket]:
             yield listener
         finally:
             os.unlink(path)
+
+
+@contextmanager
+def answering_at(address: Endpoint, things: Things) -> Iterator[Callable[[Conversation], Awaitable[None]]]:
+    """Listen at the address of a receiver; the result accepts one peer, and runs a conversation with it."""
+    if str(address).startswith("tcp://"):
+        with waiting_at_port(str(address)) as port:
+            yield port.answer
+    else:
+        with waiting_at(address) as listener:
+            yield lambda conversation: answer(listener, conversation, things)
 
 
 async def answer(listener: socket.socket, conversation: Conversation, things: Things) -> None:

@@ -10,7 +10,7 @@ from aiotensor.transports.endpoints import Endpoint
 from verification.fuzz import api
 from verification.fuzz.children import ConnectingChild, connecting_child
 from verification.fuzz.engine import listed
-from verification.fuzz.listening import answer, waiting_at
+from verification.fuzz.listening import answering_at
 from verification.fuzz.steps import Conversation
 from verification.fuzz.things import Things
 from verification.processes import peers
@@ -45,10 +45,10 @@ class LiveSender(ConnectingChild):
     async def hear(self, conversation: Conversation) -> None:
         """Run a rogue receiver for a new sender, and check that the next receiver gets every tensor."""
         async with asyncio.timeout(_PATIENCE_S):
-            with waiting_at(self._address) as listener:
+            with answering_at(self._address, self._things) as answer:
                 await self._child.call(_open)
                 working = self._child.start(_work)
-                await answer(listener, conversation, self._things)
+                await answer(conversation)
             self.conversations += 1
             async with TensorReceiver(self._address) as honest:
                 taking = asyncio.create_task(self._take(honest))

@@ -1,22 +1,26 @@
 """The moves of a rogue: steps of blocks in its segments, freed blocks, and acknowledgements."""
 
 from aiotensor.protocol.moves import (
+    BATCH,
     BYE,
     OPENING,
+    RECORD,
     STEP_BYTES,
     Ack,
     Area,
     Step,
     encode_ack,
     encode_area,
+    encode_batch,
     encode_step,
+    read_batch,
 )
 from verification.fuzz.choosers import Chooser, happens, one_of
 from verification.fuzz.placing import Segments
 from verification.fuzz.things import GUARD
 from verification.fuzz.wire import BOUNDARIES, broken_bytes
 
-__all__ = ["Movement"]
+__all__ = ["Movement", "count_records"]
 
 _ALIGNED = 64
 _MOST_BYTES = 4096
@@ -49,7 +53,7 @@ class Movement:
             if happens(chooser, 2 * self._one_in):
                 messages.append(one_of(chooser, (bytes([BYE]), OPENING, bytes([99]), b"")))
             said += messages
-        return said
+        return [encode_batch(said)] if happens(chooser, 4) else said
 
     def _right_messages(self) -> list[bytes]:
         chooser = self._chooser
@@ -58,6 +62,8 @@ class Movement:
             area = one_of(chooser, list(self._blocks))
             del self._blocks[area]
             return [encode_area(area)]
+        if kind == 0 and happens(chooser, self._one_in):
+            return [encode_area(Area(0, 0))]
         if kind == 1 or (not self._segments.sizes and not happens(chooser, self._one_in)):
             total = one_of(chooser, BOUNDARIES) % 2**64 if happens(chooser, self._one_in) else 0
             return [encode_ack(Ack(total, 0))]
@@ -69,7 +75,9 @@ class Movement:
         start = area.block + first
         step = Step(area, nbytes, start, length, happens(chooser, 2))
         data = GUARD[start : start + length].ljust(length, b"\0")
-        return [encode_step(step), data[1:] if happens(chooser, 2 * self._one_in) else data]
+        if happens(chooser, 2 * self._one_in):
+            data = data[1:]
+        return [encode_step(step) + data] if happens(chooser, 2) else [encode_step(step), data]
 
     def _block(self) -> tuple[Area, int]:
         """Return a block of an attached segment, an earlier one or a new one; a wrong one now and then."""
@@ -89,3 +97,9 @@ class Movement:
         area = Area(number, block)
         self._blocks[area] = nbytes
         return area, nbytes
+
+
+def count_records(message: bytes) -> int:
+    """Count the records in a message of an honest peer."""
+    parts = read_batch(memoryview(message)) if message[:1] == bytes([BATCH]) else [memoryview(message)]
+    return sum(part[:1] == bytes([RECORD]) for part in parts)

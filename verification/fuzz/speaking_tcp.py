@@ -44,8 +44,8 @@ class OnTcp:
         if self._sock is None:
             raise RuntimeError("nothing is said before connecting")
         messages = [*map(bytes.fromhex, step.moves), bytes([RECORD]) + step.data]
-        parts = [message.replace(STAND_IN.encode(), sender) for message in messages]
-        await send_message(self._sock, parts, lambda: True)
+        for message in messages:  # never as parts of one, which libzmq does not survive in all cases
+            await send_message(self._sock, [message.replace(STAND_IN.encode(), sender)], lambda: True)
         # Wait a moment for the answers: the end of the connection discards the tensors that were not taken.
         while (answer := await read_message(self._sock, _MOMENT_S)) is not None:
             self._is_answered |= _is_record(answer) or _is_end(answer)

@@ -21,6 +21,7 @@ TO_DECODER = "decoder"
 
 _LISTENERS = {
     "sender": TO_SENDER,
+    "sender, tcp": TO_SENDER,
     "inspector": TO_INSPECTOR,
     "server": TO_SERVER,
     "client": TO_CLIENT,

@@ -5,7 +5,7 @@
        '----------------------'--------lost--------'
 
 Each attempt has its own socket, and no socket is connected twice. So the messages of a lost connection do not
-reach the next process.
+reach the next process, and a connection that ends slowly does not disturb the next attempt.
 """
 
 import asyncio
@@ -57,8 +57,8 @@ class TcpConnector:
         self._loop = asyncio.get_running_loop()
         self._dialer = Dialer(address, self._dial)
         self._context: ZmqContext | None = None
-        self._socket: LoopSocket | None = None  # of the connection or the present attempt
-        self._transport: TcpTransport | None = None
+        self._attempts: set[_Attempt] = set()  # those with an open socket
+        self._current: _Attempt | None = None  # the last one
         self._connected_at = math.inf
         self._is_closed = False
 
@@ -81,67 +81,53 @@ class TcpConnector:
 
     def connect_now(self) -> None:
         """Connect now, if there is no connection and no attempt is under way."""
-        is_connected = self._transport is not None and not self._transport.is_closed
-        if not (self._is_closed or self._dialer.is_active or self._socket is not None or is_connected):
+        if not (self._is_closed or self._dialer.is_active or self._current in self._attempts):
             self._dialer.begin()
 
     def close(self) -> None:
-        """Stop all attempts; the connection stays open."""
+        """Stop all attempts; the connections stay open."""
         if self._is_closed:
             return
         self._is_closed = True
         self._dialer.close()
-        if self._transport is None or self._transport.is_closed:
-            self._close_socket()
+        for attempt in [attempt for attempt in self._attempts if attempt.transport is None]:
+            attempt.close()
+        self._end_if_unused()
 
     def _dial(self, target: Target) -> None:
         """Try to connect to one target."""
         if self._context is None:
             raise AssertionError("a connector that dials has a context")
-        if self._transport is None or self._transport.is_closed:  # otherwise it is ending, and closes its own
-            self._close_socket()
+        if self._current is not None and self._current.transport is None:
+            self._current.close()  # the peer has not answered
         try:
-            self._socket = LoopSocket(self._context, zmq.DEALER, {**self._options, **target.options}, self)
-            self._socket.connect(target.address)
+            attempt = _Attempt(self._context, {**self._options, **target.options}, target.address, self)
         except zmq.ZMQError as error:
             text = f"connecting to {self._address.text} failed: {error.strerror}"
             if error.errno in _EXHAUSTED:
                 self._dialer.report(f"{text}; it is tried again", error.strerror)
-                self._dial_again()
+                self._dialer.again()
             else:
-                self._close_socket()
                 self._dialer.end()
                 self._events.connecting_failed(UsageError(text))
+        else:
+            self._current = attempt
+            self._attempts.add(attempt)
 
-    def _dial_again(self) -> None:
-        self._close_socket()
-        self._dialer.again()
+    # Events of the attempts
 
-    def _close_socket(self) -> None:
-        """Close the socket of the present attempt or connection; after `close`, the context too."""
-        sock, self._socket = self._socket, None
-        if sock is not None:
-            sock.close()
-        if self._is_closed and self._context is not None:
-            context, self._context = self._context, None
-            context.term()
-
-    # Events of the socket
-
-    def connected(self, descriptor: int) -> None:
+    def dialed(self, descriptor: int) -> None:
         """Handle a new connection; the handshake follows."""
         self._dialer.connected(descriptor)
 
-    def handshaken(self) -> None:
-        """Send the first message."""
+    def reached(self) -> None:
+        """Handle a handshake that succeeded."""
         self._dialer.reached()
-        if self._socket is not None:
-            self._socket.send([OPENING])
 
-    def _answered(self, sock: LoopSocket, answer: memoryview) -> None:
+    def answered(self, attempt: "_Attempt", answer: memoryview) -> None:
         """Handle the first message of the peer."""
         if answer != OPENING:
-            self._close_socket()
+            attempt.close()
             self._events.connecting_failed(
                 UsageError(
                     f"the process at {self._address.text} is no receiver and no publisher, or has another "
@@ -149,8 +135,7 @@ class TcpConnector:
                 )
             )
             return
-        transport = TcpTransport(sock.send, lambda: self._shut(sock), sock.read_now, MAX_RECORD_BYTES)
-        self._transport = transport
+        transport = attempt.begin()
         self._connected_at = self._loop.time()
         try:
             self._events.connected(transport)
@@ -162,52 +147,121 @@ class TcpConnector:
             self._dialer.again()
 
     def unreachable(self) -> None:
-        """Try the next target."""
+        """Handle an attempt that nobody has answered."""
         self._dialer.unreachable()
-        self._dial_again()
+        self._dialer.again()
+
+    def refused(self, *, is_final: bool, error: int) -> bool:
+        """Give up, and return True, if the other side does not accept the keys."""
+        if not is_final and not (self._dialer.refused(error) and zmq.CURVE_SECRETKEY in self._options):
+            return False
+        self._dialer.end()
+        self._events.connecting_failed(
+            AccessDeniedError(
+                f"the process at {self._address.text} and this one do not agree on their keys: give "
+                "secret_key and server_key here, and list this side's public key in its client_keys"
+            )
+        )
+        return True
+
+    def lost(self, transport: TcpTransport | None) -> None:
+        """Handle the end of a connection."""
+        if transport is not None:
+            transport.connection_ended(self._loss_reason)
+        elif not self._is_closed:
+            self._dialer.again()
+
+    def closed(self, attempt: "_Attempt") -> None:
+        """Handle that the socket of an attempt was closed."""
+        self._attempts.discard(attempt)
+        self._end_if_unused()
+
+    def _end_if_unused(self) -> None:
+        if self._is_closed and not self._attempts and self._context is not None:
+            context, self._context = self._context, None
+            context.term()
+
+
+class _Attempt:
+    """One attempt to connect, and the connection that it becomes, as `SocketEvents`.
+
+    Args:
+        context: of the socket.
+        options: of the socket.
+        address: of the peer.
+        owner: the connector.
+
+    Raises:
+        zmq.ZMQError: ZeroMQ cannot connect to this address, or the process has no descriptors left.
+    """
+
+    def __init__(
+        self,
+        context: ZmqContext,
+        options: Mapping[int, int | bytes],
+        address: str | bytes,
+        owner: TcpConnector,
+    ) -> None:
+        self.transport: TcpTransport | None = None  # once the peer has answered
+        self._owner = owner
+        self._is_closed = False
+        self._socket = LoopSocket(context, zmq.DEALER, options, self)
+        try:
+            self._socket.connect(address)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def begin(self) -> TcpTransport:
+        """Return the transport of the connection."""
+        self.transport = TcpTransport(
+            lambda message: self._socket.send([message]), self.close, self._socket.read_now, MAX_RECORD_BYTES
+        )
+        return self.transport
+
+    def close(self) -> None:
+        """Close the socket."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._socket.close()
+            self._owner.closed(self)
+
+    # Events of the socket
+
+    def connected(self, descriptor: int) -> None:
+        """Handle a new connection; the handshake follows."""
+        self._owner.dialed(descriptor)
+
+    def handshaken(self) -> None:
+        """Send the first message."""
+        self._owner.reached()
+        self._socket.send([OPENING])
+
+    def unreachable(self) -> None:
+        """Try the next target."""
+        self.close()
+        self._owner.unreachable()
 
     def refused(self, *, is_final: bool, error: int) -> None:
-        """Give up if the other side does not accept the keys."""
-        if is_final or (self._dialer.refused(error) and zmq.CURVE_SECRETKEY in self._options):
-            self._close_socket()
-            self._dialer.end()
-            self._events.connecting_failed(
-                AccessDeniedError(
-                    f"the process at {self._address.text} and this one do not agree on their keys: give "
-                    "secret_key and server_key here, and list this side's public key in its client_keys"
-                )
-            )
+        """Give up if the other side does not accept the keys; otherwise `disconnected` follows."""
+        if self._owner.refused(is_final=is_final, error=error):
+            self.close()
 
     def disconnected(self, descriptor: int) -> None:
         """Handle the end of the connection, after the messages that arrived before."""
-        sock, transport = self._socket, self._transport
-        if sock is None:
-            return
-        sock.read_last()
-        if self._socket is not sock:
-            return
-        if transport is None or transport.is_closed:
-            self._dial_again()
-        else:
-            self._close_socket()
-            transport.connection_ended(self._loss_reason)
-
-    def writable(self) -> None:
-        """Do nothing: the credit of the peer limits the messages, so the socket has no limit."""
+        self._socket.read_last()
+        if not self._is_closed:
+            self.close()
+            self._owner.lost(self.transport)
 
     def message_arrived(self, parts: "list[zmq.Frame]") -> None:
         """Handle a message of the peer."""
-        sock, transport = self._socket, self._transport
-        if sock is None:
+        if self._is_closed:
             return
-        if transport is None or transport.is_closed:
-            self._answered(sock, parts[-1].buffer)
+        if self.transport is None:
+            self._owner.answered(self, parts[-1].buffer)
         else:
-            transport.receive(parts)
+            self.transport.receive(parts[-1].buffer)
 
-    def _shut(self, sock: LoopSocket) -> None:
-        """Close the socket of a connection; the next attempt may have begun."""
-        if self._socket is sock:
-            self._close_socket()
-        else:
-            sock.close()
+    def writable(self) -> None:
+        """Do nothing: the credit of the peer limits the messages, so the socket has no limit."""

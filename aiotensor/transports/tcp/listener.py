@@ -88,7 +88,7 @@ class TcpListener(Connections):
         """Pass a message to its transport."""
         transport = self._transports.get(parts[0].bytes)
         if transport is not None:
-            transport.receive(parts[1:])
+            transport.receive(parts[-1].buffer)
         else:
             super().message_arrived(parts)
 
@@ -100,14 +100,14 @@ class TcpListener(Connections):
         """Accept a connection with its first message, or pass a later one to its transport."""
         transport = self._transports.get(identity)
         if transport is not None:
-            transport.receive(parts[1:])
+            transport.receive(parts[-1].buffer)
         elif parts[-1].bytes != OPENING:
             self._closed.add(identity)
             self.connection_refused("it speaks another protocol, or another version of this one")
         else:
             self.send(identity, [OPENING])
             transport = self._transports[identity] = TcpTransport(
-                partial(self.send, identity),
+                lambda message: self.send(identity, [message]),
                 partial(self._shut, identity),
                 lambda: False,  # `accept_now` reads for all connections
                 self._max_record_bytes,

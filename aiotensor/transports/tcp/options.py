@@ -12,7 +12,8 @@ from aiotensor.transports.zeromq.keys import connecting_keys, listening_keys
 
 __all__ = ["TcpOptions", "options_of"]
 
-_CURVE_BYTES = 64  # more than encryption adds to a message: 33 bytes (https://rfc.zeromq.org/spec/26/)
+# More than the header of a step, and than encryption adds: 33 bytes (https://rfc.zeromq.org/spec/26/).
+_OVERHEAD_BYTES = 256
 _PEER_TIMEOUT_S = 2.0  # by default, between machines
 _LEAST_TIMEOUT_S, _MOST_TIMEOUT_S = 0.1, 3600.0
 
@@ -59,7 +60,7 @@ def options_of(endpoint: str, given: TcpArguments) -> TcpOptions:
         # end of a connection.
         zmq.SNDHWM: 0,
         zmq.RCVHWM: 0,
-        zmq.MAXMSGSIZE: STEP_BYTES + _CURVE_BYTES,
+        zmq.MAXMSGSIZE: STEP_BYTES + _OVERHEAD_BYTES,
     }
     timeout_s = given.peer_timeout_s
     if timeout_s is None and not address.is_local:

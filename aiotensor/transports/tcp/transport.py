@@ -15,11 +15,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Self
 
-import zmq
-
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.moves import (
     ACK,
+    BATCH,
     BYE,
     FREE,
     RECORD,
@@ -31,15 +30,15 @@ from aiotensor.protocol.moves import (
     RecordWindow,
     Step,
     encode_area,
+    encode_batch,
     encode_step,
     read_ack,
     read_area,
+    read_batch,
     read_step,
 )
-from aiotensor.protocol.parts import MAX_PARTS
 from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.transports.base import Handler, Landing
-from aiotensor.transports.zeromq.sockets import Part
 
 __all__ = ["TcpTransport"]
 
@@ -52,17 +51,16 @@ _MESSAGES_AT_ONCE = 64
 # The longest wait for a peer that does not answer. Its kernel has the records by then, unless it is gone.
 _FINISH_S = 1.0
 
-# The most seconds that messages wait for the next one, and the most of them. No peer waits for these.
+# Some messages wait for the next one, for at most these seconds, and are sent with it. No peer needs them.
 _PATIENCE_S = 0.01
-_MOST_UNSENT = MAX_PARTS // 2
+_BATCH_BYTES = 128 << 10  # of them, and of the next one
 
 
 class TcpTransport:
     """One end of a connection between machines.
 
     Args:
-        send: passes messages to ZeroMQ, as the parts of one message; raises `OSError` if this process lacks
-            descriptors or threads.
+        send: passes a message to ZeroMQ; raises `OSError` if this process lacks descriptors or threads.
         shut: called once, at the end: closes the connection, after the messages sent before if it can.
         read: reads a message that has arrived, and returns whether there was one.
         max_record_bytes: the longest valid record that is read.
@@ -73,7 +71,7 @@ class TcpTransport:
 
     def __init__(
         self,
-        send: Callable[[Sequence[Part]], object],
+        send: Callable[[bytes | memoryview], object],
         shut: Callable[[], object],
         read: Callable[[], bool],
         max_record_bytes: int,
@@ -88,7 +86,8 @@ class TcpTransport:
         self._max_queued_bytes = max_queued_bytes
         self._loop = asyncio.get_running_loop()
         self._handler: Handler | None = None
-        self._unsent: list[Part] = []  # messages that wait for the next one
+        self._unsent: list[bytes] = []  # messages that wait for the next one
+        self._unsent_bytes = 0
         self._patience: asyncio.TimerHandle | None = None
         self._queue: deque[bytes] = deque()  # records that wait for credit
         self._queued_bytes = 0
@@ -223,49 +222,57 @@ class TcpTransport:
             data = move.source[position : position + step.length]
             header = encode_step(step)
             if move.is_copied:
-                self._send_with_next(header, zmq.Frame(data, copy=True))
+                self._send_with_next(b"".join((header, data)))
                 move.ended(True)
             else:
-                self._try_to_send(header, data)
+                self._try_to_send(header)
+                self._try_to_send(data)
         if self._moves.has_turns:
-            self._try_to_send()  # the peer acknowledges them, which these moves wait for
+            self._send_unsent()  # the peer acknowledges them, which these moves wait for
 
-    def _send_with_next(self, *parts: Part) -> None:
-        """Send messages together with the next one: each wake-up of ZeroMQ's thread takes time."""
-        self._unsent += parts
-        if len(self._unsent) > _MOST_UNSENT:
-            self._try_to_send()
-        elif self._patience is None:
-            self._patience = self._loop.call_later(_PATIENCE_S, self._send_rest)
+    def _send_with_next(self, message: bytes) -> None:
+        """Send a message, if it is small together with the next one: waking ZeroMQ's thread takes time."""
+        if self._unsent_bytes + len(message) > _BATCH_BYTES:
+            self._try_to_send(message)
+            return
+        self._unsent.append(message)
+        self._unsent_bytes += len(message)
+        if self._patience is None:
+            self._patience = self._loop.call_later(_PATIENCE_S, self._patience_ended)
 
-    def _send_rest(self) -> None:
+    def _patience_ended(self) -> None:
         self._patience = None
-        self._try_to_send()
+        self._send_unsent()
 
-    def _try_to_send(self, *parts: Part) -> None:
+    def _send_unsent(self) -> None:
+        """Send the waiting messages."""
+        if self._unsent:
+            last = self._unsent.pop()
+            self._try_to_send(last)
+
+    def _try_to_send(self, message: bytes | memoryview) -> None:
         if self.is_closed:
             return
         try:
-            self._send_all(*parts)
+            self._send_all(message)
         except OSError as error:
             self._end(f"writing failed: {error}")
 
-    def _send_all(self, *parts: Part) -> None:
-        """Send messages, after the waiting ones."""
-        if self._unsent or parts:
-            unsent, self._unsent = self._unsent, []
-            self._send([*unsent, *parts])
+    def _send_all(self, message: bytes | memoryview) -> None:
+        """Send the waiting messages, and this one."""
+        unsent, self._unsent, self._unsent_bytes = self._unsent, [], 0
+        if not unsent:
+            self._send(message)
+        elif len(message) <= _BATCH_BYTES:
+            self._send(encode_batch([*unsent, bytes(message)]))
+        else:
+            self._send(encode_batch(unsent))
+            self._send(message)
 
     # Messages of the peer
 
-    def receive(self, frames: "Sequence[zmq.Frame]") -> None:
-        """Handle messages of the peer, or keep them while a step before them waits for memory."""
-        if len(frames) > MAX_PARTS:
-            self._violated(ProtocolError(f"it sent more than {MAX_PARTS} messages at once"))
-        for frame in frames:
-            self._receive(frame.buffer)
-
-    def _receive(self, message: memoryview) -> None:
+    def receive(self, message: memoryview) -> None:
+        """Handle a message of the peer, or keep it while a step before it waits for memory."""
         if self._is_held:
             self._held.append(message)
         elif not self.is_closed:
@@ -299,7 +306,11 @@ class TcpTransport:
             if self._handler is not None:
                 self._handler.record_received(message[1:], [])
         elif kind == STEP:
-            self._step = read_step(message)
+            step, data = read_step(message)
+            if data:
+                self._store(step, data)
+            else:
+                self._step = step
         elif kind == ACK:
             self._acknowledged(message)
         elif kind == FREE:
@@ -307,6 +318,9 @@ class TcpTransport:
             landing = self._landings.get(area.segment)
             if landing is not None:
                 landing.free(area.block)
+        elif kind == BATCH:
+            for part in read_batch(message):
+                self.receive(part)
         elif kind == BYE:
             self._bye_received(message)
         else:
@@ -338,7 +352,7 @@ class TcpTransport:
     def _continue(self, held: deque[memoryview]) -> None:
         """Handle the messages that waited for memory."""
         while held and not self.is_closed:
-            self._receive(held.popleft())
+            self.receive(held.popleft())
         if self._end_reason is not None and not self._is_held:
             self._end(self._end_reason)
 
@@ -417,7 +431,7 @@ class TcpTransport:
             move.ended(False)
 
 
-def _discard(parts: Sequence[Part]) -> None:
+def _discard(message: bytes | memoryview) -> None:
     """Send nothing: the connection has ended."""
 
 

@@ -15,7 +15,7 @@ from functools import partial
 import zmq
 
 from aiotensor.transports.zeromq.monitor import SocketEvents
-from aiotensor.transports.zeromq.sockets import LoopSocket, Part, PeerGoneError
+from aiotensor.transports.zeromq.sockets import LoopSocket, PeerGoneError
 
 __all__ = ["ConnectionLimit", "Connections"]
 
@@ -120,7 +120,7 @@ class Connections(abc.ABC):
     def writable(self) -> None:
         """Retry messages that the socket did not accept, as for `SocketEvents`."""
 
-    def send(self, identity: bytes, parts: Sequence[Part], is_retry: bool = False) -> bool:
+    def send(self, identity: bytes, parts: Sequence[bytes | memoryview], is_retry: bool = False) -> bool:
         """Pass a message to ZeroMQ, as `LoopSocket.send`; return False if the peer is gone, too."""
         try:
             return self._socket.send([identity, *parts], is_retry)

@@ -9,19 +9,16 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TypeAlias
 
 import zmq
 from zmq.utils.garbage import gc as collector
 
-from aiotensor.protocol.parts import MAX_PARTS
+from aiotensor.protocol.parts import MAX_PARTS, Parts
 from aiotensor.runtime.worker import no_thread
 from aiotensor.transports.zeromq.context import ZmqContext, check_descriptors
 from aiotensor.transports.zeromq.monitor import Monitor, SocketEvents
 
-__all__ = ["LoopSocket", "Part", "PeerGoneError"]
-
-Part: TypeAlias = bytes | memoryview | zmq.Frame
+__all__ = ["LoopSocket", "PeerGoneError"]
 
 # The most messages that are handled in one iteration of the loop, so that its other callbacks run.
 _MESSAGES_A_TURN = 64
@@ -116,7 +113,7 @@ class LoopSocket:
         """The address where the socket listens, with the actual port in place of a wildcard."""
         return bytes(self._socket.get(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
 
-    def send(self, parts: Sequence[Part], is_retry: bool = False) -> bool:
+    def send(self, parts: Parts, is_retry: bool = False) -> bool:
         """Pass a message to ZeroMQ, and return whether ZeroMQ accepted it.
 
         Large parts are not copied: their memory must not change until ZeroMQ releases it.
@@ -131,10 +128,11 @@ class LoopSocket:
         """
         send, last = self._socket.send, len(parts) - 1
         # Wrap all parts before sending any: parts sent before a failure would begin the next message.
+        ready: Sequence[bytes | memoryview | zmq.Frame] = parts
         if max(map(len, parts)) >= zmq.COPY_THRESHOLD:
-            parts = [part if len(part) < zmq.COPY_THRESHOLD else _uncopied(part) for part in parts]
+            ready = [part if len(part) < zmq.COPY_THRESHOLD else _uncopied(part) for part in parts]
         try:
-            for number, part in enumerate(parts):
+            for number, part in enumerate(ready):
                 send(part, _LAST if number == last else _MORE, copy=not isinstance(part, zmq.Frame))
         except zmq.Again:
             # Only the first part can fail: ZeroMQ then accepts the others of the message.
@@ -214,7 +212,7 @@ class LoopSocket:
             self._discards = True
         if parts:
             self._messages_read += 1
-            self._bytes_read += sum(map(len, parts))
+            self._bytes_read += len(parts[-1])
             self._events.message_arrived(parts)
 
     def _read_soon(self) -> None:
@@ -280,10 +278,8 @@ class LoopSocket:
             self._read()
 
 
-def _uncopied(part: Part) -> zmq.Frame:
+def _uncopied(part: bytes | memoryview) -> zmq.Frame:
     """Return a frame that is sent without a copy; pyzmq's collector, with its own context, releases it."""
-    if isinstance(part, zmq.Frame):
-        return part
     try:
         if not collector.is_alive():
             check_descriptors()

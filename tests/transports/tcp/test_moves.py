@@ -4,7 +4,7 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 
 import pytest
@@ -28,9 +28,9 @@ from aiotensor.protocol.moves import (
     Step,
     encode_ack,
     encode_area,
+    encode_batch,
     encode_step,
 )
-from aiotensor.protocol.parts import MAX_PARTS
 from tests.frames import hello
 from verification.patterns import BIG, pattern
 from verification.places import endpoint, free_port
@@ -67,14 +67,14 @@ def step(start: int, length: int, nbytes: int, *, block: int = 0, segment: int =
 
 ATTACH = record(Attach(0, "arena", SEGMENT))
 
-VIOLATIONS: dict[str, tuple[Sequence[bytes | list[bytes]], str]] = {
+VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
     "an empty message": ([b""], "kind -1"),
     "a message of an unknown kind": ([b"\x63"], "kind 99"),
     "a second opening": ([OPENING], "kind 5"),
     "a record that is too long": ([bytes([RECORD]) + bytes(1 << 17)], "a record of more than"),
     "a step without a segment": ([step(0, 3, 3), b"abc"], "segment 0, which it never attached"),
     "a step that is too short": ([ATTACH, step(0, 3, 3)[:7]], "a step of 7 bytes"),
-    "a step with its bytes": ([ATTACH, step(0, 3, 3) + b"abc"], "a step of 41 bytes"),
+    "a step with other bytes": ([ATTACH, step(0, 3, 3) + b"ab"], "2 bytes in a step of 3"),
     "a step followed by other bytes": ([ATTACH, step(0, 3, 3), b"ab"], "2 bytes after a step of 3"),
     "a step outside of its block": ([ATTACH, step(2, 3, 3), b"abc"], "bytes 2 to 5 of a block"),
     "a step of no bytes": ([ATTACH, step(0, 0, 3)], "bytes 0 to 0"),
@@ -97,10 +97,10 @@ VIOLATIONS: dict[str, tuple[Sequence[bytes | list[bytes]], str]] = {
     "a short free": ([ATTACH, encode_area(Area(0, 0))[:5]], "freed a block in 5 bytes"),
     "an acknowledgement of nothing": ([encode_ack(Ack(1, 0))], "acknowledged 1 bytes, of 0"),
     "an acknowledgement of no record": ([encode_ack(Ack(0, 1 << 30))], "acknowledged 1073741824 bytes of"),
-    "too many messages at once": (
-        [ATTACH, [step(0, 3, 3), b"abc"] * MAX_PARTS],
-        f"more than {MAX_PARTS} messages",
-    ),
+    "a batch in a batch": ([encode_batch([encode_batch([])])], "an invalid message of 1 bytes"),
+    "a batch with a message cut off": ([encode_batch([bytes(5)])[:-1]], "an invalid message of 5 bytes"),
+    "a batch with a length cut off": ([encode_batch([b""])[:-1]], "ends in a length"),
+    "a batch with a violation": ([encode_batch([ATTACH, step(0, 0, 3)])], "bytes 0 to 0"),
     "a short acknowledgement": ([bytes([ACK])], "acknowledged in 1 bytes"),
 }
 
@@ -127,7 +127,7 @@ async def test_a_violation_closes_its_connection_and_affects_no_other(
         async with raw_sender(place) as raw:
             await until(lambda: receiver.statistics().senders == 2)
             for message in messages:
-                await raw.send_multipart(message if isinstance(message, list) else [message])
+                await raw.send(message)
             while True:
                 answer = await raw.recv()
                 if answer[0] == BYE:

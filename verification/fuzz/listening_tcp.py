@@ -1,0 +1,52 @@
+"""A rogue receiver between machines: a plain ZeroMQ socket, on which it can send any messages."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import zmq
+
+from aiotensor.protocol.moves import OPENING, RECORD
+from verification.fuzz.moving import count_records
+from verification.fuzz.rogues import read_message, send_message
+from verification.fuzz.steps import Conversation
+
+__all__ = ["PortListener", "waiting_at_port"]
+
+_LINGER_MS = 1000
+_MOMENT_S = 0.02  # for a record that may never arrive
+_PATIENCE_S = 20.0  # for a peer that always connects
+
+
+class PortListener:
+    """A socket at a port, for one peer."""
+
+    def __init__(self, sock: "zmq.Socket[bytes]") -> None:
+        self._sock = sock
+
+    async def answer(self, conversation: Conversation) -> None:
+        """Accept one peer, and send it the records of a conversation, with the messages before each."""
+        first = await read_message(self._sock, _PATIENCE_S)
+        assert first is not None, "no peer has connected"
+        peer = first[0]
+        self._sock.send_multipart([peer, OPENING])
+        read = 0
+        for step in conversation.steps:
+            while read < step.after and (said := await read_message(self._sock, _MOMENT_S)) is not None:
+                read += count_records(said[1])
+            for message in (*map(bytes.fromhex, step.moves), bytes([RECORD]) + step.data):
+                if not await send_message(self._sock, [peer, message], lambda: True):
+                    return
+
+
+@contextmanager
+def waiting_at_port(address: str) -> Iterator[PortListener]:
+    """Listen at the address of a receiver; its port is free again at the end."""
+    context = zmq.Context()
+    try:
+        with context.socket(zmq.ROUTER) as sock:
+            sock.linger = _LINGER_MS
+            sock.router_mandatory = True
+            sock.bind(address)
+            yield PortListener(sock)
+    finally:
+        context.term()
