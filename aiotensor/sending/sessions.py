@@ -80,8 +80,8 @@ class Sessions:
     def is_ready(self) -> bool:
         """Whether a message can be announced.
 
-        After a refusal, no message can be announced until a receiver has admitted this sender: the next
-        refusal would lose the message silently, because its call would already have returned.
+        After a refusal, and between machines, no message can be announced until a receiver has admitted this
+        sender: a refusal would lose the message silently, because its call would already have returned.
         """
         session = self.current
         return session is not None and session.transport.is_writable and not self.needs_admission
@@ -165,6 +165,9 @@ class Sessions:
         self.current = Session(hello, transport, self._grants, self._admitted, self._session_lost)
         if transport.mover is not None:
             self._grants.memory.movers.add(transport.mover)
+            # A handle may reach the receiver by another way before the first record of this session. It would
+            # still be one of a lost sender then.
+            self.needs_admission = True
         self.failure = None
         self._changes.wake()
         self._grants.capacity_changed()
