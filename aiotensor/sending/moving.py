@@ -81,6 +81,7 @@ class Moves:
 
         def move_ended(is_complete: bool) -> None:
             del self._pending[pending]
+            pending.move = None  # which refers to this function, and keeps the bytes
             pending.report(is_complete=is_complete)  # which may announce the block
             self._unpin(block.number)
             if self._ends:

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import logging
 import os
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 
@@ -188,6 +189,24 @@ async def test_a_stopped_receiver_is_sent_a_few_steps_and_no_more() -> None:
             engine.go_on()
             for seed, task in enumerate(sending):
                 assert await engine.call(receive_full, await task, seed)
+
+
+@pytest.mark.usefixtures("no_collections")
+@pytest.mark.parametrize("length", [1000, BIG])
+async def test_a_tensor_that_was_moved_is_freed_without_a_garbage_collection(length: int) -> None:
+    async with parties() as (_, sender, receiver):
+        array = pattern(1, length).numpy()
+        is_freed = weakref.ref(array)
+        handle = await sender.send(torch.from_numpy(array))
+        del array
+        await receiver.receive(handle)
+        await sender.drain()
+        allocated = await sender.allocate((length,), torch.int64)
+        handle = await sender.send(allocated)
+        del allocated
+        await receiver.receive(handle)
+        assert is_freed() is None
+    assert not watch.memfds(os.getpid())
 
 
 async def receive_full(state: State, handle: object, value: int) -> bool:
