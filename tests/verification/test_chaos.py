@@ -8,15 +8,27 @@ from pathlib import Path
 
 import pytest
 
-from verification.chaos.plan import BROADCASTS, ELDERS, ENGINES, FAMILIES, MAX_SUBSCRIBERS, SLOTS, FaultKind
+from verification.chaos.plan import (
+    ELDERS,
+    ENGINES,
+    FAMILIES,
+    MAX_SUBSCRIBERS,
+    PEER_TIMEOUT_S,
+    SLOTS,
+    FaultKind,
+)
 from verification.chaos.planning import plan_round
 
 ROOT = Path(__file__).parent.parent.parent
 _SECONDS = 20  # of rounds; with the beginning and the end of the processes it takes a few more
 _SECONDS_OF_ENGINES = 8
-_SECONDS_OF_BROADCASTS = 5  # of each family
+_SECONDS_OF_A_FAMILY = 5
 
-ONLY_OF_ENGINES = (FaultKind.ATTACK, FaultKind.PARTITION)
+BROADCASTS = [name for name, kind in FAMILIES.items() if kind.work == "broadcast"]
+OVER_TCP = [name for name, kind in FAMILIES.items() if kind.lands]
+REMOTE = [name for name, kind in FAMILIES.items() if kind.has_timeout]
+ONLY_OF_NETWORKS = (FaultKind.ATTACK, FaultKind.PARTITION)
+GROWING = (FaultKind.NO_SPACE, FaultKind.FILE_SIZE)  # faults of memory that a process makes
 
 
 @pytest.mark.timeout(300)
@@ -30,9 +42,15 @@ def test_no_request_reaches_two_engines_when_processes_and_the_network_fail() ->
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("family", [name for name, kind in FAMILIES.items() if kind in BROADCASTS])
+@pytest.mark.parametrize("family", BROADCASTS)
 def test_every_subscriber_knows_each_publication_that_it_missed_when_processes_fail(family: str) -> None:
-    _run(_SECONDS_OF_BROADCASTS, "--family", family)
+    _run(_SECONDS_OF_A_FAMILY, "--family", family)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", [name for name in OVER_TCP if name not in BROADCASTS])
+def test_no_tensor_is_lost_without_an_error_over_tcp_when_processes_and_the_network_fail(family: str) -> None:
+    _run(_SECONDS_OF_A_FAMILY, "--family", family)
 
 
 def _run(seconds: int, *words: str) -> None:
@@ -52,11 +70,11 @@ def test_a_round_is_planned_from_its_seed_and_number_alone() -> None:
 
 
 def test_every_fault_is_planned_for_senders_and_for_the_receiver() -> None:
-    others = ("network", *BROADCASTS)
-    rounds = [plan for n in range(2000) if FAMILIES[(plan := plan_round(1, n)).family] not in others]
+    rounds = [plan for n in range(2000) if (plan := plan_round(1, n)).kind.work in ("tensors", "questions")]
+    rounds = [plan for plan in rounds if not plan.kind.lands]
     planned = {(fault.kind, fault.target is None) for plan in rounds for fault in plan.faults}
-    only_senders_grow_arenas = {(kind, True) for kind in (FaultKind.NO_SPACE, FaultKind.FILE_SIZE)}
-    kinds = [kind for kind in FaultKind if kind not in ONLY_OF_ENGINES]
+    only_senders_grow_arenas = {(kind, True) for kind in GROWING}
+    kinds = [kind for kind in FaultKind if kind not in ONLY_OF_NETWORKS]
     assert planned | only_senders_grow_arenas == {(kind, who) for kind in kinds for who in (True, False)}
 
 
@@ -73,14 +91,35 @@ def test_every_client_and_engine_is_killed_stopped_and_closed_and_every_engine_a
 def test_every_option_and_fault_of_a_broadcast_is_planned() -> None:
     rounds = [plan_round(1, n, "subscriber") for n in range(1000)]
     planned = {(fault.kind, fault.target == 0) for plan in rounds for fault in plan.faults}
-    kinds = [kind for kind in FaultKind if kind not in ONLY_OF_ENGINES]
-    only_publishers_grow_arenas = {(kind, False) for kind in (FaultKind.NO_SPACE, FaultKind.FILE_SIZE)}
+    kinds = [kind for kind in FaultKind if kind not in ONLY_OF_NETWORKS]
+    only_publishers_grow_arenas = {(kind, False) for kind in GROWING}
     assert planned | only_publishers_grow_arenas == {(kind, who) for kind in kinds for who in (True, False)}
     options = [plan.publisher for plan in rounds if plan.publisher is not None]
     assert {one.slow for one in options} == {"wait", "drop", "disconnect"}
     assert {one.history > 0 for one in options} == {True, False}
     assert {one.max_held_bytes is None for one in options} == {True, False}
     assert {len(plan.takers) for plan in rounds} == {1, 2, 4, MAX_SUBSCRIBERS}
+
+
+@pytest.mark.parametrize("family", OVER_TCP)
+def test_receivers_and_subscribers_over_tcp_run_out_of_memory_and_files_too(family: str) -> None:
+    faults = [fault for n in range(1000) for fault in plan_round(1, n, family).faults]
+    receivers = {fault.kind for fault in faults if fault.target is None or fault.target >= SLOTS}
+    assert receivers >= {*GROWING, FaultKind.NO_ADDRESSES, FaultKind.NO_DESCRIPTORS}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_hosts_with_a_timeout_are_silent_for_shorter_and_for_longer(family: str) -> None:
+    faults = [fault for n in range(1000) for fault in plan_round(1, n, family).faults]
+    stops = [fault.for_ms / 1000 for fault in faults if fault.kind is FaultKind.STOP]
+    cuts = [fault.for_ms / 1000 for fault in faults if fault.kind is FaultKind.PARTITION]
+    if family in REMOTE:
+        for silences in (stops, cuts):
+            assert any(0.1 < one < PEER_TIMEOUT_S for one in silences)
+            assert any(one > PEER_TIMEOUT_S + 0.5 for one in silences)
+    elif family != "engines":
+        assert max(stops) < 0.1
+        assert not cuts
 
 
 @pytest.mark.parametrize("family", ELDERS)

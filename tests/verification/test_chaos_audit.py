@@ -35,14 +35,19 @@ def _problems(
     *faults: Fault,
     is_killed: bool = False,
     losses: int = 0,
+    family: str = "engine",
+    paused_s: float = 0.0,
 ) -> list[str]:
-    plan = Round(0, "engine", QUIET.senders, QUIET.taker, faults)
-    accounts = [Account("sender", 0, is_killed, sent, losses), Account("receiver", None, False, received)]
+    plan = Round(0, family, QUIET.senders, QUIET.taker, faults)
+    accounts = [
+        Account("sender", 0, is_killed, sent, losses),
+        Account("receiver", None, False, received, paused_s=paused_s),
+    ]
     return audit(plan, accounts, set(), Tally())
 
 
-def _fault(kind: FaultKind, target: int | None = 0) -> Fault:
-    return Fault(kind, target, 0.0, 1.0)
+def _fault(kind: FaultKind, target: int | None = 0, for_ms: float = 1.0) -> Fault:
+    return Fault(kind, target, 0.0, for_ms)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +77,7 @@ def test_what_must_not_be_is_found(sent: Sequence[Event], received: Sequence[Eve
 def test_what_is_explained_by_the_round_is_no_problem() -> None:
     asked = Answered("s", 0, 0, "PeerLostError")
     assert not _problems(SENT, [TAKEN, ANSWER])
-    assert not _problems(SENT, [asked], losses=1)
+    assert not _problems(SENT, [asked], _fault(FaultKind.KILL, None), losses=1)
     assert not _problems(SENT[:1], [], is_killed=True)
     assert not _problems(SENT[:1], [TAKEN], is_killed=True)
     assert not _problems(SENT, [Dropped("s", 0), Answered("s", 0, 0, "DiscardedError")])
@@ -81,6 +86,45 @@ def test_what_is_explained_by_the_round_is_no_problem() -> None:
     assert not _problems([Began(8, 1), Ended(8, "ClosedError")], [], _fault(FaultKind.CLOSE))
     assert not _problems([Began(8, 1), Ended(8, "PeerLostError")], [], _fault(FaultKind.KILL, None))
     assert not _problems([Began(8, 1), Ended(8, "cancelled")], [TAKEN, ANSWER])
+
+
+LOST = Answered("s", 0, 0, "PeerLostError")
+UNSENT: list[Event] = [Began(8, 1), Ended(8, "PeerLostError")]
+SILENCES = [
+    _fault(FaultKind.STOP, 0, 1700.0),
+    _fault(FaultKind.STOP, None, 1700.0),
+    _fault(FaultKind.PARTITION, None, 1000.0),
+]
+
+
+@pytest.mark.parametrize("fault", SILENCES)
+def test_a_long_silence_between_hosts_explains_a_loss(fault: Fault) -> None:
+    assert not _problems(SENT, [LOST], fault, losses=1, family="remote server")
+    assert not _problems(UNSENT, [], fault, family="remote server")
+    assert _problems(SENT, [TAKEN, TAKEN], fault, losses=1, family="remote server")
+    assert _problems(SENT, [LOST], fault, family="remote server")  # the sender was not notified
+
+
+def test_a_paused_process_explains_a_loss_between_hosts() -> None:
+    assert not _problems(UNSENT, [], family="remote server", paused_s=1.1)
+    assert _problems(UNSENT, [], family="remote server", paused_s=0.6)
+
+
+@pytest.mark.parametrize(
+    ("fault", "family"),
+    [
+        (_fault(FaultKind.STOP, 0, 500.0), "remote server"),
+        (_fault(FaultKind.STOP, None, 500.0), "remote server"),
+        (_fault(FaultKind.STOP, 1, 1700.0), "remote server"),  # another sender
+        (_fault(FaultKind.PARTITION, None, 100.0), "remote server"),
+        *((fault, family) for fault in SILENCES for family in ("tcp engine", "engine")),  # without heartbeats
+    ],
+)
+def test_a_loss_that_no_silence_explains_is_found(fault: Fault, family: str) -> None:
+    [problem] = _problems(SENT, [LOST], fault, losses=1, family=family)
+    assert "is lost" in problem
+    [problem] = _problems(UNSENT, [], fault, family=family)
+    assert "nothing that happened" in problem
 
 
 ASKED: list[Event] = [Began(8, 1), Ended(8, "whole")]

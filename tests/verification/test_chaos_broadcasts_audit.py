@@ -69,12 +69,13 @@ def _problems(
     publisher_is_killed: bool = False,
     subscriber_is_killed: bool = False,
     others: Sequence[Event] = (),
+    family: str = "subscriber",
     **options: Any,
 ) -> list[str]:
     limits = msgspec.structs.replace(PublisherPlan("wait", 4, None, 0, None), **options)
     orders = [order if order and order.key == key else _order(key) for key in range(0, 400, 4)]
     sender = SenderPlan(0, 0, 30.0, uvloop=False, width=1, parts=(tuple(orders), ()))
-    plan = Round(0, "subscriber", (sender,), TAKER, faults, (TAKER,), limits)
+    plan = Round(0, family, (sender,), TAKER, faults, (TAKER,), limits)
     accounts = [
         Account("publisher", 0, publisher_is_killed, published),
         Account("subscriber", SLOTS, subscriber_is_killed, [OPENED, *received]),
@@ -87,8 +88,8 @@ def _order(key: int = 0, how: str = "publish", counts: tuple[int, ...] = (10,), 
     return Order(key, how, counts, fate, 0.0)
 
 
-def _fault(kind: FaultKind, target: int = 0) -> Fault:
-    return Fault(kind, target, 0.0, 1.0)
+def _fault(kind: FaultKind, target: int | None = 0, for_ms: float = 1.0) -> Fault:
+    return Fault(kind, target, 0.0, for_ms)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +193,26 @@ def test_a_change_of_the_publisher_needs_the_end_of_the_connection() -> None:
     assert not _problems(killed, [*_received(0), lost, other], publisher_is_killed=True)
     back = [*_received(0), lost, other, lost, Received(4, "p", 1, 0)]
     assert any("it returned" in one for one in _problems(killed, back, publisher_is_killed=True))
+
+
+@pytest.mark.parametrize(
+    ("fault", "explains"),
+    [
+        (_fault(FaultKind.STOP, 0, 1700.0), True),
+        (_fault(FaultKind.STOP, SLOTS, 1700.0), True),
+        (_fault(FaultKind.PARTITION, None, 1000.0), True),
+        (_fault(FaultKind.STOP, SLOTS, 500.0), False),
+        (_fault(FaultKind.STOP, SLOTS + 1, 1700.0), False),  # another subscriber
+        (_fault(FaultKind.PARTITION, None, 100.0), False),
+    ],
+)
+def test_only_a_long_silence_between_hosts_ends_a_connection(fault: Fault, *, explains: bool) -> None:
+    lost = Disconnected("PeerLostError")
+    received = [*_received(0), lost, Received(8, "p", 2, 1), END]
+    published = [ADMITTED, *_published(3)]
+    assert bool(_problems(published, received, fault, family="remote subscriber")) != explains
+    assert _problems(published, received, fault, family="tcp publisher")
+    assert _problems(published, [*_received(0), Received(8, "p", 2, 1)], fault, family="remote subscriber")
 
 
 def test_what_is_explained_by_the_round_is_no_problem() -> None:

@@ -7,6 +7,7 @@ import msgspec
 
 from verification.chaos.journal import Answered, Began, Broken, Dropped, Ended, Event, Sent, Taken, Withdrawn
 from verification.chaos.plan import MAX_TENSORS, FaultKind, Round
+from verification.chaos.silences import may_end_by_silence
 
 __all__ = ["RESOURCES", "Account", "Tally", "audit"]
 
@@ -28,6 +29,7 @@ class Account(msgspec.Struct):
         events: its journal.
         losses: the number of lost receivers, as the process counts them at the end.
         is_new: whether it was started during the round.
+        paused_s: for how long it was paused, at most; 0 if that was not measured.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Account(msgspec.Struct):
     events: Sequence[Event]
     losses: int = 0
     is_new: bool = False
+    paused_s: float = 0.0
 
 
 class Tally(msgspec.Struct):
@@ -70,7 +73,8 @@ class _Audit:
         self.taken: dict[int, list[Taken]] = defaultdict(list)
         self.answers: dict[tuple[str, int, int], str] = {}
         self.dropped = dropped
-        for account in accounts:
+        self.accounts = list(accounts)
+        for account in self.accounts:
             for event in account.events:
                 self._note(account, event)
 
@@ -169,8 +173,10 @@ class _Audit:
     def _may_be_lost(self, message: _Message, handle: Sent | None) -> bool:
         """Return whether a connection ended after a tensor was sent."""
         account = message.account
-        if account.is_killed or (handle is not None and account.losses > handle.losses):
+        if account.is_killed:
             return True
+        if handle is not None and account.losses > handle.losses:
+            return self._may_lose_receiver(account)
         # A sender that was closed before the loss of its receiver has not counted it.
         was_closed = self.plan.has(account.slot, (FaultKind.CLOSE,))
         return was_closed and self.plan.has(None, RESOURCES)
@@ -188,13 +194,19 @@ class _Audit:
             case "OSError":
                 return plan.has(slot, RESOURCES)
             case "PeerLostError" | "RefusedError":
-                return (
-                    plan.ends_the_receiver
-                    or account.is_new
-                    or plan.has(slot, (*RESOURCES, FaultKind.CLOSE))
-                    or plan.has(None, RESOURCES)
-                )
+                return self._may_lose_receiver(account)
         return False
+
+    def _may_lose_receiver(self, account: Account) -> bool:
+        """Return whether the plan explains that a sender has lost its receiver."""
+        plan, slot = self.plan, account.slot
+        return (
+            plan.ends_the_receiver
+            or account.is_new
+            or plan.has(slot, (*RESOURCES, FaultKind.CLOSE))
+            or plan.has(None, RESOURCES)
+            or may_end_by_silence(plan, self.accounts, (slot, None))
+        )
 
 
 def audit(plan: Round, accounts: Iterable[Account], dropped: set[tuple[str, int]], tally: Tally) -> list[str]:

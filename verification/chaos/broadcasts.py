@@ -8,8 +8,8 @@ from verification.chaos import publishing, subscribing
 from verification.chaos.audit import RESOURCES, Account, Tally
 from verification.chaos.broadcasts_audit import audit_broadcast
 from verification.chaos.family import Family, GoneError, Member, RoundError, SendersPart
-from verification.chaos.plan import SLOTS, Fault, FaultKind, Round
-from verification.chaos.rounds import Play, Segments, all_of, is_late, timed
+from verification.chaos.plan import ELDERS, SLOTS, Fault, FaultKind, Round
+from verification.chaos.rounds import Play, Segments, all_of, timed
 
 __all__ = ["BroadcastFamily", "BroadcastPlay"]
 
@@ -29,12 +29,13 @@ class BroadcastFamily(Family):
 
     @property
     def elder(self) -> Member | None:
-        match self.name:
-            case "publisher":
+        match ELDERS.get(self.name):
+            case None:
+                return None
+            case 0:
                 return self.senders[0]
-            case "subscriber":
-                return self.subscribers[0]
-        return None
+            case slot:
+                return self.subscribers[slot - SLOTS]
 
     @property
     def members(self) -> list[Member]:
@@ -46,11 +47,11 @@ class BroadcastFamily(Family):
 
     async def new_sender(self, plan: Round, slot: int) -> Member:
         """Start a process for a publisher, without opening the publisher."""
-        return await self._new("publisher", uvloop=plan.senders[slot].uvloop)
+        return await self._new("publisher", self.listening, uvloop=plan.senders[slot].uvloop)
 
     async def new_subscriber(self, plan: Round, number: int) -> Member:
         """Start a process for a subscriber, without opening the subscriber."""
-        return await self._new(f"subscriber-{number}", uvloop=plan.takers[number].uvloop)
+        return await self._new(f"subscriber-{number}", self.connecting, uvloop=plan.takers[number].uvloop)
 
     async def prepare(self, plan: Round) -> None:
         self.has_ended = self.has_ended or self.is_queue
@@ -142,7 +143,7 @@ class BroadcastPlay(Play):
         with contextlib.suppress(GoneError):
             _, took = await timed(subscriber, at, subscriber.call(subscribing.heard, publisher))
             self.times.subscribers_told = max(self.times.subscribers_told, took)
-            if is_late(took):
+            if self.is_late(took):
                 raise RoundError(f"{subscriber.name} noticed the end of the publisher after {took:.3f} s")
 
     async def _kill_subscriber(self, member: Member, target: int) -> None:
@@ -152,12 +153,12 @@ class BroadcastPlay(Play):
         with contextlib.suppress(GoneError):
             _, took = await timed(publisher, at, publisher.call(publishing.lost, member.pid))
             self.times.publisher_told = max(self.times.publisher_told, took)
-            if is_late(took):
+            if self.is_late(took):
                 raise RoundError(f"the publisher noticed the end of {member.name} after {took:.3f} s")
             if self._releases_at_once:
                 retired, took = await timed(publisher, at, publisher.call(publishing.told))
                 self.times.released = max(self.times.released, took)
-                if is_late(took) or retired:
+                if self.is_late(took) or retired:
                     how = f"after {took:.3f} s, and {retired} segments were retired"
                     raise RoundError(f"the memory of {member.name} was released {how}")
         await member.ended()
@@ -168,8 +169,11 @@ class BroadcastPlay(Play):
 
     @property
     def _releases_at_once(self) -> bool:
-        """Whether all subscribers whose connections end in this round are killed."""
+        """Whether the memory of each subscriber whose connection ends in this round is free at once."""
         plan = self.plan
+        if plan.kind.lands:
+            return True  # a subscriber has memory of its own
+        # A killed subscriber reads no memory any more.
         lives_on = (FaultKind.CLOSE, *RESOURCES)  # and may still read the memory
         disconnects = plan.publisher is not None and plan.publisher.slow == "disconnect"
         return not disconnects and not any(fault.kind in lives_on for fault in plan.faults)

@@ -18,6 +18,7 @@ from verification.chaos.journal import (
     Subscribed,
 )
 from verification.chaos.plan import LAST, SLOTS, FaultKind, Order, Round
+from verification.chaos.silences import may_end_by_silence
 
 __all__ = ["audit_broadcast"]
 
@@ -46,8 +47,9 @@ class _Course:
 class _Subscription:
     """One subscriber, from its opening to its end."""
 
-    def __init__(self, opened: Subscribed) -> None:
+    def __init__(self, opened: Subscribed, slot: int | None) -> None:
         self.opened = opened
+        self.slot = slot
         self.courses: dict[str, _Course] = {}
         self.current: _Course | None = None
         self.is_disconnected = False  # before its first publication of the next publisher
@@ -170,7 +172,7 @@ class _Broadcast:
         for event in account.events:
             match event:
                 case Subscribed():
-                    one = _Subscription(event)
+                    one = _Subscription(event, account.slot)
                 case Received() if one is not None:
                     tally.publications["received"] += 1
                     tally.publications["missed"] += event.missed
@@ -194,7 +196,7 @@ class _Broadcast:
                 return f"no connection to {one.current.publisher} has ended"
             course = one.courses[event.publisher] = _Course(event.publisher)
             # Unless it may reconnect, the end since the last publication is that of the publisher before.
-            course.is_whole = not one.is_disconnected or (bool(one.current) and not self._may_reconnect)
+            course.is_whole = not one.is_disconnected or (bool(one.current) and not self._may_reconnect(one))
             problem = self._begin(one, event.publisher, first)
         elif course is not one.current:
             return f"it returned from {one.current}"
@@ -207,7 +209,7 @@ class _Broadcast:
             problem = problem or "nothing explains that it missed any"
         if course.is_interrupted:
             course.is_interrupted = course.is_whole = False
-            if not self._may_reconnect:
+            if not self._may_reconnect(one):
                 problem = problem or f"nothing explains that the connection to {event.publisher} ended"
         course.next = event.number + 1
         course.received += 1
@@ -234,7 +236,7 @@ class _Broadcast:
         for publisher, published in self.published.items():
             course, end = one.courses.get(publisher), published[-1].number + 1
             counted = self.counted[publisher].get(one.opened.subscriber)
-            if counted is None and (self._may_reconnect or publisher in self.killed):
+            if counted is None and (self._may_reconnect(one) or publisher in self.killed):
                 continue
             if (
                 course is None
@@ -258,10 +260,10 @@ class _Broadcast:
     def _has_shortages(self) -> bool:
         return any(fault.kind in RESOURCES for fault in self.plan.faults)
 
-    @property
-    def _may_reconnect(self) -> bool:
-        """Whether a connection to a publisher that lives on may end."""
-        return self._slow == "disconnect" or self._has_shortages
+    def _may_reconnect(self, one: _Subscription) -> bool:
+        """Return whether the connection of a subscriber to a publisher that lives on may end."""
+        is_silent = may_end_by_silence(self.plan, self.accounts, (0, one.slot))
+        return self._slow == "disconnect" or self._has_shortages or is_silent
 
     def _may_end(self, error: str) -> bool:
         """Return whether a connection may end with an error, if its publisher may have ended."""

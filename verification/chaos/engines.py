@@ -3,13 +3,14 @@
 import asyncio
 import os
 import time
+from collections.abc import Mapping
+from typing import Any
 
-from verification.chaos import answering, asking, networked
+from verification.chaos import answering, asking, here, networked
 from verification.chaos.audit import Account, Tally
 from verification.chaos.engines_audit import audit_engines, wrong_with_refusals
 from verification.chaos.exchanges import ExchangePlay
 from verification.chaos.family import Family, Member, RoundError, SendersPart
-from verification.chaos.network import Network
 from verification.chaos.pauses import Pauses
 from verification.chaos.plan import ENGINES, SLOTS, Fault, FaultKind, Round
 from verification.chaos.rounds import Segments
@@ -24,15 +25,15 @@ class EnginesFamily(Family):
     """Clients, and the engines to which each of them is connected; killed processes are replaced."""
 
     sending: SendersPart = networked
+    addresses = ENGINES
+    # With this many busy processes, a living peer may be silent for longer than the default timeout.
+    timeouts: Mapping[str, Any] = {"heartbeat_interval_s": 0.25, "heartbeat_timeout_s": 2.0}
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.engines: list[Member] = []
         self.pauses = Pauses()
         self.paused_s = 0.0  # in the round before this one, whose losses may be noticed only now
-        self.network = Network()
-        if self.network.why_whole:
-            self.notes.append(f"no partitions: {self.network.why_whole}")
 
     @property
     def members(self) -> list[Member]:
@@ -47,19 +48,23 @@ class EnginesFamily(Family):
 
     async def new_sender(self, plan: Round, slot: int) -> Member:
         """Start a process with a client."""
-        sender, network = plan.senders[slot], self.network
-        member = await self._new(f"client-{slot}", uvloop=sender.uvloop, first=network.enter_as_client)
-        await member.call(networked.know, network.places, None)
+        sender = plan.senders[slot]
+        member = await self._new(f"client-{slot}", self.connecting, uvloop=sender.uvloop)
+        await self._tell(member, None)
         member.id = await member.call(networked.open_sender, sender)
         return member
 
     async def new_engine(self, plan: Round, number: int) -> Member:
         """Start a process with an engine."""
-        taker, network = plan.takers[number], self.network
-        member = await self._new(f"engine-{number}", uvloop=taker.uvloop, first=network.enter_as_engine)
-        await member.call(networked.know, network.places, number)
+        taker = plan.takers[number]
+        member = await self._new(f"engine-{number}", self.listening, uvloop=taker.uvloop)
+        await self._tell(member, number)
         await member.call(networked.open_receiver, taker)
         return member
+
+    async def _tell(self, member: Member, engine: int | None) -> None:
+        assert self.network is not None
+        await member.call(networked.know, self.network.addresses, engine)
 
     async def leave(self, member: Member) -> None:
         await member.call(answering.leave if member in self.engines else asking.leave)
@@ -68,7 +73,6 @@ class EnginesFamily(Family):
         try:
             await super().close()
         finally:
-            self.network.close()
             self.pauses.close()
 
     async def _begin(self, plan: Round) -> None:
@@ -98,16 +102,12 @@ class EnginesPlay(ExchangePlay):
         return self.family.senders[target] if target < SLOTS else self.family.engines[target - SLOTS]
 
     async def inject(self, fault: Fault) -> None:
-        if fault.kind not in (FaultKind.ATTACK, FaultKind.PARTITION):
+        if fault.kind is not FaultKind.ATTACK or fault.target is None:
             await super().inject(fault)
             return
         await asyncio.sleep(fault.at_ms / 1000)
-        network = self.family.network
-        async with (
-            network.cut(fault.how)
-            if fault.target is None
-            else network.attacked(fault.target - SLOTS, fault.how)
-        ):
+        assert self.family.network is not None
+        async with self.family.network.attacked(fault.target - SLOTS, fault.how):
             await asyncio.sleep(fault.for_ms / 1000)
 
     async def end(self, fault: Fault, member: Member) -> None:
@@ -143,7 +143,7 @@ class EnginesPlay(ExchangePlay):
 
     async def settle(self, living: list[Member]) -> list[str]:
         members = [*living, *self.family.engines]
-        paused = await asyncio.gather(*(member.call(networked.paused_s) for member in members))
+        paused = await asyncio.gather(*(member.call(here.paused_s) for member in members))
         self.paused_s = max(*paused, self.family.pauses.longest_s())
         self.times.paused = max(self.times.paused, self.paused_s)
         settling = {sender.name: sender.call(asking.settle) for sender in living}

@@ -8,13 +8,15 @@ import signal
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from aiotensor import AioTensorError, TensorQueue
 from aiotensor.transports.endpoints import Endpoint
 from verification.chaos import here, journal, sending, taking
-from verification.chaos.plan import ELDERS, FAMILIES, QUEUES, SLOTS, Round, SenderPlan, TakerPlan
+from verification.chaos.network import Network, Side
+from verification.chaos.plan import ELDERS, FAMILIES, PEER_TIMEOUT_S, SLOTS, Round, SenderPlan, TakerPlan
 from verification.loops import Kind
+from verification.places import free_port
 from verification.processes.peers import Peer, State
 
 __all__ = ["WATCHDOG_S", "Family", "GoneError", "Member", "RoundError"]
@@ -46,18 +48,10 @@ class Member:
         folder: for its files.
         name: of its files.
         uvloop: whether it runs on that event loop.
-        first: called there before anything else.
+        side: of the connections.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        folder: str,
-        name: str,
-        *,
-        uvloop: bool,
-        first: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, folder: str, name: str, *, uvloop: bool, side: Side) -> None:
         self.name = name
         self.is_killed = False
         self.continued_at = 0.0  # when it was last continued
@@ -65,10 +59,13 @@ class Member:
         self.first = 0  # the number of its next message
         self.losses = 0  # of receivers, counted at the end of a round
         self.own_descriptors: list[str] | None = None  # besides its segments
+        self.paused_s = 0.0  # the longest pause in this round or at the end of the one before
+        self._last_pause_s = 0.0
         self._path = f"{folder}/{name}"
         open(f"{self._path}.stderr", "w").close()
         self._folder = folder
-        self._peer = Peer(endpoint, kind=Kind("uvloop" if uvloop else "asyncio", "plain"), first=first)
+        self._arguments = side.arguments
+        self._peer = Peer(endpoint, kind=Kind("uvloop" if uvloop else "asyncio", "plain"), first=side.enter)
         self.pid = self._peer.pid
         self._gone = asyncio.get_running_loop().create_future()
         self._stops = 0
@@ -78,7 +75,12 @@ class Member:
 
     async def begin(self) -> None:
         """Open its files."""
-        await self.call(here.begin, self._folder, self.name)
+        await self.call(here.begin, self._folder, self.name, self._arguments)
+
+    async def measure_pause(self) -> None:
+        """Measure its longest pause since the last call; what it causes may be noticed in the next round."""
+        before, self._last_pause_s = self._last_pause_s, await self.call(here.paused_s)
+        self.paused_s = max(before, self._last_pause_s)
 
     async def call(
         self, work: Callable[Concatenate[State, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs
@@ -211,10 +213,13 @@ class Family:
 
     sending: SendersPart = sending
     taking: ReceiversPart = taking
+    addresses = 1  # of its network
+    timeouts: Mapping[str, Any] = {"peer_timeout_s": PEER_TIMEOUT_S}
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.is_queue = FAMILIES[name] in QUEUES
+        self.kind = FAMILIES[name]
+        self.is_queue = self.kind.is_queue
         self.receiver: Member
         self.senders: list[Member] = []
         self.notes: list[str] = []  # features that cannot be tested on this machine
@@ -225,6 +230,16 @@ class Family:
         self._files = tempfile.mkdtemp(prefix="chaos-")
         self._meeting = tempfile.mkdtemp(prefix="aiotensor-")
         self._endpoint: Endpoint = f"unix://{self._meeting}/s"
+        self.network: Network | None = None
+        self.listening = self.connecting = Side()
+        if self.kind.link == "tcp":
+            self._endpoint = f"tcp://127.0.0.1:{free_port()}"
+        elif self.kind.link == "hosts":
+            self.network = network = Network(self.addresses, self.timeouts)
+            self._endpoint = network.addresses[0]
+            self.listening, self.connecting = network.listening, network.connecting
+            if network.why_whole:
+                self.notes.append(f"no partitions in the family {name!r}: {network.why_whole}")
 
     @property
     def elder(self) -> Member | None:
@@ -250,12 +265,12 @@ class Family:
 
     async def new_receiver(self, plan: Round) -> Member:
         """Start a process for a receiver, without opening the receiver."""
-        return await self._new("receiver", uvloop=plan.taker.uvloop)
+        return await self._new("receiver", self.listening, uvloop=plan.taker.uvloop)
 
     async def new_sender(self, plan: Round, slot: int) -> Member:
         """Start a process with a sender."""
         sender = plan.senders[slot]
-        member = await self._new(f"sender-{slot}", uvloop=sender.uvloop)
+        member = await self._new(f"sender-{slot}", self.connecting, uvloop=sender.uvloop)
         member.id = await member.call(self.sending.open_sender, sender)
         return member
 
@@ -312,6 +327,8 @@ class Family:
         await self.abandon()
         for folder in (self._files, self._meeting):
             shutil.rmtree(folder)
+        if self.network is not None:
+            self.network.close()
 
     def renew_queue(self) -> None:
         """Connect the next processes by another queue."""
@@ -329,10 +346,10 @@ class Family:
             await self.probe(sender, plan.senders[slot])
         self.has_ended = False
 
-    async def _new(self, role: str, *, uvloop: bool, first: Callable[[], None] | None = None) -> Member:
+    async def _new(self, role: str, side: Side, *, uvloop: bool) -> Member:
         self._begun += 1
         name = f"{self.name}-{role}-{self._begun}"
-        member = Member(self._endpoint, self._files, name, uvloop=uvloop, first=first)
+        member = Member(self._endpoint, self._files, name, uvloop=uvloop, side=side)
         self._living = [*(one for one in self._living if not one.is_closed), member]
         await member.begin()
         return member

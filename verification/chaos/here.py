@@ -11,12 +11,14 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import zmq
 
 from verification.chaos.journal import Journal
+from verification.chaos.pauses import Pauses
 from verification.patterns import pattern
 from verification.processes import peers
 from verification.processes.allocator import forget_free_memory, keep_no_large_pieces
@@ -28,6 +30,7 @@ __all__ = [
     "begin",
     "here",
     "left_running",
+    "paused_s",
     "say_where",
     "tidy",
     "token_of",
@@ -43,6 +46,8 @@ class Here:
 
     def __init__(self) -> None:
         self.journal: Journal
+        self.pauses: Pauses
+        self.arguments: Mapping[str, Any] = {}  # of its objects, for their connections: keys and timeouts
         self.collects_in_finalizers = False
         self.jumped_s = 0.0  # by how much the loop's clock is ahead
         self.uses: list[Callable[[], object]] = []  # of open ends other than senders and receivers
@@ -51,7 +56,7 @@ class Here:
 here = Here()
 
 
-async def begin(state: State, folder: str, name: str) -> None:
+async def begin(state: State, folder: str, name: str, arguments: Mapping[str, Any]) -> None:
     """Redirect the journal, the log and the standard error of this process to its files."""
     silence = os.open(f"{folder}/{name}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(silence, sys.stderr.fileno())
@@ -64,13 +69,21 @@ async def begin(state: State, folder: str, name: str) -> None:
     logging.getLogger("aiotensor").propagate = False  # asyncio's own complaints go to stderr
     faulthandler.register(signal.SIGUSR1)  # to locate a hang
     here.journal = Journal(f"{folder}/{name}.journal")
+    here.arguments, here.pauses = arguments, Pauses()
     # asyncio's loop calls its `time` for its timers; uvloop reads the kernel's clock and has no such hook.
     loop = asyncio.get_running_loop()
     if isinstance(loop, asyncio.BaseEventLoop):
         loop.time = lambda: time.monotonic() + here.jumped_s  # type: ignore[method-assign]
     token_of(pattern(0, 3).zero_())  # torch opens files at its first operations
+    zmq.Frame(bytes(zmq.COPY_THRESHOLD), copy=False)  # the first one opens descriptors, too
     keep_no_large_pieces()
     gc.freeze()  # a collection at every allocation then visits few objects
+
+
+async def paused_s(state: State) -> float:
+    """Return the longest pause of the process since the last call, in seconds."""
+    del state
+    return here.pauses.longest_s()
 
 
 async def tidy(state: State) -> None:

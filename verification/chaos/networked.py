@@ -4,13 +4,12 @@ Otherwise they behave like clients and servers on one host: `asking.py`, `answer
 """
 
 import contextlib
-from typing import Any
+from collections.abc import Sequence
 
 from aiotensor.channel import MessageClient, MessageServer
 from verification.chaos import answering, asking
 from verification.chaos.asking import begin_round, probe, send_all, told
-from verification.chaos.network import Places
-from verification.chaos.pauses import Pauses
+from verification.chaos.here import here
 from verification.chaos.plan import SenderPlan, TakerPlan
 from verification.chaos.questions import Question, Reply
 from verification.processes.peers import State
@@ -20,7 +19,6 @@ __all__ = [
     "know",
     "open_receiver",
     "open_sender",
-    "paused_s",
     "probe",
     "reopen",
     "send_all",
@@ -28,30 +26,15 @@ __all__ = [
 ]
 
 
-# With this many busy processes, a living peer may be silent for longer than the default timeout.
-_HEARTBEATS: dict[str, Any] = {"heartbeat_interval_s": 0.25, "heartbeat_timeout_s": 2.0}
-
-
-async def know(state: State, places: Places, engine: int | None) -> None:
-    """Give a process the places of the engines, and its own number if it is an engine."""
-    state.others.update(places=places, engine=engine, pauses=Pauses())
-
-
-async def paused_s(state: State) -> float:
-    """Return the longest pause of the process since the last call."""
-    pauses: Pauses = state.others["pauses"]
-    return pauses.longest_s()
+async def know(state: State, addresses: Sequence[str], engine: int | None) -> None:
+    """Give a process the addresses of the engines, and its own number if it is an engine."""
+    state.others.update(addresses=addresses, engine=engine)
 
 
 async def open_sender(state: State, plan: SenderPlan) -> str:
     """Open a client of all engines, which sends tensors inside the messages."""
-    places: Places = state.others["places"]
     client = MessageClient(
-        places.addresses,
-        reply_type=Reply,
-        high_water_mark=plan.permits,
-        **places.keys_of_client(),
-        **_HEARTBEATS,
+        state.others["addresses"], reply_type=Reply, high_water_mark=plan.permits, **here.arguments
     )
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(client)
@@ -66,14 +49,8 @@ async def reopen(state: State, plan: SenderPlan) -> str:
 
 async def open_receiver(state: State, plan: TakerPlan) -> None:
     """Open an engine, and answer immediately until `answering.take`."""
-    places: Places = state.others["places"]
-    server = MessageServer(
-        places.addresses[state.others["engine"]],
-        Question,
-        max_waiting=plan.max_waiting,
-        **places.keys_of_engine(),
-        **_HEARTBEATS,
-    )
+    address = state.others["addresses"][state.others["engine"]]
+    server = MessageServer(address, Question, max_waiting=plan.max_waiting, **here.arguments)
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(server)
         answering.adopt(server, stack)

@@ -2,6 +2,7 @@
 
 import enum
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -10,7 +11,6 @@ from aiotensor.broadcast import SlowPolicy
 __all__ = [
     "ANSWERED_BY_SENDER",
     "ASKS_BY_SENDER",
-    "BROADCASTS",
     "ELDERS",
     "ENDS",
     "ENGINES",
@@ -19,11 +19,12 @@ __all__ = [
     "MAX_SUBSCRIBERS",
     "MAX_TENSORS",
     "PARTS",
-    "QUEUES",
+    "PEER_TIMEOUT_S",
     "SLOTS",
     "Fault",
     "FaultKind",
     "Hold",
+    "Kind",
     "Order",
     "PublisherPlan",
     "Round",
@@ -40,21 +41,53 @@ MAX_TENSORS = 4  # in a message
 PARTS = 2  # of a process, and of its replacement within the round
 _ORDERS = 256  # the most in one part
 
-# The connection of each family. A queue ends with its receiver or publisher; in "messages" the senders are
-# clients of one server, and in "network" of several.
+PEER_TIMEOUT_S = 1.0  # of tensors and publications between hosts
+
+
+class Kind(NamedTuple):
+    """The work of a family, and its connections.
+
+    Attributes:
+        work: "tensors", "questions" to one server, "engines" for questions to several, or "broadcast".
+        link: "unix"; "queue", which ends with its receiver or publisher; "tcp" on the loopback, without keys
+            and heartbeats; or "hosts": two hosts and a cable, with keys and heartbeats.
+    """
+
+    work: str
+    link: str
+
+    @property
+    def is_queue(self) -> bool:
+        """Whether no process can follow the receiver or publisher."""
+        return self.link == "queue"
+
+    @property
+    def lands(self) -> bool:
+        """Whether tensors are copied to memory of the side that receives them."""
+        return self.work in ("tensors", "broadcast") and self.link in ("tcp", "hosts")
+
+    @property
+    def has_timeout(self) -> bool:
+        """Whether silence for `PEER_TIMEOUT_S` ends a connection."""
+        return self.lands and self.link == "hosts"
+
+
 FAMILIES = {
-    "server": "unix",
-    "engine": "unix",
-    "queue": "queue",
-    "asking": "messages",
-    "answering": "messages",
-    "engines": "network",
-    "publisher": "broadcast",
-    "subscriber": "broadcast",
-    "audience": "broadcast queue",
+    "server": Kind("tensors", "unix"),
+    "engine": Kind("tensors", "unix"),
+    "queue": Kind("tensors", "queue"),
+    "asking": Kind("questions", "unix"),
+    "answering": Kind("questions", "unix"),
+    "engines": Kind("engines", "hosts"),
+    "publisher": Kind("broadcast", "unix"),
+    "subscriber": Kind("broadcast", "unix"),
+    "audience": Kind("broadcast", "queue"),
+    "tcp server": Kind("tensors", "tcp"),
+    "tcp engine": Kind("tensors", "tcp"),
+    "remote server": Kind("tensors", "hosts"),
+    "tcp publisher": Kind("broadcast", "tcp"),
+    "remote subscriber": Kind("broadcast", "hosts"),
 }
-QUEUES = ("queue", "broadcast queue")
-BROADCASTS = ("broadcast", "broadcast queue")
 
 # The process that lives for the whole run, whose memory is measured: the target of its faults.
 ELDERS: dict[str, int | None] = {
@@ -64,6 +97,11 @@ ELDERS: dict[str, int | None] = {
     "answering": None,
     "publisher": 0,
     "subscriber": SLOTS,
+    "tcp server": 0,
+    "tcp engine": None,
+    "remote server": 0,
+    "tcp publisher": 0,
+    "remote subscriber": SLOTS,
 }
 
 # The clients with a sender for their requests, and those with a receiver for their replies.
@@ -105,9 +143,8 @@ class Fault(msgspec.Struct, frozen=True):
 
     Attributes:
         kind: of the fault.
-        target: the sender's slot, or None for the receiver. Over a network, engines are counted on from
-            `SLOTS`, and None is the network. In a broadcast, 0 is the publisher, and subscribers are counted
-            on from `SLOTS`.
+        target: the sender's slot, or None for the receiver and for the network. Engines are counted on from
+            `SLOTS`. In a broadcast, 0 is the publisher, and subscribers are counted on from `SLOTS`.
         at_ms: the time after the start of the round.
         for_ms: the duration, for faults that have one.
         how: the attack, or the direction of lost packets.
@@ -230,10 +267,17 @@ class Round(msgspec.Struct, frozen=True):
         """Return the plans of all receivers, engines or subscribers."""
         return (self.taker, *self.other_takers)
 
+    @property
+    def kind(self) -> Kind:
+        """Return the work and the connections of its family."""
+        return FAMILIES[self.family]
+
     def who(self, fault: Fault) -> str:
         """Name the target of a fault."""
-        if FAMILIES[self.family] == "network":
-            return "network" if fault.target is None else "client" if fault.target < SLOTS else "engine"
+        if fault.kind is FaultKind.PARTITION:
+            return "network"
+        if self.kind.work == "engines":
+            return "client" if fault.target is not None and fault.target < SLOTS else "engine"
         if self.publisher is not None:
             return "publisher" if fault.target == 0 else "subscriber"
         return "receiver" if fault.target is None else "sender"
@@ -242,6 +286,11 @@ class Round(msgspec.Struct, frozen=True):
     def ends_the_receiver(self) -> bool:
         """Return whether the receiver is killed or closed."""
         return any(fault.target is None and fault.kind in ENDS for fault in self.faults)
+
+    @property
+    def has_partition(self) -> bool:
+        """Return whether the network loses packets."""
+        return any(fault.kind is FaultKind.PARTITION for fault in self.faults)
 
     def has(self, target: int | None, kinds: Sequence[FaultKind]) -> bool:
         """Return whether one of these faults is planned for a process."""

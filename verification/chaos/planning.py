@@ -8,7 +8,6 @@ import random
 import msgspec
 
 from verification.chaos.plan import (
-    BROADCASTS,
     ELDERS,
     ENDS,
     ENGINES,
@@ -16,7 +15,7 @@ from verification.chaos.plan import (
     MAX_SUBSCRIBERS,
     MAX_TENSORS,
     PARTS,
-    QUEUES,
+    PEER_TIMEOUT_S,
     SLOTS,
     Fault,
     FaultKind,
@@ -31,7 +30,7 @@ from verification.chaos.plan import (
 
 __all__ = ["plan_round"]
 
-_FAMILY_WEIGHTS = (9, 9, 4, 6, 6, 4, 5, 5, 2)
+_FAMILY_WEIGHTS = (9, 9, 4, 6, 6, 4, 5, 5, 2, 4, 4, 4, 3, 3)
 
 _SMALL, _MIDDLE, _LARGE, _HUGE = 10, 10_000, 100_000, 600_000  # elements of 8 bytes
 _FRAME = 900  # sent inline; a few dozen of them fill the socket
@@ -60,6 +59,7 @@ _RECEIVER_FAULTS = {
     FaultKind.FORK: 2,
     FaultKind.COLLECT: 2,
 }
+_LANDING_FAULTS = {FaultKind.NO_SPACE: 2, FaultKind.FILE_SIZE: 1}  # of a receiver with its own memory
 _PUBLISHER_FAULTS = {
     FaultKind.KILL: 4,
     FaultKind.KILL_WITH_FORK: 1,
@@ -102,7 +102,10 @@ _ENGINE_FAULTS = {
     FaultKind.COLLECT: 1,
 }
 _ATTACKS = ("hang up", "greet", "say nothing")
-_DIRECTIONS = ("both", "both", "to engines", "to clients")
+_DIRECTIONS = ("both", "both", "to the listening side", "to the connecting side")
+
+# A stop that heartbeats survive, and one after which the connection is lost, in milliseconds.
+_LONG_STOPS = ((200, 500 * PEER_TIMEOUT_S), (1700 * PEER_TIMEOUT_S, 2500 * PEER_TIMEOUT_S))
 
 
 def plan_round(seed: int, number: int, only: str | None = None) -> Round:
@@ -110,11 +113,11 @@ def plan_round(seed: int, number: int, only: str | None = None) -> Round:
     rng = random.Random(f"{seed}/{number}")
     family = rng.choices(list(FAMILIES), _FAMILY_WEIGHTS)[0]
     family = only or family
-    if FAMILIES[family] in BROADCASTS:
+    if FAMILIES[family].work == "broadcast":
         return _plan_broadcast(rng, number, family)
     floods = rng.random() < 0.15
     senders = tuple(_plan_sender(rng, number, slot, family, floods=floods) for slot in range(SLOTS))
-    if FAMILIES[family] == "network":
+    if FAMILIES[family].work == "engines":
         takers = [_plan_taker(rng) for _ in range(ENGINES)]
         return Round(number, family, senders, takers[0], _plan_faults_of_network(rng), tuple(takers[1:]))
     faults = _plan_faults(rng, family)
@@ -124,13 +127,13 @@ def plan_round(seed: int, number: int, only: str | None = None) -> Round:
 
 
 def _plan_sender(rng: random.Random, number: int, slot: int, family: str, *, floods: bool) -> SenderPlan:
-    asks = FAMILIES[family] in ("messages", "network")
+    asks = FAMILIES[family].work in ("questions", "engines")
     plan_one = _plan_question if asks else _plan_order
     parts = []
     for part in range(PARTS):
         count = rng.randint(0, 10) if part == 0 else rng.randint(1, 3)
         orders = [plan_one(rng, key_of(number, slot, part, index)) for index in range(count)]
-        if FAMILIES[family] == "network":
+        if FAMILIES[family].work == "engines":
             targets = (None, None, None, *range(ENGINES))
             orders = [msgspec.structs.replace(order, target=rng.choice(targets)) for order in orders]
         if floods and part == 0:
@@ -210,7 +213,7 @@ def _plan_faults(rng: random.Random, family: str) -> tuple[Fault, ...]:
     ends: set[int | None] = set()
     for _ in range(rng.choices((0, 1, 2, 3), (1, 4, 4, 2))[0]):
         target = rng.choice((None, None, *range(SLOTS)))
-        weights = _RECEIVER_FAULTS if target is None else _SENDER_FAULTS
+        weights = _SENDER_FAULTS if target is not None else _receiver_faults(_RECEIVER_FAULTS, family)
         kind = rng.choices(list(weights), list(weights.values()))[0]
         if any(fault.kind is kind and fault.target == target for fault in faults):
             continue  # the second would end with the first, or never
@@ -221,9 +224,10 @@ def _plan_faults(rng: random.Random, family: str) -> tuple[Fault, ...]:
             if closes and (target is None or None in ends) and ends:
                 continue  # a sender that is closed does not notice that its receiver ends
             ends.add(target)
-        for_ms = rng.choice((rng.uniform(1, 5), rng.uniform(5, 60)))
-        faults.append(Fault(kind, target, rng.uniform(0, 12), for_ms))
-    if ends and FAMILIES[family] == "messages":
+        faults.append(Fault(kind, target, rng.uniform(0, 12), _plan_for_ms(rng, kind, family)))
+    if FAMILIES[family].has_timeout and rng.random() < 0.2:
+        faults.append(_plan_partition(rng))
+    if ends and FAMILIES[family].work == "questions":
         # ZeroMQ ends the process of a server that has no descriptor for a new connection.
         starved = (FaultKind.NO_DESCRIPTORS, None)
         faults = [fault for fault in faults if (fault.kind, fault.target) != starved]
@@ -247,12 +251,25 @@ def _plan_faults_of_network(rng: random.Random) -> tuple[Fault, ...]:
             for_ms, how = rng.uniform(30, 400), rng.choice(_ATTACKS)
         faults[target, kind] = Fault(kind, target, rng.uniform(0, 12), for_ms, how)
     if rng.random() < 0.2:  # it takes long
-        longest_ms = rng.choice((300, 300, 1000, 3000))
-        partition = FaultKind.PARTITION
-        faults[None, partition] = Fault(
-            partition, None, rng.uniform(0, 20), rng.uniform(50, longest_ms), rng.choice(_DIRECTIONS)
-        )
+        faults[None, FaultKind.PARTITION] = _plan_partition(rng)
     return tuple(faults.values())
+
+
+def _plan_partition(rng: random.Random) -> Fault:
+    longest_ms = rng.choice((300, 300, 1000, 3000))
+    return Fault(
+        FaultKind.PARTITION, None, rng.uniform(0, 20), rng.uniform(50, longest_ms), rng.choice(_DIRECTIONS)
+    )
+
+
+def _receiver_faults(usual: dict[FaultKind, int], family: str) -> dict[FaultKind, int]:
+    return {**usual, **_LANDING_FAULTS} if FAMILIES[family].lands else usual
+
+
+def _plan_for_ms(rng: random.Random, kind: FaultKind, family: str) -> float:
+    if kind is FaultKind.STOP and FAMILIES[family].has_timeout and rng.random() < 0.3:
+        return rng.uniform(*rng.choice(_LONG_STOPS))
+    return rng.choice((rng.uniform(1, 5), rng.uniform(5, 60)))
 
 
 def _plan_broadcast(rng: random.Random, number: int, family: str) -> Round:
@@ -292,18 +309,19 @@ def _plan_publication(rng: random.Random, key: int) -> Order:
 
 
 def _plan_faults_of_broadcast(rng: random.Random, family: str, subscribers: int) -> tuple[Fault, ...]:
-    faults: dict[tuple[int, FaultKind], Fault] = {}
+    faults: dict[tuple[int | None, FaultKind], Fault] = {}
     ends: set[int] = set()
     for _ in range(rng.choices((0, 1, 2, 3, 4), (1, 4, 4, 2, 1))[0]):
         target = rng.choice((0, *(SLOTS + rng.randrange(subscribers) for _ in range(2))))
-        weights = _SUBSCRIBER_FAULTS if target else _PUBLISHER_FAULTS
+        weights = _receiver_faults(_SUBSCRIBER_FAULTS, family) if target else _PUBLISHER_FAULTS
         kind = rng.choices(list(weights), list(weights.values()))[0]
         if kind in ENDS:
             if target in ends or (kind is not FaultKind.CLOSE and target == ELDERS.get(family, -1)):
                 continue  # each process ends at most once in a round, and the elder is only closed
             ends.add(target)
-        for_ms = rng.choice((rng.uniform(1, 5), rng.uniform(5, 60)))
-        faults[target, kind] = Fault(kind, target, rng.uniform(0, 25), for_ms)
-    if 0 in ends and FAMILIES[family] in QUEUES:  # which admits no other subscriber then
+        faults[target, kind] = Fault(kind, target, rng.uniform(0, 25), _plan_for_ms(rng, kind, family))
+    if FAMILIES[family].has_timeout and rng.random() < 0.2:
+        faults[None, FaultKind.PARTITION] = _plan_partition(rng)
+    if 0 in ends and FAMILIES[family].is_queue:  # which admits no other subscriber then
         faults = {where: fault for where, fault in faults.items() if where[0] == 0 or fault.kind not in ENDS}
     return tuple(faults.values())

@@ -72,6 +72,7 @@ async def open_sender(state: State, plan: SenderPlan) -> str:
             history=options.history,
             max_wait_s=options.max_wait_s,
             keep_warm_s=plan.keep_warm_s,
+            **here.arguments,
         )
         try:
             await publisher.__aenter__()
@@ -179,13 +180,16 @@ async def finish(state: State, count: int) -> tuple[str, int]:
     while True:
         await publisher.drain()  # so that none is slow, and disconnected for that
         await _wait_for(publisher, count)
+        lost = publisher.statistics().subscribers_lost
         try:
             sent = await publisher.publish(Issue(publisher.id, LAST))
-            break
         except WouldBlockError:
             continue
-    here.journal(Published(LAST, publisher.id, sent.number, time.monotonic()))
-    await publisher.drain()
+        here.journal(Published(LAST, publisher.id, sent.number, time.monotonic()))
+        await publisher.drain()
+        # A connection may have ended before, without this side knowing it: its subscriber missed the message.
+        if publisher.statistics().subscribers_lost == lost:
+            break
     for lag in publisher.statistics().lags:
         here.journal(Counted(publisher.id, lag.subscriber, lag.delivered, lag.dropped))
     return publisher.id, sent.number

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from contextlib import asynccontextmanager
 from typing import NamedTuple, TypeVar
@@ -17,21 +18,16 @@ from verification.chaos.audit import Account, Tally, audit
 from verification.chaos.family import WATCHDOG_S, Family, GoneError, Member, RoundError
 from verification.chaos.here import ARENA_BYTES, MAX_MAPPED_BYTES
 from verification.chaos.journal import Sent
-from verification.chaos.plan import SLOTS, Fault, FaultKind, Round
+from verification.chaos.plan import PEER_TIMEOUT_S, SLOTS, Fault, FaultKind, Round
 from verification.processes import watch
 from verification.promptly import allowed_s
 
-__all__ = ["Play", "Segments", "Times", "all_of", "is_late", "timed"]
+__all__ = ["Play", "Segments", "Times", "all_of", "timed"]
 
 T = TypeVar("T")
 
 _TOLD_WITHIN_S = 1.0
 _RESOURCES = (FaultKind.NO_SPACE, FaultKind.FILE_SIZE, FaultKind.NO_ADDRESSES, FaultKind.NO_DESCRIPTORS)
-
-
-def is_late(took: float) -> bool:
-    """Return whether more time than promised has passed since a loss."""
-    return took > _TOLD_WITHIN_S and took > allowed_s(_TOLD_WITHIN_S)
 
 
 class Times(msgspec.Struct):
@@ -99,8 +95,18 @@ class Play:
         settling = time.monotonic()
         problems = await self.settle([sender for _, sender in living])
         self.times.settled = max(self.times.settled, time.monotonic() - settling)
+        if plan.kind.has_timeout:
+            await asyncio.gather(*(member.measure_pause() for _, member in family.by_slot))
         accounts = [
-            Account(member.name, slot, member.is_killed, member.events(), member.losses, member in self.new)
+            Account(
+                member.name,
+                slot,
+                member.is_killed,
+                member.events(),
+                member.losses,
+                member in self.new,
+                member.paused_s,
+            )
             for member, slot in [
                 *self.gone,
                 *((member, slot) for slot, member in family.by_slot if not member.is_killed),
@@ -114,6 +120,13 @@ class Play:
         for member, _ in self.gone:
             await member.close()
         return problems
+
+    def is_late(self, took: float) -> bool:
+        """Return whether more time than promised has passed since a loss."""
+        promised_s = _TOLD_WITHIN_S
+        if self.plan.kind.has_timeout and self.plan.has_partition:
+            promised_s += PEER_TIMEOUT_S  # the kernel's notice that the process has ended may be lost
+        return took > promised_s and took > allowed_s(promised_s)
 
     # The round
 
@@ -152,6 +165,9 @@ class Play:
     async def inject(self, fault: Fault) -> None:
         """Inject a fault when it is due."""
         await asyncio.sleep(fault.at_ms / 1000)
+        if fault.kind is FaultKind.PARTITION:
+            await self._cut(fault)
+            return
         member = self.member(fault.target)
         with contextlib.suppress(GoneError):
             match fault.kind:
@@ -170,6 +186,11 @@ class Play:
                 case _:
                     await member.call(faults.suffer, fault.kind, fault.for_ms / 1000, self.plan.number)
 
+    async def _cut(self, fault: Fault) -> None:
+        if self.family.network is not None:
+            async with self.family.network.cut(fault.how):
+                await asyncio.sleep(fault.for_ms / 1000)
+
     async def _kill_sender(self, slot: int) -> None:
         family, sender, receiver = self.family, self.family.senders[slot], self.family.receiver
         watched = self.receiver_is_old and not self.plan.has(slot, (FaultKind.CLOSE,))
@@ -180,7 +201,7 @@ class Play:
                 pid, took = await timed(receiver, at, receiver.call(family.taking.heard, sender.id))
                 if self.receiver_is_old:
                     self.times.receiver_told = max(self.times.receiver_told, took)
-                    if is_late(took) or pid != sender.pid:
+                    if self.is_late(took) or pid != sender.pid:
                         raise RoundError(
                             f"the end of {sender.name} was told after {took:.3f} s, naming {pid}"
                         )
@@ -222,7 +243,7 @@ class Play:
         with contextlib.suppress(GoneError):
             _, took = await timed(sender, at, sender.call(self.family.sending.told))
             self.times.senders_told = max(self.times.senders_told, took)
-            if is_late(took):
+            if self.is_late(took):
                 raise RoundError(f"{sender.name} was told of the end of its receiver after {took:.3f} s")
 
     def _give_up_new(self) -> None:
@@ -264,7 +285,7 @@ class Play:
         problems = []
         receiver: ReceiverStatistics | None = None
         if not family.receiver.is_killed and not family.has_ended:
-            receiver = await family.receiver.call(taking.settle)
+            receiver = await family.receiver.call(taking.settle, len(living) if family.kind.lands else None)
         for sender in living:
             statistics, sender.losses = await sender.call(sending.settle)
             problems += [f"{sender.name}: {wrong}" for wrong in _wrong_with_sender(statistics)]
@@ -306,7 +327,9 @@ class Play:
 
     def segments(self, slot: int | None) -> Segments:
         """Return how many mappings of shared memory a process may have."""
-        return Segments(0, SLOTS) if slot is None else Segments(1, 0)
+        if slot is not None:
+            return Segments(1, 0)
+        return Segments(SLOTS, 0) if self.plan.kind.lands else Segments(0, SLOTS)
 
     def _said(self, member: Member, slot: int | None) -> list[str]:
         problems = [f"{member.name} complained: {member.complaints}"] if member.complaints else []
@@ -367,7 +390,8 @@ async def _wrong_with_process(member: Member, segments: Segments) -> list[str]:
         if own == member.own_descriptors and segments.allows(mapped, len(descriptors) - len(own)):
             return []
         if time.monotonic() > ends:
-            before = "".join(f"\n  - {name}" for name in member.own_descriptors)
-            now = "".join(f"\n  + {name}" for name in descriptors)
-            return [f"{member.name} has {mapped} segments, and other descriptors than before:{before}{now}"]
+            before, now = Counter(member.own_descriptors), Counter(descriptors)
+            gone = "".join(f"\n  - {name}" for name in (before - now).elements())
+            new = "".join(f"\n  + {name}" for name in (now - before).elements())
+            return [f"{member.name} has {mapped} segments, and other descriptors than before:{gone}{new}"]
         await asyncio.sleep(0.001)

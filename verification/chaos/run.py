@@ -61,17 +61,15 @@ async def run_for(
 
 
 _KINDS: Mapping[str, tuple[type[Family], type[Play]]] = {
-    "unix": (Family, Play),
-    "queue": (Family, Play),
-    "messages": (ExchangeFamily, ExchangePlay),
-    "network": (EnginesFamily, EnginesPlay),
+    "tensors": (Family, Play),
+    "questions": (ExchangeFamily, ExchangePlay),
+    "engines": (EnginesFamily, EnginesPlay),
     "broadcast": (BroadcastFamily, BroadcastPlay),
-    "broadcast queue": (BroadcastFamily, BroadcastPlay),
 }
 
 
 def _new(name: str, run: Run) -> Family:
-    family = _KINDS[FAMILIES[name]][0](name)
+    family = _KINDS[FAMILIES[name].work][0](name)
     run.notes += family.notes
     return family
 
@@ -79,7 +77,7 @@ def _new(name: str, run: Run) -> Family:
 async def _play(run: Run, plan: Round, family: Family) -> None:
     try:
         await family.prepare(plan)
-        problems = await _KINDS[FAMILIES[plan.family]][1](plan, family, run.times).run(run.tally)
+        problems = await _KINDS[plan.kind.work][1](plan, family, run.times).run(run.tally)
     except RoundError as error:
         problems = [str(error)]
     except BaseException as error:

@@ -18,7 +18,9 @@ __all__ = ["begin_round", "open_sender", "probe", "reopen", "send_all", "settle"
 
 
 async def open_sender(state: State, plan: SenderPlan) -> str:
-    sender = TensorSender(state.endpoint, plan.permits, ARENA_BYTES, keep_warm_s=plan.keep_warm_s)
+    sender = TensorSender(
+        state.endpoint, plan.permits, ARENA_BYTES, keep_warm_s=plan.keep_warm_s, **here.arguments
+    )
     await sender.__aenter__()
     state.senders.append(sender)
     return sender.id

@@ -137,7 +137,7 @@ _all: list[_Subscribing] = []  # of this round; the last one is open
 async def open_receiver(state: State, plan: TakerPlan) -> None:
     """Open a subscriber, and take from it."""
     while True:
-        subscriber = Subscriber(state.endpoint, Issue)
+        subscriber = Subscriber(state.endpoint, Issue, **here.arguments)
         here.journal(Subscribed(subscriber.id, time.monotonic()))
         try:
             await subscriber.__aenter__()

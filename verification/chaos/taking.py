@@ -140,7 +140,7 @@ def _handle(sender: str, message: int, tensor: int = 0) -> TensorHandle:
 async def open_receiver(state: State, plan: TakerPlan) -> None:
     del plan
     while True:
-        receiver = TensorReceiver(state.endpoint, max_mapped_bytes=MAX_MAPPED_BYTES)
+        receiver = TensorReceiver(state.endpoint, max_mapped_bytes=MAX_MAPPED_BYTES, **here.arguments)
         try:
             await receiver.__aenter__()
         except (OSError, UsageError):  # this process currently has no descriptors
@@ -213,9 +213,16 @@ async def _stop(*, waits: bool) -> None:
         await taking.stop(waits=waits)
 
 
-async def settle(state: State) -> ReceiverStatistics:
-    """Wait until nothing is held, and forget the closed receivers."""
+async def settle(state: State, senders: int | None) -> ReceiverStatistics:
+    """Wait until nothing is held, and forget the closed receivers.
+
+    Args:
+        state: of this process.
+        senders: over a network, how many senders live: the end of another one may still be on its way.
+    """
     gc.collect()
+    while senders is not None and state.receiver.statistics().senders != senders:
+        await asyncio.sleep(0.001)
     for receiver in state.receivers:
         while (now := receiver.statistics()).leases or now.waiting or now.unclaimed_tensors:
             await asyncio.sleep(0.001)
