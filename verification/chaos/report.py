@@ -1,5 +1,6 @@
 """The results of a run: counted during the run, printed at its end."""
 
+import shlex
 import statistics
 from collections import Counter, defaultdict
 
@@ -107,6 +108,6 @@ class Run:
             number = self.failed.number
             plan = msgspec.json.format(msgspec.json.encode(self.failed), indent=1).decode()
             console.print(f"\nround {number}: {plan}", markup=False)
-            only = "" if self.only is None else f" --family {self.only}"
+            only = "" if self.only is None else f" --family {shlex.quote(self.only)}"
             again = f"python -m verification.chaos --seed {self.seed} --rounds {number} --repeat 20{only}"
             console.print(f"\nto play it again: {again}", markup=False)
