@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import threading
+from collections.abc import Awaitable
 from typing import Any
 
 import anyio.to_thread
@@ -26,7 +27,7 @@ from aiotensor import (
     WouldBlockError,
 )
 from aiotensor import receiver as receiver_module
-from tests.pairs import beyond, endpoint, pair
+from tests.pairs import beyond, endpoint, is_local, pair
 from verification.internals import intake_of
 from verification.patterns import BIG, pattern
 from verification.waiting import settled, until
@@ -404,10 +405,14 @@ async def test_nobody_waits_for_a_tensor_of_a_sender_that_is_refused(limit: str,
             waiting = asyncio.create_task(receiver.receive(beyond))
             await asyncio.sleep(0)
             async with sender:
-                handle = await sender.send(pattern(0, 3))
-                for receiving in (waiting, receiver.receive(handle)):
+                calls: list[Awaitable[object]] = [waiting]
+                if is_local():
+                    calls.append(receiver.receive(await sender.send(pattern(0, 3))))
+                else:
+                    calls.append(sender.send(pattern(0, 3)))  # which waits until it is admitted
+                for call in calls:
                     with pytest.raises(RefusedError, match=limit) as caught:
-                        await receiving
+                        await call
                     assert caught.value.pid == os.getpid()
 
 

@@ -63,6 +63,7 @@ async def test_a_discarded_message_lets_the_next_one_through(by: str) -> None:
 async def test_discarding_all_takes_back_what_is_sent_and_what_is_being_sent_but_not_what_was_taken() -> None:
     async with pair(max_concurrent_videos=4) as (sender, receiver):
         taken = await receiver.receive(await sender.send(pattern(1, BIG)))
+        await sender.drain()
         waiting = await sender.send(pattern(2, BIG))
         with pytest.raises(DiscardedError):
             async with sender.message() as message:
@@ -198,7 +199,7 @@ async def test_a_send_that_was_not_awaited_before_its_block_ended_is_an_error() 
     async with pair() as (sender, _):
         with pytest.raises(UsageError, match="not awaited"):
             async with sender.message() as message:
-                sending = asyncio.create_task(message.send(pattern(0, BIG)))
+                sending = asyncio.create_task(message.send(torch.zeros(4 << 20, dtype=torch.uint8)))
                 await asyncio.sleep(0)
         with pytest.raises(DiscardedError):
             await sending
