@@ -7,11 +7,11 @@ import socket
 from collections.abc import Mapping, Sequence
 
 import zmq
-from zmq.auth.asyncio import AsyncioAuthenticator
 
 from aiotensor.errors import UsageError
 from aiotensor.transports.socket_file import SocketFile
 from aiotensor.transports.zeromq.addresses import Address, Target
+from aiotensor.transports.zeromq.authenticator import Authenticator
 from aiotensor.transports.zeromq.context import ZmqContext, begin, check_descriptors, end
 from aiotensor.transports.zeromq.monitor import SocketEvents
 from aiotensor.transports.zeromq.resolving import look_up
@@ -28,16 +28,6 @@ _HANDSHAKE_S = 5
 # The most connections that wait to be accepted. In a flood, the kernel retries a rejected connection a second
 # later; with a larger backlog it would wait as long behind connections that have ended.
 _BACKLOG = 256
-
-
-class _Allowed:
-    """Provide the allowed keys to pyzmq's authenticator."""
-
-    def __init__(self, keys: frozenset[bytes]) -> None:
-        self._keys = keys
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key in self._keys
 
 
 class MessageListener:
@@ -65,7 +55,7 @@ class MessageListener:
         self._listener: socket.socket | None = None
         self._allowed = allowed
         self._context: ZmqContext | None = None
-        self._authenticator: AsyncioAuthenticator | None = None
+        self._authenticator: Authenticator | None = None
         self._file: SocketFile | None = None
         self._socket: LoopSocket | None = None
 
@@ -92,9 +82,7 @@ class MessageListener:
             self._context = begin()  # checks again: no await follows before the socket is made
             if self._allowed:
                 try:
-                    self._authenticator = AsyncioAuthenticator(self._context)
-                    self._authenticator.start()
-                    self._authenticator.configure_curve_callback(credentials_provider=_Allowed(self._allowed))
+                    self._authenticator = Authenticator(self._context, self._allowed)
                 except zmq.ZMQError as error:
                     raise OSError(error.errno, error.strerror) from error
         except BaseException:
@@ -200,7 +188,7 @@ class MessageListener:
         if self._socket is not None:
             self._socket.close(linger_s)
         if self._authenticator is not None:
-            self._authenticator.stop()
+            self._authenticator.close()
             self._authenticator = None
         context, self._context = self._context, None
         return context
