@@ -211,7 +211,7 @@ def test_only_a_long_silence_between_hosts_ends_a_connection(fault: Fault, *, ex
     received = [*_received(0), lost, Received(8, "p", 2, 1), END]
     published = [ADMITTED, *_published(3)]
     assert bool(_problems(published, received, fault, family="remote subscriber")) != explains
-    assert _problems(published, received, fault, family="tcp publisher")
+    assert _problems(published, received, fault, family="tcp subscriber")
     assert _problems(published, [*_received(0), Received(8, "p", 2, 1)], fault, family="remote subscriber")
 
 

@@ -85,7 +85,7 @@ FAMILIES = {
     "tcp server": Kind("tensors", "tcp"),
     "tcp engine": Kind("tensors", "tcp"),
     "remote server": Kind("tensors", "hosts"),
-    "tcp publisher": Kind("broadcast", "tcp"),
+    "tcp subscriber": Kind("broadcast", "tcp"),
     "remote subscriber": Kind("broadcast", "hosts"),
 }
 
@@ -100,7 +100,7 @@ ELDERS: dict[str, int | None] = {
     "tcp server": 0,
     "tcp engine": None,
     "remote server": 0,
-    "tcp publisher": 0,
+    "tcp subscriber": SLOTS,
     "remote subscriber": SLOTS,
 }
 
