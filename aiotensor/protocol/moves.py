@@ -40,6 +40,7 @@ __all__ = [
     "BATCH",
     "BYE",
     "FREE",
+    "MAX_BATCH",
     "OPEN",
     "OPENING",
     "RECORD",
@@ -73,6 +74,8 @@ OPENING = bytes([OPEN, _VERSION]) + b"aiotensor"
 # is acknowledged while the other is sent.
 STEP_BYTES = 1 << 20
 WINDOW_BYTES = 4 * STEP_BYTES
+
+MAX_BATCH = 64  # messages: as many as are read in one iteration of the event loop
 
 # The records that may be under way, and the overhead of each, both about as in the buffer of a local socket.
 _RECORD_WINDOW_BYTES = 256 << 10
@@ -178,9 +181,9 @@ def read_ack(data: bytes | memoryview) -> Ack:
     return Ack(steps, records)
 
 
-def encode_batch(messages: Sequence[bytes]) -> bytes:
-    """Encode messages as one."""
-    parts = [bytes([BATCH])]
+def encode_batch(messages: Sequence[bytes | memoryview]) -> bytes:
+    """Encode at most `MAX_BATCH` messages as one."""
+    parts: list[bytes | memoryview] = [bytes([BATCH])]
     for message in messages:
         parts += (_PART.pack(len(message)), message)
     return b"".join(parts)
@@ -190,7 +193,7 @@ def read_batch(data: memoryview) -> list[memoryview]:
     """Return the messages of a batch.
 
     Raises:
-        ProtocolError: a message is incomplete, or is a batch.
+        ProtocolError: a message is incomplete, or is a batch, or there are too many.
     """
     messages: list[memoryview] = []
     position = 1
@@ -204,6 +207,8 @@ def read_batch(data: memoryview) -> list[memoryview]:
         if len(message) != length or message[:1] == bytes([BATCH]):
             raise ProtocolError(f"it sent a batch with an invalid message of {length} bytes")
         messages.append(message)
+        if len(messages) > MAX_BATCH:
+            raise ProtocolError(f"it sent a batch of more than {MAX_BATCH} messages")
     return messages
 
 

@@ -19,9 +19,12 @@ from verification.waiting import until
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
 
-def loss_allowed() -> AbstractContextManager[None]:
-    """Allow a loss between machines, where the link may not have accepted the last frame at once."""
-    return nullcontext() if is_local() else suppress(PeerLostError)
+def loss_allowed(*, is_closed: bool) -> AbstractContextManager[None]:
+    """Allow a loss if closing was cancelled before the link had accepted all messages, as `aclose` states.
+
+    On one machine the kernel accepts them at once.
+    """
+    return nullcontext() if is_closed or is_local() else suppress(PeerLostError)
 
 
 async def test_opening_waits_for_nobody() -> None:
@@ -130,11 +133,11 @@ async def test_closing_cancelled_in_the_middle_of_copies_ends_them_and_loses_not
                 memory = segment_of(sender).descriptor
                 closing = attempt.start(sender.aclose())
                 await closing.bring(held_up.go_on)
-                if await closing.completed():
+                if is_closed := await closing.completed():
                     assert closed_by[memory].startswith("aiotensor-sender")  # it takes milliseconds
                 for result in await asyncio.gather(*others, return_exceptions=True):
                     assert isinstance(result, ClosedError)
-                with loss_allowed():
+                with loss_allowed(is_closed=is_closed):
                     assert torch.equal(await receiver.receive(before), pattern(0, BIG))
                 await _closed(sender)
 
@@ -184,8 +187,8 @@ async def test_closing_cancelled_while_it_unmaps_lets_go_of_the_memory_once(
                 await closing.until(unmapping.is_set)
                 await closing.bring(go_on.set)
                 go_on.set()
-                await closing.completed()
-                with loss_allowed():
+                is_closed = await closing.completed()
+                with loss_allowed(is_closed=is_closed):
                     assert torch.equal(await receiver.receive(handle), pattern(0, BIG))
                 await _closed(sender)
 

@@ -13,6 +13,10 @@ _GROWTH_KIB = 1024  # of tensors it is one for each example: 15 MiB
 
 links = pytest.mark.parametrize("link", ["tcp", "unix"])
 
+# Seven of the tensors after each conversation are not discarded. On one machine the receiver usually takes
+# the eighth before it is discarded.
+LEAST = {"tcp": 7, "unix": 8}
+
 
 @pytest.mark.parametrize("uvloop", [True, False], ids=["uvloop", "asyncio"])
 @links
@@ -21,8 +25,7 @@ def test_a_sender_survives_invalid_receivers_and_serves_the_next_one(link: str, 
         sender.explore(TO_SENDER, warm_up=8, examples=20, growth_kib=_GROWTH_KIB)
         assert sender.live.cut_off
         assert sender.live.outcomes["PeerLostError"]
-        # Seven that are not discarded after each conversation, and those that no rogue has taken.
-        assert sender.live.honest_tensors >= 7 * sender.live.conversations
+        assert sender.live.honest_tensors > LEAST[link] * sender.live.conversations
 
 
 @links

@@ -173,16 +173,19 @@ class BroadcastPlay(Play):
         plan = self.plan
         if plan.kind.lands:
             return True  # a subscriber has memory of its own
-        # A killed subscriber reads no memory any more.
-        lives_on = (FaultKind.CLOSE, *RESOURCES)  # and may still read the memory
+        # Unlike a killed subscriber, one that lives on may still read the memory.
+        lives_on = (FaultKind.CLOSE, *RESOURCES)
         disconnects = plan.publisher is not None and plan.publisher.slow == "disconnect"
         return not disconnects and not any(fault.kind in lives_on for fault in plan.faults)
 
     async def recover(self, living: list[tuple[int, Member]]) -> None:
         """Check that another publication reaches every subscriber."""
         healed = time.monotonic()
-        # A subscriber of a queue that was disconnected cannot return.
-        count = 0 if self.family.is_queue else len(self.subscribers)
+        count = len(self.subscribers)
+        if self.family.is_queue:
+            # A subscriber that was disconnected cannot return; another one may only have begun to connect.
+            await asyncio.gather(*(one.call(subscribing.admitted) for one in self.subscribers))
+            count = 0
         last = await self.publisher.call(publishing.finish, count)
         await asyncio.gather(*(one.call(subscribing.finish, *last) for one in self.subscribers))
         self.times.recovered = max(self.times.recovered, time.monotonic() - healed)

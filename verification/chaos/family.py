@@ -78,7 +78,7 @@ class Member:
         await self.call(here.begin, self._folder, self.name, self._arguments)
 
     async def measure_pause(self) -> None:
-        """Measure its longest pause since the last call; what it causes may be noticed in the next round."""
+        """Measure its longest pause since the last call, which may have effects in the next round."""
         before, self._last_pause_s = self._last_pause_s, await self.call(here.paused_s)
         self.paused_s = max(before, self._last_pause_s)
 

@@ -10,6 +10,7 @@ import msgspec
 
 from aiotensor.codec import TensorDecoder, TensorEncoder
 from aiotensor.errors import ProtocolError
+from aiotensor.protocol import moves
 from aiotensor.protocol.broadcast import (
     FROM_SUBSCRIBER,
     TO_SUBSCRIBER,
@@ -29,20 +30,6 @@ from aiotensor.protocol.frames import (
     ToSender,
     decode,
     encode_record,
-)
-from aiotensor.protocol.moves import (
-    STEP_BYTES,
-    Ack,
-    Area,
-    Step,
-    encode_ack,
-    encode_area,
-    encode_batch,
-    encode_step,
-    read_ack,
-    read_area,
-    read_batch,
-    read_step,
 )
 from aiotensor.protocol.subscriber import read_content
 from verification.fuzz.notes import Note
@@ -75,26 +62,26 @@ def decode_both_ways(record: bytes) -> None:
 
 def decode_moves(data: bytes) -> None:
     """Check that a message about moves is read or refused, within bounds, and survives a round trip."""
-    found = _in_bounds(read_step, data, len(data))
+    found = _in_bounds(moves.read_step, data, len(data))
     if found is not None:
         step, rest = found
-        assert isinstance(step, Step)
+        assert isinstance(step, moves.Step)
         assert not rest or len(rest) == step.length
         assert step.area.block <= step.start < step.start + step.length <= step.area.block + step.nbytes
-        assert step.length <= STEP_BYTES
-        assert read_step(encode_step(step) + rest) == (step, rest)
-    batch = _in_bounds(read_batch, memoryview(data), len(data))
+        assert step.length <= moves.STEP_BYTES
+        assert moves.read_step(moves.encode_step(step) + rest) == (step, rest)
+    batch = _in_bounds(moves.read_batch, memoryview(data), len(data))
     if batch is not None:
         assert sum(map(len, batch)) <= len(data)
-        assert read_batch(memoryview(encode_batch(batch))) == batch
-    area = _in_bounds(read_area, data, len(data))
+        assert moves.read_batch(memoryview(moves.encode_batch(batch))) == batch
+    area = _in_bounds(moves.read_area, data, len(data))
     if area is not None:
-        assert isinstance(area, Area)
-        assert read_area(encode_area(area)) == area
-    ack = _in_bounds(read_ack, data, len(data))
+        assert isinstance(area, moves.Area)
+        assert moves.read_area(moves.encode_area(area)) == area
+    ack = _in_bounds(moves.read_ack, data, len(data))
     if ack is not None:
-        assert isinstance(ack, Ack)
-        assert read_ack(encode_ack(ack)) == ack
+        assert isinstance(ack, moves.Ack)
+        assert moves.read_ack(moves.encode_ack(ack)) == ack
 
 
 def decode_content(data: bytes) -> None:

@@ -1,20 +1,6 @@
 """The moves of a rogue: steps of blocks in its segments, freed blocks, and acknowledgements."""
 
-from aiotensor.protocol.moves import (
-    BATCH,
-    BYE,
-    OPENING,
-    RECORD,
-    STEP_BYTES,
-    Ack,
-    Area,
-    Step,
-    encode_ack,
-    encode_area,
-    encode_batch,
-    encode_step,
-    read_batch,
-)
+from aiotensor.protocol import moves
 from verification.fuzz.choosers import Chooser, happens, one_of
 from verification.fuzz.placing import Segments
 from verification.fuzz.things import GUARD
@@ -36,7 +22,7 @@ class Movement:
         self._chooser = chooser
         self._one_in = one_in
         self._segments = segments
-        self._blocks: dict[Area, int] = {}  # their sizes
+        self._blocks: dict[moves.Area, int] = {}  # their sizes
 
     def begin(self) -> None:
         """Forget the blocks of an earlier connection."""
@@ -51,9 +37,9 @@ class Movement:
             if happens(chooser, 2 * self._one_in):
                 messages[0] = broken_bytes(chooser, messages[0])
             if happens(chooser, 2 * self._one_in):
-                messages.append(one_of(chooser, (bytes([BYE]), OPENING, bytes([99]), b"")))
+                messages.append(one_of(chooser, (bytes([moves.BYE]), moves.OPENING, bytes([99]), b"")))
             said += messages
-        return [encode_batch(said)] if happens(chooser, 4) else said
+        return [moves.encode_batch(said)] if happens(chooser, 4) else said
 
     def _right_messages(self) -> list[bytes]:
         chooser = self._chooser
@@ -61,25 +47,25 @@ class Movement:
         if kind == 0 and self._blocks:
             area = one_of(chooser, list(self._blocks))
             del self._blocks[area]
-            return [encode_area(area)]
+            return [moves.encode_area(area)]
         if kind == 0 and happens(chooser, self._one_in):
-            return [encode_area(Area(0, 0))]
+            return [moves.encode_area(moves.Area(0, 0))]
         if kind == 1 or (not self._segments.sizes and not happens(chooser, self._one_in)):
             total = one_of(chooser, BOUNDARIES) % 2**64 if happens(chooser, self._one_in) else 0
-            return [encode_ack(Ack(total, 0))]
+            return [moves.encode_ack(moves.Ack(total, 0))]
         area, nbytes = self._block()
         first = chooser.number(0, nbytes - 1)
         length = chooser.number(1, min(nbytes - first, _MOST_BYTES))
         if happens(chooser, 2 * self._one_in):
-            length = one_of(chooser, (0, STEP_BYTES, STEP_BYTES + 1, length + 1))
+            length = one_of(chooser, (0, moves.STEP_BYTES, moves.STEP_BYTES + 1, length + 1))
         start = area.block + first
-        step = Step(area, nbytes, start, length, happens(chooser, 2))
+        step = moves.Step(area, nbytes, start, length, happens(chooser, 2))
         data = GUARD[start : start + length].ljust(length, b"\0")
         if happens(chooser, 2 * self._one_in):
             data = data[1:]
-        return [encode_step(step) + data] if happens(chooser, 2) else [encode_step(step), data]
+        return [moves.encode_step(step) + data] if happens(chooser, 2) else [moves.encode_step(step), data]
 
-    def _block(self) -> tuple[Area, int]:
+    def _block(self) -> tuple[moves.Area, int]:
         """Return a block of an attached segment, an earlier one or a new one; a wrong one now and then."""
         chooser, sizes = self._chooser, self._segments.sizes
         if self._blocks and happens(chooser, 2):
@@ -94,12 +80,13 @@ class Movement:
         nbytes = chooser.number(1, max(1, min(_MOST_BYTES, size - block)))
         if happens(chooser, self._one_in):
             nbytes = one_of(chooser, (size, size + 1, *BOUNDARIES)) % 2**62 or 1
-        area = Area(number, block)
+        area = moves.Area(number, block)
         self._blocks[area] = nbytes
         return area, nbytes
 
 
 def count_records(message: bytes) -> int:
     """Count the records in a message of an honest peer."""
-    parts = read_batch(memoryview(message)) if message[:1] == bytes([BATCH]) else [memoryview(message)]
-    return sum(part[:1] == bytes([RECORD]) for part in parts)
+    data = memoryview(message)
+    parts = moves.read_batch(data) if message[:1] == bytes([moves.BATCH]) else [data]
+    return sum(part[:1] == bytes([moves.RECORD]) for part in parts)

@@ -13,6 +13,7 @@ from aiotensor import TensorQueue
 from aiotensor.protocol.frames import MAX_RECORD_BYTES, VERSION, Hello, encode
 from aiotensor.transports.endpoints import Endpoint
 from aiotensor.transports.records import record_pair
+from verification.fuzz.roads import Connections
 from verification.fuzz.speaking_tcp import OnTcp
 from verification.fuzz.steps import RIGHT, STAND_IN, Conversation, Step
 from verification.fuzz.things import Things
@@ -98,12 +99,11 @@ class OnSocket:
     def __init__(self, address: str, things: Things) -> None:
         self._path = address.removeprefix("unix://")
         self._things = things
-        self._sock: socket.socket | None = None
-        self._beside: list[socket.socket] = []
+        self._open = Connections[socket.socket]()
 
     async def connect(self) -> None:
-        self._leave()
-        self._sock = await self._connected()
+        self._open.leave()
+        self._open.current = await self._connected()
 
     async def _connected(self) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -117,34 +117,27 @@ class OnSocket:
                 return sock
 
     async def say(self, step: Step, sender: bytes) -> bool:
-        sock = self._sock
+        sock = self._open.current
         if sock is None:
             raise RuntimeError("nothing is said before connecting")
         beside = self._things.descriptors(step.descriptors, sock.fileno())
         return await say(sock, step.data.replace(STAND_IN.encode(), sender), beside)
 
     async def answered(self) -> None:
-        if self._sock is not None:
-            await _first_byte(self._sock)
+        if self._open.current is not None:
+            await _first_byte(self._open.current)
 
     async def read(self, within_s: float) -> bytes:
-        return await _record(self._sock, within_s)
+        return await _record(self._open.current, within_s)
 
     async def say_beside(self, step: Step, sender: bytes) -> None:
         sock = await self._connected()
-        self._beside.append(sock)
+        self._open.beside.append(sock)
         if await say(sock, step.data):
             await _first_byte(sock)
 
-    def _leave(self) -> None:
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
-
     def close(self) -> None:
-        self._leave()
-        while self._beside:
-            self._beside.pop().close()
+        self._open.close()
 
 
 class OnQueue:
@@ -153,12 +146,11 @@ class OnQueue:
     def __init__(self, queue: TensorQueue, things: Things) -> None:
         self._queue = queue.open_writer()
         self._things = things
-        self._pipe: socket.socket | None = None
-        self._beside: list[socket.socket] = []
+        self._open = Connections[socket.socket]()
         self._is_new = False
 
     async def connect(self) -> None:
-        self._leave()
+        self._open.leave()
         self._is_new = True
 
     async def say(self, step: Step, sender: bytes) -> bool:
@@ -170,8 +162,8 @@ class OnQueue:
             envelope = "hello" if is_new else "frame"
         match envelope:
             case "hello":
-                self._leave()
-                self._pipe, far = record_pair()
+                self._open.leave()
+                self._open.current, far = record_pair()
                 with far:
                     return await say(self._queue, b"H" + sender + record, [far.fileno(), *beside])
             case "hello without a pipe":
@@ -188,29 +180,22 @@ class OnQueue:
         return await say(self._queue, b"H" + sender + record, [thing, *beside])
 
     async def answered(self) -> None:
-        if self._pipe is not None:
-            await _first_byte(self._pipe)
+        if self._open.current is not None:
+            await _first_byte(self._open.current)
 
     async def read(self, within_s: float) -> bytes:
-        return await _record(self._pipe, within_s)
+        return await _record(self._open.current, within_s)
 
     async def say_beside(self, step: Step, sender: bytes) -> None:
         pipe, far = record_pair()
-        self._beside.append(pipe)
+        self._open.beside.append(pipe)
         with far:
             is_said = await say(self._queue, b"H" + sender + step.data, [far.fileno()])
         if is_said:
             await _first_byte(pipe)
 
-    def _leave(self) -> None:
-        if self._pipe is not None:
-            self._pipe.close()
-            self._pipe = None
-
     def close(self) -> None:
-        self._leave()
-        while self._beside:
-            self._beside.pop().close()
+        self._open.close()
         self._queue.close()
 
 

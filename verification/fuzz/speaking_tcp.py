@@ -5,6 +5,7 @@ import asyncio
 import zmq
 
 from aiotensor.protocol.moves import BYE, OPENING, RECORD
+from verification.fuzz.roads import Connections
 from verification.fuzz.rogues import read_message, send_message
 from verification.fuzz.steps import STAND_IN, Step
 
@@ -21,13 +22,12 @@ class OnTcp:
     def __init__(self, address: str) -> None:
         self._address = address
         self._context = zmq.Context()
-        self._sock: zmq.Socket[bytes] | None = None
-        self._beside: list[zmq.Socket[bytes]] = []
+        self._open: Connections[zmq.Socket[bytes]] = Connections()
         self._is_answered = False  # by a record, or the last message
 
     async def connect(self) -> None:
-        self._leave()
-        self._sock = await self._connected()
+        self._open.leave()
+        self._open.current = await self._connected()
         self._is_answered = False
 
     async def _connected(self) -> "zmq.Socket[bytes]":
@@ -41,21 +41,22 @@ class OnTcp:
         return sock
 
     async def say(self, step: Step, sender: bytes) -> bool:
-        if self._sock is None:
+        sock = self._open.current
+        if sock is None:
             raise RuntimeError("nothing is said before connecting")
         messages = [*map(bytes.fromhex, step.moves), bytes([RECORD]) + step.data]
         for message in messages:  # never as parts of one, which libzmq does not survive in all cases
-            await send_message(self._sock, [message.replace(STAND_IN.encode(), sender)], lambda: True)
+            await send_message(sock, [message.replace(STAND_IN.encode(), sender)], lambda: True)
         # Wait a moment for the answers: the end of the connection discards the tensors that were not taken.
-        while (answer := await read_message(self._sock, _MOMENT_S)) is not None:
+        while (answer := await read_message(sock, _MOMENT_S)) is not None:
             self._is_answered |= _is_record(answer) or _is_end(answer)
             if _is_end(answer):
                 return False
         return True
 
     async def answered(self) -> None:
-        if self._sock is not None and not self._is_answered:
-            await self._first_record(self._sock)
+        if self._open.current is not None and not self._is_answered:
+            await self._first_record(self._open.current)
 
     async def _first_record(self, sock: "zmq.Socket[bytes]") -> None:
         """Wait for the first record, or for the last message."""
@@ -67,24 +68,18 @@ class OnTcp:
 
     async def read(self, within_s: float) -> bytes:
         """Return the next record of the other side; nothing if none comes soon."""
-        answer = None if self._sock is None else await read_message(self._sock, within_s)
+        sock = self._open.current
+        answer = None if sock is None else await read_message(sock, within_s)
         return b"" if answer is None or not _is_record(answer) else answer[0][1:]
 
     async def say_beside(self, step: Step, sender: bytes) -> None:
         sock = await self._connected()
-        self._beside.append(sock)
+        self._open.beside.append(sock)
         sock.send(bytes([RECORD]) + step.data)
         await self._first_record(sock)
 
-    def _leave(self) -> None:
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
-
     def close(self) -> None:
-        self._leave()
-        while self._beside:
-            self._beside.pop().close()
+        self._open.close()
         self._context.term()
 
 

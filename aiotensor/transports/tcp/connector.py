@@ -58,7 +58,7 @@ class TcpConnector:
         self._dialer = Dialer(address, self._dial)
         self._context: ZmqContext | None = None
         self._attempts: set[_Attempt] = set()  # those with an open socket
-        self._current: _Attempt | None = None  # the last one
+        self._current: _Attempt | None = None  # the last one, until its socket is closed
         self._connected_at = math.inf
         self._is_closed = False
 
@@ -81,7 +81,7 @@ class TcpConnector:
 
     def connect_now(self) -> None:
         """Connect now, if there is no connection and no attempt is under way."""
-        if not (self._is_closed or self._dialer.is_active or self._current in self._attempts):
+        if not (self._is_closed or self._dialer.is_active or self._current is not None):
             self._dialer.begin()
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class TcpConnector:
             self._dialer.again()
 
     def unreachable(self) -> None:
-        """Handle an attempt that nobody has answered."""
+        """Handle an attempt that got no answer."""
         self._dialer.unreachable()
         self._dialer.again()
 
@@ -174,6 +174,8 @@ class TcpConnector:
     def closed(self, attempt: "_Attempt") -> None:
         """Handle that the socket of an attempt was closed."""
         self._attempts.discard(attempt)
+        if self._current is attempt:
+            self._current = None
         self._end_if_unused()
 
     def _end_if_unused(self) -> None:
@@ -204,7 +206,7 @@ class _Attempt:
     ) -> None:
         self.transport: TcpTransport | None = None  # once the peer has answered
         self._owner = owner
-        self._is_closed = False
+        self._is_closed = self._is_ending = False
         self._socket = LoopSocket(context, zmq.DEALER, options, self)
         try:
             self._socket.connect(address)
@@ -238,9 +240,10 @@ class _Attempt:
         self._socket.send([OPENING])
 
     def unreachable(self) -> None:
-        """Try the next target."""
-        self.close()
-        self._owner.unreachable()
+        """Try the next target, unless there was a connection: ZeroMQ has begun to connect again after it."""
+        if not self._is_ending:
+            self.close()
+            self._owner.unreachable()
 
     def refused(self, *, is_final: bool, error: int) -> None:
         """Give up if the other side does not accept the keys; otherwise `disconnected` follows."""
@@ -249,10 +252,12 @@ class _Attempt:
 
     def disconnected(self, descriptor: int) -> None:
         """Handle the end of the connection, after the messages that arrived before."""
-        self._socket.read_last()
-        if not self._is_closed:
-            self.close()
-            self._owner.lost(self.transport)
+        self._is_ending = True
+        self._socket.after_messages(self._lost)
+
+    def _lost(self) -> None:
+        self.close()
+        self._owner.lost(self.transport)
 
     def message_arrived(self, parts: "list[zmq.Frame]") -> None:
         """Handle a message of the peer."""

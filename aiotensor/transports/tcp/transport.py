@@ -30,7 +30,6 @@ from aiotensor.protocol.moves import (
     RecordWindow,
     Step,
     encode_area,
-    encode_batch,
     encode_step,
     read_ack,
     read_area,
@@ -39,6 +38,7 @@ from aiotensor.protocol.moves import (
 )
 from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.transports.base import Handler, Landing
+from aiotensor.transports.tcp.batches import BatchWriter
 
 __all__ = ["TcpTransport"]
 
@@ -50,10 +50,6 @@ _MESSAGES_AT_ONCE = 64
 
 # The longest wait for a peer that does not answer. Its kernel has the records by then, unless it is gone.
 _FINISH_S = 1.0
-
-# Some messages wait for the next one, for at most these seconds, and are sent with it. No peer needs them.
-_PATIENCE_S = 0.01
-_BATCH_BYTES = 128 << 10  # of them, and of the next one
 
 
 class TcpTransport:
@@ -79,16 +75,13 @@ class TcpTransport:
     ) -> None:
         self.is_writable = True
         self.is_closed = False
-        self._send = send
+        self._writer = BatchWriter(send, self._writing_failed)
         self._shut = shut
         self._read = read
         self._max_record_bytes = max_record_bytes
         self._max_queued_bytes = max_queued_bytes
         self._loop = asyncio.get_running_loop()
         self._handler: Handler | None = None
-        self._unsent: list[bytes] = []  # messages that wait for the next one
-        self._unsent_bytes = 0
-        self._patience: asyncio.TimerHandle | None = None
         self._queue: deque[bytes] = deque()  # records that wait for credit
         self._queued_bytes = 0
         self._records = 0  # that were received
@@ -136,7 +129,7 @@ class TcpTransport:
         if self.is_closed or self._is_finishing:
             return
         if self.is_writable and self._credit.has_credit(len(data)):
-            self._send_all(_RECORD + data)
+            self._writer.write(_RECORD + data)
             self._credit.sent(len(data))
             return
         queued = self._queued_bytes + len(data) + _QUEUED_RECORD_BYTES
@@ -165,7 +158,7 @@ class TcpTransport:
         if not self._has_said_bye:
             self._has_said_bye = True
             try:
-                self._send_all(_BYE + reason.encode(errors="replace")[:_MAX_REASON_BYTES])
+                self._writer.write(_BYE + reason.encode(errors="replace")[:_MAX_REASON_BYTES])
             except OSError:
                 return  # the end of the connection notifies the peer, too
 
@@ -211,7 +204,7 @@ class TcpTransport:
         if area in self._moved:
             self._moved.remove(area)
             if not (self.is_closed or self._has_said_bye):
-                self._send_with_next(encode_area(area))
+                self._try(self._writer.write_soon, encode_area(area))
 
     def _send_steps(self) -> None:
         # Records that wait for credit may attach the segment.
@@ -222,52 +215,23 @@ class TcpTransport:
             data = move.source[position : position + step.length]
             header = encode_step(step)
             if move.is_copied:
-                self._send_with_next(b"".join((header, data)))
+                self._try(self._writer.write_soon, b"".join((header, data)))
                 move.ended(True)
             else:
-                self._try_to_send(header)
-                self._try_to_send(data)
+                self._try(self._writer.write, header)
+                self._try(self._writer.write, data)
         if self._moves.has_turns:
-            self._send_unsent()  # the peer acknowledges them, which these moves wait for
+            self._try(self._writer.flush)  # these moves wait for the acknowledgement of earlier steps
 
-    def _send_with_next(self, message: bytes) -> None:
-        """Send a message, if it is small together with the next one: waking ZeroMQ's thread takes time."""
-        if self._unsent_bytes + len(message) > _BATCH_BYTES:
-            self._try_to_send(message)
-            return
-        self._unsent.append(message)
-        self._unsent_bytes += len(message)
-        if self._patience is None:
-            self._patience = self._loop.call_later(_PATIENCE_S, self._patience_ended)
-
-    def _patience_ended(self) -> None:
-        self._patience = None
-        self._send_unsent()
-
-    def _send_unsent(self) -> None:
-        """Send the waiting messages."""
-        if self._unsent:
-            last = self._unsent.pop()
-            self._try_to_send(last)
-
-    def _try_to_send(self, message: bytes | memoryview) -> None:
-        if self.is_closed:
-            return
+    def _try(self, write: Callable[..., None], *messages: bytes | memoryview) -> None:
+        """Call a method of the writer, and end the connection if it fails."""
         try:
-            self._send_all(message)
+            write(*messages)
         except OSError as error:
-            self._end(f"writing failed: {error}")
+            self._writing_failed(error)
 
-    def _send_all(self, message: bytes | memoryview) -> None:
-        """Send the waiting messages, and this one."""
-        unsent, self._unsent, self._unsent_bytes = self._unsent, [], 0
-        if not unsent:
-            self._send(message)
-        elif len(message) <= _BATCH_BYTES:
-            self._send(encode_batch([*unsent, bytes(message)]))
-        else:
-            self._send(encode_batch(unsent))
-            self._send(message)
+    def _writing_failed(self, error: OSError) -> None:
+        self._end(f"writing failed: {error}")
 
     # Messages of the peer
 
@@ -283,7 +247,7 @@ class TcpTransport:
 
     def connection_ended(self, reason: str) -> None:
         """Handle the end of the connection, after the messages that arrived before."""
-        self._send = _discard
+        self._writer.close()
         if self._is_held:
             self._end_reason = reason
         else:
@@ -302,7 +266,7 @@ class TcpTransport:
                 raise ProtocolError(f"it sent a record of more than {self._max_record_bytes} bytes")
             self._records += 1
             if self._received.record(len(message) - 1):
-                self._try_to_send(self._received.ack())
+                self._try(self._writer.write, self._received.ack())
             if self._handler is not None:
                 self._handler.record_received(message[1:], [])
         elif kind == STEP:
@@ -345,7 +309,7 @@ class TcpTransport:
 
         if landing.store(step.area.block, step.nbytes, step.start, data, resume):
             if self._received.step(step):
-                self._try_to_send(self._received.ack())
+                self._try(self._writer.write, self._received.ack())
         else:
             self._is_held = True
 
@@ -373,7 +337,7 @@ class TcpTransport:
             data = queue.popleft()
             self._queued_bytes -= len(data) + _QUEUED_RECORD_BYTES
             self._credit.sent(len(data))
-            self._try_to_send(_RECORD + data)
+            self._try(self._writer.write, _RECORD + data)
         if queue or self.is_closed:
             return
         if self._is_finishing:
@@ -420,19 +384,14 @@ class TcpTransport:
     def _stop(self) -> None:
         self.is_closed = True
         self._handler = None
-        for timer in (self._alarm, self._patience):
-            if timer is not None:
-                timer.cancel()
-        self._unsent.clear()
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._writer.close()
         self._queue.clear()
         self._held.clear()
         self._landings.clear()
         for move in self._moves.clear():
             move.ended(False)
-
-
-def _discard(message: bytes | memoryview) -> None:
-    """Send nothing: the connection has ended."""
 
 
 def _ended_process(pid: int) -> int:

@@ -20,6 +20,7 @@ from aiotensor.protocol.frames import Attach, Frame, encode
 from aiotensor.protocol.moves import (
     ACK,
     BYE,
+    MAX_BATCH,
     OPENING,
     RECORD,
     STEP_BYTES,
@@ -73,23 +74,23 @@ VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
     "a message of an unknown kind": ([b"\x63"], "kind 99"),
     "a second opening": ([OPENING], "kind 5"),
     "a record that is too long": ([bytes([RECORD]) + bytes(1 << 17)], "a record of more than"),
-    "a step without a segment": ([step(0, 3, 3), b"abc"], "segment 0, which it never attached"),
+    "a step without a segment": ([step(0, 3, 3) + b"abc"], "segment 0, which it never attached"),
     "a step that is too short": ([ATTACH, step(0, 3, 3)[:7]], "a step of 7 bytes"),
     "a step with other bytes": ([ATTACH, step(0, 3, 3) + b"ab"], "2 bytes in a step of 3"),
     "a step followed by other bytes": ([ATTACH, step(0, 3, 3), b"ab"], "2 bytes after a step of 3"),
-    "a step outside of its block": ([ATTACH, step(2, 3, 3), b"abc"], "bytes 2 to 5 of a block"),
+    "a step outside of its block": ([ATTACH, step(2, 3, 3) + b"abc"], "bytes 2 to 5 of a block"),
     "a step of no bytes": ([ATTACH, step(0, 0, 3)], "bytes 0 to 0"),
     "a step that is too long": ([ATTACH, step(0, STEP_BYTES + 1, 2 * STEP_BYTES)], "it moved bytes 0 to"),
     "a block outside of its segment": (
-        [ATTACH, step(SEGMENT, 3, 3, block=SEGMENT), b"abc"],
+        [ATTACH, step(SEGMENT, 3, 3, block=SEGMENT) + b"abc"],
         "placed a block where none fits",
     ),
     "a block that overlaps another": (
-        [ATTACH, step(0, 3, 128), b"abc", step(64, 3, 128, block=64), b"abc"],
+        [ATTACH, step(0, 3, 128) + b"abc", step(64, 3, 128, block=64) + b"abc"],
         "placed a block where none fits",
     ),
-    "a block of another size": ([ATTACH, step(0, 3, 128), b"abc", step(0, 3, 64), b"abc"], "not 128"),
-    "more than its arena": ([ATTACH, step(0, 3, ARENA + 4096), b"abc"], "stated a limit of"),
+    "a block of another size": ([ATTACH, step(0, 3, 128) + b"abc", step(0, 3, 64) + b"abc"], "not 128"),
+    "more than its arena": ([ATTACH, step(0, 3, ARENA + 4096) + b"abc"], "stated a limit of"),
     "more than its credit": (
         [ATTACH] + [step(0, STEP_BYTES, STEP_BYTES), bytes(STEP_BYTES)] * (WINDOW_BYTES // STEP_BYTES + 1),
         "without credit",
@@ -98,6 +99,10 @@ VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
     "a short free": ([ATTACH, encode_area(Area(0, 0))[:5]], "freed a block in 5 bytes"),
     "an acknowledgement of nothing": ([encode_ack(Ack(1, 0))], "acknowledged 1 bytes, of 0"),
     "an acknowledgement of no record": ([encode_ack(Ack(0, 1 << 30))], "acknowledged 1073741824 bytes of"),
+    "a batch of too many messages": (
+        [encode_batch([encode_ack(Ack(0, 0))] * (MAX_BATCH + 1))],
+        "more than 64",
+    ),
     "a batch in a batch": ([encode_batch([encode_batch([])])], "an invalid message of 1 bytes"),
     "a batch with a message cut off": ([encode_batch([bytes(5)])[:-1]], "an invalid message of 5 bytes"),
     "a batch with a length cut off": ([encode_batch([b""])[:-1]], "ends in a length"),
@@ -192,7 +197,7 @@ async def test_a_stopped_receiver_is_sent_a_few_steps_and_no_more() -> None:
 
 
 @pytest.mark.usefixtures("no_collections")
-@pytest.mark.parametrize("length", [1000, BIG])
+@pytest.mark.parametrize("length", [1000, BIG, 2 * STEP_BYTES // 8])
 async def test_a_tensor_that_was_moved_is_freed_without_a_garbage_collection(length: int) -> None:
     async with parties() as (_, sender, receiver):
         array = pattern(1, length).numpy()
