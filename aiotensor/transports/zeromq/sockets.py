@@ -6,6 +6,7 @@ edge-triggered: it becomes readable once after a change, so the reader must cont
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,11 +21,12 @@ from aiotensor.transports.zeromq.monitor import Monitor, SocketEvents
 
 __all__ = ["LoopSocket", "PeerGoneError"]
 
-# The most messages that are handled in one iteration of the loop, so that its other callbacks run.
-_MESSAGES_A_TURN = 64
+# After this time, the other callbacks of the loop run before further messages are handled. A number of
+# messages would not limit the time: one may announce a thousand tensors, or have a megabyte to copy.
+_READING_S = 0.001
 
-# The same for their bytes, which are copied: some tenths of a millisecond.
-_BYTES_A_TURN = 4 << 20
+# The most deferred callbacks, or postponed events, that are handled in one iteration of the loop.
+_CALLBACKS_A_TURN = 64
 
 # The most messages that are read before the end of a connection is handled.
 _LAST_MESSAGES = 1024
@@ -68,7 +70,7 @@ class LoopSocket:
         self._events = events
         self._is_closed = self._is_scheduled = self._was_full = self._is_suspended = False
         self._after_messages: deque[tuple[int, Callable[[], None]]] = deque()
-        self._messages_read = self._bytes_read = 0
+        self._messages_read = 0
         self._retry: asyncio.TimerHandle | None = None
         self._discards = False  # discarding the rest of a message with too many parts
         with ExitStack() as made:
@@ -212,7 +214,6 @@ class LoopSocket:
             self._discards = True
         if parts:
             self._messages_read += 1
-            self._bytes_read += len(parts[-1])
             self._events.message_arrived(parts)
 
     def _read_soon(self) -> None:
@@ -222,22 +223,20 @@ class LoopSocket:
 
     def _read(self) -> None:
         self._is_scheduled = is_drained = False
-        last_byte = self._bytes_read + _BYTES_A_TURN
-        for _ in range(_MESSAGES_A_TURN):
-            if self._bytes_read > last_byte:
-                self._read_soon()
-                break
+        until = time.monotonic() + _READING_S
+        while True:
             # A message of an unidentified peer waits until the events before it have been reported.
-            if self.monitor.postponed > _MESSAGES_A_TURN:
+            if self.monitor.postponed > _CALLBACKS_A_TURN:
                 self._suspend()
                 break
             is_drained = not self.has_messages()
             if is_drained:
                 break
             self._read_one()
-        else:
-            self._read_soon()
-        for _ in range(_MESSAGES_A_TURN):
+            if time.monotonic() >= until:
+                self._read_soon()
+                break
+        for _ in range(_CALLBACKS_A_TURN):
             if not self._after_messages:
                 break
             if not is_drained and self._after_messages[0][0] > self._messages_read:
