@@ -39,6 +39,7 @@ from aiotensor.protocol.moves import (
 from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.transports.base import Handler, Landing
 from aiotensor.transports.tcp.batches import BatchWriter
+from aiotensor.transports.tcp.buffers import keep_buffers
 
 __all__ = ["TcpTransport"]
 
@@ -73,6 +74,7 @@ class TcpTransport:
         max_record_bytes: int,
         max_queued_bytes: int | None = None,
     ) -> None:
+        keep_buffers()
         self.is_writable = True
         self.is_closed = False
         self._writer = BatchWriter(send, self._writing_failed)

@@ -1,4 +1,4 @@
-"""The messages of a sender between machines: what is announced when, and which messages travel together."""
+"""The order of the messages of a sender between machines, and the messages that travel together."""
 
 import asyncio
 from collections.abc import AsyncIterator

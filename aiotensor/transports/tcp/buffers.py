@@ -1,0 +1,20 @@
+"""Memory of the buffers that messages of ZeroMQ are received in."""
+
+import functools
+
+from aiotensor.protocol.moves import WINDOW_BYTES
+
+__all__ = ["keep_buffers"]
+
+
+@functools.cache
+def keep_buffers() -> None:
+    """Let the allocator of this process keep freed buffers, up to 8 MiB at the end of each of its heaps.
+
+    ZeroMQ allocates a buffer for each message. By default, glibc returns a megabyte to the system as soon as
+    it is freed, so that the next message causes a page fault for each page. After a larger block was freed,
+    glibc keeps twice the size of that block (`mallopt(3)`, ``M_MMAP_THRESHOLD`` and ``M_TRIM_THRESHOLD``). An
+    application that frees such a block has the same effect; other allocators ignore it.
+    """
+    block = bytes(WINDOW_BYTES)  # not touched, so it takes no memory
+    del block
