@@ -114,9 +114,12 @@ VIEWS: dict[str, list[Pivot | Flat]] = {
         Flat(
             "Lateness at p50 / p99 / p99.9 / most.",
             {
-                "idle": _lateness("idle"),
-                "busy": _lateness("busy"),
+                "sender, idle": _lateness("idle"),
+                "sender, busy": _lateness("busy"),
                 "p99.9, busy beyond idle": _seconds("beyond_p999_s"),
+                "receiver, idle": _lateness("receiver_idle"),
+                "receiver, busy": _lateness("receiver_busy"),
+                "its p99.9, busy beyond idle": _seconds("receiver_beyond_p999_s"),
                 "GB/s, busy": _gigabytes,
             },
         )

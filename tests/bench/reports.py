@@ -91,7 +91,8 @@ def trips(
 
 def _lag(contender: str, loop: Loop) -> Result:
     numbers = {
-        f"{state}_{name}_s": late
+        f"{side}{state}_{name}_s": late
+        for side in ("", "receiver_")
         for state, late in (("idle", 0.001), ("busy", 0.003), ("beyond", 0.002))
         for name in ("p50", "p99", "p999", "max")
     }
