@@ -16,7 +16,7 @@ from aiotensor.protocol.frames import MAX_DIMENSIONS, MAX_TENSORS
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "SECURITY.md").read_text()
 ROW = re.compile(r"^\| `([\w.]+)(?:\((\w+)\))?` \| ([^|]+) \|", re.MULTILINE)
-UNITS = {"": 1, "s": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+UNITS = {"": 1, "ms": 0.001, "s": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 ROWS = {(name, argument): default.strip() for name, argument, default in ROW.findall(TEXT)}
 
 MADE: dict[str, Callable[..., object]] = {
