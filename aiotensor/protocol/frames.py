@@ -178,7 +178,7 @@ class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
 
     segment: Number
     placement: Name
-    nbytes: Number
+    nbytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)]
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):

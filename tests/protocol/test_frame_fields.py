@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from aiotensor.errors import ProtocolError
+from aiotensor.protocol.broadcast import TO_SUBSCRIBER
 from aiotensor.protocol.connection import Close
 from aiotensor.protocol.frames import (
     FROM_SENDER,
@@ -15,6 +16,7 @@ from aiotensor.protocol.frames import (
     TO_INSPECTOR,
     TO_SENDER,
     VERSION,
+    Attach,
     Hello,
     Put,
     ReceiverReport,
@@ -343,3 +345,13 @@ def test_numbers_out_of_bounds_and_too_many_are_refused(tag: str, value: object)
 
     with pytest.raises(ProtocolError):
         decode(TO_SENDER, record_of([tag, value]))
+
+
+# Segments
+
+
+@pytest.mark.parametrize("decoder", [FROM_SENDER, TO_SUBSCRIBER], ids=["of a sender", "of a publisher"])
+def test_a_segment_without_bytes_is_invalid(decoder: "msgspec.msgpack.Decoder[Any]") -> None:
+    assert decode(decoder, encode(Attach(0, "arena", 1))) == [Attach(0, "arena", 1)]
+    with pytest.raises(ProtocolError, match="Expected `int` >= 1"):
+        decode(decoder, encode(Attach(0, "arena", 0)))

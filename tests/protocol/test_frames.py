@@ -116,7 +116,7 @@ openings = st.one_of(
     st.builds(Inspect, versions, pids),
 )
 frames_from_sender = st.one_of(
-    st.builds(Attach, numbers, names, numbers),
+    st.builds(Attach, numbers, names, st.integers(1, MAX_NUMBER)),
     puts,
     st.builds(End, numbers, numbers),
     st.builds(Discard, numbers),
