@@ -7,10 +7,11 @@ import pytest
 from verification.fuzz.grammar import TO_PUBLISHER
 from verification.fuzz.live_publisher import live_publisher
 from verification.fuzz.living import listening
+from verification.fuzz.steps import cases
 
 _GROWTH_KIB = 1024
 
-links = pytest.mark.parametrize("link", ["queue", "unix"])
+links = pytest.mark.parametrize("link", ["queue", "tcp", "unix"])
 
 
 @pytest.mark.parametrize("uvloop", [True, False], ids=["uvloop", "asyncio"])
@@ -19,6 +20,7 @@ def test_a_publisher_survives_invalid_subscribers_and_keeps_nothing_of_them(link
     with listening(link, partial(live_publisher, uvloop=uvloop)) as publisher:
         publisher.explore(TO_PUBLISHER, warm_up=40, examples=60, growth_kib=_GROWTH_KIB)
         assert publisher.live.lost
+        assert publisher.live.violations
         assert publisher.live.heard
         assert publisher.live.honest_publications > publisher.live.conversations
 
@@ -27,3 +29,19 @@ def test_a_publisher_survives_invalid_subscribers_and_keeps_nothing_of_them(link
 def test_recorded_cases_do_not_harm_a_publisher(link: str) -> None:
     with listening(link, partial(live_publisher, uvloop=True)) as publisher:
         publisher.replay(TO_PUBLISHER, times=2)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "acknowledgements-of-bytes-that-were-never-moved",
+        "acknowledgements-that-decrease",
+        "steps-to-a-publisher",
+    ],
+)
+def test_a_publisher_cuts_off_a_subscriber_that_breaks_the_rules_of_moves(name: str) -> None:
+    with listening("tcp", partial(live_publisher, uvloop=True)) as publisher:
+        publisher.hear(cases(TO_PUBLISHER)[name])
+        publisher.look()
+        assert publisher.live.violations
+        assert publisher.live.heard

@@ -6,11 +6,13 @@ from collections.abc import Callable
 import msgspec
 
 from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_NUMBERS, VERSION
+from aiotensor.protocol.moves import Area
 from aiotensor.protocol.receiver import MAX_SEGMENTS
 from aiotensor.tensors.dtypes import DTYPES
 from verification.fuzz.choosers import WILDNESS, Chooser, happens, one_of
 from verification.fuzz.headers import body_of
 from verification.fuzz.inspecting import INSPECT
+from verification.fuzz.moving import Movement, any_opening
 from verification.fuzz.placing import ANYTHING, DTYPE_NAMES, Segments
 from verification.fuzz.steps import (
     ENVELOPES,
@@ -22,7 +24,7 @@ from verification.fuzz.steps import (
     STAND_IN,
     Step,
 )
-from verification.fuzz.things import CONTENT, WHERE
+from verification.fuzz.things import CONTENT, IMAGE, WHERE
 from verification.fuzz.wire import Frame, Scalar, boundary, broken_bytes, broken_frame, record_of
 
 __all__ = [
@@ -114,6 +116,7 @@ def to_publisher(chooser: Chooser) -> list[Step]:
     """Generate the records of a subscriber."""
     one_in = one_of(chooser, WILDNESS)
     reading = _Reading(chooser, one_in)
+    movement = Movement(chooser, one_in, Segments(chooser, one_in))  # mostly acknowledgements
     steps: list[Step] = []
     if not happens(chooser, 20):
         steps.append(_opening(chooser, reading, one_in, reading.subscribe()))
@@ -127,7 +130,8 @@ def to_publisher(chooser: Chooser) -> list[Step]:
             inspect = broken_frame(chooser, INSPECT) if happens(chooser, one_in) else INSPECT
             steps.append(Step(msgspec.msgpack.encode([inspect]).hex(), beside=True))
         frames = [reading.frame() for _ in range(chooser.number(1, 3))]
-        steps.append(_step(chooser, reading, one_in, frames))
+        step = _step(chooser, reading, one_in, frames)
+        steps.append(msgspec.structs.replace(step, moves=movement.messages()))
     return steps
 
 
@@ -136,7 +140,8 @@ def _opening(chooser: Chooser, reading: _Reading, one_in: int, frame: Frame) -> 
     frames = [broken_frame(chooser, frame) if happens(chooser, one_in) else frame]
     frames += [reading.frame()] if happens(chooser, 2 * one_in) else []
     reading.read = 0
-    return _step(chooser, reading, one_in, frames, connects=True)
+    step = _step(chooser, reading, one_in, frames, connects=True)
+    return msgspec.structs.replace(step, opening=any_opening(chooser, one_in))
 
 
 def _step(
@@ -155,18 +160,32 @@ class _Publishing:
 
     def __init__(self, chooser: Chooser, one_in: int) -> None:
         self.segments = Segments(chooser, one_in)
+        self._movement = Movement(chooser, one_in, self.segments, IMAGE)
         self._chooser = chooser
         self._one_in = one_in
         self._next = one_of(chooser, (0, 7, 2**32))
         self._next_block = 0
         self._has_content = False  # in segment 0
+        self._has_moved_content = False  # there
+
+    def moves(self) -> tuple[str, ...]:
+        """Return the messages before the next record; usually the content is moved first."""
+        first: tuple[str, ...] = ()
+        if self._has_content and not self._has_moved_content:
+            self._has_moved_content = True
+            if not happens(self._chooser, self._one_in):
+                first = (self._movement.whole(Area(0, 0), len(CONTENT)),)
+        return first + self._movement.messages()
 
     def opening(self) -> list[Frame]:
         chooser = self._chooser
         max_behind = one_of(chooser, (64, 1, 8))
+        arena_bytes = _ARENA_BYTES
+        if happens(chooser, 2 * self._one_in):
+            arena_bytes = one_of(chooser, (0, 1, 4096, 64 << 20, 2**62, 2**63 - 1))
         return [
             ["welcome", VERSION, 1, LEAST_FRAME_BYTES, one_of(chooser, ("p", "")), not happens(chooser, 12)],
-            ["admit", _ARENA_BYTES, max_behind, self._next, happens(chooser, 2)],
+            ["admit", arena_bytes, max_behind, self._next, happens(chooser, 2)],
         ]
 
     def frame(self) -> Frame:
@@ -259,11 +278,14 @@ def to_subscriber(chooser: Chooser) -> list[Step]:
         del frames[chooser.number(0, 1)]
     steps: list[Step] = []
     for _ in range(chooser.number(1, 8)):
+        moves = publishing.moves()
         frames += [publishing.frame() for _ in range(chooser.number(0, 4))]
         descriptors = publishing.segments.taken_descriptors()
         if happens(chooser, 2 * one_in):
             descriptors += ["pipe"] * one_of(chooser, (1, 8, 9, 64))
         record = record_of(chooser, frames, 2 * one_in)
-        steps.append(Step(record.hex(), tuple(descriptors), after=0 if happens(chooser, 4) else 1))
+        after = 0 if happens(chooser, 4) else 1
+        opening = None if steps else any_opening(chooser, one_in)
+        steps.append(Step(record.hex(), tuple(descriptors), after=after, moves=moves, opening=opening))
         frames = []
     return steps

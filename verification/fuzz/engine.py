@@ -14,7 +14,7 @@ import torch
 
 from aiotensor import Delivery, TensorReceiver
 from aiotensor.runtime.worker import Worker, in_thread
-from verification.fuzz.things import CONTENT, GUARD, LOOSE_NAME, MEMORY_NAME
+from verification.fuzz.things import GUARD, IMAGE, LOOSE_NAME, MEMORY_NAME
 from verification.internals import connections_at, senders_of
 from verification.patterns import pattern
 from verification.processes import watch
@@ -178,8 +178,7 @@ class Engine:
         self.taken_in_memory += in_memory(tensor, self.troubles)
 
 
-# The bytes of segments: `Things` writes a content to the beginning of some.
-_IMAGES = GUARD, CONTENT + GUARD[len(CONTENT) :]
+_IMAGES = GUARD, IMAGE  # the bytes of segments
 
 
 def in_memory(tensor: torch.Tensor, troubles: Troubles) -> bool:
@@ -202,9 +201,12 @@ def in_memory(tensor: torch.Tensor, troubles: Troubles) -> bool:
 
 
 def _check_landed(data: bytes, offset: int, troubles: Troubles) -> None:
-    """Check bytes of a landing segment: a rogue moves the bytes of `GUARD`, or none."""
-    expected = GUARD[offset : offset + len(data)]
-    if any(byte and byte != moved for byte, moved in zip(data, expected, strict=False)):
+    """Check bytes of a landing segment: a rogue moves the bytes of an image, or none."""
+    for image in _IMAGES:
+        expected = image[offset : offset + len(data)].ljust(len(data), b"\0")
+        if all(not byte or byte == moved for byte, moved in zip(data, expected, strict=True)):
+            break
+    else:
         troubles.found.append(f"bytes at {offset} are not those that were moved there")
 
 

@@ -11,7 +11,7 @@ from verification.fuzz.broadcasts import SUBSCRIBE, TO_PUBLISHER, TO_SUBSCRIBER,
 from verification.fuzz.choosers import WILDNESS, Chooser, happens, one_of
 from verification.fuzz.headers import TO_CLIENT, TO_SERVER, to_client, to_server
 from verification.fuzz.inspecting import INSPECT, TO_INSPECTOR, statistics_reply, to_inspector
-from verification.fuzz.moving import Movement
+from verification.fuzz.moving import Movement, any_opening
 from verification.fuzz.placing import ANYTHING, DTYPE_NAMES, Segments, small_shape
 from verification.fuzz.steps import ENVELOPES, RIGHT, STAND_IN, Conversation, Step
 from verification.fuzz.wire import Frame, boundary, broken_frame, record_of
@@ -162,8 +162,7 @@ def _to_receiver(chooser: Chooser) -> list[Step]:
             talk.awaits_reply |= inspect is INSPECT
         moves = talk.movement.messages()
         frames = [talk.frame() for _ in range(chooser.number(1, 4))]
-        step = _step(chooser, talk, one_in, frames)
-        steps.append(msgspec.structs.replace(step, moves=tuple(message.hex() for message in moves)))
+        steps.append(msgspec.structs.replace(_step(chooser, talk, one_in, frames), moves=moves))
     return steps
 
 
@@ -171,7 +170,8 @@ def _opening(chooser: Chooser, talk: Talk, one_in: int, frame: Frame) -> Step:
     """Return the first record of a connection, in which one frame is valid."""
     frames = [broken_frame(chooser, frame) if happens(chooser, one_in) else frame]
     frames += [talk.frame()] if happens(chooser, 2 * one_in) else []
-    return _step(chooser, talk, one_in, frames, connects=True)
+    step = _step(chooser, talk, one_in, frames, connects=True)
+    return msgspec.structs.replace(step, opening=any_opening(chooser, one_in))
 
 
 def _step(chooser: Chooser, talk: Talk, one_in: int, frames: list[Frame], *, connects: bool = False) -> Step:
@@ -202,8 +202,7 @@ def _to_sender(chooser: Chooser) -> list[Step]:
         record = record_of(chooser, frames, 2 * one_in)
         # By the third record the sender has sent tensors, so that a reply can be valid.
         after = 3 - chooser.number(0, 3)
-        moves = tuple(message.hex() for message in movement.messages())
-        steps.append(Step(record.hex(), tuple(descriptors), after=after, moves=moves))
+        steps.append(Step(record.hex(), tuple(descriptors), after=after, moves=movement.messages()))
         frames = []
     return steps
 

@@ -15,7 +15,7 @@ from aiotensor.transports.endpoints import Endpoint
 from verification.fuzz import api
 from verification.fuzz.broadcasts import MOST_READ
 from verification.fuzz.engine import Engine, Figures, Troubles, figures, listed
-from verification.fuzz.listening import answer, answering_at, waiting_at
+from verification.fuzz.listening import answering_at
 from verification.fuzz.live_inspector import INSPECTED, inspect_once
 from verification.fuzz.notes import Note
 from verification.fuzz.receiving import publish_rightly, receive_all
@@ -23,12 +23,14 @@ from verification.fuzz.speaking import converse, heard, road_to
 from verification.fuzz.steps import Conversation
 from verification.fuzz.subscribing import subscribe
 from verification.fuzz.things import Things
-from verification.patterns import pattern
+from verification.patterns import BIG, pattern
 from verification.waiting import until
 
 __all__ = ["Inside", "inside"]
 
 _PATIENCE_S = 20
+
+_IN_STEPS = 2 * BIG  # elements of int64, which a publisher moves in several steps
 
 
 class InsideReceiver:
@@ -90,11 +92,11 @@ class InsideSender:
     async def hear(self, conversation: Conversation) -> None:
         """Run a rogue receiver for a sender in use, and then an honest one for the remaining tensors."""
         async with asyncio.timeout(_PATIENCE_S), contextlib.AsyncExitStack() as stack:
-            with answering_at(self._address, self._things) as answer_it:
+            with answering_at(self._address, self._things) as answer:
                 sender = TensorSender(self._address, api.PERMITS, api.ARENA_BYTES)
                 await stack.enter_async_context(sender)
                 working = asyncio.create_task(api.work(sender))
-                await answer_it(conversation)
+                await answer(conversation)
             async with TensorReceiver(self._address) as honest:
                 taking = asyncio.create_task(_take(honest))
                 self._outcomes += await working
@@ -132,9 +134,9 @@ class InsideInspector:
     async def hear(self, conversation: Conversation) -> None:
         """Inspect a rogue receiver, and then an honest one."""
         async with asyncio.timeout(_PATIENCE_S):
-            with waiting_at(self._address) as listener:
+            with answering_at(self._address, self._things) as answer:
                 inspecting = asyncio.create_task(inspect_once(self._address))
-                await answer(listener, conversation, self._things)
+                await answer(conversation)
             self._outcomes[await inspecting] += 1
             async with TensorReceiver(self._address):
                 assert await inspect_once(self._address) == INSPECTED
@@ -165,7 +167,7 @@ class InsidePublisher:
         self._conversations += 1
         async with (
             asyncio.timeout(_PATIENCE_S),
-            Publisher(self._address, arena_bytes=1 << 20, max_behind=MOST_READ, slow=slow) as publisher,
+            Publisher(self._address, arena_bytes=8 << 20, max_behind=MOST_READ, slow=slow) as publisher,
             Subscriber(self._address, Note) as honest,
         ):
             await publisher.wait_for_subscribers(1)
@@ -185,10 +187,11 @@ class InsidePublisher:
 
     async def _publish(self, publisher: Publisher, honest: Subscriber[Note]) -> int:
         number = publisher.statistics().published
-        sent = asyncio.create_task(publisher.publish(Note(number, [pattern(number, 3000)])))
+        tensor = pattern(number, _IN_STEPS if self._conversations % 8 == 0 else 3000)
+        sent = asyncio.create_task(publisher.publish(Note(number, [tensor])))
         publication = await honest.receive()
         assert (publication.number, publication.missed) == (number, 0)
-        assert torch.equal(publication.message.tensors[0], pattern(number, 3000))
+        assert torch.equal(publication.message.tensors[0], tensor)
         await sent
         self._received += 1
         return number + 1
@@ -216,10 +219,10 @@ class InsideSubscriber:
     async def hear(self, conversation: Conversation) -> None:
         """Run a rogue publisher for a subscriber in use, and then an honest one."""
         async with asyncio.timeout(_PATIENCE_S), contextlib.AsyncExitStack() as stack:
-            with waiting_at(self._address) as listener:
+            with answering_at(self._address, self._things) as answer:
                 subscriber = await stack.enter_async_context(Subscriber(self._address, Note))
                 receiving = asyncio.create_task(receive_all(subscriber, self._troubles))
-                await answer(listener, conversation, self._things)
+                await answer(conversation)
             async with Publisher(self._address) as honest:
                 await publish_rightly(honest)
                 received = await receiving

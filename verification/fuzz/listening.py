@@ -13,7 +13,7 @@ from verification.fuzz.speaking import say
 from verification.fuzz.steps import Conversation
 from verification.fuzz.things import Things
 
-__all__ = ["answer", "answering_at", "waiting_at"]
+__all__ = ["answering_at", "waiting_at"]
 
 
 @contextmanager
@@ -38,10 +38,10 @@ def answering_at(address: Endpoint, things: Things) -> Iterator[Callable[[Conver
             yield port.answer
     else:
         with waiting_at(address) as listener:
-            yield lambda conversation: answer(listener, conversation, things)
+            yield lambda conversation: _answer(listener, conversation, things)
 
 
-async def answer(listener: socket.socket, conversation: Conversation, things: Things) -> None:
+async def _answer(listener: socket.socket, conversation: Conversation, things: Things) -> None:
     """Accept one peer, and send it the records of a conversation.
 
     At most the first three records of a sender are awaited: its hello, a segment, and tensors.

@@ -1,4 +1,4 @@
-"""A rogue receiver between machines: a plain ZeroMQ socket, on which it can send any messages."""
+"""A rogue that listens for another machine: a plain ZeroMQ socket, on which it can send any messages."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import zmq
 
 from aiotensor.protocol.moves import OPENING, RECORD
-from verification.fuzz.moving import count_records
+from verification.fuzz.hearing import Inbox
 from verification.fuzz.rogues import read_message, send_message
 from verification.fuzz.steps import Conversation
 
@@ -28,19 +28,21 @@ class PortListener:
         first = await read_message(self._sock, _PATIENCE_S)
         assert first is not None, "no peer has connected"
         peer = first[0]
-        self._sock.send_multipart([peer, OPENING])
-        read = 0
+        opening = conversation.steps[0].opening if conversation.steps else None
+        self._sock.send_multipart([peer, OPENING if opening is None else bytes.fromhex(opening)])
+        inbox = Inbox()
         for step in conversation.steps:
-            while read < step.after and (said := await read_message(self._sock, _MOMENT_S)) is not None:
-                read += count_records(said[1])
+            while inbox.count < step.after and (said := await read_message(self._sock, _MOMENT_S)):
+                if said[0] == peer:  # and not its next attempt to connect
+                    inbox.add(said[1])
             for message in (*map(bytes.fromhex, step.moves), bytes([RECORD]) + step.data):
-                if not await send_message(self._sock, [peer, message], lambda: True):
+                if not await send_message(self._sock, [peer, inbox.filled_in(message)], lambda: True):
                     return
 
 
 @contextmanager
 def waiting_at_port(address: str) -> Iterator[PortListener]:
-    """Listen at the address of a receiver; its port is free again at the end."""
+    """Listen at the address of a receiver or publisher; its port is free again at the end."""
     context = zmq.Context()
     try:
         with context.socket(zmq.ROUTER) as sock:

@@ -8,7 +8,7 @@ from aiotensor.inspection import PublisherInspection, inspect
 from aiotensor.transports.endpoints import Endpoint
 from verification.fuzz.children import ConnectingChild, connecting_child
 from verification.fuzz.engine import listed
-from verification.fuzz.listening import answer, waiting_at
+from verification.fuzz.listening import answering_at
 from verification.fuzz.steps import Conversation
 from verification.processes import peers
 
@@ -42,9 +42,9 @@ class LiveInspector(ConnectingChild):
     async def hear(self, conversation: Conversation) -> None:
         """Inspect a rogue receiver from the child, and check that it can inspect the next one."""
         async with asyncio.timeout(_PATIENCE_S):
-            with waiting_at(self._address) as listener:
+            with answering_at(self._address, self._things) as answer:
                 inspecting = self._child.start(_inspect)
-                await answer(listener, conversation, self._things)
+                await answer(conversation)
             self.outcomes[await inspecting] += 1
             async with TensorReceiver(self._address):
                 assert await self._child.call(_inspect) == INSPECTED

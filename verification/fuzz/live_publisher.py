@@ -34,6 +34,7 @@ _PATIENCE_S = 20  # for steps of milliseconds; a slower publisher hangs
 _AUDIENCES = (1, 2, 4, 8)
 _ARENA_BYTES = 32 << 20
 _IN_MEMORY = 3000  # elements of int64: in shared memory, so that rogues know a block
+_IN_STEPS = 3 * BIG  # between machines in several steps, the last of which is to be acknowledged
 _HISTORY = 2
 _EVERY = 32  # conversations with one publisher, and with one process of rogues
 
@@ -67,12 +68,16 @@ async def _publish(state: peers.State, seed: int, count: int) -> Published:
 
 
 class _Settled(NamedTuple):
-    """A publisher after all rogues are gone: its resources, and the numbers of rogues."""
+    """A publisher after all rogues are gone: its resources, and the numbers of rogues.
+
+    Of violations only those in the log count: at most one line per second.
+    """
 
     figures: Figures
     troubles: list[str]
     lost: int
     refused: int
+    violations: int
 
 
 async def _settle(state: peers.State, subscribers: int) -> _Settled:
@@ -90,7 +95,7 @@ async def _settle(state: peers.State, subscribers: int) -> _Settled:
     held = held_by_publisher(publisher)
     assert not any(held.values()), held
     seen, now = await look(state), publisher.statistics()
-    return _Settled(seen.figures, seen.troubles, now.subscribers_lost, now.subscribers_refused)
+    return _Settled(seen.figures, seen.troubles, now.subscribers_lost, now.subscribers_refused, seen.cut_off)
 
 
 def _is_settled(state: peers.State, publisher: Publisher, subscribers: int) -> bool:
@@ -164,7 +169,7 @@ class LivePublisher:
 
     def __init__(self, endpoint: Endpoint, child: peers.Peer) -> None:
         self.conversations = self.honest_publications = self.heard = 0
-        self.lost = self.refused = 0
+        self.lost = self.refused = self.violations = 0
         self._endpoint = endpoint
         self._child = child
         self._rogues: peers.Peer | None = None
@@ -229,6 +234,7 @@ class LivePublisher:
         assert not settled.troubles, "\n".join(settled.troubles)
         self.lost += settled.lost
         self.refused += settled.refused
+        self.violations = settled.violations
         await self.close()
         return settled.figures
 
@@ -244,7 +250,7 @@ class LivePublisher:
         """Publish to all, and wait until the honest subscribers have received it."""
         seed = next(self._seeds)
         if count is None:
-            count = BIG if seed % 16 == 7 else 3 if seed % 5 == 4 else _IN_MEMORY
+            count = _count_of(seed)
         sent = await self._child.call(_publish, seed, count)
         assert sent.delivered >= len(self._honest)
         try:
@@ -255,6 +261,15 @@ class LivePublisher:
             error.add_note("\n".join(["the publisher, most recently:", *warnings]))
             raise
         self.honest_publications += 1
+
+
+def _count_of(seed: int) -> int:
+    """Return the number of elements of a publication."""
+    if seed % 32 == 23:
+        return _IN_STEPS
+    if seed % 16 == 7:
+        return BIG
+    return 3 if seed % 5 == 4 else _IN_MEMORY
 
 
 async def _wait_for(state: peers.State, subscriber: str) -> None:

@@ -7,7 +7,7 @@ from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.transports.endpoints import Endpoint
 from verification.fuzz.children import ConnectingChild, connecting_child
 from verification.fuzz.engine import listed
-from verification.fuzz.listening import answer, waiting_at
+from verification.fuzz.listening import answering_at
 from verification.fuzz.notes import Note
 from verification.fuzz.receiving import HONEST, Received, publish_rightly, receive_all
 from verification.fuzz.steps import Conversation
@@ -48,10 +48,10 @@ class LiveSubscriber(ConnectingChild):
     async def hear(self, conversation: Conversation) -> None:
         """Run a rogue publisher for a new subscriber, which receives everything of the next one."""
         async with asyncio.timeout(_PATIENCE_S):
-            with waiting_at(self._address) as listener:
+            with answering_at(self._address, self._things) as answer:
                 await self._child.call(_open)
                 receiving = self._child.start(_receive)
-                await answer(listener, conversation, self._things)
+                await answer(conversation)
             self.conversations += 1
             async with Publisher(self._address) as honest:
                 await publish_rightly(honest)

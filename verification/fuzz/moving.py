@@ -1,48 +1,69 @@
 """The moves of a rogue: steps of blocks in its segments, freed blocks, and acknowledgements."""
 
+from aiotensor.errors import ProtocolError
 from aiotensor.protocol import moves
 from verification.fuzz.choosers import Chooser, happens, one_of
 from verification.fuzz.placing import Segments
+from verification.fuzz.steps import HEARD
 from verification.fuzz.things import GUARD
 from verification.fuzz.wire import BOUNDARIES, broken_bytes
 
-__all__ = ["Movement", "count_records"]
+__all__ = ["Movement", "any_opening"]
 
 _ALIGNED = 64
 _MOST_BYTES = 4096
 
 
+def any_opening(chooser: Chooser, one_in: int) -> str | None:
+    """Return the first message of a connection in hexadecimal digits; None for the valid one, as mostly."""
+    if not happens(chooser, 4 * one_in):
+        return None
+    return one_of(chooser, (broken_bytes(chooser, moves.OPENING), bytes([moves.RECORD]), b"")).hex()
+
+
 class Movement:
     """The blocks of a rogue, from which its next valid message about moves is derived.
 
-    A byte is moved to the position that it has in `GUARD`, so the byte of every tensor is known.
+    A byte is moved to the position that it has in the image, so the byte of every tensor is known.
     """
 
-    def __init__(self, chooser: Chooser, one_in: int, segments: Segments) -> None:
+    def __init__(self, chooser: Chooser, one_in: int, segments: Segments, image: bytes = GUARD) -> None:
         self._chooser = chooser
         self._one_in = one_in
         self._segments = segments
+        self._image = image
         self._blocks: dict[moves.Area, int] = {}  # their sizes
 
     def begin(self) -> None:
         """Forget the blocks of an earlier connection."""
         self._blocks.clear()
 
-    def messages(self) -> list[bytes]:
-        """Return the messages before the next record; on most connections there are none."""
+    def whole(self, area: moves.Area, nbytes: int) -> str:
+        """Return the message that moves a whole block, in hexadecimal digits."""
+        self._blocks[area] = nbytes
+        step = moves.Step(area, nbytes, area.block, nbytes, wants_ack=True)
+        return (moves.encode_step(step) + self._bytes(area.block, nbytes)).hex()
+
+    def messages(self) -> tuple[str, ...]:
+        """Return the messages before the next record, in hexadecimal digits; most connections ignore them."""
         chooser = self._chooser
         said: list[bytes] = []
         for _ in range(chooser.number(0, 3)):
             messages = self._right_messages()
             if happens(chooser, 2 * self._one_in):
-                messages[0] = broken_bytes(chooser, messages[0])
+                broken = broken_bytes(chooser, messages[0])
+                if not self._moves_other_bytes(broken, *messages[1:]):
+                    messages[0] = broken
             if happens(chooser, 2 * self._one_in):
                 messages.append(one_of(chooser, (bytes([moves.BYE]), moves.OPENING, bytes([99]), b"")))
             said += messages
-        return [moves.encode_batch(said)] if happens(chooser, 4) else said
+        said = [moves.encode_batch(said)] if happens(chooser, 4) else said
+        return tuple(message.hex() for message in said)
 
     def _right_messages(self) -> list[bytes]:
         chooser = self._chooser
+        sizes = self._segments.sizes
+        self._blocks = {area: nbytes for area, nbytes in self._blocks.items() if area.segment in sizes}
         kind = chooser.number(0, 5)
         if kind == 0 and self._blocks:
             area = one_of(chooser, list(self._blocks))
@@ -50,9 +71,11 @@ class Movement:
             return [moves.encode_area(area)]
         if kind == 0 and happens(chooser, self._one_in):
             return [moves.encode_area(moves.Area(0, 0))]
-        if kind == 1 or (not self._segments.sizes and not happens(chooser, self._one_in)):
-            total = one_of(chooser, BOUNDARIES) % 2**64 if happens(chooser, self._one_in) else 0
-            return [moves.encode_ack(moves.Ack(total, 0))]
+        if kind == 1 or (not sizes and not happens(chooser, self._one_in)):
+            totals = [HEARD, HEARD]
+            if happens(chooser, self._one_in):
+                totals[chooser.number(0, 1)] = one_of(chooser, BOUNDARIES) % 2**64
+            return [moves.encode_ack(moves.Ack(*totals))]
         area, nbytes = self._block()
         first = chooser.number(0, nbytes - 1)
         length = chooser.number(1, min(nbytes - first, _MOST_BYTES))
@@ -60,10 +83,24 @@ class Movement:
             length = one_of(chooser, (0, moves.STEP_BYTES, moves.STEP_BYTES + 1, length + 1))
         start = area.block + first
         step = moves.Step(area, nbytes, start, length, happens(chooser, 2))
-        data = GUARD[start : start + length].ljust(length, b"\0")
+        data = self._bytes(start, length)
         if happens(chooser, 2 * self._one_in):
             data = data[1:]
         return [moves.encode_step(step) + data] if happens(chooser, 2) else [moves.encode_step(step), data]
+
+    def _bytes(self, start: int, length: int) -> bytes:
+        return self._image[start : start + length].ljust(length, b"\0")
+
+    def _moves_other_bytes(self, broken: bytes, *following: bytes) -> bool:
+        """Return whether a message with a fault is a valid step, but not of the bytes at its position."""
+        if broken[:1] != bytes([moves.STEP]):
+            return False
+        try:
+            step, data = moves.read_step(broken)
+        except ProtocolError:
+            return False
+        moved = b"".join((data, *following))
+        return len(moved) == step.length and moved != self._bytes(step.start, step.length)
 
     def _block(self) -> tuple[moves.Area, int]:
         """Return a block of an attached segment, an earlier one or a new one; a wrong one now and then."""
@@ -83,10 +120,3 @@ class Movement:
         area = moves.Area(number, block)
         self._blocks[area] = nbytes
         return area, nbytes
-
-
-def count_records(message: bytes) -> int:
-    """Count the records in a message of an honest peer."""
-    data = memoryview(message)
-    parts = moves.read_batch(data) if message[:1] == bytes([moves.BATCH]) else [data]
-    return sum(part[:1] == bytes([moves.RECORD]) for part in parts)

@@ -38,6 +38,8 @@ class Segments:
             thing = one_of(chooser, (*(f"{kind}:{nbytes}" for kind in MEMORY_KINDS), *ANYTHING))
         if happens(chooser, self._one_in):
             thing = f"sealed:{one_of(chooser, SEGMENT_BYTES)}"
+        if happens(chooser, 2 * self._one_in):
+            nbytes = self.sizes[number] = one_of(chooser, BOUNDARIES) % 2**63
         self.descriptors += [thing] * (0 if happens(chooser, 2 * self._one_in) else 1)
         return ["attach", number, ARENA, nbytes]
 

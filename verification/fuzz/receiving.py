@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from aiotensor import PeerLostError, ProtocolError, RefusedError, WouldBlockError
+from aiotensor import PeerLostError, ProtocolError, RefusedError, UsageError, WouldBlockError
 from aiotensor.broadcast import Publication, Publisher, Subscriber
 from verification.fuzz.engine import Troubles, in_memory
 from verification.fuzz.notes import Note
@@ -44,7 +44,7 @@ async def receive_all(subscriber: Subscriber[Note], troubles: Troubles) -> Recei
         calls += 1
         try:
             publication = await _next(subscriber, is_direct=calls % 2 == 0)
-        except (PeerLostError, RefusedError, ProtocolError) as error:
+        except (PeerLostError, RefusedError, ProtocolError, UsageError) as error:
             if honest:
                 raise AssertionError("an honest publisher was lost") from error
             outcomes[type(error).__name__] += 1

@@ -27,8 +27,8 @@ _UNHEARD = (errno.EPIPE, errno.ECONNRESET, errno.ECONNREFUSED, errno.EMSGSIZE)
 class Road(Protocol):
     """A connection to a receiver."""
 
-    async def connect(self) -> None:
-        """Connect, and end an earlier connection."""
+    async def connect(self, opening: str | None = None) -> None:
+        """Connect, and end an earlier connection; the opening is that of the first step."""
 
     async def say(self, step: Step, sender: bytes) -> bool:
         """Send a record; return False if the connection has ended."""
@@ -101,7 +101,7 @@ class OnSocket:
         self._things = things
         self._open = Connections[socket.socket]()
 
-    async def connect(self) -> None:
+    async def connect(self, opening: str | None = None) -> None:
         self._open.leave()
         self._open.current = await self._connected()
 
@@ -149,7 +149,7 @@ class OnQueue:
         self._open = Connections[socket.socket]()
         self._is_new = False
 
-    async def connect(self) -> None:
+    async def connect(self, opening: str | None = None) -> None:
         self._open.leave()
         self._is_new = True
 
@@ -222,7 +222,7 @@ async def converse(road: Road, conversation: Conversation) -> bool:
             await road.say_beside(step, secrets.token_hex(16).encode())
             continue
         if step.connects or not is_connected:
-            await road.connect()
+            await road.connect(step.opening)
             is_connected = True
         elif not is_heard:
             continue

@@ -1,10 +1,11 @@
-"""A rogue sender between machines: a plain ZeroMQ socket, on which it can send any messages."""
+"""A rogue that connects to another machine: a plain ZeroMQ socket, on which it can send any messages."""
 
 import asyncio
 
 import zmq
 
-from aiotensor.protocol.moves import BYE, OPENING, RECORD
+from aiotensor.protocol.moves import OPENING, RECORD
+from verification.fuzz.hearing import Inbox
 from verification.fuzz.roads import Connections
 from verification.fuzz.rogues import read_message, send_message
 from verification.fuzz.steps import STAND_IN, Step
@@ -13,79 +14,93 @@ __all__ = ["OnTcp"]
 
 _LINGER_MS = 1000
 _MOMENT_S = 0.002
+_MOST_ANSWERS = 64  # that are read after a record: a publisher may never stop sending
 _PATIENCE_S = 20.0  # for an answer that always arrives
 
 
+class _Connection:
+    """One connection, and the messages of the other side on it."""
+
+    def __init__(self, sock: "zmq.Socket[bytes]") -> None:
+        self.inbox = Inbox()
+        self._sock = sock
+
+    async def say(self, message: bytes) -> None:
+        # Never as one part of several, which libzmq does not survive in all cases.
+        await send_message(self._sock, [self.inbox.filled_in(message)], lambda: True)
+
+    async def hear(self, within_s: float) -> bool:
+        """Read the next message; return False if none comes soon."""
+        message = await read_message(self._sock, within_s)
+        if message is not None:
+            self.inbox.add(message[-1])
+        return message is not None
+
+    async def answered(self) -> None:
+        """Wait for the first record, or for the last message."""
+        async with asyncio.timeout(_PATIENCE_S):
+            while not (self.inbox.count or self.inbox.has_ended):
+                await self.hear(_PATIENCE_S)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
 class OnTcp:
-    """Separate connections to a receiver at a port."""
+    """Separate connections to a receiver or publisher at a port."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._context = zmq.Context()
-        self._open: Connections[zmq.Socket[bytes]] = Connections()
-        self._is_answered = False  # by a record, or the last message
+        self._open: Connections[_Connection] = Connections()
 
-    async def connect(self) -> None:
+    async def connect(self, opening: str | None = None) -> None:
         self._open.leave()
-        self._open.current = await self._connected()
-        self._is_answered = False
+        self._open.current = await self._connected(opening)
 
-    async def _connected(self) -> "zmq.Socket[bytes]":
-        """Connect, and wait for the answer: then the receiver knows the connection."""
+    async def _connected(self, opening: str | None = None) -> _Connection:
+        """Connect, and wait for the answer to a valid opening: then the other side knows the connection."""
         sock = self._context.socket(zmq.DEALER)
         sock.linger = _LINGER_MS
         sock.connect(self._address)
-        sock.send(OPENING)
-        answer = await read_message(sock, _PATIENCE_S)
-        assert answer == [OPENING], answer
-        return sock
+        sock.send(OPENING if opening is None else bytes.fromhex(opening))
+        if opening is None:
+            answer = await read_message(sock, _PATIENCE_S)
+            assert answer == [OPENING], answer
+        return _Connection(sock)
 
     async def say(self, step: Step, sender: bytes) -> bool:
-        sock = self._open.current
-        if sock is None:
+        connection = self._open.current
+        if connection is None:
             raise RuntimeError("nothing is said before connecting")
-        messages = [*map(bytes.fromhex, step.moves), bytes([RECORD]) + step.data]
-        for message in messages:  # never as parts of one, which libzmq does not survive in all cases
-            await send_message(sock, [message.replace(STAND_IN.encode(), sender)], lambda: True)
+        for message in (*map(bytes.fromhex, step.moves), bytes([RECORD]) + step.data):
+            await connection.say(message.replace(STAND_IN.encode(), sender))
         # Wait a moment for the answers: the end of the connection discards the tensors that were not taken.
-        while (answer := await read_message(sock, _MOMENT_S)) is not None:
-            self._is_answered |= _is_record(answer) or _is_end(answer)
-            if _is_end(answer):
-                return False
-        return True
+        for _ in range(_MOST_ANSWERS):
+            if connection.inbox.has_ended or not await connection.hear(_MOMENT_S):
+                break
+        return not connection.inbox.has_ended
 
     async def answered(self) -> None:
-        if self._open.current is not None and not self._is_answered:
-            await self._first_record(self._open.current)
-
-    async def _first_record(self, sock: "zmq.Socket[bytes]") -> None:
-        """Wait for the first record, or for the last message."""
-        async with asyncio.timeout(_PATIENCE_S):
-            while True:
-                answer = await read_message(sock, _PATIENCE_S)
-                if answer is not None and (_is_record(answer) or _is_end(answer)):
-                    return
+        if self._open.current is not None:
+            await self._open.current.answered()
 
     async def read(self, within_s: float) -> bytes:
         """Return the next record of the other side; nothing if none comes soon."""
-        sock = self._open.current
-        answer = None if sock is None else await read_message(sock, within_s)
-        return b"" if answer is None or not _is_record(answer) else answer[0][1:]
+        connection = self._open.current
+        if connection is None:
+            return b""
+        inbox = connection.inbox
+        while not (inbox.records or inbox.has_ended) and await connection.hear(within_s):
+            pass
+        return inbox.records.popleft() if inbox.records else b""
 
     async def say_beside(self, step: Step, sender: bytes) -> None:
-        sock = await self._connected()
-        self._open.beside.append(sock)
-        sock.send(bytes([RECORD]) + step.data)
-        await self._first_record(sock)
+        connection = await self._connected()
+        self._open.beside.append(connection)
+        await connection.say(bytes([RECORD]) + step.data)
+        await connection.answered()
 
     def close(self) -> None:
         self._open.close()
         self._context.term()
-
-
-def _is_record(message: list[bytes]) -> bool:
-    return message[0][:1] == bytes([RECORD])
-
-
-def _is_end(message: list[bytes]) -> bool:
-    return message[0][:1] == bytes([BYE])

@@ -9,6 +9,7 @@ __all__ = [
     "ENVELOPES",
     "FIRST_BLOCK",
     "FIRST_NUMBER",
+    "HEARD",
     "PID",
     "PUBLISHER",
     "RIGHT",
@@ -24,12 +25,13 @@ CASES = Path(__file__).parent / "cases"
 # The placeholder of the sender's id in every record; each run of a conversation replaces it with a new id.
 STAND_IN = "5ead" * 8
 
-# Further placeholders, for values of the publisher and of the rogue itself: see `subscribing.Heard`.
+# Further placeholders, for values of the publisher and of the rogue itself: see `subscribing` and `hearing`.
 # They are valid values of the fields.
 PUBLISHER = "5eed" * 8  # the id of the publisher
 PID = 0x5EAD_5EAD  # the id of the rogue's process
 FIRST_NUMBER = 0x2EAD_5EAD_0000_0000  # the first publication of a connection; the next ones follow
 FIRST_BLOCK = 0x2EAD_B10C_0000_0000  # a block of the first publication; those of the next ones follow
+HEARD = 0x2EAD_ACED_0000_0000  # the bytes of steps, and of records, that the rogue has received
 
 RIGHT = "right"  # the valid envelope of this record on a queue
 
@@ -52,6 +54,7 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             publications.
         parts: the further parts of a ZeroMQ message, in hexadecimal digits.
         moves: the messages before the record, over ``tcp://`` only, in hexadecimal digits.
+        opening: the first message on a new connection, over ``tcp://`` only; None for the valid one.
     """
 
     record: str
@@ -62,6 +65,7 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     after: int = 0
     parts: tuple[str, ...] = ()
     moves: tuple[str, ...] = ()
+    opening: str | None = None
 
     @property
     def data(self) -> bytes:

@@ -80,7 +80,7 @@ async def subscribe(road: Road, conversation: Conversation) -> int:
             await road.say_beside(step, secrets.token_hex(16).encode())
             continue
         if step.connects or not is_connected:
-            await road.connect()
+            await road.connect(step.opening)
             heard = heard.again()
             is_connected = True
         elif not is_heard:

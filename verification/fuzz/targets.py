@@ -3,33 +3,14 @@
 import msgspec
 
 from verification.fuzz.choosers import FromBytes
-from verification.fuzz.grammar import (
-    TO_INSPECTOR,
-    TO_PUBLISHER,
-    TO_RECEIVER,
-    TO_SENDER,
-    TO_SUBSCRIBER,
-    conversation,
-)
-from verification.fuzz.headers import TO_CLIENT, TO_SERVER, message_parts
+from verification.fuzz.grammar import TO_RECEIVER, conversation
+from verification.fuzz.headers import message_parts
 from verification.fuzz.steps import Conversation, Step
 
 __all__ = ["TO_DECODER", "Progress", "conversation_of", "link_of", "listener_of"]
 
 # The kind of peer that gets only the parts of a message: its body and its buffers.
 TO_DECODER = "decoder"
-
-_LISTENERS = {
-    "sender": TO_SENDER,
-    "sender, tcp": TO_SENDER,
-    "inspector": TO_INSPECTOR,
-    "server": TO_SERVER,
-    "client": TO_CLIENT,
-    "publisher": TO_PUBLISHER,
-    "publisher, unix": TO_PUBLISHER,
-    "publisher, queue": TO_PUBLISHER,
-    "subscriber": TO_SUBSCRIBER,
-}
 
 
 class Progress(msgspec.Struct):
@@ -41,7 +22,8 @@ class Progress(msgspec.Struct):
 
 def listener_of(target: str) -> str:
     """Return the kind of peer that a target's conversations are for."""
-    return _LISTENERS.get(target, TO_RECEIVER)
+    kind, _, _ = target.partition(", ")
+    return kind
 
 
 def conversation_of(target: str, data: bytes) -> Conversation:

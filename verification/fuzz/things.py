@@ -19,6 +19,7 @@ from aiotensor.codec.wire import TENSOR
 __all__ = [
     "CONTENT",
     "GUARD",
+    "IMAGE",
     "LOOSE_NAME",
     "MEMORY_KINDS",
     "MEMORY_NAME",
@@ -47,6 +48,8 @@ CONTENT = _encode(
         [["uint8", [64], "arena", WHERE.pack(0, 1024), 99]],
     ]
 )
+
+IMAGE = CONTENT + GUARD[len(CONTENT) :]  # the bytes of that memory
 
 # Segments must be sealed; memory that others may write to, or that may only grow, is accepted too.
 MEMORY_KINDS = ("sealed", "unsealed", "read-only", "write-sealed", "growable", "content", "huge", "device")

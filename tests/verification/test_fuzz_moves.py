@@ -1,0 +1,99 @@
+"""The fuzzer sends valid and invalid messages about moves, and acknowledges what an honest peer moves."""
+
+import random
+from collections import Counter
+from itertools import chain
+
+import pytest
+
+from aiotensor.errors import ProtocolError
+from aiotensor.protocol import moves
+from verification.fuzz.exploring import said_at_random
+from verification.fuzz.grammar import TO_PUBLISHER, TO_RECEIVER, TO_SENDER, TO_SUBSCRIBER
+from verification.fuzz.hearing import Inbox
+from verification.fuzz.steps import HEARD, Conversation
+from verification.fuzz.things import GUARD, IMAGE
+
+_CONVERSATIONS = 400
+_OPENINGS = "openings"
+
+KINDS = {
+    moves.STEP: "steps",
+    moves.FREE: "freed blocks",
+    moves.ACK: "acknowledgements",
+    moves.BYE: "last messages",
+}
+
+
+def _bytes_at(start: int, length: int) -> tuple[bytes, ...]:
+    return tuple(image[start : start + length].ljust(length, b"\0") for image in (GUARD, IMAGE))
+
+
+def _counts(said: Conversation) -> Counter[str]:
+    """Count the valid messages by their kinds, and the invalid ones."""
+    counts: Counter[str] = Counter()
+    for step in said.steps:
+        counts[_OPENINGS] += step.opening is not None
+        for message in map(bytes.fromhex, step.moves):
+            counts.update(_kinds(message))
+    return counts
+
+
+def _kinds(message: bytes) -> list[str]:
+    kind = message[0] if message else -1
+    try:
+        match kind:
+            case moves.STEP:
+                step, data = moves.read_step(message)
+                assert not data or bytes(data) in _bytes_at(step.start, step.length)
+            case moves.FREE:
+                moves.read_area(message)
+            case moves.ACK:
+                moves.read_ack(message)
+            case moves.BATCH:
+                return ["batches", *chain(*map(_kinds, map(bytes, moves.read_batch(memoryview(message)))))]
+    except ProtocolError:
+        return ["invalid"]
+    return [KINDS.get(kind, "invalid")]
+
+
+@pytest.mark.parametrize(
+    ("to", "kinds"),
+    [
+        (TO_RECEIVER, {*KINDS.values(), "batches", "invalid", _OPENINGS}),
+        (TO_SENDER, {"batches", "acknowledgements", "last messages", "invalid"}),
+        (TO_PUBLISHER, {"batches", "acknowledgements", "steps", "last messages", "invalid", _OPENINGS}),
+        (TO_SUBSCRIBER, {*KINDS.values(), "batches", "invalid", _OPENINGS}),
+    ],
+)
+def test_every_kind_of_message_about_moves_is_sent_and_some_are_invalid(to: str, kinds: set[str]) -> None:
+    source = random.Random(0)
+    counts: Counter[str] = Counter()
+    for _ in range(_CONVERSATIONS):
+        counts += _counts(said_at_random(to, source))
+    assert {kind: counts[kind] for kind in kinds if counts[kind] < 5} == {}, counts
+
+
+def test_an_acknowledgement_states_the_bytes_that_an_honest_peer_has_sent() -> None:
+    inbox, sent = Inbox(), moves.RecordWindow()
+    record = bytes([moves.RECORD]) + b"a record"
+    sent.sent(len(b"a record"))
+    area = moves.Area(0, 0)
+    step = moves.encode_step(moves.Step(area, 20, 0, 10, wants_ack=False))
+    inbox.add(step)
+    inbox.add(bytes([moves.BYE]) * 10)  # the bytes of the step, and no last message
+    inbox.add(moves.encode_batch([step + bytes(10), record]))
+    acknowledgement = moves.encode_ack(moves.Ack(HEARD, HEARD))
+
+    filled_in = moves.read_ack(inbox.filled_in(acknowledgement))
+    assert filled_in.steps == 20
+    sent.acknowledged(filled_in.records)
+    with pytest.raises(ProtocolError):
+        sent.acknowledged(filled_in.records + 1)
+    assert (list(inbox.records), inbox.count, inbox.has_ended) == ([b"a record"], 1, False)
+
+    batch = moves.encode_batch([record, acknowledgement])
+    assert inbox.filled_in(batch) == moves.encode_batch([record, moves.encode_ack(filled_in)])
+    assert inbox.filled_in(record) == record
+    inbox.add(bytes([moves.BYE]))
+    assert inbox.has_ended
