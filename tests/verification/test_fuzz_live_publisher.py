@@ -9,7 +9,9 @@ from verification.fuzz.live_publisher import live_publisher
 from verification.fuzz.living import listening
 from verification.fuzz.steps import cases
 
-_GROWTH_KIB = 1024
+# Between machines the threads of ZeroMQ keep free memory: up to 1.7 MiB more were seen in 300 conversations,
+# while the allocated memory stayed the same.
+_GROWTH_KIB = {"queue": 1024, "tcp": 4096, "unix": 1024}
 
 links = pytest.mark.parametrize("link", ["queue", "tcp", "unix"])
 
@@ -18,7 +20,7 @@ links = pytest.mark.parametrize("link", ["queue", "tcp", "unix"])
 @links
 def test_a_publisher_survives_invalid_subscribers_and_keeps_nothing_of_them(link: str, uvloop: bool) -> None:
     with listening(link, partial(live_publisher, uvloop=uvloop)) as publisher:
-        publisher.explore(TO_PUBLISHER, warm_up=40, examples=60, growth_kib=_GROWTH_KIB)
+        publisher.explore(TO_PUBLISHER, warm_up=40, examples=60, growth_kib=_GROWTH_KIB[link])
         assert publisher.live.lost
         assert publisher.live.violations
         assert publisher.live.heard
