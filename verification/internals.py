@@ -43,6 +43,7 @@ __all__ = [
     "inspectors_of",
     "intake_of",
     "is_trimming",
+    "jobs_of",
     "keep_socket_file",
     "lanes_of",
     "leases_of",
@@ -110,7 +111,7 @@ def held_by_sender(sender: TensorSender) -> dict[str, int]:
         "holders at the gates": sum(len(gate.budget._held) for gate in gates),
         "blocks whose sends wait": len(grants._await_permits) + len(grants._await_bytes),
         "drainers": len(drainers_of(sender)),
-        "copies": len(grants.memory._copies._copies) + grants.memory._worker._running,
+        "copies": len(grants.memory._copies._copies) + jobs_of(worker_of(grants.memory)),
         "announced messages": 0 if session is None else len(session.announced),
         "waiters for a receiver": len(grants.changes),
     }
@@ -138,6 +139,11 @@ def worker_of(owner: TensorSender | TensorReceiver | Publisher | Subscriber[Any]
             return owner._subscription._mappings._worker
         case TensorReceiver():
             return senders_of(owner).mappings._worker
+
+
+def jobs_of(worker: Worker) -> int:
+    """Count the jobs of a worker that have not ended."""
+    return worker._running
 
 
 def lanes_of(worker: Worker) -> tuple[Any, Any]:

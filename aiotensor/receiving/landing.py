@@ -103,7 +103,11 @@ class LandingSegment:
         if self._is_closed:
             return
         self._is_closed = True
-        self._waiting = None
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            # The bytes need no memory any more, and the messages behind them are still to be read: the end of
+            # the connection waits for the last one.
+            self._loop.call_soon(waiting[1], "")
         if self._trimming is not None:
             self._trimming.cancel()
         self._segment.close()

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import logging
 import os
+import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
@@ -33,7 +34,9 @@ from aiotensor.protocol.moves import (
     encode_batch,
     encode_step,
 )
+from aiotensor.transports.tcp import transport
 from tests.frames import hello
+from verification.internals import jobs_of, worker_of
 from verification.patterns import BIG, pattern
 from verification.places import endpoint, free_port
 from verification.processes import peers, watch
@@ -270,6 +273,24 @@ async def test_a_receiver_without_memory_closes_the_connection_and_says_why(
         await settled(sender)
         assert torch.equal(await receiver.receive(await sender.send(pattern(1, BIG))), pattern(1, BIG))
         assert receiver.statistics().senders_lost == 1
+
+
+async def test_a_receiver_that_closes_while_bytes_wait_for_memory_reads_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport, "_FINISH_S", 3600.0)  # for a peer that does not answer; this one does
+    may_continue = threading.Event()
+    async with parties() as (_, sender, receiver):
+        worker_of(receiver).begin("waiting", may_continue.wait)
+        sending = asyncio.create_task(sender.send(torch.zeros(2 * STEP_BYTES, dtype=torch.uint8)))
+        try:
+            await until(lambda: jobs_of(worker_of(receiver)) == 2)  # the second one is for the memory
+            closing = asyncio.create_task(receiver.aclose())
+            with pytest.raises(PeerLostError):
+                await sending
+        finally:
+            may_continue.set()
+        await closing
 
 
 # Arguments
