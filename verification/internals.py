@@ -17,6 +17,7 @@ from aiotensor.protocol.frames import Hello
 from aiotensor.receiving.inspectors import InspectorPeer
 from aiotensor.receiving.intake import Intake
 from aiotensor.receiving.senders import Senders
+from aiotensor.runtime.descriptors import copy_of, file_of
 from aiotensor.runtime.worker import Worker
 from aiotensor.sending.gates import Gate
 from aiotensor.sending.memory import Memory
@@ -25,6 +26,8 @@ from aiotensor.sending.session import Session
 from aiotensor.tensors.segments import Segment
 from aiotensor.transports.base import Listener, Transport
 from aiotensor.transports.records import SocketTransport
+from aiotensor.transports.tcp.connector import _Attempt
+from aiotensor.transports.tcp.transport import TcpTransport
 from aiotensor.transports.unix import UnixListener
 
 __all__ = [
@@ -45,6 +48,7 @@ __all__ = [
     "is_trimming",
     "jobs_of",
     "keep_socket_file",
+    "landed_bytes",
     "lanes_of",
     "leases_of",
     "listener_of",
@@ -144,6 +148,16 @@ def worker_of(owner: TensorSender | TensorReceiver | Publisher | Subscriber[Any]
 def jobs_of(worker: Worker) -> int:
     """Count the jobs of a worker that have not ended."""
     return worker._running
+
+
+def landed_bytes(owner: TensorReceiver | Subscriber[Any]) -> int:
+    """Return the bytes of the blocks that connected peers on other machines have here."""
+    if isinstance(owner, TensorReceiver):
+        memories = [peer.memory for peer in senders_of(owner).connected.values()]
+    else:
+        session = session_of_subscriber(owner)
+        memories = [] if session is None or session.is_over else [session.memory]
+    return sum(landing._nbytes for memory in memories for landing in memory.landings.values())
 
 
 def lanes_of(worker: Worker) -> tuple[Any, Any]:
@@ -271,8 +285,20 @@ def keep_socket_file(receiver: TensorReceiver) -> None:
 
 
 def cut(transport: Transport) -> None:
-    """Shut a connection down, as the kernel does when the peer ends."""
-    _receiving_end(transport)._sock.shutdown(socket.SHUT_RDWR)
+    """Shut a connection down, as the kernel does when the peer ends.
+
+    Args:
+        transport: of either end; between machines, of the connecting end.
+    """
+    if isinstance(transport, TcpTransport):
+        attempt = getattr(transport._shut, "__self__", None)
+        assert isinstance(attempt, _Attempt)
+        for descriptor, known in attempt._socket.monitor._connections.items():  # one, or none after its end
+            if file_of(descriptor) == known._file:  # otherwise ZeroMQ has closed it
+                with copy_of(descriptor) as sock:
+                    sock.shutdown(socket.SHUT_RDWR)
+    else:
+        _receiving_end(transport)._sock.shutdown(socket.SHUT_RDWR)
 
 
 def pause_reading(transport: Transport) -> None:

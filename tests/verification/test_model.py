@@ -1,4 +1,4 @@
-"""Sequences of operations of users, peers and the kernel in any order, over both links, on both loops.
+"""Sequences of operations of users, peers and the kernel in any order, over all links, on both loops.
 
 The suite runs the same sequences each time, and few of them; `make model` runs others for a given time.
 """
@@ -145,6 +145,17 @@ def test_a_difference_is_printed_with_its_sequence_and_the_command_that_repeats_
     ]
     again = _run("--seed", "7", "--round", "0")[1]
     assert again[again.index("\nstate = ") :] == sequence
+
+
+def test_a_run_over_one_link_is_repeated_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(_WrongModel):
+        link = "tcp"
+
+    monkeypatch.setitem(MACHINES, "tcp, asyncio", Wrong)
+    status, text = _run("--seed", "7", "--link", "tcp")
+    assert status == 1
+    assert "Wrong()" in text
+    assert text.endswith("--seed 7 --link tcp --round 0\n")
 
 
 def test_an_error_that_nothing_raises_is_printed_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from verification.internals import cut, keep_socket_file, listener_of, pipeline_of, senders_of, worker_of
+from verification.internals import keep_socket_file, listener_of, pipeline_of, senders_of, worker_of
 from verification.model.receivers import ReceiverRules
 from verification.model.records import Call, Outcome, Receiver, Sender
 from verification.model.senders import SenderRules
@@ -86,6 +86,7 @@ class EndRules(SenderRules, ReceiverRules):
 
     def _close_receiver(self, receiver: Receiver) -> None:
         self.lose_receiver(receiver)
+        self.let_go_of_memory()
         self.call("close", receiver, receiver.receiver.aclose(), _closed)
 
     def _kill_receiver(self, receiver: Receiver) -> None:
@@ -113,7 +114,7 @@ class EndRules(SenderRules, ReceiverRules):
         if session is not None and not session.transport.is_closed:
             if is_quiet:
                 self.note_who_waits([sender])
-            cut(session.transport)
+            self.cut(session.transport)
             self.lose(sender, is_certain=True)
             if is_quiet:
                 self.settle()

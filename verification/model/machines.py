@@ -1,11 +1,12 @@
 """The state machines, one for each combination of link and event loop."""
 
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import invariant, rule
 
 from verification.internals import memory_of, pipeline_of
 from verification.model.broadcast import WholeBroadcast
 from verification.model.settled import SettledWorld
+from verification.model.stage import Stage
 
 __all__ = ["BROADCASTS", "MACHINES", "PAIRS", "SETTINGS", "WholeProtocol"]
 
@@ -62,6 +63,10 @@ class _OverUnix(WholeProtocol):
     link = "unix"
 
 
+class _OverTcp(WholeProtocol):
+    link = "tcp"
+
+
 class _OverQueueOnUvloop(_OverQueue):
     loop = "uvloop"
 
@@ -70,11 +75,17 @@ class _OverUnixOnUvloop(_OverUnix):
     loop = "uvloop"
 
 
+class _OverTcpOnUvloop(_OverTcp):
+    loop = "uvloop"
+
+
 PAIRS: dict[str, type[WholeProtocol]] = {
     "queue, asyncio": _OverQueue,
     "unix, asyncio": _OverUnix,
+    "tcp, asyncio": _OverTcp,
     "queue, uvloop": _OverQueueOnUvloop,
     "unix, uvloop": _OverUnixOnUvloop,
+    "tcp, uvloop": _OverTcpOnUvloop,
 }
 
 
@@ -94,7 +105,11 @@ BROADCASTS: dict[str, type[WholeBroadcast]] = {
         (2, "unix", "asyncio"),
         (4, "unix", "uvloop"),
         (8, "queue", "asyncio"),
+        (1, "tcp", "asyncio"),
+        (2, "tcp", "uvloop"),
+        (4, "tcp", "asyncio"),
+        (8, "tcp", "uvloop"),
     )
 }
 
-MACHINES: dict[str, type[RuleBasedStateMachine]] = {**PAIRS, **BROADCASTS}
+MACHINES: dict[str, type[Stage]] = {**PAIRS, **BROADCASTS}

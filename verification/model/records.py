@@ -83,6 +83,8 @@ class Message(_Printed):
     outlived: int = 0  # the latest moment at which it was certainly not lost
     whole_in_turn: int = 0
     waits_in_line: bool = True  # for its permit
+    # Until all is settled: its call has returned, and its bytes may still be on their way to another machine.
+    may_be_passed: bool = False
     opened: OpenMessage | None = None
     ending: "asyncio.Future[None] | None" = None
     tensors: list["Tensor"] = field(default_factory=list)

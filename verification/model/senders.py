@@ -32,7 +32,7 @@ class SenderRules(World):
     @rule(limit=st.integers(1, 3), arena_bytes=ARENAS)
     def open_sender(self, limit: int, arena_bytes: int) -> None:
         sender = TensorSender(self.place, limit, arena_bytes)
-        record = Sender(len(self.senders), sender, self.link == "unix", limit, arena_bytes)
+        record = Sender(len(self.senders), sender, self.comes_back, limit, arena_bytes)
         self.senders.append(record)
         promised = sum(one.limit for one in self.senders)
         for one in self.senders:
@@ -89,6 +89,8 @@ class SenderRules(World):
             is_full = before.in_flight == before.max_concurrent_videos or before.waiting
             has_no_room = count > SMALL and before.bytes_in_use + values.nbytes > before.arena_bytes * 3 // 4
             reads_not = "no receiver" in why or "slow to read" in why
+            if self.delivery is not None and not pipeline_of(sender.sender).sessions.is_admitted:
+                reads_not |= "has not answered" in why  # between machines, a sender waits for its admission
             assert is_full or has_no_room or reads_not, why
         except AioTensorError as error:
             message.state = "dropped"
@@ -98,6 +100,7 @@ class SenderRules(World):
             assert not others_wait, "it came later, and got a permit first"
             self.sent(message, values, Block(sender, values.nbytes) if count > SMALL else None, handle)
             self.became_whole(message)
+            message.may_be_passed = self.delivery is not None and count > SMALL
 
     # Memory of the sender's
 

@@ -3,23 +3,27 @@
 import asyncio
 import fcntl
 import gc
-import os
 import sys
-import tempfile
 import termios
 import threading
 from abc import abstractmethod
-from contextlib import suppress
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from hypothesis.stateful import RuleBasedStateMachine
 
-from aiotensor import AioTensorError, TensorQueue
+from aiotensor import AioTensorError, TensorQueue, TensorReceiver
+from aiotensor.broadcast import Subscriber
+from aiotensor.runtime.worker import Worker
+from aiotensor.transports.base import Transport
 from verification.descriptors import our_descriptors
+from verification.internals import cut, worker_of
+from verification.model.delivery import Delivery
 from verification.model.records import Outcome
 from verification.model.stepping import Steps
 from verification.patterns import pattern
+from verification.places import LINKS
 
 __all__ = ["Stage", "outcome_of"]
 
@@ -36,13 +40,15 @@ class Stage(RuleBasedStateMachine):
         self.threads = set(threading.enumerate())
         gc.collect()
         gc.disable()  # it would free the tensors in tracebacks at random moments
-        self.steps = Steps(self.loop)
+        self._places = ExitStack()
+        self.place = self._places.enter_context(LINKS[self.link].place()).endpoint
+        self.delivery: Delivery | None = None
+        if not LINKS[self.link].is_local:
+            self.delivery = Delivery(int(str(self.place).rpartition(":")[2]))
+        self.steps = Steps(self.loop, self.delivery)
+        self._held: set[Worker] = set()
         self.now = 0  # counts events
         self.seeds = 0
-        self.folder = tempfile.TemporaryDirectory(prefix="aiotensor-")
-        self.place: str | TensorQueue = (
-            TensorQueue() if self.link == "queue" else f"unix://{self.folder.name}/socket"
-        )
 
     def tick(self) -> int:
         self.now += 1
@@ -52,20 +58,51 @@ class Stage(RuleBasedStateMachine):
         self.seeds += 1
         return pattern(self.seeds * 1_000_003, count)
 
-    def unread_bytes(self) -> int:
-        """Return the number of bytes on the queue, whose first records may change nothing else."""
+    @property
+    def comes_back(self) -> bool:
+        """Whether a peer that was lost is found again."""
+        return LINKS[self.link].comes_back
+
+    @property
+    def searches(self) -> int:
+        """How often time must pass until each peer has found the receiver or the publisher."""
+        if not self.comes_back:
+            return 1
+        # Between machines, the first search may have reached a listener that was closing, and never answered.
+        return 2 if self.delivery is None else 3
+
+    def traffic(self) -> object:
+        """Return values that change while messages are under way, even if nothing else changes."""
+        if self.delivery is not None:
+            return self.delivery.traffic()
         if not isinstance(self.place, TensorQueue):
             return 0
-        with self.place.open_reader() as reader:
+        with self.place.open_reader() as reader:  # the unread bytes on the queue
             return int.from_bytes(fcntl.ioctl(reader, termios.FIONREAD, bytes(4)), sys.byteorder)
 
-    def free_place(self) -> None:
-        """Free the resources of the machine itself."""
-        if isinstance(self.place, TensorQueue):
-            self.place.close()
-        with suppress(FileNotFoundError):
-            os.unlink(f"{self.folder.name}/socket")  # of a process that was killed
-        self.folder.cleanup()
+    def hold_or_let_go_of_memory(self, owner: TensorReceiver | Subscriber[Any]) -> None:
+        """Hold the worker that provides memory for the bytes of other machines, or release it.
+
+        `settle` releases it, and so does closing a receiver or a subscriber, which waits for its worker.
+        """
+        worker = worker_of(owner)
+        if self.steps.is_held(worker):
+            self.steps.let_go(worker)
+        else:
+            self.steps.hold(worker, only_long=False)
+            self._held.add(worker)
+
+    def let_go_of_memory(self) -> None:
+        """Release all these workers."""
+        for worker in self._held:
+            self.steps.let_go(worker)
+        self._held.clear()
+
+    def cut(self, transport: Transport) -> None:
+        """Cut a connection, and wait until the threads of ZeroMQ have noticed it, if they carry it."""
+        cut(transport)
+        if self.delivery is not None:
+            self.delivery.wait()
 
     def teardown(self) -> None:
         has_failed = sys.exc_info()[0] is not None
@@ -78,7 +115,7 @@ class Stage(RuleBasedStateMachine):
                 raise
         finally:
             gc.enable()
-            self.free_place()
+            self._places.close()
 
     @abstractmethod
     def end(self, *, is_checked: bool) -> None:
@@ -86,11 +123,14 @@ class Stage(RuleBasedStateMachine):
 
     def check_that_nothing_is_left(self) -> None:
         """Check for descriptors, threads and complaints of the loop, after everything was closed."""
-        self.free_place()
+        self._places.close()
         assert not self._left(), f"descriptors left behind: {self._left()}"
         threads = [one.name for one in set(threading.enumerate()) - self.threads if "aiotensor" in one.name]
         assert not threads, f"threads left behind: {threads}"
         assert not self.steps.complaints, self.steps.complaints
+        if self.delivery is not None:
+            self.delivery.wait()
+            assert not self.delivery.leftovers(), f"left behind: {self.delivery.leftovers()}"
 
     def _left(self) -> dict[int, str]:
         return {

@@ -5,7 +5,7 @@ from hypothesis.stateful import precondition, rule
 
 from aiotensor import AioTensorError, PeerLostError, RefusedError, WouldBlockError
 from aiotensor.broadcast import Subscriber
-from verification.internals import cut, session_of_subscriber, worker_of
+from verification.internals import session_of_subscriber, worker_of
 from verification.model.broadcast_records import Call, SubscriberSide, View
 from verification.model.publishing import PublisherRules, must_succeed
 from verification.model.records import Outcome
@@ -90,6 +90,11 @@ class SubscriberRules(PublisherRules):
         view.tensors[0].copy_(values)
         view.expected[0] = values
 
+    @precondition(lambda self: self.delivery is not None and self.living)
+    @rule(data=st.data())
+    def hold_or_let_go_of_the_memory(self, data: st.DataObject) -> None:
+        self.hold_or_let_go_of_memory(data.draw(st.sampled_from(self.living)).subscriber)
+
     @precondition(lambda self: self.living)
     @rule(data=st.data())
     def close_subscriber(self, data: st.DataObject) -> None:
@@ -103,6 +108,7 @@ class SubscriberRules(PublisherRules):
             has_tensors = bool(side.views) or bool(self.of(side, "receive"))
             publisher.may_keep_pins |= has_tensors or side.was_lost or may_be_disconnected
         side.is_closed = True
+        self.let_go_of_memory()
         self.call("close", side, side.subscriber.aclose(), must_succeed)
 
     @precondition(lambda self: self.living)
@@ -111,7 +117,7 @@ class SubscriberRules(PublisherRules):
         side = data.draw(st.sampled_from(self.living))
         session = session_of_subscriber(side.subscriber)
         if session is not None and not session.transport.is_closed:
-            cut(session.transport)
+            self.cut(session.transport)
             self.lose(side)
             self.note_the_limit()
 

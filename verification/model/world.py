@@ -172,7 +172,7 @@ class World(Stage):
         may_be_lost = sender.may_have_lost(message.began if message is not None else call.began)
         match error:
             case PeerLostError() | RefusedError():
-                assert may_be_lost, f"{call}: nothing was lost"
+                assert may_be_lost, f"{call}: nothing was lost: {error}"
             case ClosedError():
                 assert sender.end, f"{call}: it was not closed"
             case DiscardedError():
@@ -214,7 +214,8 @@ class World(Stage):
         """Check that an iteration skipped an earlier tensor only if another call waits for it."""
         taken = self.known[key]
         for other in taken.message.sender.messages:
-            if other.whole_in_turn < taken.message.whole_in_turn and self.can_be_taken(other):
+            is_earlier = other.whole_in_turn < taken.message.whole_in_turn and not other.may_be_passed
+            if is_earlier and self.can_be_taken(other):
                 passed = [one for one in other.tensors if not one.is_taken]
                 passed = [one for one in passed if key_of(one.handle) not in self.claimed_in_turn]
                 assert not passed, f"{taken} overtook {passed}"
