@@ -75,7 +75,7 @@ OPENING = bytes([OPEN, _VERSION]) + b"aiotensor"
 STEP_BYTES = 1 << 20
 WINDOW_BYTES = 4 * STEP_BYTES
 
-MAX_BATCH = 64  # messages: as many as are read in one iteration of the event loop
+MAX_BATCH = 64  # messages, which are read in one iteration of the event loop
 
 # The records that may be under way, and the overhead of each, both about as in the buffer of a local socket.
 _RECORD_WINDOW_BYTES = 256 << 10

@@ -172,8 +172,8 @@ class BroadcastPlay(Play):
         """Whether the memory of each subscriber whose connection ends in this round is free at once."""
         plan = self.plan
         if plan.kind.lands:
-            return True  # a subscriber has memory of its own
-        # Unlike a killed subscriber, one that lives on may still read the memory.
+            return True  # each subscriber has its own memory
+        # A closed subscriber may still read the memory; a killed one cannot.
         lives_on = (FaultKind.CLOSE, *RESOURCES)
         disconnects = plan.publisher is not None and plan.publisher.slow == "disconnect"
         return not disconnects and not any(fault.kind in lives_on for fault in plan.faults)

@@ -1,4 +1,4 @@
-"""The connections of one rogue to a receiver: the current one, and further ones that stay open."""
+"""The connections of a rogue to a receiver: the one in use, and others that stay open."""
 
 from typing import Generic, Protocol, TypeVar
 

@@ -9,7 +9,7 @@ __all__ = ["keep_buffers"]
 
 @functools.cache
 def keep_buffers() -> None:
-    """Let the allocator of this process keep freed buffers, up to 8 MiB at the end of each of its heaps.
+    """Keep freed buffers in this process, up to 8 MiB at the end of each heap.
 
     ZeroMQ allocates a buffer for each message. By default, glibc returns a megabyte to the system as soon as
     it is freed, so that the next message causes a page fault for each page. After a larger block was freed,
