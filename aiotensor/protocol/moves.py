@@ -299,22 +299,35 @@ class OutgoingMoves(Generic[Source]):
             return None
         move = self._turns[0]
         length = min(STEP_BYTES, move.length - move.sent)
-        if self._sent + length > self._acknowledged + WINDOW_BYTES:
+        if not self._has_credit(length):
             return None
         start = move.start + move.sent
         move.sent += length
-        self._sent += length
+        is_last = move.sent == move.length
+        step = self._step(move.area, move.nbytes, start, length, is_last and not move.is_copied)
         move.last = self._sent
         self._turns.popleft()
-        is_last = move.sent == move.length
-        wants_ack = (is_last and not move.is_copied) or self._sent - self._wanted >= STEP_BYTES
-        if wants_ack:
-            self._wanted = self._sent
         if not is_last:
             self._turns.append(move)
         elif not move.is_copied:
             self._under_way.append(move)
-        return move, Step(move.area, move.nbytes, start, length, wants_ack)
+        return move, step
+
+    def step_now(self, area: Area, nbytes: int, start: int, length: int) -> Step | None:
+        """Return the only step of a move that is copied; None if it cannot be sent at once."""
+        if self._turns or length > STEP_BYTES or not self._has_credit(length):
+            return None
+        return self._step(area, nbytes, start, length, wants_ack=False)
+
+    def _has_credit(self, length: int) -> bool:
+        return self._sent + length <= self._acknowledged + WINDOW_BYTES
+
+    def _step(self, area: Area, nbytes: int, start: int, length: int, wants_ack: bool) -> Step:
+        """Count a step; an acknowledgement is also wanted for each MiB."""
+        self._sent += length
+        if wants_ack or self._sent - self._wanted >= STEP_BYTES:
+            self._wanted = self._sent
+        return Step(area, nbytes, start, length, self._wanted == self._sent)
 
     def acknowledged(self, total: int) -> list[Move[Source]]:
         """Handle an acknowledgement, and return the moves that have ended.

@@ -23,6 +23,7 @@ from aiotensor.tensors.segments import Segment, whole_pages
 __all__ = ["LandingSegment"]
 
 _PIECE_BYTES = 2 * WINDOW_BYTES  # of a block that gets memory at once, before its bytes arrive
+_QUICK_BYTES = 64 << 10  # are stored without numpy, whose calls take longer than this copy
 _KEEP_WARM_S = 30.0  # the same as a sender keeps its memory by default
 
 
@@ -84,6 +85,9 @@ class LandingSegment:
             else:
                 self._waiting = (start, len(data)), resume
             return False
+        if len(data) <= _QUICK_BYTES:
+            self._segment.memory[start:stop] = data
+            return True
         target = np.frombuffer(self._segment.memory[start:stop], np.uint8)
         np.copyto(target, np.frombuffer(data, np.uint8))  # unlike a memoryview, it lets other threads run
         return True

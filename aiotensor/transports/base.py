@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from aiotensor.errors import AioTensorError, ProtocolError
-from aiotensor.protocol.moves import Move
+from aiotensor.protocol.moves import Area, Move
 from aiotensor.runtime.process_end import ProcessEnd
 
 __all__ = [
@@ -89,6 +89,12 @@ class Mover(Protocol):
         """Begin to move bytes; after the end of the connection, the move ends at once.
 
         Records that are written after the end of a move arrive after its bytes.
+        """
+
+    def move_now(self, area: Area, nbytes: int, start: int, data: memoryview) -> bool:
+        """Copy few bytes, and move them at once; return False if this has to wait, as `move` does.
+
+        Arguments are those of `Move`. Records that are written afterwards arrive after the bytes.
         """
 
     def cancel(self, move: "Move[memoryview]") -> None:

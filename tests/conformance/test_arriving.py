@@ -65,7 +65,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize("count", [100, BIG], ids=["small", "large"])
+@pytest.mark.parametrize("count", [100, 1 << 16, BIG], ids=["small", "medium", "large"])
 async def test_the_senders_tensor_may_change_as_soon_as_send_has_returned(
     count: int, pairs: PairMaker
 ) -> None:

@@ -50,7 +50,7 @@ class MovesMachine(RuleBasedStateMachine):
         self.there: deque[Step] = deque()
         self.back: deque[int] = deque()
         self.arrived: dict[int, int] = {}
-        self.sent = self.landed = 0
+        self.sent = self.landed = self.acknowledged = 0
 
     @rule(length=_LENGTHS)
     def move(self, length: int) -> None:
@@ -70,6 +70,19 @@ class MovesMachine(RuleBasedStateMachine):
             if move.is_copied:
                 self._end(move, True)
 
+    @rule(length=_LENGTHS)
+    def move_now(self, length: int) -> None:
+        number = len(self.active) + len(self.ended)
+        waits = self.moves.has_turns
+        step = self.moves.step_now(Area(number, 0), length, 0, length)
+        if step is None:
+            assert waits or length > STEP_BYTES or self.unacknowledged() + length > WINDOW_BYTES
+            return
+        assert not waits  # nothing overtakes a move that waits for its turn
+        self.there.append(step)
+        self.sent += length
+        self.ended[number] = True
+
     @precondition(lambda self: self.there)
     @rule()
     def arrive(self) -> None:
@@ -83,7 +96,8 @@ class MovesMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.back)
     @rule()
     def acknowledge(self) -> None:
-        for move in self.moves.acknowledged(self.back.popleft()):
+        self.acknowledged = self.back.popleft()
+        for move in self.moves.acknowledged(self.acknowledged):
             self._end(move, not move.is_cancelled)
 
     @precondition(lambda self: self.active)
@@ -100,6 +114,9 @@ class MovesMachine(RuleBasedStateMachine):
         move.ended(is_complete)
         if is_complete and not move.is_copied:
             assert self.arrived[move.source] == move.length
+
+    def unacknowledged(self) -> int:
+        return self.sent - self.acknowledged
 
     @invariant()
     def at_most_a_window_is_under_way(self) -> None:

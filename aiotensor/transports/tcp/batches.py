@@ -5,24 +5,25 @@ from collections.abc import Callable
 
 from aiotensor.protocol.moves import MAX_BATCH, encode_batch
 
-__all__ = ["BatchWriter"]
+__all__ = ["BATCH_BYTES", "BatchWriter"]
 
 # A message that can wait is sent with the next one, after this time at the latest.
 _PATIENCE_S = 0.01
 
-_BATCH_BYTES = 128 << 10  # of the messages that wait, and of the next one; larger messages are sent alone
+BATCH_BYTES = 128 << 10  # of the messages that wait, and of the next one; larger messages are sent alone
 
 
 class BatchWriter:
     """Write messages in order; belongs to the running loop.
 
     Args:
-        send: passes a message to ZeroMQ; raises `OSError` if this process lacks descriptors or threads.
+        send: passes a message to ZeroMQ, which copies it or not; raises `OSError` if this process lacks
+            descriptors or threads.
         failed: called if `send` fails for messages that have waited.
     """
 
     def __init__(
-        self, send: Callable[[bytes | memoryview], object], failed: Callable[[OSError], object]
+        self, send: Callable[[bytes | memoryview, bool], object], failed: Callable[[OSError], object]
     ) -> None:
         self._send = send
         self._failed = failed
@@ -41,15 +42,21 @@ class BatchWriter:
         if self._is_closed:
             return
         waiting, self._waiting, self._nbytes = self._waiting, [], 0
-        if waiting and len(message) <= _BATCH_BYTES:
+        if waiting and len(message) <= BATCH_BYTES:
             message = encode_batch([*waiting, message])
         elif waiting:
-            self._send(encode_batch(waiting))
-        self._send(message)
+            self._send(encode_batch(waiting), True)
+        self._send(message, True)
+
+    def write_uncopied(self, data: memoryview) -> None:
+        """Send bytes that may not change until ZeroMQ has sent them; errors are those of `write`."""
+        self.flush()
+        if not self._is_closed:
+            self._send(data, False)
 
     def write_soon(self, message: bytes) -> None:
         """Send a message with the next one, unless it is large; errors are those of `write`."""
-        if self._nbytes + len(message) > _BATCH_BYTES or len(self._waiting) + 1 == MAX_BATCH:
+        if self._nbytes + len(message) > BATCH_BYTES or len(self._waiting) + 1 == MAX_BATCH:
             self.write(message)
         elif not self._is_closed:
             self._waiting.append(message)

@@ -217,7 +217,10 @@ class _Attempt:
     def begin(self) -> TcpTransport:
         """Return the transport of the connection."""
         self.transport = TcpTransport(
-            lambda message: self._socket.send([message]), self.close, self._socket.read_now, MAX_RECORD_BYTES
+            lambda message, copies: self._socket.send([message], copies=copies),
+            self.close,
+            self._socket.read_now,
+            MAX_RECORD_BYTES,
         )
         return self.transport
 

@@ -107,7 +107,7 @@ class TcpListener(Connections):
         else:
             self.send(identity, [OPENING])
             transport = self._transports[identity] = TcpTransport(
-                lambda message: self.send(identity, [message]),
+                lambda message, copies: self.send(identity, [message], copies=copies),
                 partial(self._shut, identity),
                 lambda: False,  # `accept_now` reads for all connections
                 self._max_record_bytes,

@@ -38,7 +38,7 @@ from aiotensor.protocol.moves import (
 )
 from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.transports.base import Handler, Landing
-from aiotensor.transports.tcp.batches import BatchWriter
+from aiotensor.transports.tcp.batches import BATCH_BYTES, BatchWriter
 from aiotensor.transports.tcp.buffers import keep_buffers
 
 __all__ = ["TcpTransport"]
@@ -57,7 +57,8 @@ class TcpTransport:
     """One end of a connection between machines.
 
     Args:
-        send: passes a message to ZeroMQ; raises `OSError` if this process lacks descriptors or threads.
+        send: passes a message to ZeroMQ, which copies it or not; raises `OSError` if this process lacks
+            descriptors or threads.
         shut: called once, at the end: closes the connection, after the messages sent before if it can.
         read: reads a message that has arrived, and returns whether there was one.
         max_record_bytes: the longest valid record that is read.
@@ -68,7 +69,7 @@ class TcpTransport:
 
     def __init__(
         self,
-        send: Callable[[bytes | memoryview], object],
+        send: Callable[[bytes | memoryview, bool], object],
         shut: Callable[[], object],
         read: Callable[[], bool],
         max_record_bytes: int,
@@ -195,6 +196,17 @@ class TcpTransport:
         self._moves.begin(move)
         self._send_steps()
 
+    def move_now(self, area: Area, nbytes: int, start: int, data: memoryview) -> bool:
+        """Move few bytes at once, as `Mover.move_now` does."""
+        # Records that wait for credit may attach the segment.
+        if self.is_closed or self._has_said_bye or self._queue:
+            return False
+        step = self._moves.step_now(area, nbytes, start, len(data))
+        if step is not None:
+            self._moved.add(area)
+            self._send_copy(step, data)
+        return step is not None
+
     def cancel(self, move: Move[memoryview]) -> None:
         """Send no more bytes of a move, as `Mover.cancel` does."""
         if self._moves.cancel(move):
@@ -215,15 +227,22 @@ class TcpTransport:
             self._moved.add(move.area)
             position = step.start - move.start
             data = move.source[position : position + step.length]
-            header = encode_step(step)
             if move.is_copied:
-                self._try(self._writer.write_soon, b"".join((header, data)))
+                self._send_copy(step, data)
                 move.ended(True)
             else:
-                self._try(self._writer.write, header)
-                self._try(self._writer.write, data)
+                self._try(self._writer.write, encode_step(step))
+                self._try(self._writer.write_uncopied, data)
         if self._moves.has_turns:
             self._try(self._writer.flush)  # these moves wait for the acknowledgement of earlier steps
+
+    def _send_copy(self, step: Step, data: memoryview) -> None:
+        if len(data) < BATCH_BYTES:
+            self._try(self._writer.write_soon, b"".join((encode_step(step), data)))
+        else:
+            # One more message takes less time than to copy many bytes twice.
+            self._try(self._writer.write, encode_step(step))
+            self._try(self._writer.write, data)
 
     def _try(self, write: Callable[..., None], *messages: bytes | memoryview) -> None:
         """Call a method of the writer, and end the connection if it fails."""

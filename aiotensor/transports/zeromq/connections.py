@@ -120,10 +120,17 @@ class Connections(abc.ABC):
     def writable(self) -> None:
         """Retry messages that the socket did not accept, as for `SocketEvents`."""
 
-    def send(self, identity: bytes, parts: Sequence[bytes | memoryview], is_retry: bool = False) -> bool:
+    def send(
+        self,
+        identity: bytes,
+        parts: Sequence[bytes | memoryview],
+        is_retry: bool = False,
+        *,
+        copies: bool = False,
+    ) -> bool:
         """Pass a message to ZeroMQ, as `LoopSocket.send`; return False if the peer is gone, too."""
         try:
-            return self._socket.send([identity, *parts], is_retry)
+            return self._socket.send([identity, *parts], is_retry, copies=copies)
         except PeerGoneError:
             # The monitor reports this too, but perhaps only after the descriptor has been reused.
             self._end(identity)

@@ -115,14 +115,14 @@ class LoopSocket:
         """The address where the socket listens, with the actual port in place of a wildcard."""
         return bytes(self._socket.get(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
 
-    def send(self, parts: Parts, is_retry: bool = False) -> bool:
+    def send(self, parts: Parts, is_retry: bool = False, *, copies: bool = False) -> bool:
         """Pass a message to ZeroMQ, and return whether ZeroMQ accepted it.
-
-        Large parts are not copied: their memory must not change until ZeroMQ releases it.
 
         Args:
             parts: the parts of the message.
             is_retry: whether `writable` calls this; its caller then checks the socket afterwards.
+            copies: whether ZeroMQ copies large parts, too; otherwise their memory must not change until
+                ZeroMQ releases it, for which it wakes a thread of pyzmq.
 
         Raises:
             PeerGoneError: its receiver is not connected; only a ROUTER raises this.
@@ -131,7 +131,7 @@ class LoopSocket:
         send, last = self._socket.send, len(parts) - 1
         # Wrap all parts before sending any: parts sent before a failure would begin the next message.
         ready: Sequence[bytes | memoryview | zmq.Frame] = parts
-        if max(map(len, parts)) >= zmq.COPY_THRESHOLD:
+        if not copies and max(map(len, parts)) >= zmq.COPY_THRESHOLD:
             ready = [part if len(part) < zmq.COPY_THRESHOLD else _uncopied(part) for part in parts]
         try:
             for number, part in enumerate(ready):
