@@ -79,7 +79,13 @@ def _no_slower(work: str, against: str, ours: Reading, theirs: Reading, times: f
     return Goal(work, against, ours, theirs, "most", times, "x", words)
 
 
-_TCP_SIZES = (("4 KiB", 4 * _KIB), ("1 MiB", _MIB), ("16 MiB", 16 * _MIB), ("150 MiB", 150 * _MIB))
+_TCP_SIZES = (
+    ("4 KiB", 4 * _KIB),
+    ("64 KiB", 64 * _KIB),
+    ("1 MiB", _MIB),
+    ("16 MiB", 16 * _MIB),
+    ("150 MiB", 150 * _MIB),
+)
 
 GOALS: tuple[Goal, ...] = (
     _faster_than_queue("4 KiB round trip, `unix://`", 4 * _KIB, 6),
