@@ -252,11 +252,14 @@ class SettledWorld(EndRules):
                 tensor.view = None
             self._free_all()
             sending = [call for call in self.calls if isinstance(call.side, Sender) and call.side.met]
-            if not sending:
-                break
+            if sending:
+                continue
+            met = self._met()
+            self.settle()
+            if self._met() == met:
+                break  # no sender was admitted that was refused before, and whose calls begin now
         else:
             raise AssertionError(f"{sending} never end")
-        self.settle()
         for tensor in self.known.values():
             fate = self.take_now(tensor.handle)
             assert fate is not None, f"{tensor} came from nowhere"
@@ -270,6 +273,9 @@ class SettledWorld(EndRules):
         self.steps.pass_time(0.3)  # a message that frees a block may wait for others
         self.turn(_QUIET_TURNS)
         assert not landed_bytes(self.receiver.receiver), "blocks are left that their senders have freed"
+
+    def _met(self) -> list[Sender]:
+        return [sender for sender in self.living if sender.met]
 
     def _free_all(self) -> None:
         for tensor in self.alive():
