@@ -25,7 +25,10 @@ from verification.waiting import until
 
 def _is_answered(publisher: Publisher, slow: Subscriber[Any], count: int) -> bool:
     """Return whether subscribers have answered all publications but the last ones, which have arrived."""
-    unanswered = sum(backlog.unanswered for backlog in backlogs_of(publisher))
+    backlogs = backlogs_of(publisher)
+    if any(backlog.pending for backlog in backlogs):  # they wait for answers to withdrawn publications
+        return False
+    unanswered = sum(backlog.unanswered for backlog in backlogs)
     return unanswered == publisher.statistics().lags[0].behind == slow.statistics().unclaimed == count
 
 
