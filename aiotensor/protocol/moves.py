@@ -325,9 +325,11 @@ class OutgoingMoves(Generic[Source]):
     def _step(self, area: Area, nbytes: int, start: int, length: int, wants_ack: bool) -> Step:
         """Count a step; an acknowledgement is also wanted for each MiB."""
         self._sent += length
-        if wants_ack or self._sent - self._wanted >= STEP_BYTES:
+        if self._sent - self._wanted >= STEP_BYTES:
+            wants_ack = True
+        if wants_ack:
             self._wanted = self._sent
-        return Step(area, nbytes, start, length, self._wanted == self._sent)
+        return Step(area, nbytes, start, length, wants_ack)
 
     def acknowledged(self, total: int) -> list[Move[Source]]:
         """Handle an acknowledgement, and return the moves that have ended.

@@ -92,9 +92,10 @@ class Mover(Protocol):
         """
 
     def move_now(self, area: Area, nbytes: int, start: int, data: memoryview) -> bool:
-        """Copy few bytes, and move them at once; return False if this has to wait, as `move` does.
+        """Copy bytes, and move them at once; arguments are those of `Move`.
 
-        Arguments are those of `Move`. Records that are written afterwards arrive after the bytes.
+        Return False, without an effect, if they are too many for one step, would have to wait, or the
+        connection has ended: `move` handles these cases. Later records arrive after the bytes.
         """
 
     def cancel(self, move: "Move[memoryview]") -> None:

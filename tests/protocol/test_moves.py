@@ -76,7 +76,7 @@ class MovesMachine(RuleBasedStateMachine):
         waits = self.moves.has_turns
         step = self.moves.step_now(Area(number, 0), length, 0, length)
         if step is None:
-            assert waits or length > STEP_BYTES or self.unacknowledged() + length > WINDOW_BYTES
+            assert waits or length > STEP_BYTES or self.sent - self.acknowledged + length > WINDOW_BYTES
             return
         assert not waits  # nothing overtakes a move that waits for its turn
         self.there.append(step)
@@ -114,9 +114,6 @@ class MovesMachine(RuleBasedStateMachine):
         move.ended(is_complete)
         if is_complete and not move.is_copied:
             assert self.arrived[move.source] == move.length
-
-    def unacknowledged(self) -> int:
-        return self.sent - self.acknowledged
 
     @invariant()
     def at_most_a_window_is_under_way(self) -> None:

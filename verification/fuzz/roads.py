@@ -1,4 +1,4 @@
-"""The connections of a rogue to a receiver: the one in use, and others that stay open."""
+"""The connections of a rogue to a receiver, of which one is used and the others stay open."""
 
 from typing import Generic, Protocol, TypeVar
 
