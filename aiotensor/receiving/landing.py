@@ -23,7 +23,7 @@ from aiotensor.tensors.segments import Segment, whole_pages
 __all__ = ["LandingSegment"]
 
 _PIECE_BYTES = 2 * WINDOW_BYTES  # of a block that gets memory at once, before its bytes arrive
-_QUICK_BYTES = 64 << 10  # are stored without numpy, whose calls take longer than this copy
+_QUICK_BYTES = 64 << 10  # are stored without the calls of numpy
 _KEEP_WARM_S = 30.0  # the same as a sender keeps its memory by default
 
 
