@@ -239,22 +239,12 @@ class Session:
         self._events.admitted(self)
 
     def _attach(self, attach: Attach, descriptors: list[int]) -> None:
-        mappings, mover = self._mappings, self.transport.mover
-        if mover is None and not descriptors:
-            self._refuse("its memory did not arrive: no descriptors are left here (ulimit -n)")
-            return
         try:
-            if mover is None:
-                mappings.attach(self.memory, attach.segment, attach.nbytes, descriptors[0])
-            else:
-                mover.land(attach.segment, mappings.land(self.memory, attach.segment, attach.nbytes))
+            self._mappings.attach(self.memory, attach, self.transport.mover, descriptors)
         except RefusedError as error:
             self._refuse(str(error), is_refusal=True)
         except OSError as error:
             self._refuse(f"its memory cannot be mapped here: {error}")
-        finally:
-            close_all(descriptors[:1])
-            del descriptors[:1]
 
     def _detach(self, segment: int) -> None:
         if self.transport.mover is not None:

@@ -22,7 +22,6 @@ from aiotensor.errors import ProtocolError
 from aiotensor.protocol.answers import AnsweringConnection
 from aiotensor.protocol.connection import CLOSED, OPEN, OPENING, Close, mismatch
 from aiotensor.protocol.frames import (
-    ARENA,
     FROM_SENDER,
     MAX_HOLDERS,
     MAX_RECORD_BYTES,
@@ -40,12 +39,9 @@ from aiotensor.protocol.frames import (
     ToSender,
     Welcome,
 )
+from aiotensor.protocol.segments import add_segment
 
-__all__ = ["MAX_SEGMENTS", "AdmissionLimits", "ReceiverConnection"]
-
-# The most segments of one sender. A sender of this library attaches one. Without a limit, a sender could
-# attach a page at a time until this process has no mappings left (65530 by default on Linux).
-MAX_SEGMENTS = 8
+__all__ = ["AdmissionLimits", "ReceiverConnection"]
 
 _WHOLE = -1
 
@@ -193,7 +189,8 @@ class ReceiverConnection(AnsweringConnection[FromSender, ToSender]):
                 self._check_begun(frame.message)
                 self._messages.pop(frame.message, None)
             case Attach():
-                self._validate_attach(frame)
+                left = self._max_segment_bytes - sum(self.segments.values())
+                add_segment(self.segments, frame, left, self.hello.arena_bytes)
             case StatisticsReply():
                 if not self._awaits_statistics:
                     raise ProtocolError("it sent statistics without a request")
@@ -215,15 +212,3 @@ class ReceiverConnection(AnsweringConnection[FromSender, ToSender]):
             raise ProtocolError(
                 f"it sent a frame of message {number} while the next one is {self._next_message}"
             )
-
-    def _validate_attach(self, attach: Attach) -> None:
-        if attach.placement != ARENA:
-            raise ProtocolError(f"it attached memory for {attach.placement!r}, which is unknown here")
-        if attach.segment in self.segments:
-            raise ProtocolError(f"it attached segment {attach.segment} twice")
-        if len(self.segments) >= MAX_SEGMENTS:
-            raise ProtocolError(f"it attached more than {MAX_SEGMENTS} segments")
-        nbytes = sum(self.segments.values()) + attach.nbytes
-        if nbytes > self._max_segment_bytes:
-            raise ProtocolError(f"it attached {nbytes} bytes and stated an arena of {self.hello.arena_bytes}")
-        self.segments[attach.segment] = attach.nbytes

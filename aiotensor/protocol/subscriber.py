@@ -41,7 +41,7 @@ from aiotensor.protocol.frames import (
     encode,
     unreadable,
 )
-from aiotensor.protocol.receiver import MAX_SEGMENTS
+from aiotensor.protocol.segments import add_segment
 
 __all__ = ["SubscriberConnection", "read_content"]
 
@@ -109,7 +109,9 @@ class SubscriberConnection(AnsweringConnection[ToSubscriber, Subscribe]):
                     raise ProtocolError(f"it withdrew publication {frame.message}, which it never sent")
             case Attach():
                 self.check_open()
-                self._validate_attach(frame)
+                arena_bytes = 0 if self.limits is None else self.limits.arena_bytes
+                max_bytes = ADDRESSES_PER_BYTE * (arena_bytes + _LARGEST_PAGE_BYTES)
+                add_segment(self._segments, frame, max_bytes, arena_bytes)
             case Detach():
                 self.check_open()
                 if self._segments.pop(frame.segment, None) is None:
@@ -125,18 +127,6 @@ class SubscriberConnection(AnsweringConnection[ToSubscriber, Subscribe]):
                 self._is_welcome = frame.is_admitted
             case Close():
                 self.state = CLOSED
-
-    def _validate_attach(self, attach: Attach) -> None:
-        if attach.placement != ARENA:
-            raise ProtocolError(f"it attached memory for {attach.placement!r}, which is unknown here")
-        if attach.segment in self._segments:
-            raise ProtocolError(f"it attached segment {attach.segment} twice")
-        if len(self._segments) >= MAX_SEGMENTS:
-            raise ProtocolError(f"it attached more than {MAX_SEGMENTS} segments")
-        arena_bytes = 0 if self.limits is None else self.limits.arena_bytes
-        if attach.nbytes > ADDRESSES_PER_BYTE * (arena_bytes + _LARGEST_PAGE_BYTES):
-            raise ProtocolError(f"it attached {attach.nbytes} bytes and stated an arena of {arena_bytes}")
-        self._segments[attach.segment] = attach.nbytes
 
 
 def read_content(data: bytes | memoryview) -> Content:

@@ -14,17 +14,21 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import msgspec
+import torch
 
-from aiotensor.errors import RefusedError
+from aiotensor.errors import ProtocolError, RefusedError
+from aiotensor.protocol.frames import Attach, Put
 from aiotensor.protocol.pages import gaps
 from aiotensor.receiving.landing import LandingSegment
 from aiotensor.runtime.affinity import FreedItems
+from aiotensor.runtime.descriptors import close_all
 from aiotensor.runtime.process_end import ProcessEnd, WatchProcess
 from aiotensor.runtime.worker import Worker
 from aiotensor.tensors.mapping import MappedSegment, open_segment
-from aiotensor.tensors.placement import ArrivedTensor
+from aiotensor.tensors.placement import ArrivedTensor, open_tensor
 from aiotensor.tensors.segments import whole_pages
-from aiotensor.tensors.views import Watch, watch_storage
+from aiotensor.tensors.views import Watch, as_leaf, watch_storage
+from aiotensor.transports.base import Mover
 
 _QUICK_DROP_BYTES = 256 << 10  # in some microseconds
 
@@ -130,32 +134,53 @@ class Mappings:
             lease.segment.mapped.close()
         self._worker.close()
 
-    def attach(self, memory: PeerMemory, number: int, nbytes: int, descriptor: int) -> None:
-        """Map a segment; the caller keeps the descriptor.
+    def attach(self, memory: PeerMemory, attach: Attach, mover: Mover | None, descriptors: list[int]) -> None:
+        """Map a segment of a peer, or make the segment of this process to which it moves its blocks.
+
+        Args:
+            memory: of the peer.
+            attach: describes the segment.
+            mover: of the connection to the peer; None on one machine.
+            descriptors: those that came with the frame; the first is removed and closed.
 
         Raises:
-            ProtocolError: the segment differs from the sender's description, or is not sealed.
+            ProtocolError: the segment differs from its description, or is not sealed.
             RefusedError: this process has a limit on its address space, and too little of it is free.
-            OSError: the segment cannot be mapped here for another reason.
+            OSError: the segment cannot be mapped here for another reason, or no descriptors are left.
         """
-        with _too_few_addresses(nbytes):
-            mapped = open_segment(descriptor, nbytes, is_private=self._are_private)
+        number, nbytes = attach.segment, attach.nbytes
+        try:
+            with _too_few_addresses(nbytes):
+                if mover is None:
+                    if not descriptors:
+                        raise OSError(errno.EMFILE, "its descriptor did not arrive: none is left (ulimit -n)")
+                    mapped = open_segment(descriptors[0], nbytes, is_private=self._are_private)
+                else:
+                    landing = LandingSegment(number, nbytes, memory.arena_bytes, self._worker)
+                    memory.landings[number] = landing
+                    mover.land(number, landing)
+                    mapped = landing.mapped()
+        finally:
+            close_all(descriptors[:1])
+            del descriptors[:1]
         memory.mapped[number] = mapped
         memory.segments[number] = _LeasedSegment(number, mapped, memory)
 
-    def land(self, memory: PeerMemory, number: int, nbytes: int) -> LandingSegment:
-        """Return a new segment of this process, to which the peer moves its blocks.
+    def open(self, memory: PeerMemory, put: Put) -> torch.Tensor:
+        """Return a tensor that has arrived; its block is released when its storage is freed.
 
         Raises:
-            RefusedError: as for `attach`.
-            OSError: the segment cannot be mapped for another reason, or no descriptors are left.
+            ProtocolError: the frame describes an impossible tensor, or an unknown dtype, placement or
+                segment.
         """
-        with _too_few_addresses(nbytes):
-            landing = LandingSegment(number, nbytes, memory.arena_bytes, self._worker)
-        memory.landings[number] = landing
-        mapped = memory.mapped[number] = landing.mapped()
-        memory.segments[number] = _LeasedSegment(number, mapped, memory)
-        return landing
+        arrived = open_tensor(put.placement, put.payload, put.dtype, put.shape, memory.mapped)
+        if arrived.owner is not None:
+            if put.block is None:
+                raise ProtocolError("it placed a tensor in a block without a number")
+            self.lease(memory, arrived, put.block)
+        if put.requires_grad or put.is_parameter:
+            return as_leaf(arrived.tensor, requires_grad=put.requires_grad, is_parameter=put.is_parameter)
+        return arrived.tensor
 
     def lease(self, memory: PeerMemory, arrived: ArrivedTensor, block: int) -> None:
         """Keep a block from its sender for as long as a tensor over it lives."""

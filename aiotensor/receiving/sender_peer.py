@@ -25,8 +25,6 @@ from aiotensor.receiving.refusals import SenderRefusalLog
 from aiotensor.runtime.descriptors import close_all
 from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.runtime.waiting import Waiters
-from aiotensor.tensors.placement import open_tensor
-from aiotensor.tensors.views import as_leaf
 from aiotensor.transports.base import Transport
 from aiotensor.types import Delivery, TensorHandle
 
@@ -174,39 +172,19 @@ class SenderPeer:
             if put.block is not None:
                 self._release(put.block)
             return ()
-        arrived = open_tensor(put.placement, put.payload, put.dtype, put.shape, self.memory.mapped)
-        tensor = arrived.tensor
-        if put.requires_grad or put.is_parameter:
-            tensor = as_leaf(tensor, requires_grad=put.requires_grad, is_parameter=put.is_parameter)
+        tensor = self._host.mappings.open(self.memory, put)
         handle = TensorHandle(sender, put.message, put.tensor, put.dtype, put.shape, put.device)
         key = Key(sender, put.message, put.tensor)
-        keys = mailbox.put(key, Delivery(handle, tensor), tensor.nbytes, last=put.last)
-        if arrived.owner is not None:
-            if put.block is None:
-                raise ProtocolError("it placed a tensor in a block without a number")
-            self._host.mappings.lease(self.memory, arrived, put.block)
-        return keys
+        return mailbox.put(key, Delivery(handle, tensor), tensor.nbytes, last=put.last)
 
     def _attach(self, attach: Attach, descriptors: list[int]) -> None:
-        mappings = self._host.mappings
-        mover = self.transport.mover
-        if mover is None and not descriptors:
-            reason = "its memory did not arrive: no descriptors are left here (ulimit -n)"
-            self._host.refuse(self, reason, is_refusal=False)
-            return
         try:
-            if mover is None:
-                mappings.attach(self.memory, attach.segment, attach.nbytes, descriptors[0])
-            else:
-                mover.land(attach.segment, mappings.land(self.memory, attach.segment, attach.nbytes))
+            self._host.mappings.attach(self.memory, attach, self.transport.mover, descriptors)
         except RefusedError as error:
             self._host.refuse(self, str(error), is_refusal=True)
         except OSError as error:
             reason = f"its memory cannot be mapped here: {error}"
             self._host.refuse(self, reason, is_refusal=False)
-        finally:
-            close_all(descriptors[:1])
-            del descriptors[:1]
 
     def _forward(self, reply: StatisticsReply) -> None:
         """Forward the statistics of the sender to the inspectors that wait for them."""

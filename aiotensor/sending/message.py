@@ -36,6 +36,7 @@ __all__ = [
     "MessageState",
     "enter_block",
     "innermost_block",
+    "put_of",
 ]
 
 
@@ -81,29 +82,33 @@ class Message:
         """Whether its permit was released."""
         return self.state is not OPEN and self.state is not WHOLE
 
-    def put_of(self, number: int, source: Source, placed: Placed, block: int | None, *, last: bool) -> Put:
-        """Return the frame of its next tensor.
 
-        Args:
-            number: its number.
-            source: the tensor.
-            placed: where its bytes are.
-            block: the number of their block; None for a tensor in the frame.
-            last: whether it is the last tensor.
-        """
-        return Put(
-            number,
-            self.count,
-            DTYPE_NAMES[source.dtype],
-            tuple(source.shape),
-            "cpu" if source.is_cpu else str(source.device),
-            placed.placement,
-            placed.payload,
-            block,
-            last,
-            source.requires_grad,
-            type(source) is Parameter,
-        )
+def put_of(
+    message: int, tensor: int, source: Source, placed: Placed, block: int | None, *, last: bool
+) -> Put:
+    """Return the frame of a tensor.
+
+    Args:
+        message: the number of its message.
+        tensor: its number in the message.
+        source: the tensor.
+        placed: where its bytes are.
+        block: the number of their block; None for a tensor in the frame.
+        last: whether it is the last tensor of the message.
+    """
+    return Put(
+        message,
+        tensor,
+        DTYPE_NAMES[source.dtype],
+        tuple(source.shape),
+        "cpu" if source.is_cpu else str(source.device),
+        placed.placement,
+        placed.payload,
+        block,
+        last,
+        source.requires_grad,
+        type(source) is Parameter,
+    )
 
 
 # The `async with` blocks of messages that surround the running code, the innermost one last. Each has a weak

@@ -15,7 +15,7 @@ from aiotensor.protocol.frames import Put
 from aiotensor.runtime.waiting import at_most
 from aiotensor.sending.gates import CapacityListener
 from aiotensor.sending.grants import Grants
-from aiotensor.sending.message import Message, MessageState
+from aiotensor.sending.message import Message, MessageState, put_of
 from aiotensor.sending.session import Session
 from aiotensor.sending.sessions import Sessions
 from aiotensor.sending.settings import Settings
@@ -328,7 +328,7 @@ class Pipeline:
             self.grants.check_open(message)
             return self._announce(message, source, placed, block, last=True)
         message.number = session.begin(message)
-        put = message.put_of(message.number, source, placed, block.number, last=True)
+        put = put_of(message.number, message.count, source, placed, block.number, last=True)
         return self._announced(message, source, put)
 
     def _attach(self, message: Message, block: Block) -> None:
@@ -363,7 +363,7 @@ class Pipeline:
         if message.number is None:
             message.number = session.connection.next_message
         number = None if block is None else block.number
-        put = message.put_of(message.number, source, placed, number, last=last)
+        put = put_of(message.number, message.count, source, placed, number, last=last)
         session.put(message, put, flush=last and len(self.grants.messages) <= FEW_MESSAGES)
         self.grants.check_open(message)
         return self._announced(message, source, put)

@@ -5,7 +5,7 @@ import math
 import msgspec
 
 from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_NUMBERS, MAX_RECORD_BYTES, VERSION
-from aiotensor.protocol.receiver import MAX_SEGMENTS
+from aiotensor.protocol.segments import MAX_SEGMENTS
 from aiotensor.tensors.dtypes import DTYPES
 from verification.fuzz.broadcasts import SUBSCRIBE, TO_PUBLISHER, TO_SUBSCRIBER, to_publisher, to_subscriber
 from verification.fuzz.choosers import WILDNESS, Chooser, happens, one_of
