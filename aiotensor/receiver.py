@@ -17,8 +17,7 @@ from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.waiting import seconds_or_never
 from aiotensor.runtime.worker import in_thread
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
-from aiotensor.tensors.raw import copy_of
-from aiotensor.tensors.views import as_leaf
+from aiotensor.tensors.views import own_copy
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
 from aiotensor.types import CurveKey, Delivery, ReceiverStatistics, TensorHandle
 
@@ -158,7 +157,7 @@ class TensorReceiver(LoopObject):
                 return taking.take(key, item)
             try:
                 # If the call is cancelled, the thread completes the copy, and pins the block until then.
-                tensor = await in_thread(_copy, item.tensor)
+                tensor = await in_thread(own_copy, item.tensor)
             except BaseException:
                 # The error refers to this frame: a variable would keep the tensor, and its block, alive with
                 # the error.
@@ -297,9 +296,3 @@ def _limit(name: str, value: int | None) -> int | None:
     if value is not None and operator.index(value) < 1:
         raise ValueError(f"{name} must be at least 1, or None, got {value}")
     return value
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    is_parameter = isinstance(tensor, torch.nn.Parameter)
-    copy = copy_of(tensor)
-    return as_leaf(copy, requires_grad=tensor.requires_grad, is_parameter=is_parameter)

@@ -75,6 +75,7 @@ __all__ = [
     "Inspect",
     "Number",
     "Opening",
+    "Pid",
     "PublisherReport",
     "Put",
     "ReceiverReport",

@@ -3,11 +3,13 @@
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.frames import ARENA, Attach
 
-__all__ = ["MAX_SEGMENTS", "add_segment"]
+__all__ = ["LARGEST_PAGE_BYTES", "MAX_SEGMENTS", "add_segment"]
 
 # The most segments of one peer. A peer of this library attaches one at a time. Without a limit, it could
 # attach a page at a time until this process has no mappings left (65530 by default on Linux).
 MAX_SEGMENTS = 8
+
+LARGEST_PAGE_BYTES = 64 * 1024  # the size of an arena is rounded up to whole pages
 
 
 def add_segment(segments: dict[int, int], attach: Attach, max_bytes: int, arena_bytes: int) -> None:

@@ -41,11 +41,9 @@ from aiotensor.protocol.frames import (
     encode,
     unreadable,
 )
-from aiotensor.protocol.segments import add_segment
+from aiotensor.protocol.segments import LARGEST_PAGE_BYTES, add_segment
 
 __all__ = ["SubscriberConnection", "read_content"]
-
-_LARGEST_PAGE_BYTES = 64 * 1024  # the size of an arena is rounded up to whole pages
 
 _content = msgspec.msgpack.Decoder(Content)
 
@@ -110,7 +108,7 @@ class SubscriberConnection(AnsweringConnection[ToSubscriber, Subscribe]):
             case Attach():
                 self.check_open()
                 arena_bytes = 0 if self.limits is None else self.limits.arena_bytes
-                max_bytes = ADDRESSES_PER_BYTE * (arena_bytes + _LARGEST_PAGE_BYTES)
+                max_bytes = ADDRESSES_PER_BYTE * (arena_bytes + LARGEST_PAGE_BYTES)
                 add_segment(self._segments, frame, max_bytes, arena_bytes)
             case Detach():
                 self.check_open()

@@ -12,8 +12,9 @@ import torch
 from torch.nn import Parameter
 
 from aiotensor.errors import ProtocolError
+from aiotensor.tensors.raw import copy_of
 
-__all__ = ["Owner", "View", "Watch", "as_leaf", "tensor_over", "view_over", "watch_storage"]
+__all__ = ["Owner", "View", "Watch", "as_leaf", "own_copy", "tensor_over", "view_over", "watch_storage"]
 
 # The array that torch keeps alive until the storage of a view is freed.
 Owner = npt.NDArray[Any]
@@ -95,3 +96,13 @@ def as_leaf(tensor: torch.Tensor, *, requires_grad: bool, is_parameter: bool) ->
     if is_parameter:
         return Parameter(tensor, requires_grad=requires_grad)
     return tensor.requires_grad_(requires_grad)
+
+
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a received tensor on this thread, with its attributes for autograd.
+
+    Raises:
+        OSError: no memory is left.
+    """
+    is_parameter = isinstance(tensor, Parameter)
+    return as_leaf(copy_of(tensor), requires_grad=tensor.requires_grad, is_parameter=is_parameter)

@@ -3,9 +3,9 @@
 import os
 from urllib.parse import unquote_to_bytes
 
-__all__ = ["label_of", "socket_path"]
+__all__ = ["MAX_PATH_BYTES", "label_of", "socket_path"]
 
-_MAX_PATH_BYTES = 107  # of a socket's address on Linux
+MAX_PATH_BYTES = 107  # of a socket's address on Linux
 
 
 def socket_path(address: str, scheme: str) -> str:
@@ -29,9 +29,9 @@ def socket_path(address: str, scheme: str) -> str:
         raise ValueError(f"the address {address!r} names no path: {error.reason}") from None
     if path.endswith(b"/") or b"\0" in path:
         raise ValueError(f"the address {address!r} does not name a file")
-    if len(path) > _MAX_PATH_BYTES:
+    if len(path) > MAX_PATH_BYTES:
         raise ValueError(
-            f"the path of the address {address!r} is longer than the {_MAX_PATH_BYTES} bytes that a socket's "
+            f"the path of the address {address!r} is longer than the {MAX_PATH_BYTES} bytes that a socket's "
             "address has: choose a shorter folder"
         )
     return os.fsdecode(path)

@@ -72,9 +72,9 @@ def _over_tcp(endpoint: str, given: TcpArguments) -> Route:
     from aiotensor.transports.tcp.listener import listen_at as listen_over_tcp
     from aiotensor.transports.tcp.options import options_of
 
-    address, options, allowed, loss_reason = options_of(endpoint, given)
+    options = options_of(endpoint, given)
     return Route(
         label_of(endpoint),
-        lambda _, events: TcpConnector(address, options, loss_reason, events),
-        partial(listen_over_tcp, address, options, allowed, loss_reason),
+        lambda _, events: TcpConnector(options, events),
+        partial(listen_over_tcp, options),
     )

@@ -3,6 +3,7 @@
 from aiotensor.types.declaring import MAX_BOUNDS, MAX_ERROR_NAMES, Export, Holder, Waits, counter, gauge
 from aiotensor.types.statistics import (
     ClientStatistics,
+    PipeStatistics,
     PublisherStatistics,
     ReceiverStatistics,
     SenderStatistics,
@@ -33,6 +34,7 @@ __all__ = [
     "Export",
     "Holder",
     "Number",
+    "PipeStatistics",
     "Publication",
     "Published",
     "PublisherStatistics",

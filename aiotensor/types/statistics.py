@@ -9,6 +9,7 @@ from aiotensor.types.values import Number, Seconds
 
 __all__ = [
     "ClientStatistics",
+    "PipeStatistics",
     "PublisherStatistics",
     "ReceiverStatistics",
     "SenderStatistics",
@@ -335,6 +336,59 @@ class SubscriberStatistics(msgspec.Struct, frozen=True):
     errors: Annotated[Errors, counter("Calls of subscribers that raised an error, by the type of the error.")]
 
 
+class PipeStatistics(msgspec.Struct, frozen=True):
+    """The current usage of one end of a pipe between ranks, and its totals since it was opened.
+
+    The declaration of each field explains it.
+    """
+
+    connected: Annotated[Number, gauge("Whether the other rank is connected.")]
+    in_flight: Annotated[
+        Number,
+        gauge(
+            "Messages that were sent, or are being sent, and were not received.", metric="messages_in_flight"
+        ),
+    ]
+    max_bytes: Annotated[Number, gauge("Limit of bytes in flight.", metric="bytes_limit")]
+    bytes_in_flight: Annotated[
+        Number,
+        gauge("Bytes of messages that were not received, and of received tensors in shared memory."),
+    ]
+    peak_bytes_in_flight: Annotated[
+        Number,
+        gauge("The most bytes that one end had in flight at once.", metric="bytes_peak", largest=True),
+    ]
+    waiting_sends: Annotated[Number, gauge("Calls that wait for bytes.")]
+    longest_wait_s: Annotated[
+        Seconds,
+        gauge("Time that the longest current wait has lasted.", metric="longest_wait_seconds", largest=True),
+    ]
+    warm_bytes: Annotated[
+        Number,
+        gauge("Allocated shared memory, in use or kept for the next tensor.", metric="memory_warm_bytes"),
+    ]
+    waiting_receives: Annotated[Number, gauge("Calls that wait for a message.")]
+    unclaimed: Annotated[
+        Number,
+        gauge("Messages that have arrived and were not received.", metric="unclaimed_messages"),
+    ]
+    leases: Annotated[
+        Number, gauge("Received tensors that are alive, and pin shared memory of the other rank.")
+    ]
+    leased_bytes: Annotated[Number, gauge("Bytes of these tensors.")]
+    messages_sent: Annotated[Number, counter("Messages sent.")]
+    bytes_sent: Annotated[Number, counter("Bytes of the sent tensors.", metric="sent_bytes")]
+    messages_received: Annotated[Number, counter("Messages received.")]
+    bytes_received: Annotated[Number, counter("Bytes of the received tensors.", metric="received_bytes")]
+    tensors_copied: Annotated[Number, counter("Tensors that sending copied into shared memory.")]
+    bytes_copied: Annotated[Number, counter("Bytes of the copied tensors.", metric="copied_bytes")]
+    peers_lost: Annotated[Number, counter("How often the other rank died, closed or broke the protocol.")]
+    send_waits: Annotated[
+        Waits, counter("Durations of ended waits for bytes.", metric="wait_seconds", labels={"for": "bytes"})
+    ]
+    errors: Annotated[Errors, counter("Calls of pipes that raised an error, by the type of the error.")]
+
+
 Statistics: TypeAlias = (
     SenderStatistics
     | ReceiverStatistics
@@ -342,4 +396,5 @@ Statistics: TypeAlias = (
     | SubscriberStatistics
     | ClientStatistics
     | ServerStatistics
+    | PipeStatistics
 )

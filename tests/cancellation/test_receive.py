@@ -13,7 +13,7 @@ from aiotensor import (
     TensorReceiver,
     TensorSender,
 )
-from aiotensor import receiver as receiver_module
+from aiotensor.tensors import views
 from aiotensor.tensors.raw import copy_of
 from tests.cancellation.situations import SLOW
 from tests.cancelling import Attempt, Running, Way, cancel_everywhere
@@ -75,7 +75,7 @@ async def test_a_receive_cancelled_while_it_copies_leaves_the_tensor_claimable(
         go_on.wait()
         return copy_of(tensor)
 
-    monkeypatch.setattr(receiver_module, "copy_of", slow_copy)
+    monkeypatch.setattr(views, "copy_of", slow_copy)
     async with pair(max_concurrent_videos=1, arena_bytes=SLOW * 8) as (sender, receiver):
 
         async def attempt(attempt: Attempt) -> None:

@@ -17,6 +17,8 @@ class TcpArguments(NamedTuple):
         server_key: the public key of the side that listens, for a side that connects.
         client_keys: the public keys of the sides that connect, for a side that listens.
         peer_timeout_s: the seconds without an answer after which a host is lost; None for the default.
+        token: a secret that both sides know, and that replaces keys where the connection is not encrypted;
+            "" for none. With a token, a side may listen at any free port.
     """
 
     connects: bool = True
@@ -24,6 +26,7 @@ class TcpArguments(NamedTuple):
     server_key: CurveKey | None = None
     client_keys: Collection[CurveKey] = ()
     peer_timeout_s: float | None = None
+    token: str = ""
 
     @property
     def is_given(self) -> bool:

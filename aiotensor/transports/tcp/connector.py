@@ -12,15 +12,16 @@ import asyncio
 import errno
 import math
 from collections.abc import Mapping
+from hmac import compare_digest
 
 import zmq
 
 from aiotensor.errors import AccessDeniedError, UsageError
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
-from aiotensor.protocol.moves import OPENING
 from aiotensor.transports.base import ConnectorEvents
+from aiotensor.transports.tcp.options import TcpOptions
 from aiotensor.transports.tcp.transport import TcpTransport
-from aiotensor.transports.zeromq.addresses import Address, Target
+from aiotensor.transports.zeromq.addresses import Target
 from aiotensor.transports.zeromq.context import ZmqContext, begin
 from aiotensor.transports.zeromq.dialing import DIALING_OPTIONS, Dialer
 from aiotensor.transports.zeromq.sockets import LoopSocket
@@ -37,9 +38,7 @@ class TcpConnector:
     """Connect to the process that listens at an address.
 
     Args:
-        address: the address.
-        options: the options of the sockets.
-        loss_reason: how a lost connection has ended, for errors.
+        options: the address and its options.
         events: the object that is notified.
     """
 
@@ -47,15 +46,14 @@ class TcpConnector:
     connects_at_once = False
     is_backlogged = False  # the kernel of another machine does not tell
 
-    def __init__(
-        self, address: Address, options: Mapping[int, int | bytes], loss_reason: str, events: ConnectorEvents
-    ) -> None:
-        self._address = address
-        self._options = {**options, **DIALING_OPTIONS}
-        self._loss_reason = loss_reason
+    def __init__(self, options: TcpOptions, events: ConnectorEvents) -> None:
+        self.opening = options.opening
+        self._address = options.address
+        self._options = {**options.socket, **DIALING_OPTIONS}
+        self._loss_reason = options.loss_reason
         self._events = events
         self._loop = asyncio.get_running_loop()
-        self._dialer = Dialer(address, self._dial)
+        self._dialer = Dialer(self._address, self._dial)
         self._context: ZmqContext | None = None
         self._attempts: set[_Attempt] = set()  # those with an open socket
         self._current: _Attempt | None = None  # the last one, until its socket is closed
@@ -126,7 +124,7 @@ class TcpConnector:
 
     def answered(self, attempt: "_Attempt", answer: memoryview) -> None:
         """Handle the first message of the peer."""
-        if answer != OPENING:
+        if not compare_digest(answer, self.opening):
             attempt.close()
             self._events.connecting_failed(
                 UsageError(
@@ -240,7 +238,7 @@ class _Attempt:
     def handshaken(self) -> None:
         """Send the first message."""
         self._owner.reached()
-        self._socket.send([OPENING])
+        self._socket.send([self._owner.opening])
 
     def unreachable(self) -> None:
         """Try the next target, unless there was a connection: ZeroMQ has begun to connect again after it."""

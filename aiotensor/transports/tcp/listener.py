@@ -1,15 +1,14 @@
 """The accepting side between machines: one socket for all connections to an address."""
 
-from collections.abc import Mapping
 from functools import partial
+from hmac import compare_digest
 
 import zmq
 
-from aiotensor.protocol.moves import OPENING
 from aiotensor.runtime.logs import RepeatedEvent, logger_of, others
 from aiotensor.transports.base import MAX_UNREAD_BYTES, Acceptor
+from aiotensor.transports.tcp.options import TcpOptions
 from aiotensor.transports.tcp.transport import TcpTransport
-from aiotensor.transports.zeromq.addresses import Address
 from aiotensor.transports.zeromq.connections import Connections
 from aiotensor.transports.zeromq.listener import MessageListener
 
@@ -18,28 +17,18 @@ __all__ = ["TcpListener", "listen_at"]
 logger = logger_of("transports")
 
 
-async def listen_at(
-    address: Address,
-    options: Mapping[int, int | bytes],
-    allowed: frozenset[bytes],
-    loss_reason: str,
-    acceptor: Acceptor,
-    max_record_bytes: int,
-) -> "TcpListener":
+async def listen_at(options: TcpOptions, acceptor: Acceptor, max_record_bytes: int) -> "TcpListener":
     """Listen at an address, as `Route.listen` does; a host name is resolved first.
 
     Args:
-        address: the address.
-        options: the options of the socket.
-        allowed: the public keys of the peers; empty if they need none.
-        loss_reason: how a lost connection has ended, for errors.
+        options: the address and its options.
         acceptor: is notified of new connections.
         max_record_bytes: the longest valid record.
     """
-    listener = MessageListener(address, options, allowed)
+    listener = MessageListener(options.address, options.socket, options.allowed)
     await listener.open()
     try:
-        return TcpListener(listener, loss_reason, acceptor, max_record_bytes)
+        return TcpListener(listener, options, acceptor, max_record_bytes)
     except BaseException:
         listener.abort()
         raise
@@ -53,10 +42,11 @@ class TcpListener(Connections):
     """
 
     def __init__(
-        self, listener: MessageListener, loss_reason: str, acceptor: Acceptor, max_record_bytes: int
+        self, listener: MessageListener, options: TcpOptions, acceptor: Acceptor, max_record_bytes: int
     ) -> None:
         self._listener = listener
-        self._loss_reason = loss_reason
+        self._opening = options.opening
+        self._loss_reason = options.loss_reason
         self._acceptor = acceptor
         self._max_record_bytes = max_record_bytes
         self._transports: dict[bytes, TcpTransport] = {}
@@ -64,6 +54,11 @@ class TcpListener(Connections):
         self._refused = RepeatedEvent(_log_refused)
         self._is_closed = False
         super().__init__(listener.listen, self._transports, None)
+
+    @property
+    def address(self) -> str:
+        """The address, with the port that was free."""
+        return self._listener.address
 
     def accept_now(self) -> None:
         """Read the messages that have arrived, on all connections."""
@@ -101,11 +96,13 @@ class TcpListener(Connections):
         transport = self._transports.get(identity)
         if transport is not None:
             transport.receive(parts[-1].buffer)
-        elif parts[-1].bytes != OPENING:
+        elif not compare_digest(parts[-1].bytes, self._opening):
             self._closed.add(identity)
-            self.connection_refused("it speaks another protocol, or another version of this one")
+            self.connection_refused(
+                "it speaks another protocol, or another version of this one, or has no access"
+            )
         else:
-            self.send(identity, [OPENING])
+            self.send(identity, [self._opening])
             transport = self._transports[identity] = TcpTransport(
                 lambda message, copies: self.send(identity, [message], copies=copies),
                 partial(self._shut, identity),

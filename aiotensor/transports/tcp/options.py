@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import zmq
 
-from aiotensor.protocol.moves import STEP_BYTES
+from aiotensor.protocol.moves import OPENING, STEP_BYTES
 from aiotensor.transports.tcp.arguments import TcpArguments
 from aiotensor.transports.zeromq.addresses import Address, parse
 from aiotensor.transports.zeromq.keys import connecting_keys, listening_keys
@@ -29,12 +29,14 @@ class TcpOptions(NamedTuple):
         address: the address.
         socket: the options of its sockets.
         allowed: the public keys of the peers of a side that listens; empty if they need none.
+        opening: the first message of either side.
         loss_reason: how a lost connection has ended, for errors.
     """
 
     address: Address
     socket: Mapping[int, int | bytes]
     allowed: frozenset[bytes]
+    opening: bytes
     loss_reason: str
 
 
@@ -51,8 +53,8 @@ def options_of(endpoint: str, given: TcpArguments) -> TcpOptions:
         keys = connecting_keys(given.secret_key, given.server_key)
     else:
         keys, allowed = listening_keys(given.secret_key, given.client_keys)
-    address = parse(endpoint, has_keys=bool(keys), is_client=given.connects)
-    if not address.port:
+    address = parse(endpoint, has_keys=bool(keys or given.token), is_client=given.connects)
+    if not (address.port or given.token):
         raise ValueError(f"the address {endpoint!r} names no port that others could connect to")
     options: dict[int, int | bytes] = {
         **keys,
@@ -78,4 +80,4 @@ def options_of(endpoint: str, given: TcpArguments) -> TcpOptions:
             zmq.TCP_MAXRT: round(timeout_s * 1000),
         }
         loss_reason += f", or did not answer for {timeout_s:g} s"
-    return TcpOptions(address, options, allowed, loss_reason)
+    return TcpOptions(address, options, allowed, OPENING + given.token.encode(), loss_reason)

@@ -1,0 +1,212 @@
+"""The entries of two ranks in the store of their group, by which they find each other.
+
+Each end of a pipe writes one entry. The number of a pipe is counted by each rank, so the first pipe of one
+rank to another belongs to the first one of the other, even if one is opened long after the other. A rank
+whose opening was cancelled marks its entry, and the other one tries again with the next number.
+
+The calls of a store block, and for minutes if its server does not answer. So each one runs in a thread that
+nothing waits for, and no call waits for a missing entry.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import anyio
+import msgspec
+
+from aiotensor.errors import PeerLostError, ProtocolError
+from aiotensor.protocol.frames import VERSION
+from aiotensor.ranks.groups import Membership
+from aiotensor.runtime.detached import run_detached
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["Entries", "Entry", "Name", "address_towards"]
+
+R = TypeVar("R")
+
+_LAST_CALL_S = 1.0  # the longest wait for the store when opening was cancelled
+
+_NAMESPACES = ("mnt", "net", "pid", "user")
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """The entry of one end of a pipe.
+
+    Attributes:
+        version: of the protocol.
+        machine: the host, the user and the namespaces of the process; equal if both ends may share memory.
+        host: the address of its network interface towards the store; "" if unknown.
+        public_key: its CURVE key; "" if the pipe is not encrypted.
+        address: where it listens; "" if it connects, or does not listen yet.
+        token: what the other end has to know to connect; "" if it listens at a file, or the keys suffice.
+        is_withdrawn: whether opening has ended without a connection.
+    """
+
+    version: int
+    machine: str
+    host: str = ""
+    public_key: str = ""
+    address: str = ""
+    token: str = ""
+    is_withdrawn: bool = False
+
+
+class Name(NamedTuple):
+    """The name of an entry.
+
+    Attributes:
+        rank: that has written it.
+        number: counts the pipes of this rank to the other.
+    """
+
+    rank: int
+    number: int
+
+
+class Entries:
+    """Read and write the entries of two ranks; belongs to the running loop.
+
+    Args:
+        membership: of this process.
+        peer: the rank of the other one.
+        host: the address of the interface to use; None for the one towards the store.
+    """
+
+    def __init__(self, membership: Membership, peer: int, host: str | None) -> None:
+        self._membership = membership
+        self._store = membership.store
+        self._peer = peer
+        self._host = host
+        low, high = sorted((membership.rank, peer))
+        self._prefix = f"aiotensor/ranks/{low}-{high}"
+        self._has_own_connection = False
+
+    async def begin(self, public_key: str) -> tuple[Name, Entry]:
+        """Count the next pipe, and write the first entry of this end.
+
+        Cancellation withdraws the entry, which takes at most a second.
+
+        Raises:
+            PeerLostError: the store cannot be reached.
+            OSError: no thread can be started.
+        """
+        rank = self._membership.rank
+
+        def begin() -> tuple[Name, Entry]:
+            if not self._has_own_connection:
+                self._store = _connection_to(self._store)
+                self._has_own_connection = True
+            name = Name(rank, self._store.add(f"{self._prefix}/{rank}", 1))
+            host = self._host or _address_towards(self._store)
+            entry = Entry(VERSION, _machine_of_this_process(), host, public_key)
+            self._store.set(self._key(name), msgspec.json.encode(entry).decode())
+            return name, entry
+
+        beginning = self._call(begin)
+        try:
+            return await _result(asyncio.shield(beginning))
+        except asyncio.CancelledError:
+            with anyio.move_on_after(_LAST_CALL_S, shield=True):
+                name, _ = await _result(beginning)
+                await self.withdraw(name)
+            raise
+
+    async def read(self, name: Name) -> Entry | None:
+        """Return an entry, if it was written.
+
+        Raises:
+            PeerLostError: the store cannot be reached.
+            ProtocolError: the entry has another form.
+            OSError: no thread can be started.
+        """
+        key = self._key(name)
+        data = await _result(self._call(lambda: self._store.get(key) if self._store.check([key]) else None))
+        if data is None:
+            return None
+        try:
+            return msgspec.json.decode(data, type=Entry)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"rank {name.rank} wrote an entry that cannot be read: {error}") from error
+
+    async def write(self, name: Name, entry: Entry) -> None:
+        """Replace an entry of this end; errors are those of `read`."""
+        data = msgspec.json.encode(entry).decode()
+        await _result(self._call(lambda: self._store.set(self._key(name), data)))
+
+    async def withdraw(self, name: Name) -> None:
+        """Mark an entry of this end as withdrawn; cannot be cancelled, but ends after a second.
+
+        A store that does not answer is ignored.
+        """
+        with anyio.move_on_after(_LAST_CALL_S, shield=True), suppress(PeerLostError, OSError):
+            await self.write(name, Entry(VERSION, "", is_withdrawn=True))
+
+    async def remove(self, number: int) -> None:
+        """Remove the entries of both ends of a pipe, which have found each other; errors as for `read`."""
+        keys = [self._key(Name(rank, number)) for rank in (self._membership.rank, self._peer)]
+
+        def remove() -> None:
+            for key in keys:
+                self._store.delete_key(key)
+
+        await _result(self._call(remove))
+
+    def _key(self, name: Name) -> str:
+        return f"{self._prefix}/{name.number}/{name.rank}"
+
+    def _call(self, function: Callable[[], R]) -> "asyncio.Future[R]":
+        return run_detached("aiotensor-store", function)
+
+
+async def _result(call: "asyncio.Future[R]") -> R:
+    """Wait for a call of the store, and convert its error."""
+    try:
+        return await call
+    except RuntimeError as error:  # torch.distributed.DistError and others
+        raise PeerLostError(f"the store of the group cannot be reached: {error}") from None
+
+
+def _connection_to(store: "Store") -> "Store":
+    """Return another connection to the same store: a connection that waits for an entry is locked."""
+    clone: Callable[[], Store] | None = getattr(store, "clone", None)  # since torch 2.9
+    return store if clone is None else clone()
+
+
+def _address_towards(store: "Store") -> str:
+    """Return the address of the interface by which this process reaches the server of a store.
+
+    Returns "" for a store without a server, such as a file.
+    """
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    host, port = getattr(store, "host", ""), getattr(store, "port", 0)
+    return address_towards(host, port) if host else ""
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return the address of the interface by which this process reaches a host; "" if there is none.
+
+    Blocks while the name of the host is resolved, and sends nothing.
+    """
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as sock:
+                sock.connect(address)
+                return str(sock.getsockname()[0])
+    except OSError:
+        return ""  # the name of the host cannot be resolved
+    return ""
+
+
+def _machine_of_this_process() -> str:
+    """Return a text that is equal in two processes if they run on one host, as one user, in one container."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespaces = [str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in _NAMESPACES]
+    return "/".join([boot, *namespaces, str(os.geteuid())])

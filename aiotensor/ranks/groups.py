@@ -1,0 +1,75 @@
+"""The groups of torch.distributed: the rank of this process, and the store that all ranks reach."""
+
+import operator
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch.distributed
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store  # torch.distributed does not declare it
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Group", "Membership", "membership_of"]
+
+Group: TypeAlias = "ProcessGroup | DeviceMesh | Store"
+
+
+class Membership(NamedTuple):
+    """This process in a group.
+
+    Attributes:
+        store: the store that all ranks of the group reach.
+        rank: the rank of this process.
+        size: the number of ranks.
+    """
+
+    store: "Store"
+    rank: int
+    size: int
+
+
+def membership_of(group: Group, rank: int | None, world_size: int | None) -> Membership:
+    """Return the membership of this process in a group.
+
+    Args:
+        group: a process group, a mesh of one dimension, or a store.
+        rank: the rank of this process, for a store.
+        world_size: the number of ranks, for a store.
+
+    Raises:
+        TypeError: `group` is none of these; or a rank or a size is missing for a store, or is given for
+            another group.
+        ValueError: the mesh has several dimensions, or the rank is not in the group.
+    """
+    if not torch.distributed.is_available():
+        raise TypeError("this build of torch has no torch.distributed, whose groups a RankPipe needs")
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(group, torch.distributed.Store):  # type: ignore[attr-defined]
+        if rank is None or world_size is None:
+            raise TypeError("a store does not know the ranks: give rank and world_size, too")
+        return _checked(Membership(group, operator.index(rank), operator.index(world_size)))
+    if rank is not None or world_size is not None:
+        raise TypeError("rank and world_size are for a store; a group knows its own")
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"a mesh of {group.ndim} dimensions is no group: take one of them, as mesh['tp']"
+            )
+        group = group.get_group()
+    if not isinstance(group, torch.distributed.ProcessGroup):
+        raise TypeError(
+            "a group is a torch.distributed.ProcessGroup, a DeviceMesh of one dimension, or a store, got "
+            f"{type(group).__name__!r}: torch.distributed.group.WORLD is the default group, and new_group "
+            "returns no group to processes that are not in it"
+        )
+    if not hasattr(group, "get_group_store"):
+        raise TypeError("this version of torch does not tell the store of a group: give the store itself")
+    return _checked(Membership(group.get_group_store(), group.rank(), group.size()))
+
+
+def _checked(membership: Membership) -> Membership:
+    if not 0 <= membership.rank < membership.size:
+        raise ValueError(f"there is no rank {membership.rank} in a group of {membership.size}")
+    return membership

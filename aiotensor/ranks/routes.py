@@ -1,0 +1,144 @@
+"""The way between two ranks: a socket file on one machine, and ``tcp://`` between machines."""
+
+import errno
+import ipaddress
+import os
+import secrets
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+from aiotensor.errors import UsageError
+from aiotensor.protocol.frames import MAX_RECORD_BYTES
+from aiotensor.ranks.door import Door
+from aiotensor.ranks.entries import Entry, address_towards
+from aiotensor.transports.address import MAX_PATH_BYTES
+from aiotensor.transports.base import Connector
+from aiotensor.transports.tcp.arguments import TcpArguments
+from aiotensor.transports.unix import UnixConnector, listen_at
+
+__all__ = ["Address", "Keys", "connecting", "listening", "new_keys"]
+
+_TOKEN_BYTES = 32
+
+
+class Keys(NamedTuple):
+    """The key pair of one end; empty if the connection is not encrypted."""
+
+    public_key: str
+    secret_key: str
+    peer_timeout_s: float | None
+
+
+class Address(NamedTuple):
+    """Where one end listens, and what the other one has to know to connect."""
+
+    text: str
+    token: str = ""
+
+
+def new_keys(peer_timeout_s: float | None, *, encrypt: bool) -> Keys:
+    """Make the keys of one end."""
+    if not encrypt:
+        return Keys("", "", peer_timeout_s)
+    import zmq  # imported here: ranks on one machine need no ZeroMQ
+
+    public, secret = zmq.curve_keypair()
+    return Keys(public.decode(), secret.decode(), peer_timeout_s)
+
+
+@asynccontextmanager
+async def listening(own: Entry, other: Entry, keys: Keys, door: Door) -> AsyncIterator[Address]:
+    """Listen for the other rank, and yield the address.
+
+    Args:
+        own: the entry of this end.
+        other: the entry of the other end.
+        keys: of this end.
+        door: admits connections.
+
+    Raises:
+        UsageError: there is no address where this rank can be reached.
+        OSError: this process cannot listen.
+    """
+    if own.machine == other.machine:
+        with tempfile.TemporaryDirectory(prefix="aiotensor-") as folder:  # only this user may enter it
+            path = f"{folder}/pipe.sock"
+            if len(os.fsencode(path)) > MAX_PATH_BYTES:
+                text = f"the path {path} is too long for a socket: set TMPDIR to a folder with a shorter name"
+                raise OSError(errno.ENAMETOOLONG, text)
+            unix = await listen_at(path, door, MAX_RECORD_BYTES)
+            try:
+                yield Address(path)
+            finally:
+                unix.close()
+        return
+    # Imported here: ranks on one machine need no ZeroMQ.
+    from aiotensor.transports.tcp.listener import listen_at as listen_over_tcp
+    from aiotensor.transports.tcp.options import options_of
+
+    token = secrets.token_hex(_TOKEN_BYTES)
+    given = TcpArguments(
+        connects=False,
+        secret_key=keys.secret_key or None,
+        client_keys=[other.public_key] if other.public_key else (),
+        peer_timeout_s=keys.peer_timeout_s,
+        token=token,
+    )
+    options = options_of(f"tcp://{_bracketed(_host_for(own, other))}:0", given)
+    tcp = await listen_over_tcp(options, door, MAX_RECORD_BYTES)
+    try:
+        yield Address(tcp.address, token)
+    finally:
+        tcp.close()
+
+
+@asynccontextmanager
+async def connecting(other: Entry, keys: Keys, door: Door) -> AsyncIterator[None]:
+    """Connect to the other rank; arguments are those of `listening`.
+
+    Raises:
+        ValueError: the address in its entry is invalid.
+        AioTensorError: as for `Connector.connect`.
+        OSError: this process has no descriptors or no memory left.
+    """
+    if not other.token:
+        connector: Connector = UnixConnector(other.address, door)
+    else:
+        from aiotensor.transports.tcp.connector import TcpConnector
+        from aiotensor.transports.tcp.options import options_of
+
+        given = TcpArguments(
+            secret_key=keys.secret_key or None,
+            server_key=other.public_key or None,
+            peer_timeout_s=keys.peer_timeout_s,
+            token=other.token,
+        )
+        connector = TcpConnector(options_of(other.address, given), door)
+    try:
+        connector.connect()
+        yield
+    finally:
+        connector.close()
+
+
+def _host_for(own: Entry, other: Entry) -> str:
+    """Return the address at which the other rank reaches this one.
+
+    This is the interface towards the store, which all ranks reach. On the host of the store, that may be the
+    loopback; then it is the interface towards the other rank.
+    """
+    host = own.host
+    if not host or ipaddress.ip_address(host).is_loopback:
+        host = address_towards(other.host, 1) if other.host else ""
+    if not host:
+        raise UsageError(
+            "the other rank is on another machine, and the store does not tell by which interface it reaches "
+            "this one: give its address as host="
+        )
+    return host
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
