@@ -62,6 +62,7 @@ __all__ = [
     "MAX_ROWS",
     "MAX_TENSORS",
     "OPENING",
+    "OUT_OF_BAND",
     "TO_INSPECTOR",
     "TO_SENDER",
     "VERSION",
@@ -100,6 +101,8 @@ VERSION = 4
 # The placements: the payload of a tensor is its bytes, or their position in an attached segment.
 INLINE = "inline"
 ARENA = "arena"
+# The payload is empty: the transport carries the bytes with the record, between machines.
+OUT_OF_BAND = "out of band"
 
 # The most dimensions of a tensor; practical tensors have fewer. The bound keeps frames small.
 MAX_DIMENSIONS = 64

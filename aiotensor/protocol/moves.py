@@ -10,6 +10,7 @@ the bytes of each block to the same offset there, before the record that announc
 
     writer                                                        reader
       | RECORD frames                                               |   as on one machine
+      | DATA frames, then the bytes of a tensor                     |   up to a MiB, with the record about it
       | STEP segment, block, range, then its bytes                  |   one for each MiB of a block
       | FREE segment, block                                         |   the block is used no more
       | ----------------------------------------------------------> |
@@ -18,9 +19,9 @@ the bytes of each block to the same offset there, before the record that announc
       | BYE reason, either way                                      |   the last message, answered by another
 
 Both ends of a connection may write. Steps of several blocks take turns, and records are sent between them. So
-no record waits for longer than a step. Credit limits how much of both may be under way. A large step is one
-message with its header, and one with its bytes, which need no copy; a small step is one message. Small
-messages may share a BATCH.
+no record waits for longer than a step. Credit limits how much of both may be under way. The bytes of a large
+step, and of DATA, are a message of their own, which need no copy; small ones share one with their header.
+Small messages may share a BATCH.
 
 Each is a message of ZeroMQ with one part: if a connection ends between two parts, libzmq may abort the
 process (https://github.com/zeromq/libzmq/issues/3442).
@@ -39,6 +40,7 @@ __all__ = [
     "ACK",
     "BATCH",
     "BYE",
+    "DATA",
     "FREE",
     "MAX_BATCH",
     "OPEN",
@@ -57,17 +59,19 @@ __all__ = [
     "encode_ack",
     "encode_area",
     "encode_batch",
+    "encode_data",
     "encode_step",
     "read_ack",
     "read_area",
     "read_batch",
+    "read_data",
     "read_step",
 ]
 
 # The first byte of a message.
-RECORD, STEP, FREE, ACK, BYE, OPEN, BATCH = range(7)
+RECORD, STEP, FREE, ACK, BYE, OPEN, BATCH, DATA = range(8)
 
-_VERSION = 1
+_VERSION = 2
 OPENING = bytes([OPEN, _VERSION]) + b"aiotensor"
 
 # One step of a move, and the steps that may be under way: two do not suffice for the full speed, since one
@@ -85,6 +89,7 @@ _STEP = struct.Struct("<BBQQQQI")  # kind, whether to acknowledge, segment, bloc
 _AREA = struct.Struct("<BQQ")  # kind, segment, block
 _ACK = struct.Struct("<BQQ")  # kind, bytes of steps, bytes of records
 _PART = struct.Struct("<I")  # the length of a message in a batch
+_DATA = struct.Struct("<BxxxI")  # kind, length of the record; the bytes follow at the next multiple of 8
 
 Source = TypeVar("Source")
 
@@ -210,6 +215,30 @@ def read_batch(data: memoryview) -> list[memoryview]:
         if len(messages) > MAX_BATCH:
             raise ProtocolError(f"it sent a batch of more than {MAX_BATCH} messages")
     return messages
+
+
+def encode_data(record: bytes) -> bytes:
+    """Encode the message before the bytes of a tensor, which follow it, or are the next message.
+
+    Args:
+        record: the record about the tensor.
+    """
+    return _DATA.pack(DATA, len(record)) + record + bytes(-len(record) % _DATA.size)
+
+
+def read_data(data: memoryview) -> tuple[memoryview, memoryview]:
+    """Return a record, and the bytes after it, which are empty if they are the next message.
+
+    Raises:
+        ProtocolError: the message is shorter than it states.
+    """
+    if len(data) < _DATA.size:
+        raise ProtocolError(f"it sent data in {len(data)} bytes")
+    _, length = _DATA.unpack_from(data)
+    stop = _DATA.size + length
+    if len(data) < stop + -length % _DATA.size:
+        raise ProtocolError(f"it sent a record of {len(data)} bytes that has {stop}")
+    return data[_DATA.size : stop], data[stop + -length % _DATA.size :]
 
 
 class Move(Generic[Source]):

@@ -109,6 +109,14 @@ class RankConnection(AnsweringConnection[FromRank, FromRank]):
             self._untaken_bytes -= self._untaken.pop(message)
             self._taken.append(message)
 
+    def count_data(self, message: int, nbytes: int) -> None:
+        """Count the bytes that the transport has carried with a message of the peer.
+
+        Raises:
+            ProtocolError: they exceed the limit.
+        """
+        self._count(message, counted(nbytes) - self._untaken[message])
+
     # Frames of the peer
 
     def _validate(self, frame: FromRank) -> None:
@@ -135,11 +143,15 @@ class RankConnection(AnsweringConnection[FromRank, FromRank]):
         if number < self._next:
             raise ProtocolError(f"it sent message {number} after {self._next - 1}")
         inline = len(message.payload) if isinstance(message, Put) and message.placement == INLINE else 0
-        nbytes = counted(inline)
+        self._next = number + 1
+        self._untaken[number] = 0
+        self._count(number, counted(inline))
+
+    def _count(self, number: int, nbytes: int) -> None:
+        """Count further bytes of a message."""
         if self._untaken_bytes + nbytes > self._max_bytes:
             raise ProtocolError(f"it sent more than its limit of {self._max_bytes} bytes")
-        self._next = number + 1
-        self._untaken[number] = nbytes
+        self._untaken[number] += nbytes
         self._untaken_bytes += nbytes
 
     def _validate_join(self, join: Join) -> None:

@@ -17,6 +17,7 @@ from aiotensor.runtime.process_end import WatchProcess
 from aiotensor.runtime.waiting import Waiters, at_most
 from aiotensor.runtime.worker import in_thread
 from aiotensor.tensors.copying import QUICK_BYTES
+from aiotensor.tensors.placement import open_out_of_band
 from aiotensor.tensors.views import own_copy
 from aiotensor.transports.base import Mover
 from aiotensor.types import Usage
@@ -125,13 +126,24 @@ class Incoming:
             ProtocolError: its tensor is impossible, or is in no segment.
         """
         value = self._mappings.open(self._memory, message) if isinstance(message, Put) else None
-        self._inbox.append(_Arrived(message.message, value))
-        if self._waiters:
-            self._waiters.wake()
+        self._store(message.message, value)
+
+    def data_received(self, message: Put, data: memoryview) -> None:
+        """Store a message with the bytes of its tensor, whose memory the tensor uses.
+
+        Raises:
+            ProtocolError: the tensor is impossible.
+        """
+        self._store(message.message, open_out_of_band(message, data))
 
     def attached(self, attach: Attach, mover: Mover | None, descriptors: list[int]) -> None:
         """Map a segment of the peer; arguments and errors are those of `Mappings.attach`."""
         self._mappings.attach(self._memory, attach, mover, descriptors)
+
+    def _store(self, number: int, value: torch.Tensor | None) -> None:
+        self._inbox.append(_Arrived(number, value))
+        if self._waiters:
+            self._waiters.wake()
 
     def fail(self, make_error: Callable[[], AioTensorError]) -> None:
         """Let calls raise an error after the last message."""

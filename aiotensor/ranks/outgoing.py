@@ -18,7 +18,7 @@ import torch
 
 from aiotensor.errors import AioTensorError, ProtocolError, TooLargeError, WouldBlockError
 from aiotensor.protocol.credits import Ticket
-from aiotensor.protocol.frames import Put, Release, Taken
+from aiotensor.protocol.frames import OUT_OF_BAND, Put, Release, Taken
 from aiotensor.protocol.ranks import PutNone, counted
 from aiotensor.ranks.settings import KEEP_WARM_S, LONG_WAIT_S, PipeSettings
 from aiotensor.ranks.writer import Writer
@@ -31,9 +31,10 @@ from aiotensor.sending.message import put_of
 from aiotensor.tensors.allocations import Block
 from aiotensor.tensors.copying import CopyAbandonedError
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
-from aiotensor.tensors.placement import place_copy, place_inline
-from aiotensor.tensors.source import Source, as_source
-from aiotensor.transports.base import Mover
+from aiotensor.tensors.placement import Placed, place_copy, place_inline
+from aiotensor.tensors.raw import flat_bytes
+from aiotensor.tensors.source import Source, as_source, is_flat
+from aiotensor.transports.base import MAX_DATA_BYTES, Mover
 from aiotensor.types import Usage
 
 __all__ = ["Outgoing"]
@@ -43,12 +44,15 @@ logger = logger_of("ranks")
 # With so few messages in flight, the peer probably waits for the next one, so it is sent immediately.
 _FEW_MESSAGES = 2
 
+_OUT_OF_BAND = Placed(OUT_OF_BAND, b"")
+
 
 class _Message(msgspec.Struct, eq=False):
     """A message that was begun, and is not announced."""
 
     number: int
     frame: Put | PutNone | None = None  # once its tensor is placed
+    data: memoryview | None = None  # that travels with the frame
     ticket: Ticket[None] | None = None
     is_awaited: bool = True  # by its call, which rolls it back
 
@@ -109,9 +113,9 @@ class Outgoing:
             message.ticket = self.gate.try_acquire(nbytes)
             if message.ticket is None:
                 message.ticket = await self.gate.acquire(nbytes)
-            if source is None or source.nbytes <= MAX_INLINE_BYTES:
-                self._place_inline(message, source)
-            else:
+            if source is None:
+                message.frame = PutNone(message.number)
+            elif not self._place_inline(message, source):
                 await self._place_copy(message, source)
         except BaseException:
             self._roll_back(message)
@@ -126,9 +130,9 @@ class Outgoing:
             message.ticket = self.gate.try_acquire(nbytes)
             if message.ticket is None:
                 raise self._would_block("not enough bytes are free", nbytes)
-            if source is None or source.nbytes <= MAX_INLINE_BYTES:
-                self._place_inline(message, source)
-            else:
+            if source is None:
+                message.frame = PutNone(message.number)
+            elif not self._place_inline(message, source):
                 self._place_copy_now(message, source)
         except BaseException:
             self._roll_back(message)
@@ -167,11 +171,19 @@ class Outgoing:
         self._next += 1
         return message
 
-    def _place_inline(self, message: _Message, source: Source | None) -> None:
-        if source is None:
-            message.frame = PutNone(message.number)
-        else:
-            message.frame = put_of(message.number, 0, source, place_inline(source), None, last=True)
+    def _place_inline(self, message: _Message, source: Source) -> bool:
+        """Send the bytes of a tensor in or with the frame; return whether they are few enough."""
+        number, nbytes = message.number, source.nbytes
+        if nbytes <= MAX_INLINE_BYTES:
+            message.frame = put_of(number, 0, source, place_inline(source), None, last=True)
+            return True
+        if self.mover is None or nbytes > MAX_DATA_BYTES or not is_flat(source):
+            return False
+        message.frame = put_of(number, 0, source, _OUT_OF_BAND, None, last=True)
+        data = flat_bytes(source).data
+        is_next = next(iter(self._begun)) == number
+        message.data = data if is_next else memoryview(bytes(data))  # the source may change
+        return True
 
     async def _place_copy(self, message: _Message, source: Source) -> None:
         """Copy a tensor to a block, or move it to the memory of the peer."""
@@ -256,7 +268,10 @@ class Outgoing:
                 self._in_blocks[frame.block] = ticket
                 ticket = None
             self._announced[message.number] = ticket
-            self._writer.put(frame, flush=len(self._announced) <= _FEW_MESSAGES)
+            if message.data is None or not isinstance(frame, Put):
+                self._writer.put(frame, flush=len(self._announced) <= _FEW_MESSAGES)
+            else:
+                self._writer.put_with_data(frame, message.data)
 
     def _roll_back(self, message: _Message) -> None:
         """Return the bytes of a message that failed, and skip it."""

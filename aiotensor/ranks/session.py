@@ -6,7 +6,7 @@ from functools import partial
 
 from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, ProtocolError, RefusedError, again
 from aiotensor.protocol.connection import Close, Loss
-from aiotensor.protocol.frames import Attach, Put, Release, Taken
+from aiotensor.protocol.frames import OUT_OF_BAND, Attach, Put, Release, Taken
 from aiotensor.protocol.ranks import FromRank, PutNone, RankConnection
 from aiotensor.ranks.incoming import Incoming
 from aiotensor.ranks.outgoing import Outgoing
@@ -63,6 +63,8 @@ class Session:
         self.outgoing = Outgoing(self._writer, settings, counts, label)
         self.incoming = Incoming(settings, counts, self._mappings, self._writer)
         transport.start(self)
+        if transport.mover is not None:
+            transport.mover.receive_data(self._data_received)
 
     @property
     def peer_pid(self) -> int | None:
@@ -131,6 +133,24 @@ class Session:
         finally:
             if descriptors:
                 close_all(descriptors)
+
+    def _data_received(self, record: memoryview, data: memoryview) -> None:
+        """Handle a record with the bytes of one of its tensors."""
+        messages = 0
+        try:
+            for frame in self._connection.receive(record):
+                if isinstance(frame, Put) and frame.placement == OUT_OF_BAND:
+                    messages += 1
+                    self._connection.count_data(frame.message, len(data))
+                    self.incoming.data_received(frame, data)
+                else:
+                    self._handle(frame, [])
+                if self._transport.is_closed:
+                    return
+            if messages != 1:
+                raise ProtocolError(f"it sent the bytes of a tensor with {messages} such messages")
+        except ProtocolError as error:
+            self._violated(error)
 
     def connection_lost(self, reason: str | ProtocolError) -> None:
         """Handle the end of the connection."""

@@ -58,6 +58,19 @@ class Writer:
         else:
             self.flush_soon()
 
+    def put_with_data(self, message: Put, data: memoryview) -> None:
+        """Send a message between machines now, with the bytes of its tensor, which may change afterwards."""
+        self._connection.put(message)
+        self._collect()
+        *records, last = self._connection.data_to_send() or [b""]
+        try:
+            for record in records:
+                self.transport.write(record)
+            if self.transport.mover is not None and last:
+                self.transport.mover.write_with_data(last, data)
+        except OSError as error:
+            self._failed(error)
+
     def taken(self, message: int) -> None:
         """Answer a message of the peer."""
         self._connection.taken(message)

@@ -11,19 +11,20 @@ import msgspec
 import torch
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.frames import ARENA, INLINE
+from aiotensor.protocol.frames import ARENA, INLINE, OUT_OF_BAND, Put
 from aiotensor.tensors.allocations import Allocation, Allocations
 from aiotensor.tensors.arena import Extent, read_where
 from aiotensor.tensors.dtypes import dtype_from_name
-from aiotensor.tensors.inline import MAX_INLINE_BYTES, bytes_of, open_inline
+from aiotensor.tensors.inline import MAX_INLINE_BYTES, bytes_of, open_buffer, open_inline
 from aiotensor.tensors.mapping import MappedSegment
 from aiotensor.tensors.source import Source
-from aiotensor.tensors.views import Owner
+from aiotensor.tensors.views import Owner, as_leaf
 
 __all__ = [
     "ArrivedTensor",
     "Placed",
     "Plan",
+    "open_out_of_band",
     "open_tensor",
     "place_allocated",
     "place_copy",
@@ -78,6 +79,19 @@ def place_allocated(source: Source, allocation: Allocation) -> Placed:
 def place_copy(place: Extent) -> Placed:
     """Name a tensor where it was copied to."""
     return Placed(ARENA, place.describe(0))
+
+
+def open_out_of_band(put: Put, data: memoryview) -> torch.Tensor:
+    """Return a tensor over the bytes that the transport has carried with its frame.
+
+    Raises:
+        ProtocolError: the frame describes an impossible tensor, or one whose bytes are elsewhere.
+        OSError: no memory is left.
+    """
+    if put.placement != OUT_OF_BAND:
+        raise ProtocolError(f"the peer sent the bytes of a tensor that it placed by {put.placement[:64]!r}")
+    tensor = open_buffer(data, dtype_from_name(put.dtype), put.shape)
+    return as_leaf(tensor, requires_grad=put.requires_grad, is_parameter=put.is_parameter)
 
 
 class ArrivedTensor(msgspec.Struct, frozen=True):

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from aiotensor.errors import AioTensorError, ProtocolError
-from aiotensor.protocol.moves import Area, Move
+from aiotensor.protocol.moves import STEP_BYTES, Area, Move
 from aiotensor.runtime.process_end import ProcessEnd
 
 __all__ = [
+    "MAX_DATA_BYTES",
     "MAX_UNREAD_BYTES",
     "Acceptor",
     "Connector",
@@ -30,6 +31,9 @@ __all__ = [
 # messages in flight to be answered. With the default limit on these messages, and the most tensors in each,
 # the answers to all of them are shorter than this.
 MAX_UNREAD_BYTES = 8 << 20
+
+# The most bytes of a tensor that are sent with its record.
+MAX_DATA_BYTES = STEP_BYTES
 
 
 class Handler(Protocol):
@@ -96,6 +100,22 @@ class Mover(Protocol):
 
         Return False, without an effect, if they are too many for one step, would have to wait, or the
         connection has ended: `move` handles these cases. Later records arrive after the bytes.
+        """
+
+    def write_with_data(self, record: bytes, data: memoryview) -> None:
+        """Send a record with the bytes of a tensor, which may change afterwards; errors as for `write`.
+
+        Args:
+            record: the record.
+            data: at least one byte, and at most `MAX_DATA_BYTES`.
+        """
+
+    def receive_data(self, received: Callable[[memoryview, memoryview], None]) -> None:
+        """Pass records with the bytes of a tensor to a function, too; without it, they are a violation.
+
+        Args:
+            received: called with a record, which is valid during the call, and with the bytes, whose memory
+                belongs to the caller.
         """
 
     def cancel(self, move: "Move[memoryview]") -> None:

@@ -20,6 +20,7 @@ from aiotensor.protocol.moves import (
     ACK,
     BATCH,
     BYE,
+    DATA,
     FREE,
     RECORD,
     STEP,
@@ -30,10 +31,12 @@ from aiotensor.protocol.moves import (
     RecordWindow,
     Step,
     encode_area,
+    encode_data,
     encode_step,
     read_ack,
     read_area,
     read_batch,
+    read_data,
     read_step,
 )
 from aiotensor.runtime.process_end import ProcessEnd
@@ -85,7 +88,7 @@ class TcpTransport:
         self._max_queued_bytes = max_queued_bytes
         self._loop = asyncio.get_running_loop()
         self._handler: Handler | None = None
-        self._queue: deque[bytes] = deque()  # records that wait for credit
+        self._queue: deque[tuple[bytes, bytes]] = deque()  # records that wait for credit, and data with them
         self._queued_bytes = 0
         self._records = 0  # that were received
         self._credit = RecordWindow()
@@ -94,6 +97,8 @@ class TcpTransport:
         self._moved: set[Area] = set()  # blocks that the peer has memory for
         self._landings: dict[int, Landing] = {}
         self._step: Step | None = None  # whose bytes are the next message
+        self._data_record: memoryview | None = None  # whose data is the next message
+        self._data_received: Callable[[memoryview, memoryview], None] | None = None
         self._is_held = False  # until there is memory for a step
         self._held: deque[memoryview] = deque()  # the messages since
         self._end_reason: str | None = None  # of the end that follows these
@@ -134,11 +139,37 @@ class TcpTransport:
         if self.is_writable and self._credit.has_credit(len(data)):
             self._writer.write(_RECORD + data)
             self._credit.sent(len(data))
+        else:
+            self._enqueue(data, b"")
+
+    def write_with_data(self, record: bytes, data: memoryview) -> None:
+        """Send or queue a record with the bytes of a tensor, as `Mover.write_with_data` does."""
+        if self.is_closed or self._is_finishing:
             return
-        queued = self._queued_bytes + len(data) + _QUEUED_RECORD_BYTES
+        if self.is_writable and self._credit.has_credit(len(record)):
+            self._write_with_data(record, data)
+            self._credit.sent(len(record))
+        else:
+            self._enqueue(record, bytes(data))
+
+    def receive_data(self, received: Callable[[memoryview, memoryview], None]) -> None:
+        """Pass records with the bytes of a tensor to a function, as `Mover.receive_data` does."""
+        self._data_received = received
+
+    def _write_with_data(self, record: bytes, data: memoryview | bytes) -> None:
+        head = encode_data(record)
+        if len(data) < BATCH_BYTES:
+            self._writer.write(b"".join((head, data)))
+        else:
+            # One more message takes less time than to copy many bytes twice.
+            self._writer.write(head)
+            self._writer.write(data)
+
+    def _enqueue(self, record: bytes, data: bytes) -> None:
+        queued = self._queued_bytes + len(record) + len(data) + _QUEUED_RECORD_BYTES
         if self._max_queued_bytes is not None and queued > self._max_queued_bytes:
             raise OSError(errno.ENOBUFS, "the peer does not read its records")
-        self._queue.append(data)
+        self._queue.append((record, data))
         self._queued_bytes = queued
         self.is_writable = False
 
@@ -281,13 +312,13 @@ class TcpTransport:
                 raise ProtocolError(f"it sent {len(message)} bytes after a step of {step.length}")
             self._store(step, message)
             return
+        if self._data_record is not None:
+            record, self._data_record = self._data_record, None
+            self._record_with_data(record, message)
+            return
         kind = message[0] if message else -1
         if kind == RECORD:
-            if len(message) > self._max_record_bytes + 1:
-                raise ProtocolError(f"it sent a record of more than {self._max_record_bytes} bytes")
-            self._records += 1
-            if self._received.record(len(message) - 1):
-                self._try(self._writer.write, self._received.ack())
+            self._record_arrived(len(message) - 1)
             if self._handler is not None:
                 self._handler.record_received(message[1:], [])
         elif kind == STEP:
@@ -296,6 +327,13 @@ class TcpTransport:
                 self._store(step, data)
             else:
                 self._step = step
+        elif kind == DATA:
+            record, data = read_data(message)
+            self._record_arrived(len(record))
+            if data:
+                self._record_with_data(record, data)
+            else:
+                self._data_record = record
         elif kind == ACK:
             self._acknowledged(message)
         elif kind == FREE:
@@ -310,6 +348,20 @@ class TcpTransport:
             self._bye_received(message)
         else:
             raise ProtocolError(f"it sent a message of kind {kind}, which is unknown here")
+
+    def _record_arrived(self, nbytes: int) -> None:
+        """Count a record."""
+        if nbytes > self._max_record_bytes:
+            raise ProtocolError(f"it sent a record of more than {self._max_record_bytes} bytes")
+        self._records += 1
+        if self._received.record(nbytes):
+            self._try(self._writer.write, self._received.ack())
+
+    def _record_with_data(self, record: memoryview, data: memoryview) -> None:
+        if self._data_received is None:
+            raise ProtocolError("it sent the bytes of a tensor with a record")
+        if self._handler is not None:
+            self._data_received(record, data)
 
     def _store(self, step: Step, data: memoryview) -> None:
         landing = self._landings.get(step.area.segment)
@@ -354,11 +406,14 @@ class TcpTransport:
         queue = self._queue
         if not queue:
             return
-        while queue and self._credit.has_credit(len(queue[0])) and not self.is_closed:
-            data = queue.popleft()
-            self._queued_bytes -= len(data) + _QUEUED_RECORD_BYTES
-            self._credit.sent(len(data))
-            self._try(self._writer.write, _RECORD + data)
+        while queue and self._credit.has_credit(len(queue[0][0])) and not self.is_closed:
+            record, data = queue.popleft()
+            self._queued_bytes -= len(record) + len(data) + _QUEUED_RECORD_BYTES
+            self._credit.sent(len(record))
+            if data:
+                self._try(self._write_with_data, record, data)
+            else:
+                self._try(self._writer.write, _RECORD + record)
         if queue or self.is_closed:
             return
         if self._is_finishing:
@@ -404,7 +459,7 @@ class TcpTransport:
 
     def _stop(self) -> None:
         self.is_closed = True
-        self._handler = None
+        self._handler = self._data_received = None
         if self._alarm is not None:
             self._alarm.cancel()
         self._writer.close()
