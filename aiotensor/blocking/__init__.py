@@ -5,7 +5,7 @@
             with request:
                 request.reply(Embedding(model(request.message.frames)))
 
-Names, arguments and errors are those of `aiotensor`, `aiotensor.channel` and `aiotensor.broadcast`, with
+Names, arguments and errors are those of `aiotensor` and its `channel`, `broadcast` and `ranks`, with
 ``with`` and ``for`` in place of ``async with`` and ``async for``. A method that may wait has a `timeout` in
 seconds, None for no limit, in place of ``asyncio.timeout``: after this time it raises `TimeoutError`, and
 releases its resources as a cancelled call does. An exception that a signal handler raises ends a call in the
@@ -17,13 +17,16 @@ and does not keep the interpreter from exiting.
 
 from aiotensor.blocking.broadcast import Publisher, Subscriber
 from aiotensor.blocking.messages import MessageClient, MessageServer, Request
+from aiotensor.blocking.ranks import KVPipe, RankPipe
 from aiotensor.blocking.tensors import OpenMessage, TensorReceiver, TensorSender
 
 __all__ = [
+    "KVPipe",
     "MessageClient",
     "MessageServer",
     "OpenMessage",
     "Publisher",
+    "RankPipe",
     "Request",
     "Subscriber",
     "TensorReceiver",

@@ -1,0 +1,110 @@
+"""Blocking pipes between ranks."""
+
+from typing import Self
+
+import torch
+
+from aiotensor import ranks
+from aiotensor.blocking.portal import BlockingObject
+from aiotensor.ranks import Group
+from aiotensor.types import PipeStatistics
+
+__all__ = ["KVPipe", "RankPipe"]
+
+
+class RankPipe(BlockingObject[ranks.RankPipe, PipeStatistics]):
+    """Exchange tensors with another rank from threads; open it with ``with``, and share it between them.
+
+    Arguments and errors are those of `aiotensor.ranks.RankPipe`.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        peer: int,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        max_bytes: int = 1 << 30,
+        max_wait_s: float | None = None,
+        host: str | None = None,
+        encrypt: bool = False,
+        peer_timeout_s: float | None = None,
+    ) -> None:
+        super().__init__(
+            ranks.RankPipe(
+                group,
+                peer,
+                rank=rank,
+                world_size=world_size,
+                max_bytes=max_bytes,
+                max_wait_s=max_wait_s,
+                host=host,
+                encrypt=encrypt,
+                peer_timeout_s=peer_timeout_s,
+            )
+        )
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process in the group."""
+        return self.inner.rank
+
+    @property
+    def peer(self) -> int:
+        """The other rank."""
+        return self.inner.peer
+
+    def send(self, tensor: torch.Tensor | None, *, timeout: float | None = None) -> None:
+        """Send a tensor or None; returns when the source may be changed.
+
+        After a timeout, the message is not sent.
+        """
+        self.wait_for(self.inner.send, tensor, timeout=timeout)
+
+    def send_nowait(self, tensor: torch.Tensor | None) -> None:
+        """Send a tensor or None without waiting; the copy runs in the thread of the event loop."""
+        self.call(self.inner.send_nowait, tensor)
+
+    def receive(self, *, copy: bool = False, timeout: float | None = None) -> torch.Tensor | None:
+        """Return the next message of the other rank, once it has arrived.
+
+        After a timeout nothing is lost.
+        """
+        return self.wait_for(self.inner.receive, copy=copy, timeout=timeout)
+
+    def drain(self, *, timeout: float | None = None) -> None:
+        """Wait until the other rank has received all messages that were sent before this call."""
+        self.wait_for(self.inner.drain, timeout=timeout)
+
+
+class KVPipe:
+    """The methods of the pipes of vLLM that transfer caches of keys and values, over a `RankPipe`.
+
+    Sending raises its errors, and a message that could not be sent does not count towards `max_bytes`. Errors
+    are those of `RankPipe`.
+
+    Args:
+        pipe: an opened pipe, which `close` closes.
+    """
+
+    def __init__(self, pipe: RankPipe) -> None:
+        self._pipe = pipe
+
+    def send_tensor(self, tensor: torch.Tensor | None) -> None:
+        """Send a tensor or None, which may be changed afterwards; waits while `max_bytes` is exceeded."""
+        self._pipe.send(tensor)
+
+    def recv_tensor(self) -> torch.Tensor | None:
+        """Return the next tensor, or None, of the other rank; the tensor has its own memory."""
+        return self._pipe.receive(copy=True)
+
+    def close(self) -> None:
+        """Close the pipe; the other rank can still receive what was sent."""
+        self._pipe.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
