@@ -27,7 +27,7 @@ from aiotensor.runtime.detached import run_detached
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Entries", "Entry", "Name", "address_towards"]
+__all__ = ["Entries", "Entry", "Name", "address_towards", "machine_of_this_process"]
 
 R = TypeVar("R")
 
@@ -105,7 +105,7 @@ class Entries:
                 self._has_own_connection = True
             name = Name(rank, self._store.add(f"{self._prefix}/{rank}", 1))
             host = self._host or _address_towards(self._store)
-            entry = Entry(VERSION, _machine_of_this_process(), host, public_key)
+            entry = Entry(VERSION, machine_of_this_process(), host, public_key)
             self._store.set(self._key(name), msgspec.json.encode(entry).decode())
             return name, entry
 
@@ -205,7 +205,7 @@ def address_towards(host: str, port: int) -> str:
     return ""
 
 
-def _machine_of_this_process() -> str:
+def machine_of_this_process() -> str:
     """Return a text that is equal in two processes if they run on one host, as one user, in one container."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespaces = [str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in _NAMESPACES]

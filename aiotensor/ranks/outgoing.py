@@ -11,6 +11,7 @@ A message counts towards `max_bytes` until the peer has taken it and, if its ten
 the last view of the tensor there was freed.
 """
 
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -78,6 +79,7 @@ class Outgoing:
         self._in_blocks: dict[int, Ticket[None]] = {}  # the bytes to release with each block
         self._changes = Waiters()
         self._failure: Callable[[], AioTensorError] | None = None
+        self._first_lost: float = math.inf  # the number of the first message that was lost with the peer
         self.gate: Gate[None] = Gate(
             settings.max_bytes,
             stuck_elsewhere=None,
@@ -147,6 +149,8 @@ class Outgoing:
             if self._failure is not None:
                 raise self._failure()
             await self._changes.wait()
+        if self._failure is not None and self._first_lost < last:
+            raise self._failure()
 
     # Steps
 
@@ -320,6 +324,7 @@ class Outgoing:
             watch: watches its process, which may read the shared memory until it ends.
         """
         lost = self.in_flight
+        self._first_lost = min(next(iter(some), self._next) for some in (self._begun, self._announced))
         self.fail(make_error)
         for message in self._begun.values():
             self.memory.abandon(message)

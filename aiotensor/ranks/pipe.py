@@ -3,13 +3,14 @@
 import ipaddress
 import operator
 import os
+from functools import partial
 from typing import Self
 
 import torch
 
 from aiotensor.errors import ClosedError, WouldBlockError
 from aiotensor.protocol.frames import VERSION
-from aiotensor.protocol.ranks import LEAST_MESSAGE_BYTES, Join, RankConnection
+from aiotensor.protocol.ranks import LEAST_MESSAGE_BYTES, Join
 from aiotensor.ranks.door import Door
 from aiotensor.ranks.entries import Entries
 from aiotensor.ranks.groups import Group, membership_of
@@ -20,7 +21,6 @@ from aiotensor.ranks.settings import PipeSettings
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.waiting import at_most, seconds_or_never
 from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts, snapshot
-from aiotensor.transports.base import Transport
 from aiotensor.types import MAX_NUMBER, PipeStatistics, Usage
 
 __all__ = ["RankPipe"]
@@ -250,10 +250,11 @@ class RankPipe(LoopObject):
 
     def _new_door(self) -> Door:
         join = Join(VERSION, os.getpid(), self._settings.max_bytes)
-        return Door(join, f"rank {self._peer}", self._new_session)
-
-    def _new_session(self, transport: Transport, connection: RankConnection) -> Session:
-        return Session(transport, connection, self._settings, self._counts, self._errors, self._label)
+        # Not a method: the listener and the connector outlive this object if it is not closed.
+        new_session = partial(
+            Session, settings=self._settings, counts=self._counts, errors=self._errors, label=self._label
+        )
+        return Door(join, f"rank {self._peer}", new_session)
 
     def _not_opened(self) -> WouldBlockError:
         return WouldBlockError(

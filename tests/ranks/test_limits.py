@@ -1,0 +1,194 @@
+"""Bytes in flight are bounded, and return whatever happens to a message."""
+
+import asyncio
+import gc
+import logging
+
+import pytest
+import torch
+
+from aiotensor import ClosedError, PeerLostError, TooLargeError, UnsupportedTensorError, WouldBlockError
+from aiotensor.protocol.ranks import LEAST_MESSAGE_BYTES
+from aiotensor.ranks import RankPipe, outgoing
+from tests.ranks.pipes import ends
+from verification.patterns import BIG, pattern
+from verification.waiting import until
+
+pytestmark = pytest.mark.usefixtures("route")
+
+_BIG_BYTES = BIG * 8
+_SOME = 5_000  # elements of int64: between machines, they travel with the frame
+
+
+async def _idle(*pipes: RankPipe) -> None:
+    """Wait until all bytes have returned."""
+    gc.collect()
+    await until(lambda: all(pipe.statistics().bytes_in_flight == 0 for pipe in pipes))
+    assert all(pipe.statistics().in_flight == 0 for pipe in pipes)
+
+
+@pytest.mark.parametrize("count", [0, 10, _SOME, BIG])
+async def test_bytes_in_flight_never_exceed_the_limit(count: int) -> None:
+    cost = max(count * 8, LEAST_MESSAGE_BYTES)
+    async with ends(max_bytes=3 * cost) as (low, high):
+        sending = [asyncio.ensure_future(low.send(pattern(seed, count))) for seed in range(8)]
+        await until(lambda: high.statistics().unclaimed == 3)
+        await asyncio.sleep(0.02)
+        statistics = low.statistics()
+        assert (statistics.bytes_in_flight, statistics.waiting_sends) == (3 * cost, 5)
+        assert [task.done() for task in sending] == [True] * 3 + [False] * 5
+        for seed in range(8):
+            received = await high.receive()
+            assert received is not None
+            assert torch.equal(received, pattern(seed, count))
+            del received
+        await asyncio.gather(*sending)
+        assert low.statistics().peak_bytes_in_flight == 3 * cost
+        await _idle(low)
+
+
+async def test_a_received_tensor_counts_until_it_is_freed() -> None:
+    async with ends(max_bytes=2 * _BIG_BYTES) as (low, high):
+        await low.send(pattern(0, 2 * BIG))
+        received = await high.receive()
+        await low.drain()
+        with pytest.raises(WouldBlockError, match="max_bytes=1600000 are in use"):
+            low.send_nowait(None)
+        waiting = asyncio.ensure_future(low.send(pattern(1, BIG)))
+        await until(lambda: low.statistics().waiting_sends == 1)
+        del received
+        await waiting
+
+
+async def test_a_received_copy_frees_the_bytes_at_once() -> None:
+    async with ends(max_bytes=_BIG_BYTES) as (low, high):
+        copies = []
+        for seed in range(4):
+            await low.send(pattern(seed, BIG))
+            copies.append(await high.receive(copy=True))
+        for seed, copy in enumerate(copies):
+            assert copy is not None
+            assert torch.equal(copy, pattern(seed, BIG))
+        await until(lambda: high.statistics().leases == 0)
+
+
+async def test_waiting_calls_are_served_in_their_order() -> None:
+    async with ends(max_bytes=2 * _BIG_BYTES) as (low, high):
+        await low.send(pattern(0, BIG))
+        large = asyncio.ensure_future(low.send(pattern(1, 2 * BIG)))
+        await until(lambda: low.statistics().waiting_sends == 1)
+        small = asyncio.ensure_future(low.send(pattern(2, 10)))
+        with pytest.raises(WouldBlockError):
+            low.send_nowait(None)  # it would overtake them
+        await until(lambda: low.statistics().waiting_sends == 2)
+        for seed, count in enumerate((BIG, 2 * BIG, 10)):
+            received = await high.receive()
+            assert received is not None
+            assert torch.equal(received, pattern(seed, count))
+            del received
+        await asyncio.gather(large, small)
+
+
+async def test_a_message_that_never_fits_is_refused_at_once() -> None:
+    async with ends(max_bytes=_BIG_BYTES) as (low, _):
+        with pytest.raises(TooLargeError, match="raise max_bytes"):
+            await low.send(pattern(0, BIG + 1))
+
+
+async def test_a_wait_for_bytes_ends_after_max_wait_s() -> None:
+    async with ends(max_bytes=_BIG_BYTES, max_wait_s=0.05) as (low, high):
+        await low.send(pattern(0, BIG))
+        with pytest.raises(WouldBlockError, match="not enough bytes were free"):
+            await low.send(None)
+        assert await high.receive() is not None
+        with pytest.raises(WouldBlockError, match="no message has arrived within"):
+            await high.receive()
+        await low.send(None)
+        assert await high.receive() is None
+
+
+async def test_nothing_stalls_after_a_thousand_sends_that_failed() -> None:
+    async with ends(max_bytes=_BIG_BYTES) as (low, high):
+        await low.send(pattern(0, BIG))
+        refused = torch.ones(3).to_sparse()
+        for number in range(250):
+            with pytest.raises(UnsupportedTensorError):
+                await low.send(refused)
+            with pytest.raises(TooLargeError):
+                await low.send(pattern(0, BIG + 1))
+            with pytest.raises(WouldBlockError):
+                low.send_nowait(None)
+            cancelled = asyncio.ensure_future(low.send(pattern(0, BIG if number % 2 else 10)))
+            await asyncio.sleep(0)
+            cancelled.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+        assert low.statistics().bytes_in_flight == _BIG_BYTES
+        assert await high.receive() is not None
+        await _idle(low)
+        for count in (10, BIG, _SOME):
+            await low.send(pattern(1, count))
+            received = await high.receive()
+            assert received is not None
+            assert torch.equal(received, pattern(1, count))
+            del received
+        await low.drain()
+        assert low.statistics().errors == {
+            "UnsupportedTensorError": 250,
+            "TooLargeError": 250,
+            "WouldBlockError": 250,
+        }
+
+
+async def test_cancelled_copies_return_their_bytes() -> None:
+    async with ends(max_bytes=8 * _BIG_BYTES) as (low, high):
+        for number in range(200):
+            sending = [asyncio.ensure_future(low.send(pattern(seed, 2 * BIG))) for seed in range(3)]
+            for _ in range(number % 7):
+                await asyncio.sleep(0)
+            sending[1].cancel()
+            await asyncio.wait(sending)
+            expected = [seed for seed, task in enumerate(sending) if not task.cancelled()]
+            for seed in expected:
+                received = await high.receive()
+                assert received is not None
+                assert torch.equal(received, pattern(seed, 2 * BIG))
+                del received
+        await _idle(low)
+
+
+async def test_a_long_wait_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(outgoing, "LONG_WAIT_S", 0.01)
+    async with ends(max_bytes=_BIG_BYTES) as (low, high):
+        await low.send(pattern(0, BIG))
+        with caplog.at_level(logging.WARNING, "aiotensor.ranks"):
+            waiting = asyncio.ensure_future(low.send(pattern(1, 10)))
+            await until(lambda: any(record.event == "slow_peer" for record in caplog.records))  # type: ignore[attr-defined]
+            await asyncio.sleep(0.05)
+            assert len(caplog.records) == 1
+            [record] = caplog.records
+            assert "pipe of rank 0 to rank 1" in record.getMessage()
+        assert await high.receive() is not None
+        await waiting
+
+
+async def test_drain_waits_for_earlier_messages_only() -> None:
+    async with ends(max_bytes=4 * _BIG_BYTES) as (low, high):
+        await low.drain()
+        await low.send(None)
+        draining = asyncio.ensure_future(low.drain())
+        await asyncio.sleep(0)
+        await low.send(pattern(0, BIG))
+        assert await high.receive() is None
+        await draining
+        later = asyncio.ensure_future(low.drain())
+        await asyncio.sleep(0.02)
+        assert not later.done()
+        await high.aclose()
+        with pytest.raises(PeerLostError):
+            await later
+        await low.aclose()
+        with pytest.raises(ClosedError):
+            await low.drain()
