@@ -9,7 +9,7 @@
       | <-----------------------------------------------> |
 
 An end whose opening fails or is cancelled marks its entry as withdrawn, and the other end tries again with
-its next number.
+its next number. If the two ends do not fit together, both find that out, and none tries again.
 """
 
 import asyncio
@@ -91,6 +91,8 @@ class Meeting:
                 session = await self._meet(name, entry)
                 if session is not None:
                     return session
+            except RefusedError:
+                raise  # the other rank finds the reason in this entry, too
             except BaseException:
                 await self._entries.withdraw(name)
                 raise

@@ -1,0 +1,353 @@
+"""How the two ends find each other: late, cancelled, with other arguments, or not at all."""
+
+import asyncio
+import logging
+import os
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+import zmq
+from torch.distributed import HashStore, PrefixStore, TCPStore
+from torch.distributed.device_mesh import DeviceMesh
+
+from aiotensor import (
+    ClosedError,
+    PeerLostError,
+    ProtocolError,
+    RefusedError,
+    TensorSender,
+    UsageError,
+    WouldBlockError,
+)
+from aiotensor.ranks import RankPipe, entries, meeting
+from tests.ranks.pipes import Routes, opened
+from verification.patterns import pattern
+from verification.promptly import promptly
+from verification.waiting import until
+
+pytestmark = pytest.mark.usefixtures("route")
+
+_SOME = 5_000
+
+
+def _end(store: Any, rank: int, **options: Any) -> RankPipe:
+    return RankPipe(store, 1 - rank, rank=rank, world_size=2, **{**Routes.current.options, **options})
+
+
+async def _exchange(low: RankPipe, high: RankPipe) -> None:
+    """See that two ends belong to each other, and close them."""
+    for sender, receiver in ((low, high), (high, low)):
+        await sender.send(pattern(sender.rank, _SOME))
+        received = await receiver.receive()
+        assert received is not None
+        assert torch.equal(received, pattern(sender.rank, _SOME))
+    await low.aclose()
+    await high.aclose()
+
+
+def _keys(store: HashStore) -> list[str]:
+    return sorted(store.list_keys())
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_either_end_may_be_opened_first(first: int) -> None:
+    store = HashStore()
+    early, late = _end(store, first), _end(store, 1 - first)
+    opening = asyncio.ensure_future(early.__aenter__())
+    await asyncio.sleep(0.05)
+    assert not opening.done()
+    await late.__aenter__()
+    await opening
+    await _exchange(*sorted((early, late), key=lambda pipe: pipe.rank))
+    assert _keys(store) == ["aiotensor/ranks/0-1/0", "aiotensor/ranks/0-1/1"]  # the counters
+
+
+async def test_each_pipe_of_a_rank_belongs_to_the_pipe_of_the_same_number_of_the_other() -> None:
+    store = HashStore()
+    lows = [_end(store, 0) for _ in range(3)]
+    for low in lows:
+        opening = asyncio.ensure_future(low.__aenter__())
+        await until(lambda: len(store.list_keys()) > 0)
+        await asyncio.sleep(0.01)  # the number is taken
+        opening.add_done_callback(lambda _: None)
+    highs = [_end(store, 1) for _ in range(3)]
+    for high in highs:
+        await high.__aenter__()
+    await until(lambda: all(low.statistics().connected for low in lows))
+    for low, high in zip(lows, highs, strict=True):
+        await _exchange(low, high)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("delay_s", [0.0, 0.001, 0.005, 0.02])
+async def test_an_end_whose_opening_was_cancelled_is_replaced_by_the_next(rank: int, delay_s: float) -> None:
+    store = HashStore()
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await _end(store, rank).__aenter__()
+        low, high = _end(store, 0), _end(store, 1)
+        await opened(low, high)
+        await _exchange(low, high)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_an_end_that_waits_meets_the_next_one_after_the_other_was_cancelled(rank: int) -> None:
+    store = HashStore()
+    waiting = _end(store, 1 - rank)
+    opening = asyncio.ensure_future(waiting.__aenter__())
+    for delay_s in (0.0, 0.002, 0.01):
+        with pytest.raises((TimeoutError, ClosedError)):
+            async with asyncio.timeout(delay_s):
+                other = _end(store, rank)
+                await other.__aenter__()
+                await other.aclose()
+                raise ClosedError  # it was fast enough: then the first end was met
+        if opening.done():
+            await (await opening).aclose()
+            waiting = _end(store, 1 - rank)
+            opening = asyncio.ensure_future(waiting.__aenter__())
+    other = _end(store, rank)
+    await other.__aenter__()
+    await opening
+    await _exchange(*sorted((waiting, other), key=lambda pipe: pipe.rank))
+
+
+async def test_a_rank_that_never_opens_its_end_is_waited_for_until_the_call_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(meeting, "LONG_WAIT_S", 0.02)
+    for rank in (0, 1):
+        with caplog.at_level(logging.WARNING, "aiotensor.ranks"), promptly(), pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await _end(HashStore(), rank).__aenter__()
+        [record] = caplog.records
+        assert record.event == "peer_missing"  # type: ignore[attr-defined]
+        assert f"rank {1 - rank} has not opened its end" in record.getMessage()
+        caplog.clear()
+
+
+async def test_max_wait_s_limits_the_wait_for_the_other_rank() -> None:
+    pipe = _end(HashStore(), 0, max_wait_s=0.05)
+    with pytest.raises(WouldBlockError, match="rank 1 has not opened its end within"):
+        await pipe.__aenter__()
+    with pytest.raises(ClosedError):
+        await pipe.send(None)
+
+
+async def test_closing_a_pipe_ends_its_opening() -> None:
+    pipe = _end(HashStore(), 0)
+    opening = asyncio.ensure_future(pipe.__aenter__())
+    await asyncio.sleep(0.02)
+    with pytest.raises(ClosedError, match="still being opened"):
+        await pipe.send(None)
+    await pipe.aclose()
+    with pytest.raises(ClosedError, match="closed while it was opened"):
+        await opening
+
+
+async def test_ranks_with_different_limits_refuse_each_other() -> None:
+    store = HashStore()
+    low, high = _end(store, 0, max_bytes=1 << 20), _end(store, 1, max_bytes=1 << 21)
+    results = await asyncio.gather(low.__aenter__(), high.__aenter__(), return_exceptions=True)
+    assert [type(error) for error in results] == [RefusedError] * 2
+    assert "max_bytes=2097152, and this rank with 1048576: give both the same" in str(results[0])
+
+
+async def test_ranks_that_disagree_on_encryption_refuse_each_other() -> None:
+    store = HashStore()
+    low, high = _end(store, 0, encrypt=True), _end(store, 1, encrypt=False)
+    results = await asyncio.gather(low.__aenter__(), high.__aenter__(), return_exceptions=True)
+    assert [type(error) for error in results] == [RefusedError] * 2
+    assert "give both the same" in str(results[0])
+
+
+async def test_another_version_of_the_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    entry = entries.Entry(99, "another machine", address="/nowhere")
+    data = msgspec.json.encode(entry).decode()
+    store.set("aiotensor/ranks/0-1/1/1", data)
+    store.set("aiotensor/ranks/0-1/2/0", data)
+    store.add("aiotensor/ranks/0-1/1", 1)
+    for rank in (0, 1):
+        with pytest.raises(RefusedError, match="version 99"):
+            await _end(store, rank).__aenter__()
+
+
+async def test_an_entry_of_another_form_is_an_error() -> None:
+    store = HashStore()
+    store.set("aiotensor/ranks/0-1/1/1", "nonsense")
+    with pytest.raises(ProtocolError, match="rank 1 wrote an entry that cannot be read"):
+        await _end(store, 0).__aenter__()
+
+
+async def test_an_end_that_was_killed_while_it_opened_ends_with_the_wait_of_the_other() -> None:
+    store = HashStore()
+    store.add("aiotensor/ranks/0-1/1", 1)  # it took its number, and died
+    with pytest.raises(WouldBlockError):
+        await _end(store, 0, max_wait_s=0.05).__aenter__()
+
+
+async def test_a_store_that_is_gone_is_an_error() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    opening = asyncio.ensure_future(_end(client, 0).__aenter__())
+    await asyncio.sleep(0.05)
+    del server
+    with promptly(5), pytest.raises(PeerLostError, match="the store of the group cannot be reached"):
+        await opening
+
+
+async def test_a_store_with_a_prefix_is_found_and_its_interface_used() -> None:
+    server = PrefixStore("training", TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    low, high = (
+        RankPipe(
+            server, 1 - rank, rank=rank, world_size=2, encrypt=Routes.current.options.get("encrypt", False)
+        )
+        for rank in (0, 1)
+    )
+    await opened(low, high)
+    await _exchange(low, high)
+
+
+async def test_a_store_without_a_server_needs_host_between_machines() -> None:
+    store = HashStore()
+    if Routes.current.is_local:
+        low, high = _end(store, 0), _end(store, 1)
+        await opened(low, high)
+        await _exchange(low, high)
+        return
+    results = await asyncio.gather(
+        _end(store, 0, host=None).__aenter__(),
+        _end(store, 1, host=None, max_wait_s=1).__aenter__(),
+        return_exceptions=True,
+    )
+    assert isinstance(results[0], UsageError)
+    assert "give its address as host=" in str(results[0])
+    assert isinstance(results[1], WouldBlockError)
+
+
+async def test_opening_leaves_no_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    store = HashStore()
+    low, high = _end(store, 0), _end(store, 1)
+    await opened(low, high)
+    assert os.listdir(folder) == []
+    await _exchange(low, high)
+
+
+async def test_a_folder_with_a_long_name_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = folder / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    store = HashStore()
+    low, high = _end(store, 0), _end(store, 1, max_wait_s=0.2)
+    if not Routes.current.is_local:
+        await opened(low, high)
+        await _exchange(low, high)
+        return
+    results = await asyncio.gather(low.__aenter__(), high.__aenter__(), return_exceptions=True)
+    assert isinstance(results[0], OSError)
+    assert "set TMPDIR to a folder with a shorter name" in str(results[0])
+
+
+async def _listening(store: HashStore) -> str:
+    """Return the address where the lower rank of a store listens, once it does."""
+    key = "aiotensor/ranks/0-1/1/0"
+    await until(lambda: store.check([key]) and b'"address":""' not in store.get(key))
+    address: str = msgspec.json.decode(store.get(key))["address"]
+    return address
+
+
+async def test_other_processes_that_connect_are_ignored() -> None:
+    store = HashStore()
+    low = _end(store, 0)
+    opening = asyncio.ensure_future(low.__aenter__())
+    _write_entry_of_rank_1(store)
+    address = await _listening(store)
+    if address.startswith("/"):
+        silent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        silent.connect(address)
+        rude = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        rude.connect(address)
+        rude.send(b"nonsense")
+        async with TensorSender(f"unix://{address}", max_wait_s=0.1) as sender:
+            with pytest.raises((WouldBlockError, PeerLostError)):
+                await sender.ready()
+    else:
+        host, port = address.removeprefix("tcp://").rsplit(":", 1)
+        silent, rude = (socket.create_connection((host, int(port))) for _ in range(2))
+        rude.send(b"GET / HTTP/1.0\r\n\r\n")
+        if not Routes.current.options.get("encrypt"):
+            async with TensorSender(address, max_wait_s=0.3) as sender:  # without the token
+                with pytest.raises(WouldBlockError):
+                    await sender.ready()
+    assert not opening.done()
+    silent.close()
+    rude.close()
+    opening.cancel()
+    await asyncio.wait([opening])
+    low, high = _end(store, 0), _end(store, 1)
+    await opened(low, high)
+    await _exchange(low, high)
+
+
+def _write_entry_of_rank_1(store: HashStore) -> None:
+    """Write an entry, so that rank 0 begins to listen."""
+    key, _ = zmq.curve_keypair()
+    key = key if Routes.current.options.get("encrypt") else b""
+    host = Routes.current.options.get("host", "")
+    entry = entries.Entry(entries.VERSION, entries.machine_of_this_process(), host, key.decode())
+    store.set("aiotensor/ranks/0-1/1/1", msgspec.json.encode(entry).decode())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"peer": 0}, ValueError, "rank 0 is this rank"),
+        ({"peer": 2}, ValueError, "there is no rank 2 in a group of 2"),
+        ({"peer": -1}, ValueError, "there is no rank -1"),
+        ({"rank": 2}, ValueError, "there is no rank 2"),
+        ({"rank": None}, TypeError, "give rank and world_size, too"),
+        ({"max_bytes": 4095}, ValueError, "max_bytes must be at least 4096"),
+        ({"max_bytes": 1.5}, TypeError, "float"),
+        ({"max_wait_s": 0}, ValueError, "max_wait_s must be positive"),
+        ({"peer_timeout_s": -1}, ValueError, "peer_timeout_s must be positive"),
+        ({"host": "localhost"}, ValueError, "does not appear to be an IPv4 or IPv6 address"),
+        ({"group": "nccl"}, TypeError, "a group is a torch.distributed.ProcessGroup"),
+        ({"group": None}, TypeError, "a group is a torch.distributed.ProcessGroup"),
+    ],
+)
+async def test_wrong_arguments_are_refused(
+    arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    right: dict[str, Any] = {"group": HashStore(), "peer": 1, "rank": 0, "world_size": 2}
+    if not isinstance(arguments.get("group", right["group"]), dist.Store):  # type: ignore[attr-defined]
+        right |= {"rank": None, "world_size": None}
+    with pytest.raises(error, match=text):
+        RankPipe(**{**right, **arguments})
+
+
+async def test_a_group_of_one_process_has_no_other_rank() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        with pytest.raises(ValueError, match="there is no rank 1 in a group of 1"):
+            RankPipe(group, 1)
+        with pytest.raises(TypeError, match="a group knows its own"):
+            RankPipe(group, 1, rank=0)
+        mesh = DeviceMesh("cpu", [[0]], mesh_dim_names=("dp", "tp"))
+        with pytest.raises(ValueError, match="a mesh of 2 dimensions is no group"):
+            RankPipe(mesh, 1)
+        with pytest.raises(ValueError, match="there is no rank 1 in a group of 1"):
+            RankPipe(mesh["tp"], 1)
+    finally:
+        dist.destroy_process_group()
