@@ -15,9 +15,16 @@ import torch
 from aiotensor import TensorHandle, TensorReceiver, TensorSender
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.channel import MessageClient, MessageServer
+from aiotensor.ranks import RankPipe
 from verification import inside
 from verification.descriptors import our_descriptors
-from verification.internals import held_by_publisher, held_by_receiver, held_by_sender, session_of
+from verification.internals import (
+    held_by_pipe,
+    held_by_publisher,
+    held_by_receiver,
+    held_by_sender,
+    session_of,
+)
 from verification.patterns import BIG, pattern
 from verification.processes.watch import memfds
 from verification.waiting import until
@@ -25,7 +32,13 @@ from verification.waiting import until
 __all__ = ["Party", "Watch"]
 
 Party: TypeAlias = (
-    TensorSender | TensorReceiver | MessageClient[Any] | MessageServer[Any] | Publisher | Subscriber[Any]
+    TensorSender
+    | TensorReceiver
+    | MessageClient[Any]
+    | MessageServer[Any]
+    | Publisher
+    | Subscriber[Any]
+    | RankPipe
 )
 
 # A leak never ends. Resources on their way back get this much time, and this many turns of the loop, before a
@@ -87,6 +100,14 @@ class Watch(logging.Handler):
                     handle = await sender.send(pattern(count, count))
                     assert torch.equal(await receiver.receive(handle), pattern(count, count))
                     await until(partial(_has_ended, sender, handle))
+            case [RankPipe() as low, RankPipe() as high]:
+                for one, other in ((low, high), (high, low)):
+                    for count in (BIG, 3):
+                        await one.send(pattern(count, count))
+                        received = await other.receive()
+                        assert received is not None and torch.equal(received, pattern(count, count))  # noqa: PT018
+                        del received
+                    await one.drain()
 
     async def _come_back(self, before: dict[str, object]) -> None:
         end, turn = self._loop.time() + _PATIENCE_S, 0
@@ -144,6 +165,8 @@ def _of(party: Party) -> dict[str, object]:
             return _of_publisher(party)
         case Subscriber():
             return _of_subscriber(party)
+        case RankPipe():
+            return _of_pipe(party)
 
 
 def _of_process() -> dict[str, object]:
@@ -176,6 +199,19 @@ def _of_receiver(receiver: TensorReceiver) -> dict[str, object]:
         "unclaimed tensors": seen.unclaimed_tensors,
         "waiting": seen.waiting,
         **held_by_receiver(receiver),
+    }
+
+
+def _of_pipe(pipe: RankPipe) -> dict[str, object]:
+    seen = pipe.statistics()
+    return {
+        "connected": seen.connected,
+        "in flight": seen.in_flight,
+        "bytes": seen.bytes_in_flight,
+        "waiting": (seen.waiting_sends, seen.waiting_receives),
+        "unclaimed": seen.unclaimed,
+        "leases": (seen.leases, seen.leased_bytes),
+        **held_by_pipe(pipe),
     }
 
 

@@ -14,6 +14,7 @@ from aiotensor.broadcast.session import Session as SubscriberSession
 from aiotensor.protocol.audience import Backlog
 from aiotensor.protocol.blocks import Blocks
 from aiotensor.protocol.frames import Hello
+from aiotensor.ranks import RankPipe
 from aiotensor.receiving.inspectors import InspectorPeer
 from aiotensor.receiving.intake import Intake
 from aiotensor.receiving.senders import Senders
@@ -40,6 +41,7 @@ __all__ = [
     "drainers_of",
     "end_first_wait",
     "has_ended",
+    "held_by_pipe",
     "held_by_publisher",
     "held_by_receiver",
     "held_by_sender",
@@ -187,6 +189,19 @@ def held_by_publisher(publisher: Publisher) -> dict[str, int]:
         "pinned blocks": len(publishing.memory.leases),
         "departures": len(publishing.subscribers.departures._departures),
         "calls that wait for subscribers": len(publishing.subscribers.changes),
+    }
+
+
+def held_by_pipe(pipe: RankPipe) -> dict[str, int]:
+    """Count what an end of a pipe holds and does not report."""
+    session = pipe._session
+    if session is None:
+        return {}
+    return {
+        "pinned blocks": len(session.outgoing.memory.leases),
+        "bytes of the arena": session.outgoing.memory.gate.budget.in_use,
+        "calls that wait for changes": len(session.outgoing._changes),
+        "answers that are due": len(session._connection._untaken),
     }
 
 

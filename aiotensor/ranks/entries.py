@@ -13,6 +13,7 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -113,9 +114,13 @@ class Entries:
         try:
             return await _result(asyncio.shield(beginning))
         except asyncio.CancelledError:
+            # Withdrawn by a callback, so that it happens even if this call is cancelled again.
+            withdrawing: list[asyncio.Future[None]] = []
+            beginning.add_done_callback(partial(self._withdraw_begun, withdrawing))
             with anyio.move_on_after(_LAST_CALL_S, shield=True):
-                name, _ = await _result(beginning)
-                await self.withdraw(name)
+                await asyncio.wait([beginning])
+                if withdrawing:
+                    await asyncio.wait(withdrawing)
             raise
 
     async def read(self, name: Name) -> Entry | None:
@@ -137,16 +142,17 @@ class Entries:
 
     async def write(self, name: Name, entry: Entry) -> None:
         """Replace an entry of this end; errors are those of `read`."""
-        data = msgspec.json.encode(entry).decode()
-        await _result(self._call(lambda: self._store.set(self._key(name), data)))
+        await _result(self._write(name, entry))
 
     async def withdraw(self, name: Name) -> None:
-        """Mark an entry of this end as withdrawn; cannot be cancelled, but ends after a second.
+        """Mark an entry of this end as withdrawn, even if the call is cancelled; ends after a second.
 
         A store that does not answer is ignored.
         """
-        with anyio.move_on_after(_LAST_CALL_S, shield=True), suppress(PeerLostError, OSError):
-            await self.write(name, Entry(VERSION, "", is_withdrawn=True))
+        with suppress(OSError):
+            withdrawing = self._withdraw(name)
+            with anyio.move_on_after(_LAST_CALL_S, shield=True):
+                await asyncio.wait([withdrawing])
 
     async def remove(self, number: int) -> None:
         """Remove the entries of both ends of a pipe, which have found each other; errors as for `read`."""
@@ -157,6 +163,25 @@ class Entries:
                 self._store.delete_key(key)
 
         await _result(self._call(remove))
+
+    def _write(self, name: Name, entry: Entry) -> "asyncio.Future[None]":
+        data = msgspec.json.encode(entry).decode()
+        return self._call(lambda: self._store.set(self._key(name), data))
+
+    def _withdraw(self, name: Name) -> "asyncio.Future[None]":
+        withdrawing = self._write(name, Entry(VERSION, "", is_withdrawn=True))
+        withdrawing.add_done_callback(_ignore_error)
+        return withdrawing
+
+    def _withdraw_begun(
+        self,
+        withdrawing: "list[asyncio.Future[None]]",
+        beginning: "asyncio.Future[tuple[Name, Entry]]",
+    ) -> None:
+        if beginning.exception() is None:
+            name, _ = beginning.result()
+            with suppress(OSError):
+                withdrawing.append(self._withdraw(name))
 
     def _key(self, name: Name) -> str:
         return f"{self._prefix}/{name.number}/{name.rank}"
@@ -171,6 +196,12 @@ async def _result(call: "asyncio.Future[R]") -> R:
         return await call
     except RuntimeError as error:  # torch.distributed.DistError and others
         raise PeerLostError(f"the store of the group cannot be reached: {error}") from None
+
+
+def _ignore_error(call: "asyncio.Future[None]") -> None:
+    """Retrieve the error of a call whose failure has no consequence."""
+    if not call.cancelled():
+        call.exception()
 
 
 def _connection_to(store: "Store") -> "Store":

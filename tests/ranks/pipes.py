@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.distributed import FileStore, HashStore
+from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
 from aiotensor.ranks import RankPipe, entries
 from verification.patterns import pattern
@@ -99,7 +99,7 @@ async def ends(**options: Any) -> AsyncIterator[Ends]:
 # Functions to run in a child, whose endpoint is the path of a store.
 
 
-async def open_pipe(state: State, rank: int, machine: str | None = None, **options: Any) -> None:
+async def open_pipe(state: State, /, rank: int, machine: str | None = None, **options: Any) -> None:
     """Open an end, and keep it.
 
     Args:

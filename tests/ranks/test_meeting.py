@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zmq
-from torch.distributed import HashStore, PrefixStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from aiotensor import (
@@ -25,6 +25,7 @@ from aiotensor import (
     UsageError,
     WouldBlockError,
 )
+from aiotensor.protocol.frames import VERSION
 from aiotensor.ranks import RankPipe, entries, meeting
 from tests.ranks.pipes import Routes, opened
 from verification.patterns import pattern
@@ -303,7 +304,7 @@ def _write_entry_of_rank_1(store: HashStore) -> None:
     key, _ = zmq.curve_keypair()
     key = key if Routes.current.options.get("encrypt") else b""
     host = Routes.current.options.get("host", "")
-    entry = entries.Entry(entries.VERSION, entries.machine_of_this_process(), host, key.decode())
+    entry = entries.Entry(VERSION, entries.machine_of_this_process(), host, key.decode())
     store.set("aiotensor/ranks/0-1/1/1", msgspec.json.encode(entry).decode())
 
 
