@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
+from aiotensor import PeerLostError
 from aiotensor.ranks import RankPipe, entries
 from verification.patterns import pattern
 from verification.processes.peers import Peer, State
@@ -135,8 +136,9 @@ async def receive(state: State, first: int, count: int, *, keep: bool = False) -
 async def echo(state: State) -> None:
     """Return each message until the other end is gone."""
     pipe = state.others["pipe"]
-    while True:
-        await pipe.send(await pipe.receive())
+    with suppress(PeerLostError):
+        while True:
+            await pipe.send(await pipe.receive())
 
 
 async def forget(state: State) -> None:
