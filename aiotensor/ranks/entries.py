@@ -34,6 +34,8 @@ R = TypeVar("R")
 
 _LAST_CALL_S = 1.0  # the longest wait for the store when opening was cancelled
 
+_NONE = "?"  # no entry
+
 _NAMESPACES = ("mnt", "net", "pid", "user")
 
 
@@ -131,9 +133,10 @@ class Entries:
             ProtocolError: the entry has another form.
             OSError: no thread can be started.
         """
-        key = self._key(name)
-        data = await _result(self._call(lambda: self._store.get(key) if self._store.check([key]) else None))
-        if data is None:
+        # `get` waits for a missing entry, even for one that was removed after a `check`. This returns the
+        # expected value instead.
+        data = await _result(self._call(lambda: self._store.compare_set(self._key(name), _NONE, _NONE)))
+        if data == _NONE.encode():
             return None
         try:
             return msgspec.json.decode(data, type=Entry)
