@@ -89,7 +89,6 @@ class Entries:
         self._host = host
         low, high = sorted((membership.rank, peer))
         self._prefix = f"aiotensor/ranks/{low}-{high}"
-        self._has_own_connection = False
 
     async def begin(self, public_key: str) -> tuple[Name, Entry]:
         """Count the next pipe, and write the first entry of this end.
@@ -103,9 +102,6 @@ class Entries:
         rank = self._membership.rank
 
         def begin() -> tuple[Name, Entry]:
-            if not self._has_own_connection:
-                self._store = _connection_to(self._store)
-                self._has_own_connection = True
             name = Name(rank, self._store.add(f"{self._prefix}/{rank}", 1))
             host = self._host or _address_towards(self._store)
             entry = Entry(VERSION, machine_of_this_process(), host, public_key)
@@ -205,12 +201,6 @@ def _ignore_error(call: "asyncio.Future[None]") -> None:
     """Retrieve the error of a call whose failure has no consequence."""
     if not call.cancelled():
         call.exception()
-
-
-def _connection_to(store: "Store") -> "Store":
-    """Return another connection to the same store: a connection that waits for an entry is locked."""
-    clone: Callable[[], Store] | None = getattr(store, "clone", None)  # since torch 2.9
-    return store if clone is None else clone()
 
 
 def _address_towards(store: "Store") -> str:

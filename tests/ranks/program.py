@@ -1,0 +1,154 @@
+"""The ranks of a gloo group, started by torchrun; each writes its findings to a file.
+
+torchrun --nproc-per-node 4 -m tests.ranks.program SCENARIO FOLDER
+"""
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from aiotensor import PeerLostError, WouldBlockError
+from aiotensor.ranks import Group, RankPipe
+from verification.patterns import BIG, pattern
+from verification.promptly import allowed_s
+
+_COUNTS = [10, None, 5_000, BIG, None, 2 * BIG]
+_WAIT_S = 60.0
+
+
+class Findings(msgspec.Struct):
+    """What one rank has seen.
+
+    Attributes:
+        rank: in the group.
+        pipes: how many pipes it opened.
+        messages: how many messages it received with the right values.
+        lost_after_s: the seconds after which the loss of the killed rank was reported; None without a loss.
+        not_opened: the ranks whose end was never opened.
+    """
+
+    rank: int
+    pipes: int = 0
+    messages: int = 0
+    lost_after_s: float | None = None
+    not_opened: list[int] = []
+
+
+async def everything(found: Findings) -> None:
+    """Exchange messages with all other ranks, over several pipes, also after the end of the group."""
+    rank, size = found.rank, dist.get_world_size()
+    world, others = dist.group.WORLD, [other for other in range(dist.get_world_size()) if other != found.rank]
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
+    assert world is not None
+    groups: list[tuple[Group, list[int], int]] = [(world, others, 2)]
+    for name in ("dp", "tp"):
+        group = mesh[name].get_group()
+        groups.append((mesh[name], [one for one in range(group.size()) if one != group.rank()], 1))
+    async with AsyncExitStack() as stack:
+        pipes = [
+            RankPipe(group, peer, max_bytes=64 << 20, max_wait_s=_WAIT_S)
+            for group, peers, count in groups
+            for peer, _ in itertools.product(peers, range(count))
+        ]
+        await asyncio.gather(*(stack.enter_async_context(pipe) for pipe in pipes))
+        found.pipes = len(pipes)
+        for is_last in (False, True):
+            found.messages += sum(await asyncio.gather(*map(_exchange, pipes)))
+            if not is_last:
+                dist.barrier()
+                dist.destroy_process_group()
+        await asyncio.gather(*(pipe.drain() for pipe in pipes))
+    assert rank < size
+
+
+async def _exchange(pipe: RankPipe) -> int:
+    """Send messages in both directions, and count those that arrive with the right values."""
+
+    async def send() -> None:
+        for seed, count in enumerate(_COUNTS):
+            await pipe.send(None if count is None else pattern(seed + 100 * pipe.rank, count))
+
+    sending = asyncio.create_task(send())
+    right = 0
+    for seed, count in enumerate(_COUNTS):
+        received = await pipe.receive()
+        if received is None or count is None:
+            right += received is None and count is None
+        else:
+            right += torch.equal(received, pattern(seed + 100 * pipe.peer, count))
+        del received
+    await sending
+    return right
+
+
+async def killed(found: Findings) -> None:
+    """Lose the last rank while messages travel."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all ranks as soon as one was killed
+    world, victim = dist.group.WORLD, dist.get_world_size() - 1
+    assert world is not None
+    if found.rank == victim:
+        async with AsyncExitStack() as stack:
+            pipes = [RankPipe(world, peer, max_wait_s=_WAIT_S) for peer in range(victim)]
+            await asyncio.gather(*(stack.enter_async_context(pipe) for pipe in pipes))
+            await asyncio.gather(*map(_exchange, pipes))
+            os.kill(os.getpid(), signal.SIGKILL)
+    async with RankPipe(world, victim, max_wait_s=_WAIT_S) as pipe:
+        found.messages = await _exchange(pipe)
+        began = time.monotonic()
+        try:
+            while True:
+                await asyncio.gather(pipe.send(pattern(0, BIG)), pipe.receive())
+        except PeerLostError:
+            found.lost_after_s = time.monotonic() - began
+
+
+async def missing(found: Findings) -> None:
+    """Wait for the last rank, which opens no pipe."""
+    world, absent = dist.group.WORLD, dist.get_world_size() - 1
+    assert world is not None
+    if found.rank != absent:
+        try:
+            async with RankPipe(world, absent, max_wait_s=0.5):
+                raise AssertionError("no other end was opened")
+        except WouldBlockError:
+            found.not_opened.append(absent)
+    dist.barrier()
+
+
+_SCENARIOS: dict[str, Callable[[Findings], Coroutine[Any, Any, None]]] = {
+    "everything": everything,
+    "killed": killed,
+    "missing": missing,
+}
+
+
+def main(scenario: str, folder: str) -> None:
+    """Run one rank, and write what it has found."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = Findings(dist.get_rank())
+    asyncio.run(_SCENARIOS[scenario](found))
+    if found.lost_after_s is not None:
+        found.lost_after_s /= allowed_s(1.0)
+    # Renamed, since torchrun may end this process at any time after another one was killed.
+    path = Path(folder) / f"{found.rank}.json"
+    path.with_suffix(".new").write_bytes(msgspec.json.encode(found))
+    path.with_suffix(".new").rename(path)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

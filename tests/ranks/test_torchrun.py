@@ -1,0 +1,104 @@
+"""Pipes in gloo groups that torchrun starts, on one host and on two."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.ranks.program import Findings
+from verification.networks import Host, Hosts
+from verification.places import free_port
+
+_ROOT = Path(__file__).parents[2]
+_LIMIT_S = 100.0
+_MESSAGES = 6  # of each exchange, in each direction
+
+
+def _start(scenario: str, folder: Path, *arguments: str, host: Host | None = None) -> subprocess.Popen[str]:
+    inside = [] if host is None else ["ip", "netns", "exec", host.namespace]
+    command = [*inside, sys.executable, "-m", "torch.distributed.run", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
+    if host is not None:
+        environment["GLOO_SOCKET_IFNAME"] = "veth0"
+    return subprocess.Popen(
+        [*command, "-m", "tests.ranks.program", scenario, str(folder)],
+        cwd=_ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _finish(processes: Sequence["subprocess.Popen[str]"], folder: Path) -> tuple[list[Findings], str]:
+    """Return what the ranks have found, and what they printed."""
+    try:
+        output = "".join(process.communicate(timeout=_LIMIT_S)[0] for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [
+        msgspec.json.decode(path.read_bytes(), type=Findings) for path in sorted(folder.glob("*.json"))
+    ], output
+
+
+def _run(scenario: str, size: int, folder: Path) -> tuple[list[Findings], str]:
+    arguments = (
+        "--nproc-per-node",
+        str(size),
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+    )
+    return _finish([_start(scenario, folder, *arguments)], folder)
+
+
+def _check_everything(found: list[Findings], size: int, output: str) -> None:
+    assert [one.rank for one in found] == list(range(size)), output
+    # Two pipes to each other rank, one to each other rank of both dimensions of the mesh; before and after.
+    pipes = 2 * (size - 1) + 1 + (size // 2 - 1)
+    assert all(one.pipes == pipes for one in found), found
+    assert all(one.messages == 2 * pipes * _MESSAGES for one in found), found
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_every_rank_exchanges_messages_with_every_other(size: int, folder: Path) -> None:
+    found, output = _run("everything", size, folder)
+    _check_everything(found, size, output)
+
+
+def test_a_killed_rank_is_lost_to_all_others_within_a_second(folder: Path) -> None:
+    found, output = _run("killed", 4, folder)
+    assert [one.rank for one in found] == [0, 1, 2], output
+    assert all(one.messages == _MESSAGES for one in found)
+    assert all(one.lost_after_s is not None and one.lost_after_s < 1 for one in found), found
+
+
+def test_a_rank_that_never_opens_its_end_hangs_no_other(folder: Path) -> None:
+    found, output = _run("missing", 2, folder)
+    assert [one.not_opened for one in found] == [[1], []], output
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_every_rank_exchanges_messages_with_every_other_on_two_hosts(
+    size: int, hosts: Hosts, folder: Path
+) -> None:
+    address = ("--master-addr", hosts.a.address, "--master-port", str(free_port()))
+    nodes = [
+        _start(
+            "everything",
+            folder,
+            *("--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", str(size // 2)),
+            *address,
+            host=host,
+        )
+        for number, host in enumerate((hosts.a, hosts.b))
+    ]
+    found, output = _finish(nodes, folder)
+    _check_everything(found, size, output)
