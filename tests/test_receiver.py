@@ -138,7 +138,7 @@ async def test_the_error_of_a_cancelled_copy_keeps_no_block(monkeypatch: pytest.
         go_on.wait()
         return tensor.clone()
 
-    monkeypatch.setattr(receiver_module, "_copy", slow_copy)
+    monkeypatch.setattr(receiver_module, "own_copy", slow_copy)
     gc.disable()  # nor may the block wait for a collection
     try:
         async with pair() as (sender, receiver):
