@@ -71,7 +71,7 @@ CONTENDERS = {
         Contender(
             "zmq-tcp",
             "bench.contenders.zmq_tcp",
-            "the same over TCP on the loopback",
+            "the same over TCP",
             lacks=_BLOCKING,
         ),
         Contender(
@@ -85,7 +85,7 @@ CONTENDERS = {
         Contender(
             "gloo",
             "bench.contenders.gloo",
-            "torch.distributed send and recv on gloo: a header with the size, then the bytes",
+            "torch.distributed isend and irecv on gloo: a header with the size, and the bytes",
             lacks=_BLOCKING,
         ),
         Contender(
@@ -114,7 +114,7 @@ CONTENDERS = {
         Contender(
             "tcp-socket",
             "bench.contenders.tcp_socket",
-            "limit: bytes over a TCP socket on the loopback, blocking, into warm memory",
+            "limit: bytes over a TCP socket, blocking, into warm memory",
             is_limit=True,
             lacks=_LIMIT,
         ),

@@ -44,6 +44,9 @@ class Layout(NamedTuple):
         largest: bytes of the largest tensor.
         folder: a fresh folder for sockets, deleted afterwards.
         reply: the kind of answers to requests.
+        device: the network interface of every process.
+        peer_address: of that interface, for the sides of the list.
+        single_address: of that interface, for the single side.
     """
 
     peers: int
@@ -52,6 +55,9 @@ class Layout(NamedTuple):
     largest: int
     folder: Path
     reply: Reply = "echo"
+    device: str = "lo"
+    peer_address: str = "127.0.0.1"
+    single_address: str = "127.0.0.1"
 
 
 class Port(Protocol):

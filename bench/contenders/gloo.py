@@ -1,9 +1,10 @@
-"""torch.distributed point to point on gloo, over TCP on the loopback.
+"""torch.distributed point to point on gloo, over TCP.
 
 Its receiver must know how many bytes come, so a header goes first, as it does in every program whose
-tensors differ in size.
+tensors differ in size. The sender does not wait between the two. `recv` is `irecv` and its `wait`.
 """
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,8 +27,11 @@ class GroupPort:
     async def send(self, tensor: torch.Tensor) -> None:
         if self._peer is None:
             raise TypeError("this side only receives")
-        torch.distributed.send(torch.tensor([len(tensor)]), self._peer)
-        torch.distributed.send(tensor, self._peer)
+        header = torch.tensor([len(tensor)])
+        works = [torch.distributed.isend(part, self._peer) for part in (header, tensor)]
+        for work in works:
+            if work is not None:  # as it is in every rank of the group
+                work.wait()
 
     async def receive(self) -> torch.Tensor:
         header = torch.empty(1, dtype=torch.int64)
@@ -43,9 +47,11 @@ class GroupSide:
     rank: int
     size: int
     peer: int | None
+    device: str
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[GroupPort]:
+        os.environ["GLOO_SOCKET_IFNAME"] = self.device
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{self.meeting}", rank=self.rank, world_size=self.size
         )
@@ -57,5 +63,5 @@ class GroupSide:
 
 def connect(layout: Layout) -> tuple[list[GroupSide], GroupSide]:
     meeting, size = layout.folder / "meeting", layout.peers + 1
-    senders = [GroupSide(meeting, rank, size, _RECEIVER) for rank in range(1, size)]
-    return senders, GroupSide(meeting, _RECEIVER, size, 1 if layout.both_ways else None)
+    senders = [GroupSide(meeting, rank, size, _RECEIVER, layout.device) for rank in range(1, size)]
+    return senders, GroupSide(meeting, _RECEIVER, size, 1 if layout.both_ways else None, layout.device)
