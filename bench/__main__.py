@@ -14,7 +14,7 @@ from bench.measure import parse_size
 from bench.plan import Options, make_plan
 from bench.progress import Reporter
 from bench.records import Answer, Loop, Report
-from bench.workloads import WORKLOADS
+from bench.workloads import WORKLOADS, why_unavailable
 
 _SIZES = "4KiB,64KiB,1MiB,16MiB,150MiB"
 _RESULTS = Path(__file__).parent / "results"
@@ -94,7 +94,7 @@ def main(
     """
     every: tuple[Loop, ...] = ("uvloop",) if quick else ("uvloop", "asyncio")
     options = Options(quick, sizes, loops or every, answer, rounds, deadline, contenders, workloads)
-    plan = make_plan(options, CONTENDERS, WORKLOADS, why_not)
+    plan = make_plan(options, CONTENDERS, WORKLOADS, why_not, why_unavailable)
     to_stderr = Console(stderr=True, soft_wrap=True, highlight=False)
     with Reporter(to_stderr, plan) as reporter:
         report = measure(plan, options, baseline=BASELINE, on_step=reporter.step)

@@ -5,7 +5,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -21,6 +21,8 @@ from bench.fork_server import Output, own_server
 from bench.measure import format_size
 from bench.records import Batch, Spec
 from bench.worker import near
+from bench.workloads import WORKLOADS
+from verification.networks import two_hosts
 
 __all__ = ["FailedError", "Groups"]
 
@@ -72,9 +74,10 @@ class Groups:
         with (
             tempfile.TemporaryFile() as output,
             tempfile.TemporaryDirectory(prefix="aiotensor-bench-", ignore_cleanup_errors=True) as folder,
+            two_hosts() if WORKLOADS[spec.workload].between_hosts else nullcontext() as hosts,
         ):
             results, theirs = get_context("forkserver").Pipe(duplex=False)
-            arguments = (Output(output.fileno()), own_server(), contender, spec, Path(folder), theirs)
+            arguments = (Output(output.fileno()), own_server(), contender, spec, Path(folder), theirs, hosts)
             process = get_context("forkserver").Process(target=near, args=arguments)
             with results:
                 self._start(process)

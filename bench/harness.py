@@ -63,7 +63,10 @@ def measure(
         quick=options.quick,
         answer=options.answer,
         baseline=baseline,
-        contenders=[Participant(one.name, one.what, one.is_limit, one.carries) for one in plan.contenders],
+        contenders=[
+            Participant(one.name, one.what, one.is_limit, one.carries, one.spans_hosts)
+            for one in plan.contenders
+        ],
         workloads=[chapter.workload.name for chapter in plan.chapters],
         seconds=time.monotonic() - began,
         machine=describe(load_before),

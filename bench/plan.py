@@ -44,7 +44,7 @@ class Entry(NamedTuple):
 
 
 class Chapter(NamedTuple):
-    """One workload with its contenders."""
+    """One workload with its contenders; without rounds and contenders if it cannot be measured here."""
 
     workload: Workload
     rounds: int
@@ -78,8 +78,17 @@ def make_plan(
     contenders: Mapping[str, Contender],
     workloads: Mapping[str, Workload],
     why_not: Callable[[Contender], str | None],
+    why_unavailable: Callable[[Workload], str | None],
 ) -> Plan:
-    """Select the measurements, and record a reason for each omission."""
+    """Select the measurements, and record a reason for each omission.
+
+    Args:
+        options: the options of the command line.
+        contenders: the table of contenders.
+        workloads: the table of workloads.
+        why_not: returns the reason why a contender cannot be measured here.
+        why_unavailable: returns the reason why a workload cannot be measured here.
+    """
     skips: list[Skip] = []
     asked = []
     present = []
@@ -98,7 +107,13 @@ def make_plan(
     for workload in workloads.values():
         if options.workloads and workload.name not in options.workloads:
             continue
-        entries = [entry for one in present for entry in _entries(one, workload, options, skips)]
+        admitted = [one for one in present if workload.admits(one)]
+        reason = why_unavailable(workload) if admitted else None
+        if reason is not None:
+            skips += [Skip(one.name, reason, workload.name) for one in admitted]
+            chapters.append(Chapter(workload, 0, 0.0, []))
+            continue
+        entries = [entry for one in admitted for entry in _entries(one, workload, options, skips)]
         if entries:
             effort = workload.quick if options.quick else workload.full
             deadline_s = options.deadline_s or workload.deadline_s + effort.seconds
@@ -109,8 +124,6 @@ def make_plan(
 def _entries(
     contender: Contender, workload: Workload, options: Options, skips: list[Skip]
 ) -> Iterator[Entry]:
-    if workload.carries != contender.carries:
-        return
     if workload.name in contender.lacks:
         skips.append(Skip(contender.name, contender.lacks[workload.name], workload.name))
         return

@@ -1,4 +1,4 @@
-"""Draw a report: latency and throughput, lag of the event loop, senders, requests, and broadcast."""
+"""Draw a report: latency, throughput, two hosts, lag of the event loop, senders, requests, broadcast."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +33,7 @@ def draw(report: Report, folder: Path) -> list[Path]:
     drawings: dict[str, Callable[[Report], Figure | None]] = {
         "latency.png": _latency,
         "throughput.png": _throughput,
+        "two-hosts.png": _two_hosts,
         "loop-lag.png": _loop_lag,
         "senders.png": _senders,
         "requests.png": _requests,
@@ -71,6 +72,17 @@ def _throughput(report: Report) -> Figure | None:
     figure, axes = _figure("Round trip of a tensor: throughput, both ways counted, more is better")
     _plot_by_size(report, axes, lines, lambda result: result.numbers["gigabytes_per_s"])
     axes.set_ylabel("GB/s")
+    _legend(axes)
+    return figure
+
+
+def _two_hosts(report: Report) -> Figure | None:
+    lines = _lines(report, "two-hosts")
+    if not lines:
+        return None
+    figure, axes = _figure("Round trip of a tensor between two hosts: median, less is better")
+    _plot_by_size(report, axes, lines, lambda result: 1e3 * result.numbers["median_s"])
+    axes.set_ylabel("milliseconds")
     _legend(axes)
     return figure
 

@@ -208,12 +208,14 @@ class Participant(msgspec.Struct, frozen=True):
         what: a short description.
         is_limit: whether it is a limit.
         carries: its cargo; it takes part only in workloads with this cargo.
+        spans_hosts: whether it takes part in workloads between two hosts.
     """
 
     name: str
     what: str
     is_limit: bool = False
     carries: Cargo = "tensors"
+    spans_hosts: bool = False
 
 
 class Report(msgspec.Struct, frozen=True):

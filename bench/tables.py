@@ -95,7 +95,7 @@ def _participants(report: Report) -> str:
 
 
 def _participants_in(report: Report, workload: str) -> list[Participant]:
-    return [one for one in report.contenders if one.carries == WORKLOADS[workload].carries]
+    return [one for one in report.contenders if WORKLOADS[workload].admits(one)]
 
 
 def _measured(verdict: Verdict) -> str:

@@ -93,6 +93,14 @@ VIEWS: dict[str, list[Pivot | Flat]] = {
         ),
         Pivot(_TIMES, _ratio),
     ],
+    "two-hosts": [
+        Pivot(
+            "Median / p99 of all rounds. The hosts are two network namespaces, which a pair of veth devices "
+            "connects. Of fewer than 100 trips, p99 is the slowest.",
+            _seconds("median_s", "p99_s"),
+        ),
+        Pivot(f"{_TIMES} The baseline is gloo.", _ratio),
+    ],
     "allocated": [
         Pivot(
             "Median / p99 of all rounds, from the allocation until the answer was read. Nothing is copied.",

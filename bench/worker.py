@@ -28,6 +28,7 @@ from bench.records import Batch, Spec
 from bench.usage import shared_bytes
 from bench.workloads import WORKLOADS
 from bench.workloads.base import Barrier, Stage, Workload
+from verification.networks import Host, Hosts
 
 __all__ = ["near"]
 
@@ -35,22 +36,29 @@ _LAST_WORDS_S = 0.3
 
 
 def near(
-    output: Output, server: Server, contender: Contender, spec: Spec, folder: Path, results: Connection
+    output: Output,
+    server: Server,
+    contender: Contender,
+    spec: Spec,
+    folder: Path,
+    results: Connection,
+    hosts: Hosts | None,
 ) -> None:
-    """Measure and report; runs in a separate process."""
+    """Measure and report; runs in a separate process, on the first of the hosts if there are two."""
     del output  # its work was done while it was unpickled
     os.setpgid(0, 0)  # so that this process and its children can be ended together
-    _end_with_parent()
+    _begin(None if hosts is None else hosts.a)
     adopt(server)
     shared_before = shared_bytes()
     workload = WORKLOADS[spec.workload]
-    near_side, far_sides = _connect(workload, contender, spec, folder)
+    near_side, far_sides = _connect(workload, contender, spec, folder, hosts)
+    far_host = None if hosts is None else hosts.b
     ends, processes = [], []
     for number, side in enumerate([] if contender.alone else far_sides):
         near_end, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # A daemon ends with this process also when this one fails and the other waits for its next tensor.
         process = multiprocessing.get_context("forkserver").Process(
-            target=_far, args=(Output(2), contender, spec, number, side, far_end), daemon=True
+            target=_far, args=(Output(2), contender, spec, number, side, far_end, far_host), daemon=True
         )
         process.start()
         far_end.close()
@@ -83,13 +91,19 @@ async def _report(
 
 
 def _far(
-    output: Output, contender: Contender, spec: Spec, number: int, side: Side[Any], end: socket.socket
+    output: Output,
+    contender: Contender,
+    spec: Spec,
+    number: int,
+    side: Side[Any],
+    end: socket.socket,
+    host: Host | None,
 ) -> None:
     del output
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         os.setpgid(0, parent.pid)
-    _end_with_parent()
+    _begin(host)
     workload = WORKLOADS[spec.workload]
 
     async def answer() -> None:
@@ -115,9 +129,12 @@ async def _opened(side: Side[Any], stage_of: Callable[[Any], Stage[Any]]) -> Asy
 
 
 def _connect(
-    workload: Workload, contender: Contender, spec: Spec, folder: Path
+    workload: Workload, contender: Contender, spec: Spec, folder: Path, hosts: Hosts | None
 ) -> tuple[Side[Any], Sequence[Side[Any]]]:
     layout = Layout(max(spec.peers), spec.depth, workload.both_ways, max(spec.sizes), folder, spec.reply)
+    if hosts is not None:
+        peer, only = (hosts.b, hosts.a) if workload.single_is_near else (hosts.a, hosts.b)
+        layout = layout._replace(device=only.device, peer_address=peer.address, single_address=only.address)
     several: Sequence[Side[Any]]
     several, single = importlib.import_module(contender.module).connect(layout)
     if workload.single_is_near:
@@ -154,6 +171,13 @@ def _follow(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
                 message = f"an answering process ended with exit status {process.exitcode}"
                 print(message, file=sys.stderr, flush=True)
                 os._exit(1)
+
+
+def _begin(host: Host | None) -> None:
+    """Move this process to its host, and let it end with its parent process."""
+    if host is not None:
+        host.enter()  # before any thread is started, which would stay where it is
+    _end_with_parent()
 
 
 def _end_with_parent() -> None:

@@ -59,6 +59,11 @@ class Host:
         """Its first address."""
         return self.addresses[0]
 
+    @property
+    def device(self) -> str:
+        """The name of its end of the cable."""
+        return _DEVICE
+
     def enter(self) -> None:
         """Move the calling process to this host, with its network and its files of ``/etc``.
 

@@ -73,6 +73,7 @@ CONTENDERS = {
             "bench.contenders.zmq_tcp",
             "the same over TCP",
             lacks=_BLOCKING,
+            spans_hosts=True,
         ),
         Contender(
             "faster-fifo",
@@ -87,6 +88,7 @@ CONTENDERS = {
             "bench.contenders.gloo",
             "torch.distributed isend and irecv on gloo: a header with the size, and the bytes",
             lacks=_BLOCKING,
+            spans_hosts=True,
         ),
         Contender(
             "iceoryx2",
@@ -117,6 +119,7 @@ CONTENDERS = {
             "limit: bytes over a TCP socket, blocking, into warm memory",
             is_limit=True,
             lacks=_LIMIT,
+            spans_hosts=True,
         ),
         Contender(
             "raw-socket-loop",

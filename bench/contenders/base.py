@@ -134,6 +134,7 @@ class Contender:
         largest: bytes of the largest tensor that it can carry; None for any.
         lacks: workloads that it takes no part in, and why.
         carries: tensors one way, messages and their answers, or publications to several readers.
+        spans_hosts: whether its sides may be on two hosts.
     """
 
     name: str
@@ -149,3 +150,4 @@ class Contender:
     largest: int | None = None
     lacks: Mapping[str, str] = field(default_factory=dict)
     carries: Cargo = "tensors"
+    spans_hosts: bool = False

@@ -4,8 +4,9 @@ from typing import TypedDict
 
 from bench.records import Cargo, Effort, Reply
 from bench.workloads.base import Workload
+from verification.networks import NoNamespacesError, two_hosts
 
-__all__ = ["WORKLOADS"]
+__all__ = ["WORKLOADS", "why_unavailable"]
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _REPLIES: dict[Reply, str] = {
@@ -53,6 +54,17 @@ WORKLOADS = {
             full=Effort(rounds=3, most=1000, fewest=1000),
             quick=Effort(rounds=2, most=200, fewest=200),
             source="allocated",
+        ),
+        Workload(
+            name="two-hosts",
+            module="bench.workloads.round_trip",
+            title="Round trip of a tensor from ordinary memory between two hosts",
+            score="median_s",
+            more_is_better=False,
+            full=Effort(rounds=3, bytes=256 * _MIB, most=600, fewest=8),
+            quick=Effort(rounds=2, bytes=96 * _MIB, most=200, fewest=3),
+            baseline="gloo",
+            between_hosts=True,
         ),
         Workload(
             name="pipelined",
@@ -215,3 +227,14 @@ WORKLOADS = {
         ),
     )
 }
+
+
+def why_unavailable(workload: Workload) -> str | None:
+    """Return the reason why a workload cannot be measured here; None if it can."""
+    if workload.between_hosts:
+        try:
+            with two_hosts():
+                pass
+        except NoNamespacesError as error:
+            return str(error)
+    return None

@@ -12,7 +12,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from bench.records import Cargo, Effort, Reply, Source, Spec
+from bench.contenders.base import Contender
+from bench.records import Cargo, Effort, Participant, Reply, Source, Spec
 
 __all__ = ["Barrier", "Stage", "Workload"]
 
@@ -47,6 +48,8 @@ class Workload(NamedTuple):
         deadline_s: for one batch; beyond it a contender is taken for hung.
         carries: its cargo; only contenders with the same cargo take part.
         baseline: the contender that the others are compared with; None for that of the run.
+        between_hosts: whether the near side and the far side are on two hosts, which `verification.networks`
+            emulates.
     """
 
     name: str
@@ -69,6 +72,11 @@ class Workload(NamedTuple):
     deadline_s: float = 60.0
     carries: Cargo = "tensors"
     baseline: str | None = None
+    between_hosts: bool = False
+
+    def admits(self, one: Contender | Participant) -> bool:
+        """Return whether a contender may take part."""
+        return one.carries == self.carries and (one.spans_hosts or not self.between_hosts)
 
 
 class Barrier:

@@ -5,11 +5,24 @@ from bench.goals import judge
 from bench.records import Effort, Failure, Loop, Machine, Participant, Report, Result, Skip
 from bench.workloads.base import Workload
 
-__all__ = ["CHANNEL", "KIB", "MIB", "OURS", "PUBLISHER", "contender", "report", "result", "trips", "workload"]
+__all__ = [
+    "CHANNEL",
+    "KIB",
+    "MIB",
+    "OURS",
+    "PUBLISHER",
+    "RANKS",
+    "contender",
+    "report",
+    "result",
+    "trips",
+    "workload",
+]
 
 KIB, MIB = 1 << 10, 1 << 20
 UVLOOP: Loop = "uvloop"
-OURS, CHANNEL, PUBLISHER = "aiotensor-unix", "aiotensor-channel", "aiotensor-publisher"
+OURS, RANKS = "aiotensor-unix", "aiotensor-ranks"
+CHANNEL, PUBLISHER = "aiotensor-channel", "aiotensor-publisher"
 
 MACHINE = Machine(
     cores=2,
@@ -107,6 +120,10 @@ def report(failures: list[Failure] | None = None, skips: list[Skip] | None = Non
         trips("raw-socket", 4 * KIB, 0.001, 0.001, 0.001),
         trips(OURS, 150 * MIB, 0.002, 0.002, 0.002, workload="allocated", loop="uvloop"),
         *(
+            trips(name, 150 * MIB, *[median] * 3, workload="two-hosts", loop=loop)
+            for name, median, loop in ((RANKS, 0.3, UVLOOP), ("gloo", 0.6, None))
+        ),
+        *(
             result(
                 "fan-in",
                 name,
@@ -146,6 +163,7 @@ def report(failures: list[Failure] | None = None, skips: list[Skip] | None = Non
         baseline="torch-queue",
         contenders=[
             *(Participant(name, f"what {name} is", name == "raw-socket") for name in names),
+            *(Participant(name, f"what {name} is", spans_hosts=True) for name in (RANKS, "gloo")),
             *(
                 Participant(name, f"what {name} is", name == "zmq-echo", "messages")
                 for name in (CHANNEL, "zmq-request", "zmq-pickle", "zmq-echo")
@@ -156,7 +174,7 @@ def report(failures: list[Failure] | None = None, skips: list[Skip] | None = Non
             ),
         ],
         workloads=[
-            *("round-trip", "allocated", "fan-in", "loop-lag", "idle"),
+            *("round-trip", "allocated", "two-hosts", "fan-in", "loop-lag", "idle"),
             *("request-echo", "request-answer", "broadcast"),
         ],
         seconds=12.3,

@@ -14,7 +14,7 @@ from bench.group import FailedError, Groups
 from bench.harness import Step, measure
 from bench.plan import Options, make_plan
 from bench.records import Batch, Effort, Loop, Spec
-from bench.workloads import WORKLOADS
+from bench.workloads import WORKLOADS, why_unavailable
 from tests.bench.reports import contender
 from tests.sending.test_memory import MIB
 
@@ -38,6 +38,15 @@ BROADCASTING = [
     for workload in ("broadcast", "broadcast-allocated")
     for loop in (("asyncio", "uvloop") if one.uses_loop else ("asyncio",))
     if one.carries == "publications" and workload not in one.lacks and why_not(one) is None
+]
+
+
+SPANNING = [
+    (one.name, workload, loop)
+    for one in CONTENDERS.values()
+    for workload in ("round-trip", "two-hosts")
+    for loop in (("asyncio", "uvloop") if one.uses_loop else ("asyncio",))
+    if one.spans_hosts and workload not in one.lacks
 ]
 
 
@@ -109,6 +118,47 @@ def test_a_contender_may_drive_itself_and_another_may_be_alone(groups: Groups) -
     alone = contender("alone", module="bench.contenders.memcpy_two", alone=True)
     for one in (driven, alone):
         assert [len(batch.latencies_ns) for batch in run(groups, one)] == [20, 16]
+
+
+@pytest.mark.parametrize(("name", "workload", "loop"), SPANNING)
+def test_who_spans_hosts_makes_round_trips_on_one_and_between_two(
+    groups: Groups, name: str, workload: str, loop: Loop
+) -> None:
+    if reason := why_unavailable(WORKLOADS[workload]):
+        pytest.skip(reason)
+    batches = run(groups, CONTENDERS[name], workload, sizes=(64, 4096, 2 * MIB), loop=loop)
+    assert [(batch.size_bytes, len(batch.latencies_ns)) for batch in batches] == [
+        (64, 20),
+        (4096, 16),
+        (2 * MIB, 2),
+    ]
+
+
+def test_between_hosts_each_process_is_on_its_own(
+    groups: Groups, contender_of: ContenderOf, tmp_path: Path
+) -> None:
+    if reason := why_unavailable(WORKLOADS["two-hosts"]):
+        pytest.skip(reason)
+    entered = f"""
+        import os, pathlib
+        from contextlib import asynccontextmanager
+        from bench.contenders import raw_socket
+
+        class Side(raw_socket.SocketSide):
+            @asynccontextmanager
+            async def open(self):
+                network = os.stat("/proc/thread-self/ns/net").st_ino
+                pathlib.Path({str(tmp_path)!r}, str(os.getpid())).write_text(str(network))
+                async with super().open() as port:
+                    yield port
+
+        raw_socket.SocketSide = Side
+        connect = raw_socket.connect
+    """
+    run(groups, contender_of("entered", entered, spans_hosts=True), "two-hosts")
+    networks = [int(path.read_text()) for path in tmp_path.iterdir() if path.name.isdecimal()]
+    assert len(networks) == 2
+    assert len({os.stat("/proc/self/ns/net").st_ino, *networks}) == 3
 
 
 @pytest.mark.parametrize(("name", "workload", "loop"), ASKING)
@@ -290,7 +340,11 @@ def test_who_fails_takes_part_in_no_later_round_and_the_others_go_on(contender_o
     them = {one.name: one for one in (contender_of("broken", "import no_such_module"), RAW)}
     options = Options(False, (64,), ("asyncio",), rounds=2, deadline_s=PATIENT_S, workloads=("round-trip",))
     plan = make_plan(
-        options, them, {"round-trip": WORKLOADS["round-trip"]._replace(full=EFFORT)}, lambda one: None
+        options,
+        them,
+        {"round-trip": WORKLOADS["round-trip"]._replace(full=EFFORT)},
+        lambda one: None,
+        lambda one: None,
     )
     steps: list[Step] = []
     report = measure(plan, options, baseline="raw", on_step=steps.append)

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
+import pytest
+
 from bench.contenders import BASELINE, CONTENDERS, missing, why_not
 from bench.contenders.base import Contender
 from bench.plan import Options, Plan, make_plan
 from bench.records import Effort, Skip
-from bench.workloads import WORKLOADS
+from bench.workloads import WORKLOADS, why_unavailable
 from bench.workloads.base import Workload
 from tests.bench.reports import KIB, contender, workload
 from tests.sending.test_memory import MIB
@@ -19,12 +21,14 @@ def plan_of(
     workloads: Sequence[Workload] = (workload(),),
     options: Options | None = None,
     absent: Sequence[str] = (),
+    unavailable: Sequence[str] = (),
 ) -> Plan:
     return make_plan(
         options or Options(quick=False, sizes=SIZES, loops=("uvloop", "asyncio")),
         {one.name: one for one in contenders},
         {one.name: one for one in workloads},
         lambda one: "not installed" if one.name in absent else None,
+        lambda one: "forbidden" if one.name in unavailable else None,
     )
 
 
@@ -67,6 +71,36 @@ def test_who_carries_something_else_has_no_part_in_a_workload_and_needs_no_reaso
     ]
     assert plan.chapters[1].entries[0].spec.reply == "answer"
     assert plan.skips == []
+
+
+def test_who_is_bound_to_one_host_has_no_part_in_a_workload_between_two() -> None:
+    them = [contender("local"), contender("both", spans_hosts=True)]
+    plan = plan_of(them, [workload(), workload("two-hosts", between_hosts=True)])
+    assert [[entry.contender.name for entry in chapter.entries] for chapter in plan.chapters] == [
+        ["local", "both"],
+        ["both"],
+    ]
+    assert plan.skips == []
+
+
+def test_a_workload_that_cannot_be_measured_here_says_why() -> None:
+    them = [contender("local"), contender("both", spans_hosts=True)]
+    works = [workload(), workload("two-hosts", between_hosts=True)]
+    plan = plan_of(them, works, unavailable=["two-hosts"])
+    assert [(chapter.workload.name, len(chapter.entries)) for chapter in plan.chapters] == [
+        ("round-trip", 2),
+        ("two-hosts", 0),
+    ]
+    assert plan.chapters[1].rounds == 0
+    assert plan.skips == [Skip("both", "forbidden", "two-hosts")]
+    # Nothing is checked, and nothing skipped, if no selected contender takes part.
+    assert plan_of(them[:1], works[1:], unavailable=["two-hosts"]) == Plan(them[:1], [], [])
+
+
+def test_a_workload_between_hosts_needs_network_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert why_unavailable(WORKLOADS["two-hosts"]) == "the command `ip` of iproute2 is not installed"
+    assert why_unavailable(WORKLOADS["round-trip"]) is None
 
 
 def test_who_carries_no_large_tensors_is_measured_with_small_ones() -> None:
@@ -127,5 +161,5 @@ def test_the_tables_fit_together() -> None:
     assert ours == ["aiotensor-unix", "aiotensor-queue", "aiotensor-channel", "aiotensor-publisher"]
     for work in WORKLOADS.values():
         baseline = CONTENDERS[work.baseline or BASELINE]
-        assert baseline.carries == work.carries, work.name
+        assert work.admits(baseline), work.name
         assert work.baseline is None or work.name not in baseline.lacks

@@ -11,7 +11,7 @@ from bench.__main__ import write
 from bench.records import Failure, Report, Skip
 from bench.views import VIEWS
 from bench.workloads import WORKLOADS
-from tests.bench.reports import CHANNEL, OURS, report
+from tests.bench.reports import CHANNEL, OURS, RANKS, report
 
 FAILURE = Failure("round-trip", "torch-queue", None, 1, 4096, "ended with exit status 1", "out of luck")
 
@@ -69,6 +69,21 @@ def test_a_table_names_only_those_who_carry_what_the_workload_is_about() -> None
     assert CHANNEL not in trips
 
 
+def test_a_table_between_hosts_names_only_those_who_span_them() -> None:
+    text = table_of(report(), WORKLOADS["two-hosts"].title)
+    assert rows_of(text, f"{RANKS} (uvloop)")[0][1:] == ["300 ms / 600 ms"]
+    assert rows_of(text, "gloo")[0][1:] == ["600 ms / 1.20 s"]
+    assert OURS not in text
+    assert "torch-queue" not in text
+
+
+def test_a_workload_that_could_not_be_measured_has_a_reason_in_place_of_its_table() -> None:
+    of = report(skips=[Skip(name, "forbidden", "two-hosts") for name in (RANKS, "gloo")])
+    text = table_of(msgspec.structs.replace(of, results=[]), WORKLOADS["two-hosts"].title)
+    reason = f"Not measured (`-`): {RANKS}, gloo: forbidden"
+    assert [part.strip() for part in text.split("\n\n")] == ["No contender was measured.", reason]
+
+
 def test_rates_are_tensors_a_second_when_small_and_bytes_when_large() -> None:
     row, _ = rows_of(table_of(report(), WORKLOADS["fan-in"].title), "torch-queue")
     assert row[1:] == ["1,000 /s", "16,000 /s", "1.50 GB/s", "24.0 GB/s"]
@@ -122,6 +137,7 @@ def test_everything_is_written(tmp_path: Path) -> None:
         "latest.md",
         "latency.png",
         "throughput.png",
+        "two-hosts.png",
         "loop-lag.png",
         "senders.png",
         "requests.png",
