@@ -18,7 +18,7 @@ _DPI = 110
 _MIB = 1 << 20
 _COLOURS = (
     *("tab:red", "tab:orange", "tab:blue", "tab:cyan", "tab:green", "tab:olive", "tab:purple", "tab:pink"),
-    *("tab:brown", "navy", "teal", "goldenrod"),
+    *("tab:brown", "navy", "teal", "goldenrod", "black", "indigo"),
 )
 _LIMIT_STYLES = ("-", "--", ":", "-.")
 _REQUESTS = {"request-echo": "answer of the same size", "request-answer": "answer of 4 KiB"}

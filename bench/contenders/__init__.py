@@ -18,6 +18,10 @@ _LIMIT = dict.fromkeys(
     ("allocated", "pipelined", "fan-in", "loop-lag", "idle", "cost", "resident"),
     "it is a limit, and does round trips only",
 )
+_RANKS = dict.fromkeys(
+    ("allocated", "pipelined", "fan-in", "loop-lag", "idle", "cost", "resident"),
+    "it connects two ranks, and is compared with gloo by round trips only",
+)
 _ECHO = {"request-answer": "it is a limit, and returns as many bytes as it received"}
 
 CONTENDERS = {
@@ -48,6 +52,22 @@ CONTENDERS = {
             "the same with keys: CURVE encrypts all bytes",
             uses_loop=True,
             lacks={"allocated": _COPIED, "resident": _OURS},
+        ),
+        Contender(
+            "aiotensor-ranks",
+            "bench.contenders.aiotensor_ranks",
+            "aiotensor's `RankPipe`: shared memory on one host, TCP between two",
+            uses_loop=True,
+            lacks=_RANKS,
+            spans_hosts=True,
+        ),
+        Contender(
+            "aiotensor-ranks-curve",
+            "bench.contenders.aiotensor_ranks_curve",
+            "the same with `encrypt=True`: CURVE encrypts all bytes",
+            uses_loop=True,
+            lacks=_RANKS | {"round-trip": "on one host nothing is encrypted"},
+            spans_hosts=True,
         ),
         Contender(
             "torch-queue",

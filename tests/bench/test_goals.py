@@ -6,7 +6,7 @@ from bench.contenders import CONTENDERS
 from bench.goals import GOALS, Goal, Reading, judge
 from bench.records import Result, Verdict
 from bench.workloads import WORKLOADS
-from tests.bench.reports import CHANNEL, KIB, OURS, PUBLISHER, result, trips
+from tests.bench.reports import CHANNEL, KIB, OURS, PUBLISHER, RANKS, result, trips
 from tests.sending.test_memory import MIB
 
 
@@ -75,6 +75,30 @@ def test_a_large_request_is_held_against_both_ways_to_send_it_by_pyzmq(workload:
     verdicts = verdicts_on(f"150 MiB request and reply, {answer}", [ours, plain, pickled])
     assert [verdict.measured for verdict in verdicts] == pytest.approx([6.0, 4.0])
     assert [verdict.met for verdict in verdicts] == [True, False]
+
+
+def test_ranks_are_compared_on_one_host_and_between_two() -> None:
+    results = [
+        *(
+            trips(RANKS, 4 * KIB, 2.0, workload=workload, loop="uvloop")
+            for workload in ("round-trip", "two-hosts")
+        ),
+        trips("gloo", 4 * KIB, 3.0),
+        trips("gloo", 4 * KIB, 1.0, workload="two-hosts"),
+    ]
+    for hosts, measured, met in (("one host", 1.5, True), ("two hosts", 0.5, False)):
+        (verdict,) = verdicts_on(f"4 KiB round trip between ranks, {hosts}", results)
+        assert (verdict.measured, verdict.met) == (measured, met)
+
+
+@pytest.mark.parametrize(("median", "met"), [(1.05, True), (1.06, False)])
+def test_large_tensors_between_hosts_may_be_a_little_slower_than_those_of_gloo(
+    median: float, met: bool
+) -> None:
+    ours = trips(RANKS, 150 * MIB, median, workload="two-hosts", loop="uvloop")
+    gloo = trips("gloo", 150 * MIB, 1.0, workload="two-hosts")
+    (verdict,) = verdicts_on("150 MiB round trip between ranks, two hosts", [ours, gloo])
+    assert verdict.met is met
 
 
 def test_readers_are_compared_with_their_number_and_one_with_eight() -> None:

@@ -43,7 +43,8 @@ def test_each_goal_stands_beside_what_was_measured() -> None:
     assert rows_of(text, "16 MiB, copied")[0][3:] == ["-", "not measured"]
     assert [row[-1] for row in rows_of(text, "150 MiB request and reply, echo")] == ["met", "not measured"]
     assert rows_of(text, "150 MiB to 4 readers")[0][3:] == ["30.0x", "met"]
-    assert "7 of 33 met" in text
+    assert rows_of(text, "150 MiB round trip between ranks, two hosts")[0][3:] == ["2.00x", "met"]
+    assert "8 of 42 met" in text
 
 
 def test_a_workload_has_a_row_for_each_contender_and_a_column_for_each_size() -> None:
