@@ -20,6 +20,7 @@ A message counts for its bytes, and for at least `LEAST_MESSAGE_BYTES`, so that 
 it at both ends are covered, too.
 """
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -102,6 +103,17 @@ class RankConnection(AnsweringConnection[FromRank, FromRank]):
         """Send a message; their numbers increase."""
         self._sent[message.message] = None
         self._send(message, len(message.payload) if isinstance(message, Put) else 0)
+
+    def put_with_data(self, message: Put) -> Sequence[bytes]:
+        """Send a message whose bytes the transport carries, and return the records to write now.
+
+        The bytes belong to the last record. There is none on a closed connection.
+        """
+        if self.state is CLOSED:
+            return []
+        self._send_answers()  # behind the message, they might begin another record
+        self.put(message)
+        return self.data_to_send()
 
     def taken(self, message: int) -> None:
         """Answer a message that was received."""

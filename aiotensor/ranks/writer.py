@@ -60,14 +60,13 @@ class Writer:
 
     def put_with_data(self, message: Put, data: memoryview) -> None:
         """Send a message between machines now, with the bytes of its tensor, which may change afterwards."""
-        self._connection.put(message)
         self._collect()
-        *records, last = self._connection.data_to_send() or [b""]
+        records = self._connection.put_with_data(message)
         try:
-            for record in records:
+            for record in records[:-1]:
                 self.transport.write(record)
-            if self.transport.mover is not None and last:
-                self.transport.mover.write_with_data(last, data)
+            if self.transport.mover is not None and records:
+                self.transport.mover.write_with_data(records[-1], data)
         except OSError as error:
             self._failed(error)
 

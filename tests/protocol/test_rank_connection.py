@@ -15,6 +15,7 @@ from aiotensor.protocol.frames import (
     MAX_RECORD_BYTES,
     VERSION,
     Attach,
+    Put,
     Release,
     Taken,
     encode_record,
@@ -209,6 +210,37 @@ def test_records_stay_within_every_limit_and_keep_the_order_of_frames(sizes: lis
     assert len(every) - len(messages) == 2 * -(-answers // MAX_NUMBERS)
 
 
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from([0, 3, 2048, MAX_INLINE_BYTES]), max_size=2 * MAX_FRAMES),
+    st.sampled_from([0, 1, MAX_NUMBERS + 1]),
+)
+def test_a_message_whose_bytes_the_transport_carries_is_in_the_last_record(
+    sizes: list[int], answers: int
+) -> None:
+    connection = joined(max_bytes=1 << 30)
+    receive(connection, *map(PutNone, range(min(answers, 1))))
+    messages = [inline(number, nbytes) if nbytes else PutNone(number) for number, nbytes in enumerate(sizes)]
+    for message in messages:
+        connection.put(message)
+    for number in range(answers):
+        connection.release(number)
+    if answers:
+        connection.taken(0)
+    last = with_data(len(messages))
+    records = connection.put_with_data(last)
+
+    frames = [FRAMES.decode(record) for record in records]
+    assert [frame for each in frames for frame in each if isinstance(frame, Put | PutNone)] == [
+        *messages,
+        last,
+    ]
+    assert last in frames[-1]
+    assert all(len(each) <= MAX_FRAMES for each in frames)
+    assert sent(connection) == []
+    receive(connection, Taken((len(messages),)))
+
+
 def test_a_record_with_too_many_frames_or_bytes_is_a_violation() -> None:
     receive(joined(max_bytes=1 << 20), *map(PutNone, range(MAX_FRAMES)))
     violation(joined(max_bytes=1 << 20), *map(PutNone, range(MAX_FRAMES + 1)))
@@ -271,6 +303,7 @@ def test_commands_have_no_effect_on_a_closed_connection(ended_by: str) -> None:
         case "a loss":
             connection.lost("it died", is_retried=False)
     connection.put(PutNone(0))
+    assert connection.put_with_data(with_data(1)) == []
     connection.taken(0)
     connection.taken(0)
     connection.release(7)

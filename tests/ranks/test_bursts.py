@@ -1,0 +1,34 @@
+"""Many messages in one iteration of the event loop, or before the other rank reads any of them."""
+
+import pytest
+import torch
+
+from aiotensor.protocol.frames import MAX_FRAMES
+from tests.ranks.pipes import ends
+from verification.patterns import pattern
+from verification.waiting import until
+
+pytestmark = pytest.mark.usefixtures("route")
+
+_SOME = 5_000  # elements of int64: between machines their bytes travel with the record
+
+_IN_FLIGHT = 4  # so many that later messages of one iteration share a record
+
+
+# With so many small messages the record has room for the tensor, but perhaps not for the answer, too.
+@pytest.mark.parametrize("count", range(MAX_FRAMES - 3, MAX_FRAMES + 2))
+async def test_a_tensor_arrives_after_small_messages_that_fill_a_record_with_an_answer(count: int) -> None:
+    async with ends() as (low, high):
+        for _ in range(_IN_FLIGHT):
+            low.send_nowait(None)
+        await high.send(None)
+        await until(lambda: high.statistics().unclaimed == _IN_FLIGHT)
+        assert await low.receive() is None  # the answer is written with the next record
+        for _ in range(count):
+            low.send_nowait(None)
+        low.send_nowait(pattern(count, _SOME))
+        for _ in range(_IN_FLIGHT + count):
+            assert await high.receive() is None
+        received = await high.receive()
+        assert received is not None
+        assert torch.equal(received, pattern(count, _SOME))
