@@ -136,6 +136,8 @@ class Session:
 
     def _data_received(self, record: memoryview, data: memoryview) -> None:
         """Handle a record with the bytes of one of its tensors."""
+        if self._connection.is_closed:
+            return  # this end is closing, and reads no more frames
         messages = 0
         try:
             for frame in self._connection.receive(record):

@@ -1,8 +1,11 @@
 """Many messages in one iteration of the event loop, or before the other rank reads any of them."""
 
+import asyncio
+
 import pytest
 import torch
 
+from aiotensor import PeerLostError
 from aiotensor.protocol.frames import MAX_FRAMES
 from tests.ranks.pipes import ends
 from verification.patterns import pattern
@@ -10,9 +13,10 @@ from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("route")
 
-_SOME = 5_000  # elements of int64: between machines their bytes travel with the record
+_FEW, _SOME = 1_000, 5_000  # elements of int64: the bytes are in the frame, or between machines beside it
 
 _IN_FLIGHT = 4  # so many that later messages of one iteration share a record
+_MANY = 500  # small messages: more than the kernel, or the other machine, accepts at once
 
 
 # With so many small messages the record has room for the tensor, but perhaps not for the answer, too.
@@ -32,3 +36,24 @@ async def test_a_tensor_arrives_after_small_messages_that_fill_a_record_with_an_
         received = await high.receive()
         assert received is not None
         assert torch.equal(received, pattern(count, _SOME))
+
+
+@pytest.mark.parametrize("closes_first", ["low", "high"])
+async def test_messages_that_arrive_while_a_pipe_closes_do_not_disturb_it(closes_first: str) -> None:
+    async with ends() as (low, high):
+        closing, other = (low, high) if closes_first == "low" else (high, low)
+        for seed in range(_MANY):
+            closing.send_nowait(pattern(seed, _FEW))
+        ending = asyncio.ensure_future(closing.aclose())
+        while not ending.done():
+            if other.statistics().connected:
+                other.send_nowait(pattern(0, _SOME))
+            await asyncio.sleep(0)
+        await ending
+        for seed in range(_MANY):
+            received = await other.receive()
+            assert received is not None
+            assert torch.equal(received, pattern(seed, _FEW))
+        with pytest.raises(PeerLostError, match="it closed"):
+            await other.receive()
+        assert closing.statistics().peers_lost == 0
