@@ -94,12 +94,14 @@ class LandingSegment:
 
     def free(self, block: int) -> None:
         """Free a block, as `Landing.free` does."""
+        if self._is_closed:
+            return  # perhaps its bytes were not stored
         known = self._blocks.pop(block, None)
         if known is None:
             raise ProtocolError(f"it freed a block at {block}, where it has none")
         self._nbytes -= known.nbytes
         self._segment.free(block, known.nbytes, self._loop.time())
-        if self._trimming is None and not self._is_closed:
+        if self._trimming is None:
             self._trimming = self._loop.call_later(_KEEP_WARM_S, self._trim)
 
     def close(self) -> None:

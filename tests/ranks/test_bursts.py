@@ -7,6 +7,7 @@ import torch
 
 from aiotensor import PeerLostError
 from aiotensor.protocol.frames import MAX_FRAMES
+from aiotensor.transports.base import MAX_DATA_BYTES
 from tests.ranks.pipes import ends
 from verification.patterns import pattern
 from verification.waiting import until
@@ -14,6 +15,8 @@ from verification.waiting import until
 pytestmark = pytest.mark.usefixtures("route")
 
 _FEW, _SOME = 1_000, 5_000  # elements of int64: the bytes are in the frame, or between machines beside it
+
+_LARGE = MAX_DATA_BYTES // 8 + 1  # in shared memory
 
 _IN_FLIGHT = 4  # so many that later messages of one iteration share a record
 _MANY = 500  # small messages: more than the kernel, or the other machine, accepts at once
@@ -38,8 +41,11 @@ async def test_a_tensor_arrives_after_small_messages_that_fill_a_record_with_an_
         assert torch.equal(received, pattern(count, _SOME))
 
 
+@pytest.mark.parametrize("count", [_FEW, _SOME, _LARGE])
 @pytest.mark.parametrize("closes_first", ["low", "high"])
-async def test_messages_that_arrive_while_a_pipe_closes_do_not_disturb_it(closes_first: str) -> None:
+async def test_messages_that_arrive_while_a_pipe_closes_do_not_disturb_it(
+    closes_first: str, count: int
+) -> None:
     async with ends() as (low, high):
         closing, other = (low, high) if closes_first == "low" else (high, low)
         for seed in range(_MANY):
@@ -47,7 +53,7 @@ async def test_messages_that_arrive_while_a_pipe_closes_do_not_disturb_it(closes
         ending = asyncio.ensure_future(closing.aclose())
         while not ending.done():
             if other.statistics().connected:
-                other.send_nowait(pattern(0, _SOME))
+                other.send_nowait(pattern(0, count))
             await asyncio.sleep(0)
         await ending
         for seed in range(_MANY):
