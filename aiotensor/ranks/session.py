@@ -17,12 +17,16 @@ from aiotensor.runtime.descriptors import close_all
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import Waiters
 from aiotensor.statistics.counters import ErrorCounter, snapshot
-from aiotensor.transports.base import Transport
+from aiotensor.transports.base import MAX_UNREAD_BYTES, Transport
 from aiotensor.types import PipeStatistics
 
 __all__ = ["Session"]
 
 logger = logger_of("ranks")
+
+# A call waits for `max_bytes`, but not until the peer reads. In the queue of the transport, a message takes
+# less than twice the bytes that it counts for, and an answer takes less than that.
+_MESSAGES_AND_ANSWERS = 3
 
 
 class Session:
@@ -62,6 +66,7 @@ class Session:
         self._writer = Writer(transport, connection, self._mappings.freed.collect, self._writing_failed)
         self.outgoing = Outgoing(self._writer, settings, counts, label)
         self.incoming = Incoming(settings, counts, self._mappings, self._writer)
+        transport.limit_queue(_MESSAGES_AND_ANSWERS * settings.max_bytes + MAX_UNREAD_BYTES)
         transport.start(self)
         if transport.mover is not None:
             transport.mover.receive_data(self._data_received)

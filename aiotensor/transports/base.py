@@ -169,6 +169,9 @@ class Transport(Protocol):
                 record was not sent.
         """
 
+    def limit_queue(self, max_bytes: int) -> None:
+        """Set the most bytes in the queue of records; by default `MAX_UNREAD_BYTES` at the accepting side."""
+
     def read_now(self) -> None:
         """Read a record immediately, if there is one; not while another one is being read."""
 

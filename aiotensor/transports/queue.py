@@ -123,6 +123,9 @@ class _SenderEnd:
         self._far_end.close()
         self._far_end = None
 
+    def limit_queue(self, max_bytes: int) -> None:
+        self._queue.limit_queue(max_bytes)
+
     def read_now(self) -> None:
         self._pipe.read_now()
 
@@ -190,6 +193,10 @@ class _ReceiverEnd:
     def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         if self._pipe is not None:
             self._pipe.write(data, descriptors)
+
+    def limit_queue(self, max_bytes: int) -> None:
+        if self._pipe is not None:
+            self._pipe.limit_queue(max_bytes)
 
     def read_now(self) -> None:
         pass  # the records of one sender cannot be read without those of others

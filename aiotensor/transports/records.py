@@ -199,6 +199,10 @@ class SocketTransport:
         self._queue.records.append((data, duplicates(descriptors) if descriptors else ()))
         self._unsent_bytes = unsent
 
+    def limit_queue(self, max_bytes: int) -> None:
+        """Set the most bytes in the queue, as `Transport.limit_queue` does."""
+        self._max_unsent_bytes = max_bytes
+
     def finish(self) -> None:
         """Do nothing: the kernel delivers the records that it has, even after `close`."""
 

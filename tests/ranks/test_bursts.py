@@ -7,7 +7,7 @@ import torch
 
 from aiotensor import PeerLostError
 from aiotensor.protocol.frames import MAX_FRAMES
-from aiotensor.transports.base import MAX_DATA_BYTES
+from aiotensor.transports.base import MAX_DATA_BYTES, MAX_UNREAD_BYTES
 from tests.ranks.pipes import ends
 from verification.patterns import pattern
 from verification.waiting import until
@@ -22,7 +22,7 @@ _IN_FLIGHT = 4  # so many that later messages of one iteration share a record
 _MANY = 500  # small messages: more than the kernel, or the other machine, accepts at once
 
 
-# With so many small messages the record has room for the tensor, but perhaps not for the answer, too.
+# So many small messages leave space in the record for the tensor, but perhaps not for the answer, too.
 @pytest.mark.parametrize("count", range(MAX_FRAMES - 3, MAX_FRAMES + 2))
 async def test_a_tensor_arrives_after_small_messages_that_fill_a_record_with_an_answer(count: int) -> None:
     async with ends() as (low, high):
@@ -39,6 +39,20 @@ async def test_a_tensor_arrives_after_small_messages_that_fill_a_record_with_an_
         received = await high.receive()
         assert received is not None
         assert torch.equal(received, pattern(count, _SOME))
+
+
+@pytest.mark.parametrize("count", [_FEW, _SOME])
+@pytest.mark.parametrize("sends", ["low", "high"])
+async def test_messages_within_max_bytes_wait_for_a_rank_that_does_not_read(sends: str, count: int) -> None:
+    async with ends() as (low, high):
+        sender, receiver = (low, high) if sends == "low" else (high, low)
+        number = 2 * MAX_UNREAD_BYTES // (8 * count)
+        for seed in range(number):
+            sender.send_nowait(pattern(seed, count))
+        for seed in range(number):
+            received = await receiver.receive()
+            assert received is not None
+            assert torch.equal(received, pattern(seed, count))
 
 
 @pytest.mark.parametrize("count", [_FEW, _SOME, _LARGE])

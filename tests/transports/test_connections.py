@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from aiotensor.runtime.descriptors import close_all
+from aiotensor.transports.base import MAX_UNREAD_BYTES
 from aiotensor.transports.endpoints import Endpoint
 from tests.transports.ends import End, fill, is_open, turns
 from tests.transports.parties import connected_over
@@ -173,4 +174,19 @@ async def test_the_accepting_side_queues_a_limited_number_of_bytes(endpoint: End
         with contextlib.suppress(OSError):
             far.transport.write(b"x")
         await asyncio.wait_for(far.resumed.wait(), 20)
+        assert far.lost == near.lost == []
+
+
+@directions
+async def test_either_side_queues_as_many_bytes_as_its_owner_allows(writer: str, endpoint: Endpoint) -> None:
+    record = bytes(1 << 15)
+    async with both_ways(endpoint, writer) as (near, far):
+        near.transport.limit_queue(2 * MAX_UNREAD_BYTES)
+        fill(near.transport)
+        for _ in range(MAX_UNREAD_BYTES // len(record) + 1):
+            near.transport.write(record)
+        near.transport.limit_queue(MAX_UNREAD_BYTES)
+        with pytest.raises(OSError, match="does not read"):
+            near.transport.write(record)
+        await asyncio.wait_for(near.resumed.wait(), 20)
         assert far.lost == near.lost == []

@@ -36,6 +36,8 @@ class Unwritable:
         if self.is_broken:
             raise OSError(errno.ENOMEM, "no memory")
 
+    def limit_queue(self, max_bytes: int) -> None: ...
+
     def read_now(self) -> None: ...
 
     def peer_has_closed(self) -> bool:

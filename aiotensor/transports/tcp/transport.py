@@ -152,6 +152,10 @@ class TcpTransport:
         else:
             self._enqueue(record, bytes(data))
 
+    def limit_queue(self, max_bytes: int) -> None:
+        """Set the most bytes in the queue, as `Transport.limit_queue` does."""
+        self._max_queued_bytes = max_bytes
+
     def receive_data(self, received: Callable[[memoryview, memoryview], None]) -> None:
         """Pass records with the bytes of a tensor to a function, as `Mover.receive_data` does."""
         self._data_received = received
