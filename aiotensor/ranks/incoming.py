@@ -133,6 +133,7 @@ class Incoming:
 
         Raises:
             ProtocolError: the tensor is impossible.
+            OSError: no memory is left.
         """
         self._store(message.message, open_out_of_band(message, data))
 

@@ -158,6 +158,8 @@ class Session:
                 raise ProtocolError(f"it sent the bytes of a tensor with {messages} such messages")
         except ProtocolError as error:
             self._violated(error)
+        except OSError as error:
+            self._refuse(f"no memory is left here for its tensors: {error}")
 
     def connection_lost(self, reason: str | ProtocolError) -> None:
         """Handle the end of the connection."""
