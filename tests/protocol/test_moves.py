@@ -11,6 +11,7 @@ from aiotensor.errors import ProtocolError
 from aiotensor.protocol.moves import (
     ACK,
     BATCH,
+    DATA,
     FREE,
     STEP,
     STEP_BYTES,
@@ -25,10 +26,12 @@ from aiotensor.protocol.moves import (
     encode_ack,
     encode_area,
     encode_batch,
+    encode_data,
     encode_step,
     read_ack,
     read_area,
     read_batch,
+    read_data,
     read_step,
 )
 
@@ -251,10 +254,49 @@ def test_an_impossible_step_is_a_violation(data: bytes) -> None:
         read_step(data)
 
 
+@given(record=st.binary(max_size=100), payload=st.binary(max_size=100))
+def test_a_record_is_read_with_the_bytes_behind_it(record: bytes, payload: bytes) -> None:
+    head = encode_data(record)
+    message = memoryview(head + payload)
+    read, data = read_data(message)
+    assert head[0] == DATA
+    assert (bytes(read), bytes(data)) == (record, payload)
+    assert read.obj is data.obj is message.obj  # neither is a copy
+
+
+@given(st.binary(max_size=100))
+def test_the_bytes_behind_a_record_begin_at_a_multiple_of_8(record: bytes) -> None:
+    head = encode_data(record)
+    assert len(head) % 8 == 0
+    assert 8 + len(record) <= len(head) < 16 + len(record)
+    assert read_data(memoryview(head)) == (memoryview(record), memoryview(b""))
+
+
+@given(record=st.binary(max_size=40), payload=st.binary(max_size=40), cut=st.integers(0, 100))
+def test_a_message_that_is_shorter_than_its_record_is_a_violation(
+    record: bytes, payload: bytes, cut: int
+) -> None:
+    head = encode_data(record)
+    message = memoryview(head + payload)[:cut]
+    if cut >= len(head):
+        assert read_data(message) == (memoryview(record), memoryview(payload[: cut - len(head)]))
+        return
+    with pytest.raises(ProtocolError, match=f"it sent data in {cut} bytes|a record of {cut} bytes that has"):
+        read_data(message)
+
+
+@pytest.mark.parametrize("length", [1, 8, 9, 2**31, 2**32 - 1])
+def test_a_record_cannot_be_longer_than_its_message(length: int) -> None:
+    message = bytearray(encode_data(b""))
+    message[4:8] = length.to_bytes(4, "little")
+    with pytest.raises(ProtocolError, match=f"a record of 8 bytes that has {8 + length}"):
+        read_data(memoryview(message))
+
+
 @given(st.binary(max_size=64))
 def test_any_bytes_are_read_or_rejected(data: bytes) -> None:
-    for read in (read_step, read_area, read_ack):
+    for read in (read_step, read_area, read_ack, read_data, read_batch):
         try:
-            read(data)
+            read(memoryview(data))
         except ProtocolError:
             continue
