@@ -44,7 +44,7 @@ from aiotensor.protocol.frames import (
 )
 from aiotensor.protocol.segments import LARGEST_PAGE_BYTES, add_segment
 
-__all__ = ["LEAST_MESSAGE_BYTES", "FromRank", "Join", "PutNone", "RankConnection", "counted"]
+__all__ = ["FROM_RANK", "LEAST_MESSAGE_BYTES", "FromRank", "Join", "PutNone", "RankConnection", "counted"]
 
 LEAST_MESSAGE_BYTES = 4096
 
@@ -65,7 +65,7 @@ class PutNone(msgspec.Struct, frozen=True, array_like=True, tag="put none"):
 
 FromRank = Join | Attach | Put | PutNone | Taken | Release | Close
 
-_FROM_RANK: msgspec.msgpack.Decoder[list[FromRank]] = msgspec.msgpack.Decoder(
+FROM_RANK: msgspec.msgpack.Decoder[list[FromRank]] = msgspec.msgpack.Decoder(
     Annotated[list[FromRank], msgspec.Meta(max_length=MAX_FRAMES)]
 )
 
@@ -84,7 +84,7 @@ class RankConnection(AnsweringConnection[FromRank, FromRank]):
     """
 
     def __init__(self, join: Join, peer: str) -> None:
-        super().__init__("rank", peer, _FROM_RANK, MAX_RECORD_BYTES, MAX_RECORD_BYTES)
+        super().__init__("rank", peer, FROM_RANK, MAX_RECORD_BYTES, MAX_RECORD_BYTES)
         self._max_bytes = join.max_bytes
         self._untaken: dict[int, int] = {}  # messages of the peer: the bytes that they count for at least
         self._untaken_bytes = 0

@@ -1,16 +1,14 @@
 """One end of the connection between two ranks, and frames of the other end."""
 
-import msgspec
 import pytest
 
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.connection import CLOSED
 from aiotensor.protocol.frames import ARENA, OUT_OF_BAND, VERSION, Put, encode_record
-from aiotensor.protocol.ranks import LEAST_MESSAGE_BYTES, FromRank, Join, PutNone, RankConnection
+from aiotensor.protocol.ranks import FROM_RANK, LEAST_MESSAGE_BYTES, FromRank, Join, PutNone, RankConnection
 from tests.frames import put
 
 __all__ = [
-    "FRAMES",
     "MAX_BYTES",
     "in_segment",
     "inline",
@@ -24,8 +22,6 @@ __all__ = [
 ]
 
 MAX_BYTES = 4 * LEAST_MESSAGE_BYTES
-
-FRAMES: msgspec.msgpack.Decoder[list[FromRank]] = msgspec.msgpack.Decoder(list[FromRank])
 
 
 def join(max_bytes: int = MAX_BYTES, version: int = VERSION) -> Join:
@@ -50,7 +46,7 @@ def joined(*frames: FromRank, max_bytes: int = MAX_BYTES) -> RankConnection:
 
 def sent(connection: RankConnection) -> list[FromRank]:
     """Return the frames that an end has to send."""
-    return [frame for record in connection.data_to_send() for frame in FRAMES.decode(record)]
+    return [frame for record in connection.data_to_send() for frame in FROM_RANK.decode(record)]
 
 
 def receive(connection: RankConnection, *frames: object) -> list[FromRank]:

@@ -20,12 +20,11 @@ from aiotensor.protocol.frames import (
     Taken,
     encode_record,
 )
-from aiotensor.protocol.ranks import FromRank, PutNone, RankConnection
+from aiotensor.protocol.ranks import FROM_RANK, FromRank, PutNone, RankConnection
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
 from aiotensor.types import MAX_NUMBER
 from tests.frames import hello, put
 from tests.protocol.rank_ends import (
-    FRAMES,
     MAX_BYTES,
     in_segment,
     inline,
@@ -50,8 +49,8 @@ def test_the_first_record_is_the_join_alone() -> None:
     connection.release(0)
 
     first, second = connection.data_to_send()
-    assert FRAMES.decode(first) == [join()]
-    assert FRAMES.decode(second) == [PutNone(0), Release((0,))]
+    assert FROM_RANK.decode(first) == [join()]
+    assert FROM_RANK.decode(second) == [PutNone(0), Release((0,))]
 
 
 def test_the_connection_is_open_once_the_peer_has_joined_with_the_same_limit() -> None:
@@ -180,7 +179,7 @@ def test_answers_share_a_record_with_the_messages_before_them() -> None:
     connection.release(7)
 
     [record] = connection.data_to_send()
-    assert FRAMES.decode(record) == [inline(0, 3), PutNone(1), Taken((1, 0)), Release((7, 7))]
+    assert FROM_RANK.decode(record) == [inline(0, 3), PutNone(1), Taken((1, 0)), Release((7, 7))]
     assert sent(connection) == []
 
 
@@ -198,7 +197,7 @@ def test_records_stay_within_every_limit_and_keep_the_order_of_frames(sizes: lis
         connection.release(MAX_NUMBER - number)
 
     records = connection.data_to_send()
-    frames = [FRAMES.decode(record) for record in records]
+    frames = [FROM_RANK.decode(record) for record in records]
     assert all(len(record) <= MAX_RECORD_BYTES for record in records)
     assert all(len(each) <= MAX_FRAMES for each in frames)
     every = [frame for each in frames for frame in each]
@@ -230,7 +229,7 @@ def test_a_message_whose_bytes_the_transport_carries_is_in_the_last_record(
     last = with_data(len(messages))
     records = connection.put_with_data(last)
 
-    frames = [FRAMES.decode(record) for record in records]
+    frames = [FROM_RANK.decode(record) for record in records]
     assert [frame for each in frames for frame in each if isinstance(frame, Put | PutNone)] == [
         *messages,
         last,

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.blocks import ADDRESSES_PER_BYTE
 from aiotensor.protocol.frames import ARENA, INLINE, OUT_OF_BAND, Attach, Taken
-from aiotensor.protocol.ranks import LEAST_MESSAGE_BYTES, FromRank, PutNone, counted
+from aiotensor.protocol.ranks import FROM_RANK, LEAST_MESSAGE_BYTES, FromRank, PutNone, counted
 from aiotensor.protocol.segments import LARGEST_PAGE_BYTES, MAX_SEGMENTS
 from tests.frames import put
 from tests.protocol.rank_ends import (
-    FRAMES,
     MAX_BYTES,
     in_segment,
     inline,
@@ -187,5 +186,5 @@ def test_a_segment_beyond_a_limit_is_a_violation(frames: list[object], reason: s
 def test_a_segment_is_attached_by_a_record_of_its_own() -> None:
     connection = joined()
     connection.put(PutNone(0))
-    assert FRAMES.decode(connection.attach(2, ARENA, 4096)) == [Attach(2, ARENA, 4096)]
+    assert FROM_RANK.decode(connection.attach(2, ARENA, 4096)) == [Attach(2, ARENA, 4096)]
     assert sent(connection) == [PutNone(0)]
