@@ -16,6 +16,7 @@ from verification.fuzz.decoding import (
 from verification.fuzz.grammar import (
     TO_INSPECTOR,
     TO_PUBLISHER,
+    TO_RANK,
     TO_RECEIVER,
     TO_SENDER,
     TO_SUBSCRIBER,
@@ -27,7 +28,7 @@ from verification.fuzz.targets import TO_DECODER
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
-OF_RECORDS = (TO_RECEIVER, TO_SENDER, TO_INSPECTOR, TO_PUBLISHER, TO_SUBSCRIBER)
+OF_RECORDS = (TO_RECEIVER, TO_SENDER, TO_INSPECTOR, TO_PUBLISHER, TO_SUBSCRIBER, TO_RANK)
 KINDS = (*OF_RECORDS, TO_SERVER, TO_CLIENT, TO_DECODER)
 
 ways = pytest.mark.parametrize("to", OF_RECORDS)
@@ -39,8 +40,8 @@ ways = pytest.mark.parametrize("to", OF_RECORDS)
 def test_every_generated_record_is_decoded_or_refused_within_bounds(to: str, data: st.DataObject) -> None:
     for step in conversation(FromHypothesis(data), to).steps:
         decode_both_ways(step.data)
-        for message in step.moves:
-            decode_moves(bytes.fromhex(message))
+        for message in step.messages:
+            decode_moves(message)
 
 
 @pytest.mark.parametrize("to", [TO_SERVER, TO_CLIENT])

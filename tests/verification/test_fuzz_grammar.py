@@ -7,8 +7,16 @@ import pytest
 
 from aiotensor.protocol.broadcast import Content, FromSubscriber, ToSubscriber
 from aiotensor.protocol.frames import Frame, FromSender, Hello, Inspect, Subscribe, ToInspector, ToSender
+from aiotensor.protocol.ranks import FromRank
 from verification.fuzz.exploring import said_at_random
-from verification.fuzz.grammar import TO_INSPECTOR, TO_PUBLISHER, TO_RECEIVER, TO_SENDER, TO_SUBSCRIBER
+from verification.fuzz.grammar import (
+    TO_INSPECTOR,
+    TO_PUBLISHER,
+    TO_RANK,
+    TO_RECEIVER,
+    TO_SENDER,
+    TO_SUBSCRIBER,
+)
 from verification.fuzz.outcomes import Outcomes
 from verification.fuzz.steps import cases
 
@@ -21,6 +29,7 @@ ACCEPTED: dict[str, Any] = {
     TO_INSPECTOR: ToInspector,
     TO_PUBLISHER: Subscribe | Inspect | FromSubscriber,
     TO_SUBSCRIBER: ToSubscriber | Content,
+    TO_RANK: FromRank,
 }
 
 
@@ -39,10 +48,10 @@ def test_every_kind_of_frame_is_accepted_and_many_conversations_are_rejected(to:
 
 def test_every_frame_of_the_protocols_is_accepted_by_a_kind_of_peer() -> None:
     accepted = {kind for frames in ACCEPTED.values() for kind in get_args(frames)}
-    assert accepted >= set(get_args(Frame | FromSubscriber | ToSubscriber))
+    assert accepted >= set(get_args(Frame | FromSubscriber | ToSubscriber | FromRank))
 
 
-@pytest.mark.parametrize("to", [TO_RECEIVER, TO_SENDER, TO_PUBLISHER])
+@pytest.mark.parametrize("to", [TO_RECEIVER, TO_SENDER, TO_PUBLISHER, TO_RANK])
 def test_each_recorded_case_has_frames_of_the_current_protocol(to: str) -> None:
     for name, said in cases(to).items():
         outcomes = Outcomes()

@@ -9,7 +9,7 @@ import pytest
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol import moves
 from verification.fuzz.exploring import said_at_random
-from verification.fuzz.grammar import TO_PUBLISHER, TO_RECEIVER, TO_SENDER, TO_SUBSCRIBER
+from verification.fuzz.grammar import TO_PUBLISHER, TO_RANK, TO_RECEIVER, TO_SENDER, TO_SUBSCRIBER
 from verification.fuzz.hearing import Inbox
 from verification.fuzz.steps import HEARD, Conversation
 from verification.fuzz.things import GUARD, IMAGE
@@ -18,10 +18,12 @@ _CONVERSATIONS = 400
 _OPENINGS = "openings"
 
 KINDS = {
+    moves.RECORD: "records",
     moves.STEP: "steps",
     moves.FREE: "freed blocks",
     moves.ACK: "acknowledgements",
     moves.BYE: "last messages",
+    moves.DATA: "records with data",
 }
 
 
@@ -34,7 +36,7 @@ def _counts(said: Conversation) -> Counter[str]:
     counts: Counter[str] = Counter()
     for step in said.steps:
         counts[_OPENINGS] += step.opening is not None
-        for message in map(bytes.fromhex, step.moves):
+        for message in step.messages:
             counts.update(_kinds(message))
     return counts
 
@@ -50,6 +52,8 @@ def _kinds(message: bytes) -> list[str]:
                 moves.read_area(message)
             case moves.ACK:
                 moves.read_ack(message)
+            case moves.DATA:
+                moves.read_data(memoryview(message))
             case moves.BATCH:
                 return ["batches", *chain(*map(_kinds, map(bytes, moves.read_batch(memoryview(message)))))]
     except ProtocolError:
@@ -64,6 +68,7 @@ def _kinds(message: bytes) -> list[str]:
         (TO_SENDER, {"batches", "acknowledgements", "last messages", "invalid"}),
         (TO_PUBLISHER, {"batches", "acknowledgements", "steps", "last messages", "invalid", _OPENINGS}),
         (TO_SUBSCRIBER, {*KINDS.values(), "batches", "invalid", _OPENINGS}),
+        (TO_RANK, {*KINDS.values(), "batches", "invalid", _OPENINGS}),
     ],
 )
 def test_every_kind_of_message_about_moves_is_sent_and_some_are_invalid(to: str, kinds: set[str]) -> None:

@@ -1,8 +1,8 @@
 """Fuzz all input from peers: `python -m verification.fuzz --seconds 600 --seed 1`.
 
 In the first part each target runs under atheris in a separate process: the decoders, a receiver on each link,
-and a sender, an inspector, a publisher and a subscriber on one machine and over tcp://. In the second part
-the inputs of the first part, and random ones, are sent to these and to servers and clients, in separate
+and a sender, an inspector, a publisher, a subscriber and a rank on one machine and over tcp://. In the second
+part the inputs of the first part, and random ones, are sent to these and to servers and clients, in separate
 processes whose memory and descriptors are measured. Inputs that cause an error are written to
 `verification/fuzz/cases`, and the tests replay them. The exit status is 1 if anything was found.
 """
@@ -38,6 +38,8 @@ GUIDED = {
     "publisher, tcp": 0.04,
     "subscriber": 0.04,
     "subscriber, tcp": 0.04,
+    "rank, unix": 0.04,
+    "rank, tcp": 0.04,
 }
 LIVE = {
     "receiver, unix": 0.05,
@@ -54,6 +56,8 @@ LIVE = {
     "publisher, tcp": 0.03,
     "subscriber": 0.03,
     "subscriber, tcp": 0.03,
+    "rank, unix": 0.03,
+    "rank, tcp": 0.03,
 }
 
 _MAX_BYTES = 1000  # most conversations use fewer

@@ -17,6 +17,7 @@ from verification.fuzz.engine import Figures
 from verification.fuzz.grammar import (
     TO_INSPECTOR,
     TO_PUBLISHER,
+    TO_RANK,
     TO_RECEIVER,
     TO_SENDER,
     TO_SUBSCRIBER,
@@ -26,6 +27,7 @@ from verification.fuzz.headers import TO_CLIENT, TO_SERVER
 from verification.fuzz.live_client import live_client
 from verification.fuzz.live_inspector import live_inspector
 from verification.fuzz.live_publisher import live_publisher
+from verification.fuzz.live_rank import live_rank
 from verification.fuzz.live_receiver import live_receiver
 from verification.fuzz.live_sender import live_sender
 from verification.fuzz.live_server import live_server
@@ -55,6 +57,7 @@ _LIVING: dict[str, _Living] = {
     TO_SERVER: live_server,
     TO_CLIENT: live_client,
     TO_PUBLISHER: live_publisher,
+    TO_RANK: live_rank,
     TO_SUBSCRIBER: live_subscriber,
 }
 

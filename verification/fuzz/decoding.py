@@ -31,6 +31,7 @@ from aiotensor.protocol.frames import (
     decode,
     encode_record,
 )
+from aiotensor.protocol.ranks import FROM_RANK, FromRank
 from aiotensor.protocol.subscriber import read_content
 from verification.fuzz.notes import Note
 
@@ -44,8 +45,11 @@ _AMPLIFIED = 100
 _AT_LEAST = 1 << 16
 
 _notes = TensorDecoder(Note)
-_DECODERS: tuple[Any, ...] = (OPENING, FROM_SENDER, TO_SENDER, TO_INSPECTOR, FROM_SUBSCRIBER, TO_SUBSCRIBER)
-_FRAMES = Opening | FromSender | ToSender | ToInspector | FromSubscriber | ToSubscriber
+_DECODERS: tuple[Any, ...] = (
+    *(OPENING, FROM_SENDER, TO_SENDER, TO_INSPECTOR),
+    *(FROM_SUBSCRIBER, TO_SUBSCRIBER, FROM_RANK),
+)
+_FRAMES = Opening | FromSender | ToSender | ToInspector | FromSubscriber | ToSubscriber | FromRank
 _any: Any = Any  # which is no type to mypy
 _anything: TensorDecoder[Any] = TensorDecoder(_any)
 
@@ -78,6 +82,12 @@ def decode_moves(data: bytes) -> None:
     if area is not None:
         assert isinstance(area, moves.Area)
         assert moves.read_area(moves.encode_area(area)) == area
+    carried = _in_bounds(moves.read_data, memoryview(data), len(data))
+    if carried is not None:
+        record, rest = carried
+        assert (len(data) - len(rest)) % 8 == 0
+        again = moves.encode_data(bytes(record)) + rest
+        assert moves.read_data(memoryview(again)) == (record, rest)
     ack = _in_bounds(moves.read_ack, data, len(data))
     if ack is not None:
         assert isinstance(ack, moves.Ack)

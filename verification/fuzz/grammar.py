@@ -1,18 +1,16 @@
 """Nearly valid conversations, in which most frames are consistent with the frames before them."""
 
-import math
-
 import msgspec
 
 from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_NUMBERS, MAX_RECORD_BYTES, VERSION
 from aiotensor.protocol.segments import MAX_SEGMENTS
-from aiotensor.tensors.dtypes import DTYPES
 from verification.fuzz.broadcasts import SUBSCRIBE, TO_PUBLISHER, TO_SUBSCRIBER, to_publisher, to_subscriber
 from verification.fuzz.choosers import WILDNESS, Chooser, happens, one_of
 from verification.fuzz.headers import TO_CLIENT, TO_SERVER, to_client, to_server
 from verification.fuzz.inspecting import INSPECT, TO_INSPECTOR, statistics_reply, to_inspector
 from verification.fuzz.moving import Movement, any_opening
-from verification.fuzz.placing import ANYTHING, DTYPE_NAMES, Segments, small_shape
+from verification.fuzz.placing import ANYTHING, BLOCK, Segments, put_frame
+from verification.fuzz.ranks import TO_RANK, to_rank
 from verification.fuzz.steps import ENVELOPES, RIGHT, STAND_IN, Conversation, Step
 from verification.fuzz.wire import Frame, boundary, broken_frame, record_of
 
@@ -20,6 +18,7 @@ __all__ = [
     "TO_CLIENT",
     "TO_INSPECTOR",
     "TO_PUBLISHER",
+    "TO_RANK",
     "TO_RECEIVER",
     "TO_SENDER",
     "TO_SERVER",
@@ -122,21 +121,10 @@ class Talk:
             self._open[message] += 1
             if last:
                 del self._open[message]
-        dtype = one_of(chooser, DTYPE_NAMES)
-        itemsize = DTYPES[dtype].itemsize
-        in_memory = bool(self.segments.sizes) and chooser.number(0, 2) > 0
-        shape = self.segments.shape(itemsize) if in_memory else small_shape(chooser)
-        nbytes = math.prod(shape) * itemsize
-        placement, payload, block = "inline", chooser.data(nbytes if nbytes < 300 else 0), None
-        if in_memory:
-            placement, payload, block = "arena", self.segments.place(nbytes, itemsize), self._next_block
-            self._next_block += 1
-        if happens(chooser, 2 * self._one_in):
-            shape = [boundary(chooser) for _ in range(chooser.number(0, 4))]
-        frame: Frame = ["put", message, tensor, dtype, shape, "cpu", placement, payload, block, last]
-        if happens(chooser, 4):
-            may_require = DTYPES[dtype].is_floating_point or happens(chooser, self._one_in)
-            frame += [may_require and chooser.number(0, 1) == 1, chooser.number(0, 1) == 1]
+        frame = put_frame(
+            chooser, self._one_in, self.segments, (message, tensor), self._next_block, last=last
+        )
+        self._next_block += frame[BLOCK] is not None
         return frame
 
 
@@ -231,5 +219,6 @@ _STEPS = {
     TO_SERVER: to_server,
     TO_CLIENT: to_client,
     TO_PUBLISHER: to_publisher,
+    TO_RANK: to_rank,
     TO_SUBSCRIBER: to_subscriber,
 }

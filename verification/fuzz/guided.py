@@ -25,6 +25,7 @@ with atheris.instrument_imports(include=["aiotensor"]):
         decode_moves,
     )
     from verification.fuzz.inside import Inside, inside
+    from verification.fuzz.outcomes import Outcomes
     from verification.fuzz.targets import Progress, conversation_of, link_of
     from verification.places import endpoint
 
@@ -63,12 +64,13 @@ class _Growth:
 
 def _decode(data: bytes, progress: Progress) -> None:
     # The bytes themselves, and records made of them.
-    for to in ("decoder", "receiver", "sender", "inspector", "publisher", "subscriber"):
+    for to in ("decoder", "receiver", "sender", "inspector", "publisher", "subscriber", "rank"):
         for step in conversation_of(to, data).steps:
             decode_both_ways(step.data)
-            for message in step.moves:
-                decode_moves(bytes.fromhex(message))
+            for message in step.messages:
+                decode_moves(message)
     decode_moves(data)
+    Outcomes().add(conversation_of("rank", data))
 
 
 def _decode_messages(data: bytes, progress: Progress) -> None:

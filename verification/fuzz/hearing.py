@@ -26,6 +26,7 @@ class Inbox:
         self._received = moves.ReceivedBytes()
         self._acknowledgement = self._received.ack()
         self._step: moves.Step | None = None  # whose bytes are the next message
+        self._is_carried_next = False  # the bytes of a tensor are the next message
 
     def add(self, message: bytes | memoryview) -> None:
         """Handle a message."""
@@ -34,12 +35,22 @@ class Inbox:
             assert len(data) == self._step.length
             self._count(self._step)
             return
+        if self._is_carried_next:
+            self._is_carried_next = False
+            return
         match data[0]:
             case moves.RECORD:
                 self._received.record(len(data) - 1)
                 self._acknowledgement = self._received.ack()
                 self.records.append(bytes(data[1:]))
                 self.count += 1
+            case moves.DATA:
+                record, carried = moves.read_data(data)
+                self._received.record(len(record))
+                self._acknowledgement = self._received.ack()
+                self.records.append(bytes(record))
+                self.count += 1
+                self._is_carried_next = not carried
             case moves.STEP:
                 step, rest = moves.read_step(data)
                 if rest:

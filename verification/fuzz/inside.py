@@ -15,9 +15,13 @@ from aiotensor.transports.endpoints import Endpoint
 from verification.fuzz import api
 from verification.fuzz.broadcasts import MOST_READ
 from verification.fuzz.engine import Engine, Figures, Troubles, figures, listed
+from verification.fuzz.joining import address_of, entry_of, joining, store_with
 from verification.fuzz.listening import answering_at
 from verification.fuzz.live_inspector import INSPECTED, inspect_once
+from verification.fuzz.live_rank import rank_for
 from verification.fuzz.notes import Note
+from verification.fuzz.piping import HonestRanks, honest_ranks, on_other_machines, use
+from verification.fuzz.ranks import TO_RANK
 from verification.fuzz.receiving import publish_rightly, receive_all
 from verification.fuzz.speaking import converse, heard, road_to
 from verification.fuzz.steps import Conversation
@@ -242,8 +246,61 @@ class InsideSubscriber:
         )
 
 
+class InsideRank:
+    """A new pipe for each conversation, whose waits must all end, and two honest ranks beside it."""
+
+    def __init__(self, address: str, troubles: Troubles, things: Things, honest: HonestRanks) -> None:
+        self._address = address
+        self._troubles = troubles
+        self._things = things
+        self._honest = honest
+        self._outcomes: Counter[str] = Counter()
+        self._taken_in_memory = 0
+
+    async def hear(self, conversation: Conversation) -> None:
+        """Run a rogue rank for a pipe in use, while the honest ranks exchange messages."""
+        rank = rank_for(conversation)
+        async with asyncio.timeout(_PATIENCE_S):
+            has_left = asyncio.Event()
+            async with joining(self._address, rank, self._things) as talk:
+                store = store_with(entry_of(self._address, rank), rank)
+                using = asyncio.create_task(use(store, 1 - rank, has_left, self._troubles))
+                await talk(await address_of(store, 1 - rank) if rank else None, conversation)
+            has_left.set()
+            await self._honest.exchange()
+            used = await using
+            self._outcomes += used.outcomes
+            self._taken_in_memory += used.in_memory
+        assert not self._troubles.found, "\n".join(self._troubles.found)
+
+    async def look(self) -> Figures:
+        """Measure this process."""
+        return figures()
+
+    @property
+    def summary(self) -> str:
+        """Return a summary of the run."""
+        return (
+            f"{self._troubles.cut_off} ranks cut off, {self._taken_in_memory} tensors of rogues in shared "
+            f"memory; calls: {listed(self._outcomes)}"
+        )
+
+
+@asynccontextmanager
+async def _inside_rank(address: str) -> AsyncIterator[InsideRank]:
+    """Prepare this process for pipes, and open two honest ranks."""
+    async with contextlib.AsyncExitStack() as stack:
+        if address.startswith("tcp://"):
+            stack.enter_context(on_other_machines())
+        honest = await stack.enter_async_context(honest_ranks())
+        troubles = Troubles()
+        troubles.watch()
+        stack.callback(troubles.leave)
+        yield InsideRank(address, troubles, stack.enter_context(Things()), honest)
+
+
 _InTurn = InsideSender | InsideInspector | InsidePublisher | InsideSubscriber
-Inside = InsideReceiver | _InTurn
+Inside = InsideReceiver | InsideRank | _InTurn
 
 
 @asynccontextmanager
@@ -267,4 +324,6 @@ def inside(target: str, endpoint: Endpoint) -> AbstractAsyncContextManager[Insid
         "subscriber": InsideSubscriber,
     }
     kind, _, _ = target.partition(", ")
+    if kind == TO_RANK:
+        return _inside_rank(str(endpoint))
     return _inside(kinds[kind], str(endpoint)) if kind in kinds else _inside_receiver(endpoint)

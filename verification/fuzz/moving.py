@@ -10,6 +10,17 @@ from verification.fuzz.wire import BOUNDARIES, broken_bytes
 
 __all__ = ["Movement", "any_opening"]
 
+_CARRIED = moves.encode_data(b"\x90")  # only a rank receives the bytes of a tensor with a record
+_MISPLACED = (
+    bytes([moves.BYE]),
+    moves.OPENING,
+    bytes([99]),
+    b"",
+    _CARRIED,
+    _CARRIED + b"carried",
+    _CARRIED[:7],
+)
+
 _ALIGNED = 64
 _MOST_BYTES = 4096
 
@@ -55,7 +66,7 @@ class Movement:
                 if not self._moves_other_bytes(broken, *messages[1:]):
                     messages[0] = broken
             if happens(chooser, 2 * self._one_in):
-                messages.append(one_of(chooser, (bytes([moves.BYE]), moves.OPENING, bytes([99]), b"")))
+                messages.append(one_of(chooser, _MISPLACED))
             said += messages
         said = [moves.encode_batch(said)] if happens(chooser, 4) else said
         return tuple(message.hex() for message in said)

@@ -11,6 +11,7 @@ from aiotensor.protocol.frames import (
     ARENA,
     INLINE,
     OPENING,
+    OUT_OF_BAND,
     VERSION,
     Hello,
     Inspect,
@@ -22,12 +23,21 @@ from aiotensor.protocol.frames import (
 )
 from aiotensor.protocol.inspector import InspectedConnection, InspectorConnection
 from aiotensor.protocol.publisher import PublisherConnection
+from aiotensor.protocol.ranks import Join, PutNone, RankConnection
 from aiotensor.protocol.receiver import ReceiverConnection
 from aiotensor.protocol.sender import SenderConnection
 from aiotensor.protocol.subscriber import SubscriberConnection, read_content
 from aiotensor.tensors.arena import segment_bytes
 from verification.fuzz.broadcasts import MOST_READ
-from verification.fuzz.grammar import TO_INSPECTOR, TO_PUBLISHER, TO_RECEIVER, TO_SENDER, TO_SUBSCRIBER
+from verification.fuzz.grammar import (
+    TO_INSPECTOR,
+    TO_PUBLISHER,
+    TO_RANK,
+    TO_RECEIVER,
+    TO_SENDER,
+    TO_SUBSCRIBER,
+)
+from verification.fuzz.ranks import MAX_BYTES, MESSAGES
 from verification.fuzz.steps import FIRST_BLOCK, FIRST_NUMBER, Conversation
 
 __all__ = ["Outcomes"]
@@ -59,6 +69,7 @@ class Outcomes:
             TO_SENDER: self._at_sender,
             TO_SUBSCRIBER: self._at_subscriber,
             TO_INSPECTOR: self._at_inspector,
+            TO_RANK: self._at_rank,
         }
         try:
             sides[said.to](said)
@@ -105,6 +116,24 @@ class Outcomes:
                     connection.taken(frame.number)
                     if frame.placement == INLINE:
                         self._accept(TO_SUBSCRIBER, [read_content(frame.payload)])
+
+    def _at_rank(self, said: Conversation) -> None:
+        connection = RankConnection(Join(VERSION, 1, MAX_BYTES), "rank 1")
+        for message in range(MESSAGES):
+            connection.put(PutNone(message))
+        for step in said.steps:
+            if step.beside:
+                continue
+            frames = connection.receive(step.data)
+            puts = [frame for frame in frames if isinstance(frame, Put) and frame.placement == OUT_OF_BAND]
+            if frames and len(puts) != (step.carried is not None):
+                raise ProtocolError("the session rejects it")
+            self._accept(TO_RANK, frames)
+            for put in puts:
+                connection.count_data(put.message, len(step.carried or "") // 2)
+            for frame in frames:
+                if isinstance(frame, Put | PutNone):
+                    connection.taken(frame.message)
 
     def _at_inspector(self, said: Conversation) -> None:
         connection = InspectorConnection(1)

@@ -1,14 +1,17 @@
-"""The segments of a rogue, and the positions of tensors in them."""
+"""The segments of a rogue, and the tensors that it places in them or in frames."""
+
+import math
 
 from aiotensor.protocol.frames import ARENA
 from aiotensor.tensors.dtypes import DTYPES
 from verification.fuzz.choosers import Chooser, happens, one_of
 from verification.fuzz.things import MEMORY_KINDS, OTHER_THINGS, SEGMENT_BYTES, WHERE
-from verification.fuzz.wire import BOUNDARIES, Frame
+from verification.fuzz.wire import BOUNDARIES, Frame, boundary
 
-__all__ = ["ANYTHING", "DTYPE_NAMES", "Segments", "small_shape"]
+__all__ = ["ANYTHING", "BLOCK", "DTYPE_NAMES", "Segments", "put_frame", "small_shape", "with_attributes"]
 
 ANYTHING = (*OTHER_THINGS, "itself")
+BLOCK = 8  # the position of the number of a block in the frame of a tensor
 DTYPE_NAMES = ("uint8", "int64", "float32", *sorted(DTYPES))
 
 
@@ -72,3 +75,38 @@ class Segments:
 def small_shape(chooser: Chooser) -> list[int]:
     """Choose the shape of a tensor of a few elements."""
     return [chooser.number(1, 4) for _ in range(chooser.number(0, 3))]
+
+
+def put_frame(
+    chooser: Chooser, one_in: int, segments: Segments, names: tuple[int, int], block: int, *, last: bool
+) -> Frame:
+    """Announce a tensor in a segment, with the number of its block, or in the frame.
+
+    Args:
+        chooser: decides.
+        one_in: how seldom something is wrong.
+        segments: those in which it may be placed.
+        names: the numbers of its message and of the tensor.
+        block: the number of its block, if it has one.
+        last: whether it completes its message.
+    """
+    dtype = one_of(chooser, DTYPE_NAMES)
+    itemsize = DTYPES[dtype].itemsize
+    in_memory = bool(segments.sizes) and chooser.number(0, 2) > 0
+    shape = segments.shape(itemsize) if in_memory else small_shape(chooser)
+    nbytes = math.prod(shape) * itemsize
+    placement, payload = "inline", chooser.data(nbytes if nbytes < 300 else 0)
+    if in_memory:
+        placement, payload = ARENA, segments.place(nbytes, itemsize)
+    if happens(chooser, 2 * one_in):
+        shape = [boundary(chooser) for _ in range(chooser.number(0, 4))]
+    where = [placement, payload, block if in_memory else None]
+    return with_attributes(chooser, one_in, ["put", *names, dtype, shape, "cpu", *where, last])
+
+
+def with_attributes(chooser: Chooser, one_in: int, put: Frame) -> Frame:
+    """Add the attributes for autograd to the frame of a tensor, in some cases."""
+    if not happens(chooser, 4):
+        return put
+    may_require = DTYPES[str(put[3])].is_floating_point or happens(chooser, one_in)
+    return [*put, may_require and chooser.number(0, 1) == 1, chooser.number(0, 1) == 1]

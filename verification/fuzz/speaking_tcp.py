@@ -47,10 +47,16 @@ class _Connection:
 
 
 class OnTcp:
-    """Separate connections to a receiver or publisher at a port."""
+    """Separate connections to a receiver, publisher or rank at a port.
 
-    def __init__(self, address: str) -> None:
+    Args:
+        address: the address.
+        opening: the first message of either side.
+    """
+
+    def __init__(self, address: str, opening: bytes = OPENING) -> None:
         self._address = address
+        self._opening = opening
         self._context = zmq.Context()
         self._open: Connections[_Connection] = Connections()
 
@@ -63,17 +69,17 @@ class OnTcp:
         sock = self._context.socket(zmq.DEALER)
         sock.linger = _LINGER_MS
         sock.connect(self._address)
-        sock.send(OPENING if opening is None else bytes.fromhex(opening))
+        sock.send(self._opening if opening is None else bytes.fromhex(opening))
         if opening is None:
             answer = await read_message(sock, _PATIENCE_S)
-            assert answer == [OPENING], answer
+            assert answer == [self._opening], answer
         return _Connection(sock)
 
     async def say(self, step: Step, sender: bytes) -> bool:
         connection = self._open.current
         if connection is None:
             raise RuntimeError("nothing is said before connecting")
-        for message in (*map(bytes.fromhex, step.moves), bytes([RECORD]) + step.data):
+        for message in step.messages:
             await connection.say(message.replace(STAND_IN.encode(), sender))
         # Wait a moment for the answers: the end of the connection discards the tensors that were not taken.
         for _ in range(_MOST_ANSWERS):

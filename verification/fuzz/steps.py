@@ -4,6 +4,8 @@ from pathlib import Path
 
 import msgspec
 
+from aiotensor.protocol import moves
+
 __all__ = [
     "CASES",
     "ENVELOPES",
@@ -55,6 +57,9 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         parts: the further parts of a ZeroMQ message, in hexadecimal digits.
         moves: the messages before the record, over ``tcp://`` only, in hexadecimal digits.
         opening: the first message on a new connection, over ``tcp://`` only; None for the valid one.
+        carried: the bytes of a tensor that travel with the record, in hexadecimal digits. Over other links
+            the record is not sent.
+        is_apart: whether these bytes are the next message.
     """
 
     record: str
@@ -66,10 +71,21 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parts: tuple[str, ...] = ()
     moves: tuple[str, ...] = ()
     opening: str | None = None
+    carried: str | None = None
+    is_apart: bool = False
 
     @property
     def data(self) -> bytes:
         return bytes.fromhex(self.record)
+
+    @property
+    def messages(self) -> list[bytes]:
+        """The messages of this step between machines."""
+        before = [*map(bytes.fromhex, self.moves)]
+        if self.carried is None:
+            return [*before, bytes([moves.RECORD]) + self.data]
+        head, carried = moves.encode_data(self.data), bytes.fromhex(self.carried)
+        return [*before, head, carried] if self.is_apart else [*before, head + carried]
 
 
 class Conversation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,6 +14,7 @@ from aiotensor.protocol.frames import (
     ToInspector,
     ToSender,
 )
+from aiotensor.protocol.ranks import FromRank
 from verification.fuzz.choosers import Chooser, happens, one_of
 
 __all__ = ["BOUNDARIES", "Frame", "Scalar", "boundary", "broken_bytes", "broken_frame", "record_of"]
@@ -26,10 +27,12 @@ BOUNDARIES = (
     *(2**62, 2**63 - 1, 2**63, 2**64 - 1, -1, -(2**31), -(2**63)),
 )
 
-# The frames of the protocols of tensors and of broadcast, by their tags.
+# The frames of the protocols of tensors, of broadcast and of ranks, by their tags.
 _KINDS = {
     str(kind.__struct_config__.tag): kind
-    for kind in get_args(Opening | FromSender | ToSender | ToInspector | FromSubscriber | ToSubscriber)
+    for kind in get_args(
+        Opening | FromSender | ToSender | ToInspector | FromSubscriber | ToSubscriber | FromRank
+    )
 }
 
 TAGS = (

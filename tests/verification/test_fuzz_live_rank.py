@@ -1,0 +1,25 @@
+"""A pipe with rogue ranks: its waits end with documented errors, and other pipes are not disturbed."""
+
+from functools import partial
+
+import pytest
+
+from verification.fuzz.grammar import TO_RANK
+from verification.fuzz.live_rank import live_rank
+from verification.fuzz.living import listening
+from verification.fuzz.piping import RECEIVED
+
+_GROWTH_KIB = 4096  # the allocators keep some MiB of messages between machines
+
+OUTCOMES = ("opened", RECEIVED, "sent", "drained", "receive: PeerLostError", "PeerLostError while opening")
+
+
+@pytest.mark.parametrize("uvloop", [True, False], ids=["uvloop", "asyncio"])
+@pytest.mark.parametrize("link", ["tcp", "unix"])
+def test_a_pipe_survives_an_invalid_rank_and_harms_no_other_pipe(link: str, uvloop: bool) -> None:
+    with listening(link, partial(live_rank, uvloop=uvloop)) as rank:
+        rank.explore(TO_RANK, warm_up=40, examples=60, growth_kib=_GROWTH_KIB)
+        assert rank.live.cut_off
+        assert rank.live.taken_in_memory
+        for outcome in OUTCOMES:
+            assert rank.live.outcomes[outcome], outcome
