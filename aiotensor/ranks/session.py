@@ -4,6 +4,8 @@ import asyncio
 import logging
 from functools import partial
 
+from msgspec.structs import replace
+
 from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, ProtocolError, RefusedError, again
 from aiotensor.protocol.connection import Close, Loss
 from aiotensor.protocol.frames import OUT_OF_BAND, Attach, Put, Release, Taken
@@ -183,7 +185,8 @@ class Session:
             case Attach():
                 self._attach(frame, descriptors)
             case Close():
-                self._end(self._connection.closed(frame))
+                # A rank refuses the other one only by its `Join`; later, the other one is lost.
+                self._end(self._connection.closed(replace(frame, is_refusal=False)))
 
     def _attach(self, attach: Attach, descriptors: list[int]) -> None:
         try:
