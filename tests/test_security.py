@@ -12,6 +12,7 @@ import aiotensor
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.protocol.frames import MAX_DIMENSIONS, MAX_TENSORS
+from aiotensor.ranks import RankPipe
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "SECURITY.md").read_text()
@@ -28,10 +29,17 @@ MADE: dict[str, Callable[..., object]] = {
         Subscriber,
         MessageServer,
         MessageClient,
+        RankPipe,
     )
 }
-# Endpoints, keys and types; and heartbeats, whose default depends on the address.
+# Endpoints, ranks, keys and types; and heartbeats, whose default depends on the address.
 NO_LIMITS = [
+    "group",
+    "peer",
+    "rank",
+    "world_size",
+    "host",
+    "encrypt",
     "type",
     "slow",
     "endpoint",

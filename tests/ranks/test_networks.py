@@ -14,7 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from aiotensor import PeerLostError
 from aiotensor.ranks import RankPipe
 from tests.ranks.pipes import echo
-from verification.networks import Hosts
+from verification.networks import Host, Hosts
 from verification.patterns import BIG, pattern
 from verification.places import free_port
 from verification.processes.peers import Peer, State
@@ -64,12 +64,17 @@ async def sockets(state: State) -> list[str]:
     return [socket.inet_ntoa(bytes.fromhex(one.split(":")[0])[::-1]) for one in listening]
 
 
+def _ask_no_name_server(host: Host) -> None:
+    """Torch looks up the names of all addresses, and waits long for a name server that does not answer."""
+    Path(host.etc, "nsswitch.conf").write_text("hosts: files\n")
+
+
 @asynccontextmanager
 async def _ends(hosts: Hosts, store_at: int, **options: Any) -> AsyncIterator[tuple[Peer, Peer]]:
     """Open both ends, each on a host of its own; the store is on one of them."""
     places, port = (hosts.a, hosts.b), free_port()
-    for host in places:  # torch looks up the names of addresses, and waits long for a silent name server
-        Path(host.etc, "nsswitch.conf").write_text("hosts: files\n")
+    for host in places:
+        _ask_no_name_server(host)
     children = [Peer("", method="spawn", first=host.enter) for host in places]
     try:
         address = places[store_at].address
