@@ -100,7 +100,7 @@ class KVPipe:
         return self._pipe.receive(copy=True)
 
     def close(self) -> None:
-        """Close the pipe; the other rank can still receive what was sent."""
+        """Close the pipe; the other rank can still receive all messages."""
         self._pipe.close()
 
     def __enter__(self) -> Self:

@@ -32,7 +32,7 @@ __all__ = ["Meeting"]
 
 logger = logger_of("ranks")
 
-# The store notifies nobody, so it is polled with the delays of `UnixConnector`.
+# A store sends no notifications, so it is polled with the delays of `UnixConnector`.
 _FIRST_POLL_S = 0.005
 _LAST_POLL_S = 0.25
 

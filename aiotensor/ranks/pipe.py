@@ -30,9 +30,9 @@ class RankPipe(LoopObject):
     """Exchange tensors with another rank of a torch.distributed group, in order and in both directions.
 
     Both ranks open a pipe, each with the rank of the other as `peer`. Open it with ``async with``, once, and
-    share it between the tasks of that event loop. Opening waits for the other rank. The first pipe that a
-    rank opens to another belongs to the first one that the other opens to it, and so on, so two ranks may
-    have several pipes.
+    share it between the tasks of that event loop. Opening waits for the other rank. Two ranks may have
+    several pipes, which are matched by their number: the first pipe of one rank is connected to the first
+    pipe of the other.
 
     The group serves to find the other rank only: the store of the group carries the address, and a socket of
     this pipe carries the tensors. On one machine they travel through shared memory, and otherwise over TCP.
@@ -215,7 +215,7 @@ class RankPipe(LoopObject):
         )
 
     async def aclose(self) -> None:
-        """Close: waiting calls raise `ClosedError`, and the other rank can receive what was sent before.
+        """Close: waiting calls raise `ClosedError`, and the other rank can receive all earlier messages.
 
         Received tensors stay valid; messages that were not received are dropped. Waits until the connection
         has accepted all messages. Cancellation skips that wait. Closing again has no effect.

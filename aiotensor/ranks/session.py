@@ -102,7 +102,7 @@ class Session:
         )
 
     async def close(self) -> None:
-        """End all calls, and let the peer receive what was sent; cancellation skips all waits."""
+        """End all calls, and let the peer receive all messages; cancellation skips all waits."""
         self.incoming.fail(_closed)
         try:
             await self.outgoing.finish(_closed)
