@@ -16,6 +16,7 @@ from aiotensor.integrations.prometheus import AioTensorCollector
 from aiotensor.types import Statistics
 from docs.metrics_tables import PAGE, updated
 from tests.channel.parties import Answer, Question, place
+from tests.ranks.pipes import ends
 from verification.places import endpoint
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +32,7 @@ async def exported() -> dict[str, Metric]:
     """Return the families that one object of each kind exports, by their exported names."""
     with place() as here, endpoint("unix") as there:
         async with (
+            ends(),
             Publisher(there),
             Subscriber(there),
             TensorReceiver(here.tensors),
