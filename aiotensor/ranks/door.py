@@ -84,7 +84,7 @@ class Door:
     # Events of the candidates
 
     def joined(self, candidate: "_Candidate") -> None:
-        """Make the session of a connection whose peer has joined."""
+        """Create the session after the `Join` of the peer."""
         self._candidates.discard(candidate)
         if self.session.done():
             candidate.transport.close()

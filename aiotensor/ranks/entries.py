@@ -129,8 +129,8 @@ class Entries:
             ProtocolError: the entry has another form.
             OSError: no thread can be started.
         """
-        # `get` waits for a missing entry, even for one that was removed after a `check`. This returns the
-        # expected value instead.
+        # `get` waits for a missing entry, and an entry may be removed between `check` and `get`. This call
+        # returns the expected value instead.
         data = await _result(self._call(lambda: self._store.compare_set(self._key(name), _NONE, _NONE)))
         if data == _NONE.encode():
             return None

@@ -14,10 +14,11 @@ its next number. If the two ends do not fit together, both find that out, and no
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from msgspec.structs import replace
 
-from aiotensor.errors import ClosedError, RefusedError
+from aiotensor.errors import ClosedError, PeerLostError, RefusedError
 from aiotensor.protocol.connection import mismatch
 from aiotensor.protocol.frames import VERSION
 from aiotensor.ranks.door import Door
@@ -113,7 +114,8 @@ class Meeting:
                 await self._entries.write(name, replace(own, address=address.text, token=address.token))
                 session = await self._admitted(door, other)
             if session is not None:
-                await self._entries.remove(name.number)
+                with suppress(PeerLostError):  # the ranks are connected, and need the store no more
+                    await self._entries.remove(name.number)
             return session
         except BaseException:
             door.abort()

@@ -340,7 +340,7 @@ class Outgoing:
         return lost
 
     async def finish(self, make_error: Callable[[], AioTensorError]) -> None:
-        """End all calls, and announce the messages of those that have returned."""
+        """End all calls. Messages whose calls have returned are still announced."""
         self.fail(make_error)
         for message in [one for one in self._begun.values() if one.is_awaited and one.frame is None]:
             self.memory.abandon(message)

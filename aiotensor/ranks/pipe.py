@@ -109,7 +109,9 @@ class RankPipe(LoopObject):
         Cancellation leaves no connection, and the other rank waits for the next pipe.
 
         Raises:
-            PeerLostError: the store cannot be reached, or the other rank died while it connected.
+            PeerLostError: the store cannot be reached, or the connection to the other rank was lost before
+                both ends had joined. A rank that dies before it is connected is waited for.
+            ProtocolError: the entry of the other rank in the store is invalid.
             RefusedError: the other rank has different arguments, or another version of the library.
             WouldBlockError: the other rank has not opened its end within `max_wait_s`.
             UsageError: the other rank is on another machine, and `host` is required.

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-from aiotensor.errors import UsageError
+from aiotensor.errors import ProtocolError, UsageError
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
 from aiotensor.ranks.door import Door
 from aiotensor.ranks.entries import Entry, address_towards
@@ -32,14 +32,14 @@ class Keys(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Where one end listens, and what the other one has to know to connect."""
+    """The address of the listening end, and the secret for connecting to it."""
 
     text: str
     token: str = ""
 
 
 def new_keys(peer_timeout_s: float | None, *, encrypt: bool) -> Keys:
-    """Make the keys of one end."""
+    """Return new keys for one end."""
     if not encrypt:
         return Keys("", "", peer_timeout_s)
     import zmq  # imported here: ranks on one machine need no ZeroMQ
@@ -99,7 +99,7 @@ async def connecting(other: Entry, keys: Keys, door: Door) -> AsyncIterator[None
     """Connect to the other rank; arguments are those of `listening`.
 
     Raises:
-        ValueError: the address in its entry is invalid.
+        ProtocolError: the address in its entry is invalid.
         AioTensorError: as for `Connector.connect`.
         OSError: this process has no descriptors or no memory left.
     """
@@ -115,7 +115,11 @@ async def connecting(other: Entry, keys: Keys, door: Door) -> AsyncIterator[None
             peer_timeout_s=keys.peer_timeout_s,
             token=other.token,
         )
-        connector = TcpConnector(options_of(other.address, given), door)
+        try:
+            options = options_of(other.address, given)
+        except ValueError as error:
+            raise ProtocolError(f"the other rank wrote an invalid address to the store: {error}") from error
+        connector = TcpConnector(options, door)
     try:
         connector.connect()
         yield

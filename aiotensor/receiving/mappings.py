@@ -141,7 +141,7 @@ class Mappings:
             memory: of the peer.
             attach: describes the segment.
             mover: of the connection to the peer; None on one machine.
-            descriptors: those that came with the frame; the first is removed and closed.
+            descriptors: the descriptors that came with the frame; the first is removed and closed.
 
         Raises:
             ProtocolError: the segment differs from its description, or is not sealed.

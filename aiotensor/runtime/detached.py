@@ -1,4 +1,4 @@
-"""Calls that nothing can interrupt, each in a daemon thread of its own."""
+"""Calls that cannot be interrupted, each in a separate daemon thread."""
 
 import asyncio
 import threading

@@ -85,7 +85,7 @@ def open_out_of_band(put: Put, data: memoryview) -> torch.Tensor:
     """Return a tensor over the bytes that the transport has carried with its frame.
 
     Raises:
-        ProtocolError: the frame describes an impossible tensor, or one whose bytes are elsewhere.
+        ProtocolError: the frame describes an impossible tensor, or has another placement.
         OSError: no memory is left.
     """
     if put.placement != OUT_OF_BAND:

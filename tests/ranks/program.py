@@ -29,7 +29,7 @@ _WAIT_S = 60.0
 
 
 class Findings(msgspec.Struct):
-    """What one rank has seen.
+    """The observations of one rank.
 
     Attributes:
         rank: in the group.
