@@ -4,7 +4,8 @@ from collections.abc import Callable, Hashable
 
 import msgspec
 
-from aiotensor.protocol.moves import Area, Move
+from aiotensor.protocol.moves import Move
+from aiotensor.protocol.network import Area
 from aiotensor.runtime.waiting import Waiters
 from aiotensor.tensors.allocations import Block
 from aiotensor.tensors.copying import CopyAbandonedError

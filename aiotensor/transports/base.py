@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from aiotensor.errors import AioTensorError, ProtocolError
-from aiotensor.protocol.moves import STEP_BYTES, Area, Move
+from aiotensor.protocol.moves import Move
+from aiotensor.protocol.network import STEP_BYTES, Area
 from aiotensor.runtime.process_end import ProcessEnd
 
 __all__ = [

@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol import moves
+from aiotensor.protocol import moves, network
 from verification.fuzz.exploring import said_at_random
 from verification.fuzz.grammar import TO_PUBLISHER, TO_RANK, TO_RECEIVER, TO_SENDER, TO_SUBSCRIBER
 from verification.fuzz.hearing import Inbox
@@ -18,12 +18,12 @@ _CONVERSATIONS = 400
 _OPENINGS = "openings"
 
 KINDS = {
-    moves.RECORD: "records",
-    moves.STEP: "steps",
-    moves.FREE: "freed blocks",
-    moves.ACK: "acknowledgements",
-    moves.BYE: "last messages",
-    moves.DATA: "records with data",
+    network.RECORD: "records",
+    network.STEP: "steps",
+    network.FREE: "freed blocks",
+    network.ACK: "acknowledgements",
+    network.BYE: "last messages",
+    network.DATA: "records with data",
 }
 
 
@@ -45,17 +45,17 @@ def _kinds(message: bytes) -> list[str]:
     kind = message[0] if message else -1
     try:
         match kind:
-            case moves.STEP:
-                step, data = moves.read_step(message)
+            case network.STEP:
+                step, data = network.read_step(message)
                 assert not data or bytes(data) in _bytes_at(step.start, step.length)
-            case moves.FREE:
-                moves.read_area(message)
-            case moves.ACK:
-                moves.read_ack(message)
-            case moves.DATA:
-                moves.read_data(memoryview(message))
-            case moves.BATCH:
-                return ["batches", *chain(*map(_kinds, map(bytes, moves.read_batch(memoryview(message)))))]
+            case network.FREE:
+                network.read_area(message)
+            case network.ACK:
+                network.read_ack(message)
+            case network.DATA:
+                network.read_data(memoryview(message))
+            case network.BATCH:
+                return ["batches", *chain(*map(_kinds, map(bytes, network.read_batch(memoryview(message)))))]
     except ProtocolError:
         return ["invalid"]
     return [KINDS.get(kind, "invalid")]
@@ -81,24 +81,24 @@ def test_every_kind_of_message_about_moves_is_sent_and_some_are_invalid(to: str,
 
 def test_an_acknowledgement_states_the_bytes_that_an_honest_peer_has_sent() -> None:
     inbox, sent = Inbox(), moves.RecordWindow()
-    record = bytes([moves.RECORD]) + b"a record"
+    record = bytes([network.RECORD]) + b"a record"
     sent.sent(len(b"a record"))
-    area = moves.Area(0, 0)
-    step = moves.encode_step(moves.Step(area, 20, 0, 10, wants_ack=False))
+    area = network.Area(0, 0)
+    step = network.encode_step(network.Step(area, 20, 0, 10, wants_ack=False))
     inbox.add(step)
-    inbox.add(bytes([moves.BYE]) * 10)  # the bytes of the step, and no last message
-    inbox.add(moves.encode_batch([step + bytes(10), record]))
-    acknowledgement = moves.encode_ack(moves.Ack(HEARD, HEARD))
+    inbox.add(bytes([network.BYE]) * 10)  # the bytes of the step, and no last message
+    inbox.add(network.encode_batch([step + bytes(10), record]))
+    acknowledgement = network.encode_ack(network.Ack(HEARD, HEARD))
 
-    filled_in = moves.read_ack(inbox.filled_in(acknowledgement))
+    filled_in = network.read_ack(inbox.filled_in(acknowledgement))
     assert filled_in.steps == 20
     sent.acknowledged(filled_in.records)
     with pytest.raises(ProtocolError):
         sent.acknowledged(filled_in.records + 1)
     assert (list(inbox.records), inbox.count, inbox.has_ended) == ([b"a record"], 1, False)
 
-    batch = moves.encode_batch([record, acknowledgement])
-    assert inbox.filled_in(batch) == moves.encode_batch([record, moves.encode_ack(filled_in)])
+    batch = network.encode_batch([record, acknowledgement])
+    assert inbox.filled_in(batch) == network.encode_batch([record, network.encode_ack(filled_in)])
     assert inbox.filled_in(record) == record
-    inbox.add(bytes([moves.BYE]))
+    inbox.add(bytes([network.BYE]))
     assert inbox.has_ended

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import msgspec
 
 from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_NUMBERS, VERSION
-from aiotensor.protocol.moves import Area
+from aiotensor.protocol.network import Area
 from aiotensor.protocol.segments import MAX_SEGMENTS
 from aiotensor.tensors.dtypes import DTYPES
 from verification.fuzz.choosers import WILDNESS, Chooser, happens, one_of

@@ -10,7 +10,7 @@ import msgspec
 
 from aiotensor.codec import TensorDecoder, TensorEncoder
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol import moves
+from aiotensor.protocol import network
 from aiotensor.protocol.broadcast import (
     FROM_SUBSCRIBER,
     TO_SUBSCRIBER,
@@ -66,32 +66,32 @@ def decode_both_ways(record: bytes) -> None:
 
 def decode_moves(data: bytes) -> None:
     """Check that a message about moves is read or refused, within bounds, and survives a round trip."""
-    found = _in_bounds(moves.read_step, data, len(data))
+    found = _in_bounds(network.read_step, data, len(data))
     if found is not None:
         step, rest = found
-        assert isinstance(step, moves.Step)
+        assert isinstance(step, network.Step)
         assert not rest or len(rest) == step.length
         assert step.area.block <= step.start < step.start + step.length <= step.area.block + step.nbytes
-        assert step.length <= moves.STEP_BYTES
-        assert moves.read_step(moves.encode_step(step) + rest) == (step, rest)
-    batch = _in_bounds(moves.read_batch, memoryview(data), len(data))
+        assert step.length <= network.STEP_BYTES
+        assert network.read_step(network.encode_step(step) + rest) == (step, rest)
+    batch = _in_bounds(network.read_batch, memoryview(data), len(data))
     if batch is not None:
         assert sum(map(len, batch)) <= len(data)
-        assert moves.read_batch(memoryview(moves.encode_batch(batch))) == batch
-    area = _in_bounds(moves.read_area, data, len(data))
+        assert network.read_batch(memoryview(network.encode_batch(batch))) == batch
+    area = _in_bounds(network.read_area, data, len(data))
     if area is not None:
-        assert isinstance(area, moves.Area)
-        assert moves.read_area(moves.encode_area(area)) == area
-    carried = _in_bounds(moves.read_data, memoryview(data), len(data))
+        assert isinstance(area, network.Area)
+        assert network.read_area(network.encode_area(area)) == area
+    carried = _in_bounds(network.read_data, memoryview(data), len(data))
     if carried is not None:
         record, rest = carried
         assert (len(data) - len(rest)) % 8 == 0
-        again = moves.encode_data(bytes(record)) + rest
-        assert moves.read_data(memoryview(again)) == (record, rest)
-    ack = _in_bounds(moves.read_ack, data, len(data))
+        again = network.encode_data(bytes(record)) + rest
+        assert network.read_data(memoryview(again)) == (record, rest)
+    ack = _in_bounds(network.read_ack, data, len(data))
     if ack is not None:
-        assert isinstance(ack, moves.Ack)
-        assert moves.read_ack(moves.encode_ack(ack)) == ack
+        assert isinstance(ack, network.Ack)
+        assert network.read_ack(network.encode_ack(ack)) == ack
 
 
 def decode_content(data: bytes) -> None:

@@ -2,12 +2,12 @@
 
 from collections import deque
 
-from aiotensor.protocol import moves
+from aiotensor.protocol import moves, network
 from verification.fuzz.steps import HEARD
 
 __all__ = ["Inbox"]
 
-_PLACEHOLDER = moves.encode_ack(moves.Ack(HEARD, HEARD))
+_PLACEHOLDER = network.encode_ack(network.Ack(HEARD, HEARD))
 
 
 class Inbox:
@@ -25,7 +25,7 @@ class Inbox:
         self.has_ended = False
         self._received = moves.ReceivedBytes()
         self._acknowledgement = self._received.ack()
-        self._step: moves.Step | None = None  # whose bytes are the next message
+        self._step: network.Step | None = None  # whose bytes are the next message
         self._is_carried_next = False  # the bytes of a tensor are the next message
 
     def add(self, message: bytes | memoryview) -> None:
@@ -39,35 +39,35 @@ class Inbox:
             self._is_carried_next = False
             return
         match data[0]:
-            case moves.RECORD:
+            case network.RECORD:
                 self._received.record(len(data) - 1)
                 self._acknowledgement = self._received.ack()
                 self.records.append(bytes(data[1:]))
                 self.count += 1
-            case moves.DATA:
-                record, carried = moves.read_data(data)
+            case network.DATA:
+                record, carried = network.read_data(data)
                 self._received.record(len(record))
                 self._acknowledgement = self._received.ack()
                 self.records.append(bytes(record))
                 self.count += 1
                 self._is_carried_next = not carried
-            case moves.STEP:
-                step, rest = moves.read_step(data)
+            case network.STEP:
+                step, rest = network.read_step(data)
                 if rest:
                     self._count(step)
                 else:
                     self._step = step
-            case moves.BATCH:
-                for part in moves.read_batch(data):
+            case network.BATCH:
+                for part in network.read_batch(data):
                     self.add(part)
-            case moves.BYE:
+            case network.BYE:
                 self.has_ended = True
 
     def filled_in(self, message: bytes) -> bytes:
         """Replace the placeholders of acknowledgements in a message of the rogue."""
         return message.replace(_PLACEHOLDER, self._acknowledgement)
 
-    def _count(self, step: moves.Step) -> None:
+    def _count(self, step: network.Step) -> None:
         self._step = None
         self._received.step(step)
         # For each step: the peer may send more than it has credit for, if the rogue acknowledges too much.

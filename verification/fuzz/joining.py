@@ -8,7 +8,7 @@ import msgspec
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not declare it
 
 from aiotensor.protocol.frames import VERSION
-from aiotensor.protocol.moves import OPENING
+from aiotensor.protocol.network import OPENING
 from aiotensor.ranks import entries
 from aiotensor.ranks.entries import Entry
 from verification.fuzz.listening import answering_at

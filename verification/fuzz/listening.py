@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
-from aiotensor.protocol.moves import OPENING
+from aiotensor.protocol.network import OPENING
 from aiotensor.transports.endpoints import Endpoint
 from verification.fuzz.listening_tcp import waiting_at_port
 from verification.fuzz.speaking import say

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import zmq
 
-from aiotensor.protocol.moves import OPENING
+from aiotensor.protocol.network import OPENING
 from verification.fuzz.hearing import Inbox
 from verification.fuzz.rogues import read_message, send_message
 from verification.fuzz.steps import Conversation

@@ -1,7 +1,7 @@
 """The moves of a rogue: steps of blocks in its segments, freed blocks, and acknowledgements."""
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol import moves
+from aiotensor.protocol import network
 from verification.fuzz.choosers import Chooser, happens, one_of
 from verification.fuzz.placing import Segments
 from verification.fuzz.steps import HEARD
@@ -10,10 +10,10 @@ from verification.fuzz.wire import BOUNDARIES, broken_bytes
 
 __all__ = ["Movement", "any_opening"]
 
-_CARRIED = moves.encode_data(b"\x90")  # only a rank receives the bytes of a tensor with a record
+_CARRIED = network.encode_data(b"\x90")  # only a rank receives the bytes of a tensor with a record
 _MISPLACED = (
-    bytes([moves.BYE]),
-    moves.OPENING,
+    bytes([network.BYE]),
+    network.OPENING,
     bytes([99]),
     b"",
     _CARRIED,
@@ -29,7 +29,7 @@ def any_opening(chooser: Chooser, one_in: int) -> str | None:
     """Return the first message of a connection in hexadecimal digits; None for the valid one, as mostly."""
     if not happens(chooser, 4 * one_in):
         return None
-    return one_of(chooser, (broken_bytes(chooser, moves.OPENING), bytes([moves.RECORD]), b"")).hex()
+    return one_of(chooser, (broken_bytes(chooser, network.OPENING), bytes([network.RECORD]), b"")).hex()
 
 
 class Movement:
@@ -43,17 +43,17 @@ class Movement:
         self._one_in = one_in
         self._segments = segments
         self._image = image
-        self._blocks: dict[moves.Area, int] = {}  # their sizes
+        self._blocks: dict[network.Area, int] = {}  # their sizes
 
     def begin(self) -> None:
         """Forget the blocks of an earlier connection."""
         self._blocks.clear()
 
-    def whole(self, area: moves.Area, nbytes: int) -> str:
+    def whole(self, area: network.Area, nbytes: int) -> str:
         """Return the message that moves a whole block, in hexadecimal digits."""
         self._blocks[area] = nbytes
-        step = moves.Step(area, nbytes, area.block, nbytes, wants_ack=True)
-        return (moves.encode_step(step) + self._bytes(area.block, nbytes)).hex()
+        step = network.Step(area, nbytes, area.block, nbytes, wants_ack=True)
+        return (network.encode_step(step) + self._bytes(area.block, nbytes)).hex()
 
     def messages(self) -> tuple[str, ...]:
         """Return the messages before the next record, in hexadecimal digits; most connections ignore them."""
@@ -68,7 +68,7 @@ class Movement:
             if happens(chooser, 2 * self._one_in):
                 messages.append(one_of(chooser, _MISPLACED))
             said += messages
-        said = [moves.encode_batch(said)] if happens(chooser, 4) else said
+        said = [network.encode_batch(said)] if happens(chooser, 4) else said
         return tuple(message.hex() for message in said)
 
     def _right_messages(self) -> list[bytes]:
@@ -79,41 +79,43 @@ class Movement:
         if kind == 0 and self._blocks:
             area = one_of(chooser, list(self._blocks))
             del self._blocks[area]
-            return [moves.encode_area(area)]
+            return [network.encode_area(area)]
         if kind == 0 and happens(chooser, self._one_in):
-            return [moves.encode_area(moves.Area(0, 0))]
+            return [network.encode_area(network.Area(0, 0))]
         if kind == 1 or (not sizes and not happens(chooser, self._one_in)):
             totals = [HEARD, HEARD]
             if happens(chooser, self._one_in):
                 totals[chooser.number(0, 1)] = one_of(chooser, BOUNDARIES) % 2**64
-            return [moves.encode_ack(moves.Ack(*totals))]
+            return [network.encode_ack(network.Ack(*totals))]
         area, nbytes = self._block()
         first = chooser.number(0, nbytes - 1)
         length = chooser.number(1, min(nbytes - first, _MOST_BYTES))
         if happens(chooser, 2 * self._one_in):
-            length = one_of(chooser, (0, moves.STEP_BYTES, moves.STEP_BYTES + 1, length + 1))
+            length = one_of(chooser, (0, network.STEP_BYTES, network.STEP_BYTES + 1, length + 1))
         start = area.block + first
-        step = moves.Step(area, nbytes, start, length, happens(chooser, 2))
+        step = network.Step(area, nbytes, start, length, happens(chooser, 2))
         data = self._bytes(start, length)
         if happens(chooser, 2 * self._one_in):
             data = data[1:]
-        return [moves.encode_step(step) + data] if happens(chooser, 2) else [moves.encode_step(step), data]
+        return (
+            [network.encode_step(step) + data] if happens(chooser, 2) else [network.encode_step(step), data]
+        )
 
     def _bytes(self, start: int, length: int) -> bytes:
         return self._image[start : start + length].ljust(length, b"\0")
 
     def _moves_other_bytes(self, broken: bytes, *following: bytes) -> bool:
         """Return whether a message with a fault is a valid step, but not of the bytes at its position."""
-        if broken[:1] != bytes([moves.STEP]):
+        if broken[:1] != bytes([network.STEP]):
             return False
         try:
-            step, data = moves.read_step(broken)
+            step, data = network.read_step(broken)
         except ProtocolError:
             return False
         moved = b"".join((data, *following))
         return len(moved) == step.length and moved != self._bytes(step.start, step.length)
 
-    def _block(self) -> tuple[moves.Area, int]:
+    def _block(self) -> tuple[network.Area, int]:
         """Return a block of an attached segment, an earlier one or a new one; a wrong one now and then."""
         chooser, sizes = self._chooser, self._segments.sizes
         if self._blocks and happens(chooser, 2):
@@ -128,6 +130,6 @@ class Movement:
         nbytes = chooser.number(1, max(1, min(_MOST_BYTES, size - block)))
         if happens(chooser, self._one_in):
             nbytes = one_of(chooser, (size, size + 1, *BOUNDARIES)) % 2**62 or 1
-        area = moves.Area(number, block)
+        area = network.Area(number, block)
         self._blocks[area] = nbytes
         return area, nbytes

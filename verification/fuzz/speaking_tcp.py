@@ -4,7 +4,7 @@ import asyncio
 
 import zmq
 
-from aiotensor.protocol.moves import OPENING, RECORD
+from aiotensor.protocol.network import OPENING, RECORD
 from verification.fuzz.hearing import Inbox
 from verification.fuzz.roads import Connections
 from verification.fuzz.rogues import read_message, send_message

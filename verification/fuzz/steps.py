@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from aiotensor.protocol import moves
+from aiotensor.protocol import network
 
 __all__ = [
     "CASES",
@@ -83,8 +83,8 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The messages of this step between machines."""
         before = [*map(bytes.fromhex, self.moves)]
         if self.carried is None:
-            return [*before, bytes([moves.RECORD]) + self.data]
-        head, carried = moves.encode_data(self.data), bytes.fromhex(self.carried)
+            return [*before, bytes([network.RECORD]) + self.data]
+        head, carried = network.encode_data(self.data), bytes.fromhex(self.carried)
         return [*before, head, carried] if self.is_apart else [*before, head + carried]
 
 

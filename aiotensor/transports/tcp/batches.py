@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from aiotensor.protocol.moves import MAX_BATCH, encode_batch
+from aiotensor.protocol.network import MAX_BATCH, encode_batch
 
 __all__ = ["BATCH_BYTES", "BatchWriter"]
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import zmq
 
-from aiotensor.protocol.moves import OPENING, STEP_BYTES
+from aiotensor.protocol.network import OPENING, STEP_BYTES
 from aiotensor.transports.tcp.arguments import TcpArguments
 from aiotensor.transports.zeromq.addresses import Address, parse
 from aiotensor.transports.zeromq.keys import connecting_keys, listening_keys

@@ -1,4 +1,4 @@
-"""One end of a connection between machines, with the messages of `aiotensor.protocol.moves`.
+"""One end of a connection between machines, with the messages of `aiotensor.protocol.network`.
 
     open --finish--> finishing --BYE of the peer, or too late--> finished --close--> closed
       |                 |                                           ^
@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.moves import (
+from aiotensor.protocol.moves import Move, OutgoingMoves, ReceivedBytes, RecordWindow
+from aiotensor.protocol.network import (
     ACK,
     BATCH,
     BYE,
@@ -25,10 +26,6 @@ from aiotensor.protocol.moves import (
     RECORD,
     STEP,
     Area,
-    Move,
-    OutgoingMoves,
-    ReceivedBytes,
-    RecordWindow,
     Step,
     encode_area,
     encode_data,

@@ -20,7 +20,7 @@ from aiotensor.protocol.frames import (
     decode,
     encode,
 )
-from aiotensor.protocol.moves import BATCH, FREE, MAX_BATCH, OPENING, RECORD, STEP, read_batch, read_step
+from aiotensor.protocol.network import BATCH, FREE, MAX_BATCH, OPENING, RECORD, STEP, read_batch, read_step
 from verification.places import free_port
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")

@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 import pytest
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.moves import (
+from aiotensor.protocol.moves import RecordWindow
+from aiotensor.protocol.network import (
     BYE,
     DATA,
     RECORD,
     Ack,
     Area,
-    RecordWindow,
     Step,
     encode_ack,
     encode_batch,

@@ -18,14 +18,14 @@ from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.channel import MessageServer
 from aiotensor.inspection import Inspection, inspect
 from aiotensor.protocol.frames import Attach, Frame, encode
-from aiotensor.protocol.moves import (
+from aiotensor.protocol.moves import WINDOW_BYTES
+from aiotensor.protocol.network import (
     ACK,
     BYE,
     MAX_BATCH,
     OPENING,
     RECORD,
     STEP_BYTES,
-    WINDOW_BYTES,
     Ack,
     Area,
     Step,

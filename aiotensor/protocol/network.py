@@ -1,0 +1,222 @@
+"""Messages between machines: records, and bytes that are moved into the memory of the peer.
+
+On one machine, a descriptor shares a segment, and a record announces the position of a tensor in it. Between
+machines the reader of a segment creates memory of the same size, the *landing segment*, and the writer moves
+the bytes of each block to the same offset there, before the record that announces them:
+
+    connecting side                                               listening side
+      | OPEN version                                                |   the first message; a listener that is
+      | <---------------------------------------------------------> |   closing does not answer it
+
+    writer                                                        reader
+      | RECORD frames                                               |   as on one machine
+      | DATA frames, then the bytes of a tensor                     |   up to a MiB, with the record about it
+      | STEP segment, block, range, then its bytes                  |   one for each MiB of a block
+      | FREE segment, block                                         |   the block is used no more
+      | ----------------------------------------------------------> |
+      |        ACK bytes of steps, bytes of records, since the start |
+      | <---------------------------------------------------------- |
+      | BYE reason, either way                                      |   the last message, answered by another
+
+Both ends of a connection may write. Steps of several blocks take turns, and records are sent between them. So
+no record waits for longer than a step. Credit limits how much of both may be under way. The bytes of a large
+step, and of DATA, are a message of their own, which need no copy; small ones share one with their header.
+Small messages may share a BATCH.
+
+Each is a message of ZeroMQ with one part: if a connection ends between two parts, libzmq may abort the
+process (https://github.com/zeromq/libzmq/issues/3442).
+"""
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from aiotensor.errors import ProtocolError
+
+__all__ = [
+    "ACK",
+    "BATCH",
+    "BYE",
+    "DATA",
+    "FREE",
+    "MAX_BATCH",
+    "OPEN",
+    "OPENING",
+    "RECORD",
+    "STEP",
+    "STEP_BYTES",
+    "Ack",
+    "Area",
+    "Step",
+    "encode_ack",
+    "encode_area",
+    "encode_batch",
+    "encode_data",
+    "encode_step",
+    "read_ack",
+    "read_area",
+    "read_batch",
+    "read_data",
+    "read_step",
+]
+
+# The first byte of a message.
+RECORD, STEP, FREE, ACK, BYE, OPEN, BATCH, DATA = range(8)
+
+_VERSION = 2
+OPENING = bytes([OPEN, _VERSION]) + b"aiotensor"
+
+STEP_BYTES = 1 << 20  # the most bytes in one step of a move
+
+MAX_BATCH = 64  # messages, which are read in one iteration of the event loop
+
+_STEP = struct.Struct("<BBQQQQI")  # kind, whether to acknowledge, segment, block, its bytes, start, length
+_AREA = struct.Struct("<BQQ")  # kind, segment, block
+_ACK = struct.Struct("<BQQ")  # kind, bytes of steps, bytes of records
+_PART = struct.Struct("<I")  # the length of a message in a batch
+_DATA = struct.Struct("<BxxxI")  # kind, length of the record; the bytes follow at the next multiple of 8
+
+
+class Area(NamedTuple):
+    """A block of a segment, by its offset."""
+
+    segment: int
+    block: int
+
+
+class Step(NamedTuple):
+    """A part of a block that is moved.
+
+    Attributes:
+        area: the block.
+        nbytes: the size of the block.
+        start: the position of the first byte, counted from the beginning of the segment.
+        length: the number of bytes.
+        wants_ack: whether the reader acknowledges it at once.
+    """
+
+    area: Area
+    nbytes: int
+    start: int
+    length: int
+    wants_ack: bool
+
+
+class Ack(NamedTuple):
+    """The bytes that were received since the connection began."""
+
+    steps: int
+    records: int
+
+
+def encode_step(step: Step) -> bytes:
+    """Encode the header of a step."""
+    (segment, block), nbytes, start, length, wants_ack = step
+    return _STEP.pack(STEP, wants_ack, segment, block, nbytes, start, length)
+
+
+def read_step(data: bytes | memoryview) -> tuple[Step, memoryview]:
+    """Return a step, and its bytes, which are empty if they follow in another message.
+
+    Raises:
+        ProtocolError: the message is too short, or has other bytes than it states.
+    """
+    rest = memoryview(data)[_STEP.size :]
+    if len(data) < _STEP.size:
+        raise ProtocolError(f"it sent a step of {len(data)} bytes")
+    _, wants_ack, segment, block, nbytes, start, length = _STEP.unpack_from(data)
+    step = Step(Area(segment, block), nbytes, start, length, bool(wants_ack))
+    if not 0 < length <= STEP_BYTES or not block <= start <= start + length <= block + nbytes:
+        raise ProtocolError(f"it moved bytes {start} to {start + length} of a block at {block} of {nbytes}")
+    if rest and len(rest) != length:
+        raise ProtocolError(f"it sent {len(rest)} bytes in a step of {length}")
+    return step, rest
+
+
+def encode_area(area: Area) -> bytes:
+    """Encode the message that a block is used no more."""
+    return _AREA.pack(FREE, area.segment, area.block)
+
+
+def read_area(data: bytes | memoryview) -> Area:
+    """Return the block of a FREE message.
+
+    Raises:
+        ProtocolError: the message has another size.
+    """
+    if len(data) != _AREA.size:
+        raise ProtocolError(f"it freed a block in {len(data)} bytes")
+    _, segment, block = _AREA.unpack(data)
+    return Area(segment, block)
+
+
+def encode_ack(ack: Ack) -> bytes:
+    """Encode an acknowledgement."""
+    return _ACK.pack(ACK, ack.steps, ack.records)
+
+
+def read_ack(data: bytes | memoryview) -> Ack:
+    """Return an acknowledgement.
+
+    Raises:
+        ProtocolError: the message has another size.
+    """
+    if len(data) != _ACK.size:
+        raise ProtocolError(f"it acknowledged in {len(data)} bytes")
+    _, steps, records = _ACK.unpack(data)
+    return Ack(steps, records)
+
+
+def encode_batch(messages: Sequence[bytes | memoryview]) -> bytes:
+    """Encode at most `MAX_BATCH` messages as one."""
+    parts: list[bytes | memoryview] = [bytes([BATCH])]
+    for message in messages:
+        parts += (_PART.pack(len(message)), message)
+    return b"".join(parts)
+
+
+def read_batch(data: memoryview) -> list[memoryview]:
+    """Return the messages of a batch.
+
+    Raises:
+        ProtocolError: a message is incomplete, or is a batch, or there are too many.
+    """
+    messages: list[memoryview] = []
+    position = 1
+    while position < len(data):
+        start = position + _PART.size
+        if start > len(data):
+            raise ProtocolError("it sent a batch that ends in a length")
+        (length,) = _PART.unpack_from(data, position)
+        position = start + length
+        message = data[start:position]
+        if len(message) != length or message[:1] == bytes([BATCH]):
+            raise ProtocolError(f"it sent a batch with an invalid message of {length} bytes")
+        messages.append(message)
+        if len(messages) > MAX_BATCH:
+            raise ProtocolError(f"it sent a batch of more than {MAX_BATCH} messages")
+    return messages
+
+
+def encode_data(record: bytes) -> bytes:
+    """Encode the message before the bytes of a tensor, which follow it, or are the next message.
+
+    Args:
+        record: the record about the tensor.
+    """
+    return _DATA.pack(DATA, len(record)) + record + bytes(-len(record) % _DATA.size)
+
+
+def read_data(data: memoryview) -> tuple[memoryview, memoryview]:
+    """Return a record, and the bytes after it, which are empty if they are the next message.
+
+    Raises:
+        ProtocolError: the message is shorter than it states.
+    """
+    if len(data) < _DATA.size:
+        raise ProtocolError(f"it sent data in {len(data)} bytes")
+    _, length = _DATA.unpack_from(data)
+    stop = _DATA.size + length
+    if len(data) < stop + -length % _DATA.size:
+        raise ProtocolError(f"it sent a record of {len(data)} bytes that has {stop}")
+    return data[_DATA.size : stop], data[stop + -length % _DATA.size :]
