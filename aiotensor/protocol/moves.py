@@ -131,12 +131,6 @@ class OutgoingMoves(Generic[Source]):
             self._under_way.append(move)
         return move, step
 
-    def step_now(self, area: Area, nbytes: int, start: int, length: int) -> Step | None:
-        """Return the only step of a move that is copied; None if it cannot be sent at once."""
-        if self._turns or length > STEP_BYTES or not self._has_credit(length):
-            return None
-        return self._step(area, nbytes, start, length, wants_ack=False)
-
     def _has_credit(self, length: int) -> bool:
         return self._sent + length <= self._acknowledged + WINDOW_BYTES
 

@@ -103,10 +103,6 @@ class Moves:
         Raises:
             CopyAbandonedError: `abandon` was called, or the connection has ended.
         """
-        place = block.place
-        area = Area(place.segment.number, place.offset)
-        if mover.move_now(area, place.nbytes, place.offset + offset, data):
-            return
         outcomes: list[bool] = []
         waiters = Waiters()
 

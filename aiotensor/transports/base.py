@@ -12,7 +12,7 @@ from typing import Protocol
 
 from aiotensor.errors import AioTensorError, ProtocolError
 from aiotensor.protocol.moves import Move
-from aiotensor.protocol.network import STEP_BYTES, Area
+from aiotensor.protocol.network import STEP_BYTES
 from aiotensor.runtime.process_end import ProcessEnd
 
 __all__ = [
@@ -94,13 +94,6 @@ class Mover(Protocol):
         """Begin to move bytes; after the end of the connection, the move ends at once.
 
         Records that are written after the end of a move arrive after its bytes.
-        """
-
-    def move_now(self, area: Area, nbytes: int, start: int, data: memoryview) -> bool:
-        """Copy bytes, and move them at once; arguments are those of `Move`.
-
-        Return False, without an effect, if they are too many for one step, would have to wait, or the
-        connection has ended: `move` handles these cases. Later records arrive after the bytes.
         """
 
     def write_with_data(self, record: bytes, data: memoryview) -> None:

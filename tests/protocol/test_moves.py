@@ -69,19 +69,6 @@ class MovesMachine(RuleBasedStateMachine):
             if move.is_copied:
                 self._end(move, True)
 
-    @rule(length=_LENGTHS)
-    def move_now(self, length: int) -> None:
-        number = len(self.active) + len(self.ended)
-        waits = self.moves.has_turns
-        step = self.moves.step_now(Area(number, 0), length, 0, length)
-        if step is None:
-            assert waits or length > STEP_BYTES or self.sent - self.acknowledged + length > WINDOW_BYTES
-            return
-        assert not waits  # nothing overtakes a move that waits for its turn
-        self.there.append(step)
-        self.sent += length
-        self.ended[number] = True
-
     @precondition(lambda self: self.there)
     @rule()
     def arrive(self) -> None:

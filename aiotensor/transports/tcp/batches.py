@@ -19,7 +19,7 @@ class BatchWriter:
     Args:
         send: passes a message to ZeroMQ, which copies it or not; raises `OSError` if this process lacks
             descriptors or threads.
-        failed: called if `send` fails for messages that have waited.
+        failed: called if `send` fails for a message whose writer does not handle the error.
     """
 
     def __init__(
@@ -69,6 +69,13 @@ class BatchWriter:
         if self._waiting:
             self.write(self._waiting.pop())
 
+    def attempt(self, write: Callable[..., None], *message: bytes | memoryview) -> None:
+        """Call one of these methods, and report an error to `failed`."""
+        try:
+            write(*message)
+        except OSError as error:
+            self._failed(error)
+
     def close(self) -> None:
         """Discard the waiting messages and all later ones."""
         self._is_closed = True
@@ -78,7 +85,4 @@ class BatchWriter:
 
     def _patience_ended(self) -> None:
         self._timer = None
-        try:
-            self.flush()
-        except OSError as error:
-            self._failed(error)
+        self.attempt(self.flush)

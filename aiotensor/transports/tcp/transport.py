@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.moves import Move, OutgoingMoves, ReceivedBytes, RecordWindow
+from aiotensor.protocol.moves import Move, ReceivedBytes
 from aiotensor.protocol.network import (
     ACK,
     BATCH,
@@ -27,9 +27,6 @@ from aiotensor.protocol.network import (
     STEP,
     Area,
     Step,
-    encode_area,
-    encode_data,
-    encode_step,
     read_ack,
     read_area,
     read_batch,
@@ -38,14 +35,13 @@ from aiotensor.protocol.network import (
 )
 from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.transports.base import Handler, Landing
-from aiotensor.transports.tcp.batches import BATCH_BYTES, BatchWriter
+from aiotensor.transports.tcp.batches import BatchWriter
 from aiotensor.transports.tcp.buffers import keep_buffers
+from aiotensor.transports.tcp.outgoing import OutgoingRecords, SteppedMoves
 
 __all__ = ["TcpTransport"]
 
-_RECORD = bytes([RECORD])
 _BYE = bytes([BYE])
-_QUEUED_RECORD_BYTES = 128  # the overhead of a queued record
 _MAX_REASON_BYTES = 1024
 _MESSAGES_AT_ONCE = 64
 
@@ -82,16 +78,12 @@ class TcpTransport:
         self._shut = shut
         self._read = read
         self._max_record_bytes = max_record_bytes
-        self._max_queued_bytes = max_queued_bytes
         self._loop = asyncio.get_running_loop()
         self._handler: Handler | None = None
-        self._queue: deque[tuple[bytes, bytes]] = deque()  # records that wait for credit, and data with them
-        self._queued_bytes = 0
-        self._records = 0  # that were received
-        self._credit = RecordWindow()
+        self._records = OutgoingRecords(self._writer, max_queued_bytes)
+        self._moves = SteppedMoves(self._writer, self._may_move)
         self._received = ReceivedBytes()
-        self._moves: OutgoingMoves[memoryview] = OutgoingMoves()
-        self._moved: set[Area] = set()  # blocks that the peer has memory for
+        self._records_received = 0
         self._landings: dict[int, Landing] = {}
         self._step: Step | None = None  # whose bytes are the next message
         self._data_record: memoryview | None = None  # whose data is the next message
@@ -122,64 +114,39 @@ class TcpTransport:
 
     def read_now(self) -> None:
         """Read a record immediately, if there is one, with the messages before it."""
-        before = self._records
+        before = self._records_received
         for _ in range(_MESSAGES_AT_ONCE):
-            if self._records != before or not self._read():
+            if self._records_received != before or not self._read():
                 break
 
     # Records
 
     def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send or queue a record, as `Transport.write` does."""
-        if self.is_closed or self._is_finishing:
-            return
-        if self.is_writable and self._credit.has_credit(len(data)):
-            self._writer.write(_RECORD + data)
-            self._credit.sent(len(data))
-        else:
-            self._enqueue(data, b"")
+        if not (self.is_closed or self._is_finishing):
+            self._records.write(data)
+            self.is_writable = not self._records.are_queued
 
     def write_with_data(self, record: bytes, data: memoryview) -> None:
         """Send or queue a record with the bytes of a tensor, as `Mover.write_with_data` does."""
-        if self.is_closed or self._is_finishing:
-            return
-        if self.is_writable and self._credit.has_credit(len(record)):
-            self._write_with_data(record, data)
-            self._credit.sent(len(record))
-        else:
-            self._enqueue(record, bytes(data))
+        if not (self.is_closed or self._is_finishing):
+            self._records.write(record, data)
+            self.is_writable = not self._records.are_queued
 
     def limit_queue(self, max_bytes: int) -> None:
         """Set the most bytes in the queue, as `Transport.limit_queue` does."""
-        self._max_queued_bytes = max_bytes
+        self._records.max_queued_bytes = max_bytes
 
     def receive_data(self, received: Callable[[memoryview, memoryview], None]) -> None:
         """Pass records with the bytes of a tensor to a function, as `Mover.receive_data` does."""
         self._data_received = received
-
-    def _write_with_data(self, record: bytes, data: memoryview | bytes) -> None:
-        head = encode_data(record)
-        if len(data) < BATCH_BYTES:
-            self._writer.write(b"".join((head, data)))
-        else:
-            # One more message takes less time than to copy many bytes twice.
-            self._writer.write(head)
-            self._writer.write(data)
-
-    def _enqueue(self, record: bytes, data: bytes) -> None:
-        queued = self._queued_bytes + len(record) + len(data) + _QUEUED_RECORD_BYTES
-        if self._max_queued_bytes is not None and queued > self._max_queued_bytes:
-            raise OSError(errno.ENOBUFS, "the peer does not read its records")
-        self._queue.append((record, data))
-        self._queued_bytes = queued
-        self.is_writable = False
 
     def finish(self) -> None:
         """Write no more records, and wait until the peer has read all, as `Transport.finish` does."""
         if self.is_closed or self._is_finishing:
             return
         self._is_finishing, self.is_writable = True, False
-        if not self._queue:
+        if not self._records.are_queued:
             self._say_last_bye()
 
     def close(self) -> None:
@@ -226,62 +193,18 @@ class TcpTransport:
             move.ended(False)
             return
         self._moves.begin(move)
-        self._send_steps()
-
-    def move_now(self, area: Area, nbytes: int, start: int, data: memoryview) -> bool:
-        """Move few bytes at once, as `Mover.move_now` does."""
-        # Records that wait for credit may attach the segment.
-        if self.is_closed or self._has_said_bye or self._queue:
-            return False
-        step = self._moves.step_now(area, nbytes, start, len(data))
-        if step is not None:
-            self._moved.add(area)
-            self._send_copy(step, data)
-        return step is not None
 
     def cancel(self, move: Move[memoryview]) -> None:
         """Send no more bytes of a move, as `Mover.cancel` does."""
-        if self._moves.cancel(move):
-            move.ended(False)
+        self._moves.cancel(move)
 
     def free(self, segment: int, block: int) -> None:
         """Notify the peer that a block is used no more, as `Mover.free` does."""
-        area = Area(segment, block)
-        if area in self._moved:
-            self._moved.remove(area)
-            if not (self.is_closed or self._has_said_bye):
-                self._try(self._writer.write_soon, encode_area(area))
+        if not (self.is_closed or self._has_said_bye):
+            self._moves.free(Area(segment, block))
 
-    def _send_steps(self) -> None:
-        # Records that wait for credit may attach the segment.
-        while not (self._queue or self._has_said_bye) and (found := self._moves.next_step()) is not None:
-            move, step = found
-            self._moved.add(move.area)
-            position = step.start - move.start
-            data = move.source[position : position + step.length]
-            if move.is_copied:
-                self._send_copy(step, data)
-                move.ended(True)
-            else:
-                self._try(self._writer.write, encode_step(step))
-                self._try(self._writer.write_uncopied, data)
-        if self._moves.has_turns:
-            self._try(self._writer.flush)  # these moves wait for the acknowledgement of earlier steps
-
-    def _send_copy(self, step: Step, data: memoryview) -> None:
-        if len(data) < BATCH_BYTES:
-            self._try(self._writer.write_soon, b"".join((encode_step(step), data)))
-        else:
-            # One more message takes less time than to copy many bytes twice.
-            self._try(self._writer.write, encode_step(step))
-            self._try(self._writer.write, data)
-
-    def _try(self, write: Callable[..., None], *messages: bytes | memoryview) -> None:
-        """Call a method of the writer, and end the connection if it fails."""
-        try:
-            write(*messages)
-        except OSError as error:
-            self._writing_failed(error)
+    def _may_move(self) -> bool:
+        return not (self._has_said_bye or self._records.are_queued)
 
     def _writing_failed(self, error: OSError) -> None:
         self._end(f"writing failed: {error}")
@@ -354,9 +277,9 @@ class TcpTransport:
         """Count a record."""
         if nbytes > self._max_record_bytes:
             raise ProtocolError(f"it sent a record of more than {self._max_record_bytes} bytes")
-        self._records += 1
+        self._records_received += 1
         if self._received.record(nbytes):
-            self._try(self._writer.write, self._received.ack())
+            self._writer.attempt(self._writer.write, self._received.ack())
 
     def _record_with_data(self, record: memoryview, data: memoryview) -> None:
         if self._data_received is None:
@@ -385,7 +308,7 @@ class TcpTransport:
 
         if landing.store(step.area.block, step.nbytes, step.start, data, resume):
             if self._received.step(step):
-                self._try(self._writer.write, self._received.ack())
+                self._writer.attempt(self._writer.write, self._received.ack())
         else:
             self._is_held = True
 
@@ -398,33 +321,19 @@ class TcpTransport:
 
     def _acknowledged(self, message: memoryview) -> None:
         ack = read_ack(message)
-        self._credit.acknowledged(ack.records)
-        for move in self._moves.acknowledged(ack.steps):
-            move.ended(not move.is_cancelled)
-        self._send_queued()
-        self._send_steps()
-
-    def _send_queued(self) -> None:
-        """Send the queued records for which there is credit."""
-        queue = self._queue
-        if not queue:
+        self._moves.acknowledged(ack.steps)
+        try:
+            are_sent = self._records.acknowledged(ack.records)
+        except OSError as error:
+            self._writing_failed(error)
             return
-        while queue and self._credit.has_credit(len(queue[0][0])) and not self.is_closed:
-            record, data = queue.popleft()
-            self._queued_bytes -= len(record) + len(data) + _QUEUED_RECORD_BYTES
-            self._credit.sent(len(record))
-            if data:
-                self._try(self._write_with_data, record, data)
-            else:
-                self._try(self._writer.write, _RECORD + record)
-        if queue or self.is_closed:
-            return
-        if self._is_finishing:
+        if are_sent and self._is_finishing:
             self._say_last_bye()
-            return
-        self.is_writable = True
-        if self._handler is not None:
-            self._handler.resume_writing()
+        elif are_sent and not self.is_closed:
+            self.is_writable = True
+            if self._handler is not None:
+                self._handler.resume_writing()
+        self._moves.send()
 
     def _bye_received(self, message: memoryview) -> None:
         if self._is_finishing:
@@ -466,11 +375,10 @@ class TcpTransport:
         if self._alarm is not None:
             self._alarm.cancel()
         self._writer.close()
-        self._queue.clear()
+        self._records.clear()
         self._held.clear()
         self._landings.clear()
-        for move in self._moves.clear():
-            move.ended(False)
+        self._moves.clear()
 
 
 def _ended_process(pid: int) -> int:
