@@ -19,7 +19,7 @@ from aiotensor.runtime.worker import in_thread
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
 from aiotensor.tensors.views import own_copy
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
-from aiotensor.types import CurveKey, Delivery, ReceiverStatistics, TensorHandle
+from aiotensor.types import CurveKey, Delivery, EngineName, ReceiverStatistics, TensorHandle
 
 __all__ = ["TensorReceiver", "has_seen"]
 
@@ -60,6 +60,8 @@ class TensorReceiver(LoopObject):
         client_keys: the public keys of the senders, and of inspectors, that may connect there.
         peer_timeout_s: the time in seconds without an answer after which a sender at ``tcp://`` is lost; None
             for 2 s, and for no limit at a loopback address.
+        engine: "nixl" to let senders at ``tcp://`` that have chosen it, too, move tensors of more than a MiB
+            with NIXL, if it works. It writes to the memory of this process: see "RDMA" in the documentation.
 
     Raises:
         TypeError: the endpoint or a limit has the wrong type.
@@ -78,10 +80,13 @@ class TensorReceiver(LoopObject):
         secret_key: CurveKey | None = None,
         client_keys: Collection[CurveKey] = (),
         peer_timeout_s: float | None = None,
+        engine: EngineName | None = None,
     ) -> None:
         self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("TensorReceiver")
-        self._route = route_to(endpoint, TcpArguments(False, secret_key, None, client_keys, peer_timeout_s))
+        self._route = route_to(
+            endpoint, TcpArguments(False, secret_key, None, client_keys, peer_timeout_s, engine)
+        )
         self._limits = AdmissionLimits(
             _limit("max_senders", max_senders),
             _limit("max_mapped_bytes", max_mapped_bytes),

@@ -19,7 +19,7 @@ from aiotensor.sending.settings import Settings
 from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts, snapshot
 from aiotensor.tensors.source import Sendable
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
-from aiotensor.types import MAX_NUMBER, CurveKey, SenderStatistics, TensorHandle
+from aiotensor.types import MAX_NUMBER, CurveKey, EngineName, SenderStatistics, TensorHandle
 
 __all__ = ["OpenMessage", "TensorSender", "capacity_of"]
 
@@ -53,6 +53,8 @@ class TensorSender(LoopObject):
         server_key: the public key of the receiver there.
         peer_timeout_s: the time in seconds without an answer after which the receiver at ``tcp://`` is lost;
             None for 2 s, and for no limit at a loopback address.
+        engine: "nixl" to move tensors of more than a MiB at ``tcp://`` with NIXL, if the receiver has chosen
+            it, too, and it works; otherwise, ZeroMQ carries all tensors.
 
     Raises:
         TypeError: the endpoint or a limit has the wrong type.
@@ -71,10 +73,13 @@ class TensorSender(LoopObject):
         secret_key: CurveKey | None = None,
         server_key: CurveKey | None = None,
         peer_timeout_s: float | None = None,
+        engine: EngineName | None = None,
     ) -> None:
         self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("TensorSender")
-        self._route = route_to(endpoint, TcpArguments(True, secret_key, server_key, (), peer_timeout_s))
+        self._route = route_to(
+            endpoint, TcpArguments(True, secret_key, server_key, (), peer_timeout_s, engine)
+        )
         self._settings = Settings(
             _positive("max_concurrent_videos", max_concurrent_videos),
             _positive("arena_bytes", arena_bytes),

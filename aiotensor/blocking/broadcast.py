@@ -10,7 +10,14 @@ from aiotensor.blocking.portal import BlockingObject
 from aiotensor.errors import ClosedError
 from aiotensor.protocol.audience import SlowPolicy
 from aiotensor.transports.endpoints import Endpoint
-from aiotensor.types import CurveKey, Publication, Published, PublisherStatistics, SubscriberStatistics
+from aiotensor.types import (
+    CurveKey,
+    EngineName,
+    Publication,
+    Published,
+    PublisherStatistics,
+    SubscriberStatistics,
+)
 
 __all__ = ["Publisher", "Subscriber"]
 
@@ -39,6 +46,7 @@ class Publisher(BlockingObject[broadcast.Publisher, PublisherStatistics]):
         secret_key: CurveKey | None = None,
         client_keys: Collection[CurveKey] = (),
         peer_timeout_s: float | None = None,
+        engine: EngineName | None = None,
     ) -> None:
         super().__init__(
             broadcast.Publisher(
@@ -55,6 +63,7 @@ class Publisher(BlockingObject[broadcast.Publisher, PublisherStatistics]):
                 secret_key=secret_key,
                 client_keys=client_keys,
                 peer_timeout_s=peer_timeout_s,
+                engine=engine,
             )
         )
 
@@ -105,6 +114,7 @@ class Subscriber(BlockingObject[broadcast.Subscriber[T], SubscriberStatistics], 
         secret_key: CurveKey | None = ...,
         server_key: CurveKey | None = ...,
         peer_timeout_s: float | None = ...,
+        engine: EngineName | None = ...,
     ) -> None: ...
 
     @overload
@@ -118,6 +128,7 @@ class Subscriber(BlockingObject[broadcast.Subscriber[T], SubscriberStatistics], 
         secret_key: CurveKey | None = ...,
         server_key: CurveKey | None = ...,
         peer_timeout_s: float | None = ...,
+        engine: EngineName | None = ...,
     ) -> None: ...
 
     def __init__(
@@ -130,6 +141,7 @@ class Subscriber(BlockingObject[broadcast.Subscriber[T], SubscriberStatistics], 
         secret_key: CurveKey | None = None,
         server_key: CurveKey | None = None,
         peer_timeout_s: float | None = None,
+        engine: EngineName | None = None,
     ) -> None:
         super().__init__(
             broadcast.Subscriber(
@@ -140,6 +152,7 @@ class Subscriber(BlockingObject[broadcast.Subscriber[T], SubscriberStatistics], 
                 secret_key=secret_key,
                 server_key=server_key,
                 peer_timeout_s=peer_timeout_s,
+                engine=engine,
             )
         )
 

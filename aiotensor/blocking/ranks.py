@@ -7,7 +7,7 @@ import torch
 from aiotensor import ranks
 from aiotensor.blocking.portal import BlockingObject
 from aiotensor.ranks import Group
-from aiotensor.types import PipeStatistics
+from aiotensor.types import EngineName, PipeStatistics
 
 __all__ = ["KVPipe", "RankPipe"]
 
@@ -30,6 +30,7 @@ class RankPipe(BlockingObject[ranks.RankPipe, PipeStatistics]):
         host: str | None = None,
         encrypt: bool = False,
         peer_timeout_s: float | None = None,
+        engine: EngineName | None = None,
     ) -> None:
         super().__init__(
             ranks.RankPipe(
@@ -42,6 +43,7 @@ class RankPipe(BlockingObject[ranks.RankPipe, PipeStatistics]):
                 host=host,
                 encrypt=encrypt,
                 peer_timeout_s=peer_timeout_s,
+                engine=engine,
             )
         )
 

@@ -12,7 +12,7 @@ from aiotensor.errors import ClosedError
 from aiotensor.sending.open_message import enter_in_thread
 from aiotensor.tensors.source import Sendable
 from aiotensor.transports.endpoints import Endpoint
-from aiotensor.types import CurveKey, Delivery, ReceiverStatistics, SenderStatistics, TensorHandle
+from aiotensor.types import CurveKey, Delivery, EngineName, ReceiverStatistics, SenderStatistics, TensorHandle
 
 __all__ = ["OpenMessage", "TensorReceiver", "TensorSender"]
 
@@ -35,6 +35,7 @@ class TensorSender(BlockingObject[aiotensor.TensorSender, SenderStatistics]):
         secret_key: CurveKey | None = None,
         server_key: CurveKey | None = None,
         peer_timeout_s: float | None = None,
+        engine: EngineName | None = None,
     ) -> None:
         super().__init__(
             aiotensor.TensorSender(
@@ -47,6 +48,7 @@ class TensorSender(BlockingObject[aiotensor.TensorSender, SenderStatistics]):
                 secret_key=secret_key,
                 server_key=server_key,
                 peer_timeout_s=peer_timeout_s,
+                engine=engine,
             )
         )
 
@@ -169,6 +171,7 @@ class TensorReceiver(BlockingObject[aiotensor.TensorReceiver, ReceiverStatistics
         secret_key: CurveKey | None = None,
         client_keys: Collection[CurveKey] = (),
         peer_timeout_s: float | None = None,
+        engine: EngineName | None = None,
     ) -> None:
         super().__init__(
             aiotensor.TensorReceiver(
@@ -181,6 +184,7 @@ class TensorReceiver(BlockingObject[aiotensor.TensorReceiver, ReceiverStatistics
                 secret_key=secret_key,
                 client_keys=client_keys,
                 peer_timeout_s=peer_timeout_s,
+                engine=engine,
             )
         )
 

@@ -19,7 +19,7 @@ from aiotensor.runtime.waiting import seconds_or_never
 from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts, snapshot
 from aiotensor.transports.base import Listener
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
-from aiotensor.types import MAX_NUMBER, CurveKey, Published, PublisherStatistics
+from aiotensor.types import MAX_NUMBER, CurveKey, EngineName, Published, PublisherStatistics
 
 __all__ = ["Publisher"]
 
@@ -66,6 +66,8 @@ class Publisher(LoopObject):
         client_keys: the public keys of the subscribers, and of inspectors, that may connect there.
         peer_timeout_s: the time in seconds without an answer after which a subscriber at ``tcp://`` is lost;
             None for 2 s, and for no limit at a loopback address.
+        engine: "nixl" to move tensors of more than a MiB with NIXL to subscribers at ``tcp://`` that have
+            chosen it, too, if it works; otherwise, ZeroMQ carries all tensors.
 
     Raises:
         TypeError: the endpoint or a limit has the wrong type.
@@ -88,10 +90,13 @@ class Publisher(LoopObject):
         secret_key: CurveKey | None = None,
         client_keys: Collection[CurveKey] = (),
         peer_timeout_s: float | None = None,
+        engine: EngineName | None = None,
     ) -> None:
         self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("Publisher")
-        self._route = route_to(endpoint, TcpArguments(False, secret_key, None, client_keys, peer_timeout_s))
+        self._route = route_to(
+            endpoint, TcpArguments(False, secret_key, None, client_keys, peer_timeout_s, engine)
+        )
         self._settings = PublisherSettings(
             _at_least("arena_bytes", arena_bytes, 1),
             _at_least("max_behind", max_behind, 1),

@@ -12,6 +12,7 @@ the bytes of each block to the same offset there, before the record that announc
       | RECORD frames                                               |   as on one machine
       | DATA frames, then the bytes of a tensor                     |   up to a MiB, with the record about it
       | STEP segment, block, range, then its bytes                  |   one for each MiB of a block
+      | DIRECT message                                              |   instead of steps: see `direct`
       | FREE segment, block                                         |   the block is used no more
       | ----------------------------------------------------------> |
       |        ACK bytes of steps, bytes of records, since the start |
@@ -38,6 +39,7 @@ __all__ = [
     "BATCH",
     "BYE",
     "DATA",
+    "DIRECT",
     "FREE",
     "MAX_BATCH",
     "OPEN",
@@ -61,9 +63,9 @@ __all__ = [
 ]
 
 # The first byte of a message.
-RECORD, STEP, FREE, ACK, BYE, OPEN, BATCH, DATA = range(8)
+RECORD, STEP, FREE, ACK, BYE, OPEN, BATCH, DATA, DIRECT = range(9)
 
-_VERSION = 2
+_VERSION = 3
 OPENING = bytes([OPEN, _VERSION]) + b"aiotensor"
 
 STEP_BYTES = 1 << 20  # the most bytes in one step of a move

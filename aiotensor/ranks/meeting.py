@@ -24,7 +24,7 @@ from aiotensor.protocol.frames import VERSION
 from aiotensor.ranks.door import Door
 from aiotensor.ranks.entries import Entries, Entry, Name
 from aiotensor.ranks.groups import Membership
-from aiotensor.ranks.routes import Keys, connecting, listening
+from aiotensor.ranks.routes import NetworkOptions, connecting, listening
 from aiotensor.ranks.session import Session
 from aiotensor.ranks.settings import LONG_WAIT_S
 from aiotensor.runtime.logs import logger_of
@@ -45,7 +45,7 @@ class Meeting:
         membership: of this process.
         peer: the other rank.
         entries: of both ranks.
-        keys: of this end, for connections between machines.
+        network: how this end uses a network, for connections between machines.
         new_door: makes the object that admits the connection.
         label: the pipe, for the log.
         is_closed: whether the pipe was closed in the meantime.
@@ -56,7 +56,7 @@ class Meeting:
         membership: Membership,
         peer: int,
         entries: Entries,
-        keys: Keys,
+        network: NetworkOptions,
         new_door: Callable[[], Door],
         label: str,
         is_closed: Callable[[], bool],
@@ -64,7 +64,7 @@ class Meeting:
         self._rank = membership.rank
         self._peer = peer
         self._entries = entries
-        self._keys = keys
+        self._network = network
         self._new_door = new_door
         self._label = label
         self._is_closed = is_closed
@@ -87,7 +87,7 @@ class Meeting:
             OSError: this process cannot listen, or has no descriptors or threads left.
         """
         while True:
-            name, entry = await self._entries.begin(self._keys.public_key)
+            name, entry = await self._entries.begin(self._network.public_key)
             try:
                 session = await self._meet(name, entry)
                 if session is not None:
@@ -108,9 +108,9 @@ class Meeting:
         door = self._new_door()
         try:
             if not listens:
-                async with connecting(entry, self._keys, door):
+                async with connecting(entry, self._network, door):
                     return await self._admitted(door, other)
-            async with listening(own, entry, self._keys, door) as address:
+            async with listening(own, entry, self._network, door) as address:
                 await self._entries.write(name, replace(own, address=address.text, token=address.token))
                 session = await self._admitted(door, other)
             if session is not None:
@@ -167,7 +167,7 @@ class Meeting:
     def _check(self, entry: Entry) -> None:
         """Check that both ranks have the same version, and agree on encryption."""
         reason = mismatch(entry.version, VERSION)
-        if reason is None and bool(entry.public_key) != bool(self._keys.public_key):
+        if reason is None and bool(entry.public_key) != bool(self._network.public_key):
             reason = "only one of the two ranks has encrypt=True: give both the same"
         if reason is not None:
             raise RefusedError(f"rank {self._peer} cannot be connected to: {reason}")

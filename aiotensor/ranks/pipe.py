@@ -15,13 +15,13 @@ from aiotensor.ranks.door import Door
 from aiotensor.ranks.entries import Entries
 from aiotensor.ranks.groups import Group, membership_of
 from aiotensor.ranks.meeting import Meeting
-from aiotensor.ranks.routes import new_keys
+from aiotensor.ranks.routes import network_options
 from aiotensor.ranks.session import Session
 from aiotensor.ranks.settings import PipeSettings
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.waiting import at_most, seconds_or_never
 from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts, snapshot
-from aiotensor.types import MAX_NUMBER, PipeStatistics, Usage
+from aiotensor.types import MAX_NUMBER, EngineName, PipeStatistics, Usage
 
 __all__ = ["RankPipe"]
 
@@ -57,6 +57,8 @@ class RankPipe(LoopObject):
             is always authenticated, by a secret in the store. Neither is needed on one machine.
         peer_timeout_s: the seconds without an answer after which another machine is considered lost; None
             for 2 seconds.
+        engine: "nixl" to move tensors of more than a MiB between machines with NIXL, if both ranks choose
+            it and it works; otherwise, ZeroMQ carries all tensors.
 
     Raises:
         TypeError: `group` is no group, or an argument has the wrong type.
@@ -75,6 +77,7 @@ class RankPipe(LoopObject):
         host: str | None = None,
         encrypt: bool = False,
         peer_timeout_s: float | None = None,
+        engine: EngineName | None = None,
     ) -> None:
         self.affinity = LoopAffinity(type(self).__name__)
         self._membership = membership_of(group, rank, world_size)
@@ -86,7 +89,9 @@ class RankPipe(LoopObject):
         if not LEAST_MESSAGE_BYTES <= operator.index(max_bytes) <= MAX_NUMBER:
             raise ValueError(f"max_bytes must be at least {LEAST_MESSAGE_BYTES}, got {max_bytes}")
         self._host = None if host is None else str(ipaddress.ip_address(host))
-        self._keys = new_keys(seconds_or_never("peer_timeout_s", peer_timeout_s), encrypt=encrypt)
+        self._network = network_options(
+            seconds_or_never("peer_timeout_s", peer_timeout_s), engine, encrypt=encrypt
+        )
         self._settings = PipeSettings(max_bytes, seconds_or_never("max_wait_s", max_wait_s))
         self._label = f"pipe of rank {self._membership.rank} to rank {self._peer}"
         self._errors = ErrorCounter()
@@ -244,7 +249,7 @@ class RankPipe(LoopObject):
             self._membership,
             self._peer,
             Entries(self._membership, self._peer, self._host),
-            self._keys,
+            self._network,
             self._new_door,
             self._label,
             lambda: self.affinity.is_closed,

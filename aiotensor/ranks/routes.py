@@ -16,19 +16,22 @@ from aiotensor.ranks.entries import Entry, address_towards
 from aiotensor.transports.address import MAX_PATH_BYTES
 from aiotensor.transports.base import Connector
 from aiotensor.transports.tcp.arguments import TcpArguments
+from aiotensor.transports.tcp.engine import choose_engine
 from aiotensor.transports.unix import UnixConnector, listen_at
+from aiotensor.types import EngineName
 
-__all__ = ["Address", "Keys", "connecting", "listening", "new_keys"]
+__all__ = ["Address", "NetworkOptions", "connecting", "listening", "network_options"]
 
 _TOKEN_BYTES = 32
 
 
-class Keys(NamedTuple):
-    """The key pair of one end; empty if the connection is not encrypted."""
+class NetworkOptions(NamedTuple):
+    """How one end uses a network; the keys are empty if the connection is not encrypted."""
 
     public_key: str
     secret_key: str
     peer_timeout_s: float | None
+    engine: EngineName | None
 
 
 class Address(NamedTuple):
@@ -38,24 +41,31 @@ class Address(NamedTuple):
     token: str = ""
 
 
-def new_keys(peer_timeout_s: float | None, *, encrypt: bool) -> Keys:
-    """Return new keys for one end."""
+def network_options(
+    peer_timeout_s: float | None, engine: EngineName | None, *, encrypt: bool
+) -> NetworkOptions:
+    """Return the options of one end, with new keys.
+
+    Raises:
+        ValueError: there is no such engine.
+    """
+    choose_engine(engine, "")  # which loads it: this would block the event loop later
     if not encrypt:
-        return Keys("", "", peer_timeout_s)
+        return NetworkOptions("", "", peer_timeout_s, engine)
     import zmq  # imported here: ranks on one machine need no ZeroMQ
 
     public, secret = zmq.curve_keypair()
-    return Keys(public.decode(), secret.decode(), peer_timeout_s)
+    return NetworkOptions(public.decode(), secret.decode(), peer_timeout_s, engine)
 
 
 @asynccontextmanager
-async def listening(own: Entry, other: Entry, keys: Keys, door: Door) -> AsyncIterator[Address]:
+async def listening(own: Entry, other: Entry, network: NetworkOptions, door: Door) -> AsyncIterator[Address]:
     """Listen for the other rank, and yield the address.
 
     Args:
         own: the entry of this end.
         other: the entry of the other end.
-        keys: of this end.
+        network: the options of this end.
         door: admits connections.
 
     Raises:
@@ -81,9 +91,10 @@ async def listening(own: Entry, other: Entry, keys: Keys, door: Door) -> AsyncIt
     token = secrets.token_hex(_TOKEN_BYTES)
     given = TcpArguments(
         connects=False,
-        secret_key=keys.secret_key or None,
+        secret_key=network.secret_key or None,
         client_keys=[other.public_key] if other.public_key else (),
-        peer_timeout_s=keys.peer_timeout_s,
+        peer_timeout_s=network.peer_timeout_s,
+        engine=network.engine,
         token=token,
     )
     options = options_of(f"tcp://{_bracketed(_host_for(own, other))}:0", given)
@@ -95,7 +106,7 @@ async def listening(own: Entry, other: Entry, keys: Keys, door: Door) -> AsyncIt
 
 
 @asynccontextmanager
-async def connecting(other: Entry, keys: Keys, door: Door) -> AsyncIterator[None]:
+async def connecting(other: Entry, network: NetworkOptions, door: Door) -> AsyncIterator[None]:
     """Connect to the other rank; arguments are those of `listening`.
 
     Raises:
@@ -110,9 +121,10 @@ async def connecting(other: Entry, keys: Keys, door: Door) -> AsyncIterator[None
         from aiotensor.transports.tcp.options import options_of
 
         given = TcpArguments(
-            secret_key=keys.secret_key or None,
+            secret_key=network.secret_key or None,
             server_key=other.public_key or None,
-            peer_timeout_s=keys.peer_timeout_s,
+            peer_timeout_s=network.peer_timeout_s,
+            engine=network.engine,
             token=other.token,
         )
         try:

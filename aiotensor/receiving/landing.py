@@ -6,7 +6,7 @@ the peer has freed it, and is returned to the system when it was idle for long.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -34,6 +34,14 @@ class _Block(msgspec.Struct, eq=False):
     requested: int
 
 
+class _Reserving(msgspec.Struct, eq=False):
+    """A block whose memory the peer waits for."""
+
+    start: int
+    block: _Block
+    reserved: Callable[[memoryview | None, str], None]
+
+
 class LandingSegment:
     """Store the bytes that a peer moves to one segment, as `Landing` does; belongs to the running loop.
 
@@ -57,6 +65,8 @@ class LandingSegment:
         self._blocks: dict[int, _Block] = {}
         self._nbytes = 0  # of the blocks
         self._waiting: tuple[Range, Callable[[str], None]] | None = None  # bytes without memory
+        self._reserving: list[_Reserving] = []
+        self._returned: Callable[[Sequence[Range]], None] = lambda ranges: None
         self._failure = ""  # the reason why there is no memory
         self._trimming: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -71,11 +81,7 @@ class LandingSegment:
         """Store bytes of a block, as `Landing.store` does."""
         if self._is_closed:
             return True  # the peer is gone
-        known = self._blocks.get(block)
-        if known is None:
-            known = self._add(block, nbytes)
-        elif known.nbytes != nbytes:
-            raise ProtocolError(f"it moved bytes to a block at {block} of {nbytes} bytes, not {known.nbytes}")
+        known = self._known(block, nbytes)
         stop = start + len(data)
         if known.requested < min(stop + WINDOW_BYTES, block + nbytes):
             self._request(block, known, stop)
@@ -91,6 +97,20 @@ class LandingSegment:
         target = np.frombuffer(self._segment.memory[start:stop], np.uint8)
         np.copyto(target, np.frombuffer(data, np.uint8))  # unlike a memoryview, it lets other threads run
         return True
+
+    def reserve(self, block: int, nbytes: int, reserved: Callable[[memoryview | None, str], None]) -> None:
+        """Provide the memory of a block, as `Landing.reserve` does."""
+        if self._is_closed:
+            return  # the peer is gone
+        known = self._known(block, nbytes)
+        while known.requested < block + nbytes:
+            self._request(block, known, known.requested)
+        self._reserving.append(_Reserving(block, known, reserved))
+        self._check_reserving()
+
+    def watch(self, returned: Callable[[Sequence[Range]], None]) -> None:
+        """Watch the memory of the segment, as `Landing.watch` does."""
+        self._returned = returned
 
     def free(self, block: int) -> None:
         """Free a block, as `Landing.free` does."""
@@ -109,6 +129,8 @@ class LandingSegment:
         if self._is_closed:
             return
         self._is_closed = True
+        self._reserving.clear()
+        self._returned = lambda ranges: None
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             # The bytes need no memory any more, and the messages behind them are still to be read: the end of
@@ -117,6 +139,15 @@ class LandingSegment:
         if self._trimming is not None:
             self._trimming.cancel()
         self._segment.close()
+
+    def _known(self, block: int, nbytes: int) -> _Block:
+        """Return a block, which is added if it is new."""
+        known = self._blocks.get(block)
+        if known is None:
+            return self._add(block, nbytes)
+        if known.nbytes != nbytes:
+            raise ProtocolError(f"it moved bytes to a block at {block} of {nbytes} bytes, not {known.nbytes}")
+        return known
 
     def _add(self, block: int, nbytes: int) -> _Block:
         if self._nbytes + nbytes > self._limit:
@@ -137,6 +168,8 @@ class LandingSegment:
         if self._segment.warm.has(start, length):
             return
         idle, cold = self._segment.prepare(start, length, self._limit)
+        if idle:
+            self._returned(idle)
         filled: list[Range] = []
         try:
             work = self._worker.submit(partial(self._fill, idle, cold, filled))
@@ -167,12 +200,29 @@ class LandingSegment:
             if self._failure or self._segment.warm.has(start, length):
                 self._waiting = None
                 resume(self._failure)
+        self._check_reserving()
+
+    def _check_reserving(self) -> None:
+        """Report the blocks that have memory now, or will have none."""
+        for one in list(self._reserving):
+            start, nbytes = one.start, one.block.nbytes
+            if self._blocks.get(start) is not one.block:
+                outcome: tuple[memoryview | None, str] = None, ""
+            elif self._failure:
+                outcome = None, self._failure
+            elif self._segment.warm.has(start, nbytes):
+                outcome = self._segment.memory[start : start + nbytes], ""
+            else:
+                continue
+            self._reserving.remove(one)
+            one.reserved(*outcome)
 
     def _trim(self) -> None:
         """Return memory that has been idle for long to the system, and check again later if more is idle."""
         self._trimming = None
         idle = self._segment.take_idle(self._loop.time() - _KEEP_WARM_S)
         if idle:
+            self._returned(idle)
             self._worker.begin("returning memory", partial(self._segment.return_memory, idle))
         if self._segment.has_idle:
             self._trimming = self._loop.call_later(_KEEP_WARM_S, self._trim)

@@ -13,6 +13,7 @@ from typing import Protocol
 from aiotensor.errors import AioTensorError, ProtocolError
 from aiotensor.protocol.moves import Move
 from aiotensor.protocol.network import STEP_BYTES
+from aiotensor.protocol.pages import Range
 from aiotensor.runtime.process_end import ProcessEnd
 
 __all__ = [
@@ -76,6 +77,22 @@ class Landing(Protocol):
             ProtocolError: the block overlaps another one, or exceeds the memory that the peer may use.
         """
 
+    def reserve(self, block: int, nbytes: int, reserved: Callable[[memoryview | None, str], None]) -> None:
+        """Provide the memory of a block, to which the peer writes without this process.
+
+        Args:
+            block: the offset of the block in the segment.
+            nbytes: the size of the block.
+            reserved: called once, perhaps during this call: with the memory, or with None and the reason why
+                there is none; "" if the block was freed since.
+
+        Raises:
+            ProtocolError: as for `store`.
+        """
+
+    def watch(self, returned: Callable[[Sequence[Range]], None]) -> None:
+        """Call a function before memory of the segment is returned to the system, with the ranges."""
+
     def free(self, block: int) -> None:
         """Free a block; its bytes are used no more.
 
@@ -85,7 +102,11 @@ class Landing(Protocol):
 
 
 class Mover(Protocol):
-    """Move bytes between the memory of the two ends, in steps."""
+    """Move bytes between the memory of the two ends, in steps or with an engine."""
+
+    @property
+    def engine(self) -> str:
+        """The name of the engine that moves large blocks; "" if there is none, or none yet."""
 
     def land(self, segment: int, landing: Landing | None) -> None:
         """Store the bytes that the peer moves to a segment in a landing; None for no longer."""
@@ -113,7 +134,7 @@ class Mover(Protocol):
         """
 
     def cancel(self, move: "Move[memoryview]") -> None:
-        """Send no more bytes of a move. It ends once those under way have arrived."""
+        """Send no more bytes of a move. It ends once those under way have arrived, or are read no more."""
 
     def free(self, segment: int, block: int) -> None:
         """Notify the peer that a block is used no more; has no effect if no byte of it was moved."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -15,6 +15,7 @@ __all__ = [
     "MAX_NUMBER",
     "CurveKey",
     "Delivery",
+    "EngineName",
     "Number",
     "Publication",
     "Published",
@@ -26,6 +27,8 @@ __all__ = [
 T = TypeVar("T")
 
 CurveKey: TypeAlias = str | bytes  # as zmq.curve_keypair() makes them
+
+EngineName: TypeAlias = Literal["nixl"]  # what can move large tensors between machines, apart from ZeroMQ
 
 # The ranges of numbers and times that are accepted from another process.
 MAX_NUMBER = 2**63 - 1

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import NamedTuple
 
-from aiotensor.types import CurveKey
+from aiotensor.types import CurveKey, EngineName
 
 __all__ = ["TcpArguments"]
 
@@ -17,6 +17,7 @@ class TcpArguments(NamedTuple):
         server_key: the public key of the side that listens, for a side that connects.
         client_keys: the public keys of the sides that connect, for a side that listens.
         peer_timeout_s: the seconds without an answer after which a host is lost; None for the default.
+        engine: the engine that moves large tensors if the other side has chosen it, too; None for none.
         token: a secret that both sides know, and that replaces keys where the connection is not encrypted;
             "" for none. With a token, a side may listen at any free port.
     """
@@ -26,9 +27,10 @@ class TcpArguments(NamedTuple):
     server_key: CurveKey | None = None
     client_keys: Collection[CurveKey] = ()
     peer_timeout_s: float | None = None
+    engine: EngineName | None = None
     token: str = ""
 
     @property
     def is_given(self) -> bool:
         """Whether the user gave any argument."""
-        return bool(self.secret_key or self.server_key or self.client_keys or self.peer_timeout_s)
+        return any((self.secret_key, self.server_key, self.client_keys, self.peer_timeout_s, self.engine))

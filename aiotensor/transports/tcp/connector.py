@@ -48,6 +48,7 @@ class TcpConnector:
 
     def __init__(self, options: TcpOptions, events: ConnectorEvents) -> None:
         self.opening = options.opening
+        self.engine = options.engine
         self._address = options.address
         self._options = {**options.socket, **DIALING_OPTIONS}
         self._loss_reason = options.loss_reason
@@ -219,6 +220,7 @@ class _Attempt:
             self.close,
             self._socket.read_now,
             MAX_RECORD_BYTES,
+            engine=self._owner.engine,
         )
         return self.transport
 

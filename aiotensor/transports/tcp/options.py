@@ -6,7 +6,9 @@ from typing import NamedTuple
 import zmq
 
 from aiotensor.protocol.network import OPENING, STEP_BYTES
+from aiotensor.transports.address import label_of
 from aiotensor.transports.tcp.arguments import TcpArguments
+from aiotensor.transports.tcp.engine import EngineChoice, choose_engine
 from aiotensor.transports.zeromq.addresses import Address, parse
 from aiotensor.transports.zeromq.keys import connecting_keys, listening_keys
 
@@ -30,6 +32,7 @@ class TcpOptions(NamedTuple):
         socket: the options of its sockets.
         allowed: the public keys of the peers of a side that listens; empty if they need none.
         opening: the first message of either side.
+        engine: the engine that the user has chosen, if any.
         loss_reason: how a lost connection has ended, for errors.
     """
 
@@ -37,6 +40,7 @@ class TcpOptions(NamedTuple):
     socket: Mapping[int, int | bytes]
     allowed: frozenset[bytes]
     opening: bytes
+    engine: EngineChoice | None
     loss_reason: str
 
 
@@ -80,4 +84,5 @@ def options_of(endpoint: str, given: TcpArguments) -> TcpOptions:
             zmq.TCP_MAXRT: round(timeout_s * 1000),
         }
         loss_reason += f", or did not answer for {timeout_s:g} s"
-    return TcpOptions(address, options, allowed, OPENING + given.token.encode(), loss_reason)
+    engine = choose_engine(given.engine, label_of(endpoint))
+    return TcpOptions(address, options, allowed, OPENING + given.token.encode(), engine, loss_reason)

@@ -13,15 +13,18 @@ import asyncio
 import errno
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Self
 
 from aiotensor.errors import ProtocolError
+from aiotensor.protocol.direct import DirectMessage, encode_direct, read_direct
 from aiotensor.protocol.moves import Move, ReceivedBytes
 from aiotensor.protocol.network import (
     ACK,
     BATCH,
     BYE,
     DATA,
+    DIRECT,
     FREE,
     RECORD,
     STEP,
@@ -37,7 +40,10 @@ from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.transports.base import Handler, Landing
 from aiotensor.transports.tcp.batches import BatchWriter
 from aiotensor.transports.tcp.buffers import keep_buffers
+from aiotensor.transports.tcp.direct import DirectMoves
+from aiotensor.transports.tcp.engine import EngineChoice
 from aiotensor.transports.tcp.outgoing import OutgoingRecords, SteppedMoves
+from aiotensor.types import MAX_NUMBER
 
 __all__ = ["TcpTransport"]
 
@@ -59,6 +65,7 @@ class TcpTransport:
         read: reads a message that has arrived, and returns whether there was one.
         max_record_bytes: the longest valid record that is read.
         max_queued_bytes: the most bytes of queued records, for a writer that never waits; None for no limit.
+        engine: the choice of the user; None for no engine.
     """
 
     peer_pid = None  # the peer may be on another machine
@@ -70,6 +77,7 @@ class TcpTransport:
         read: Callable[[], bool],
         max_record_bytes: int,
         max_queued_bytes: int | None = None,
+        engine: EngineChoice | None = None,
     ) -> None:
         keep_buffers()
         self.is_writable = True
@@ -85,6 +93,9 @@ class TcpTransport:
         self._received = ReceivedBytes()
         self._records_received = 0
         self._landings: dict[int, Landing] = {}
+        self._direct = DirectMoves(
+            engine, self._send_direct, self._move_by_steps, self._landings, self._failed
+        )
         self._step: Step | None = None  # whose bytes are the next message
         self._data_record: memoryview | None = None  # whose data is the next message
         self._data_received: Callable[[memoryview, memoryview], None] | None = None
@@ -99,9 +110,16 @@ class TcpTransport:
         """This object."""
         return self
 
+    @property
+    def engine(self) -> str:
+        """The name of the engine that moves large blocks, as `Mover.engine` is."""
+        return self._direct.engine
+
     def start(self, handler: Handler) -> None:
         """Begin to read, or pass further records to another handler, as `Transport.start` does."""
         if not self.is_closed:
+            if self._handler is None:
+                self._direct.start()
             self._handler = handler
 
     def watch_peer(self, stated_pid: int, ended: Callable[[], object]) -> ProcessEnd:
@@ -184,30 +202,47 @@ class TcpTransport:
         """Store the bytes that arrive for a segment in a landing, as `Mover.land` does."""
         if landing is None:
             self._landings.pop(segment, None)
+            self._direct.returned(segment, [(0, MAX_NUMBER)])
         elif not self.is_closed:
             self._landings[segment] = landing
+            landing.watch(partial(self._direct.returned, segment))
 
     def move(self, move: Move[memoryview]) -> None:
         """Begin to move bytes, as `Mover.move` does."""
-        if self.is_closed:
-            move.ended(False)
-            return
-        self._moves.begin(move)
+        # Records that wait for credit may attach the segment.
+        if not self.is_closed and self._may_move() and self._direct.begin(move):
+            self._moves.blocks.add(move.area)
+        else:
+            self._move_by_steps(move)
 
     def cancel(self, move: Move[memoryview]) -> None:
         """Send no more bytes of a move, as `Mover.cancel` does."""
-        self._moves.cancel(move)
+        if not self._direct.cancel(move):
+            self._moves.cancel(move)
 
     def free(self, segment: int, block: int) -> None:
         """Notify the peer that a block is used no more, as `Mover.free` does."""
         if not (self.is_closed or self._has_said_bye):
             self._moves.free(Area(segment, block))
 
+    def _move_by_steps(self, move: Move[memoryview]) -> None:
+        if self.is_closed:
+            move.ended(False)
+        else:
+            self._moves.begin(move)
+
+    def _send_direct(self, message: DirectMessage) -> None:
+        if not (self.is_closed or self._has_said_bye):
+            self._writer.attempt(self._writer.write, encode_direct(message))
+
     def _may_move(self) -> bool:
         return not (self._has_said_bye or self._records.are_queued)
 
     def _writing_failed(self, error: OSError) -> None:
         self._end(f"writing failed: {error}")
+
+    def _failed(self, reason: str) -> None:
+        self._end(reason, reason)
 
     # Messages of the peer
 
@@ -258,6 +293,8 @@ class TcpTransport:
                 self._record_with_data(record, data)
             else:
                 self._data_record = record
+        elif kind == DIRECT:
+            self._direct.receive(read_direct(message))
         elif kind == ACK:
             self._acknowledged(message)
         elif kind == FREE:
@@ -297,7 +334,7 @@ class TcpTransport:
         def resume(failure: str) -> None:
             self._is_held = False
             if failure:
-                self._end(failure, failure)
+                self._failed(failure)
             elif not self.is_closed:
                 held, self._held = self._held, deque()
                 try:
@@ -379,6 +416,7 @@ class TcpTransport:
         self._held.clear()
         self._landings.clear()
         self._moves.clear()
+        self._direct.stop()
 
 
 def _ended_process(pid: int) -> int:

@@ -1,0 +1,70 @@
+"""The interface of engines: one-sided writes into registered memory of one peer.
+
+Each call may block for milliseconds, and the calls for one engine come from one thread at a time. An engine
+makes no progress between calls: `poll` has to be called at both ends while a write is under way.
+"""
+
+from collections.abc import Hashable
+from typing import Protocol
+
+__all__ = ["Engine", "EngineError"]
+
+
+class EngineError(Exception):
+    """An engine cannot be used, or a call of it failed."""
+
+
+class Engine(Protocol):
+    """One end of a connection between two engines.
+
+    Attributes:
+        address: tells the engine of the peer how to reach this one.
+    """
+
+    address: bytes
+
+    def connect(self, address: bytes) -> None:
+        """Set the peer, once.
+
+        Raises:
+            EngineError: the address is invalid, or cannot be reached from here.
+        """
+
+    def register(self, memory: memoryview) -> bytes:
+        """Let the peer write to memory, and return the key that it needs.
+
+        The memory has to exist until `unregister` or `close`.
+
+        Raises:
+            EngineError: the memory cannot be registered.
+        """
+
+    def unregister(self, key: bytes) -> None:
+        """End a registration; the peer does not write to this memory any more.
+
+        Raises:
+            EngineError: unregistering failed.
+        """
+
+    def write(self, source: memoryview, key: bytes, start: int) -> Hashable:
+        """Begin to write to memory of the peer; return an object that `poll` returns at the end.
+
+        A write cannot be cancelled: the source has to exist until its end, or until `close`.
+
+        Args:
+            source: the bytes.
+            key: of the memory, from the engine of the peer.
+            start: the position in this memory.
+
+        Raises:
+            EngineError: the write did not begin.
+        """
+
+    def poll(self) -> list[tuple[Hashable, str]]:
+        """Make progress, and return the writes that have ended, each with an error or "".
+
+        The peer has all bytes of a write without an error.
+        """
+
+    def close(self) -> None:
+        """Stop all writes, of both sides: none changes or reads memory of this process afterwards."""

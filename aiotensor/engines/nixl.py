@@ -1,0 +1,259 @@
+"""NIXL (https://github.com/ai-dynamo/nixl): moves bytes with UCX, over RDMA where there is hardware for it.
+
+This uses the compiled part of NIXL alone. Its Python part changes the configuration of `logging` when it is
+imported, and unpickles what peers send.
+
+These properties of NIXL 1.5 determine the code:
+
+- A READ needs the process that is read from to make progress, and UCX aborts that process if the reader dies
+  in the meantime. A WRITE has neither problem, so the side that has the bytes writes them.
+- A transfer cannot be cancelled: after its release, bytes are still read and written.
+- The metadata of registered memory cannot be replaced at a peer, even if the memory was unregistered. So each
+  registration has a number, passed as the id of the device, which is meaningless for memory of the host.
+- Two threads may use an agent only in the mode STRICT.
+"""
+
+import ctypes
+import os
+import secrets
+import struct
+import sys
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import find_spec, module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from aiotensor.engines.base import EngineError
+
+__all__ = ["NixlEngine", "load"]
+
+_PACKAGES = "nixl_cu12", "nixl_cu13"  # with the same content for hosts
+
+# UCX reads these when it is loaded. By default it writes to standard output, handles fatal signals, replaces
+# functions of the C library such as `mmap`, and warns about variables that other programs use.
+_WHILE_LOADING = {
+    "NIXL_LOG_LEVEL": "FATAL",
+    "UCX_LOG_LEVEL": "fatal",
+    "UCX_HANDLE_ERRORS": "none",
+    "UCX_DEBUG_SIGNO": "0",
+    "UCX_MEM_EVENTS": "n",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+}
+
+# Environment variables override these. No shared memory of UCX: a killed process would leave its files, and a
+# peer could still write to this process after `close`. Larger messages over TCP, whose default of 8 KiB is
+# slow, and keep-alive messages, since a dead host is noticed after two hours otherwise.
+_UCX = "TLS=^sm,TCP_TX_SEG_SIZE=256k,TCP_RX_SEG_SIZE=256k,TCP_KEEPIDLE=5s,TCP_KEEPINTVL=2s,TCP_KEEPCNT=3"
+
+_KEY = struct.Struct("<QQQ")  # address, bytes and number of a registration; its metadata follow
+_MOST_KEYS = 4096  # metadata of the peer that are kept
+
+_loading = threading.Lock()
+_library: ModuleType | None = None
+_errors: tuple[type[BaseException], ...] = (RuntimeError,)
+_agents: set[Any] = set()
+
+
+class NixlEngine:
+    """One agent of NIXL with one peer, as `Engine` describes it; call `load` first.
+
+    Raises:
+        EngineError: NIXL cannot be used on this machine.
+    """
+
+    def __init__(self) -> None:
+        nixl = self._nixl = load()
+        config = nixl.nixlAgentConfig()
+        config.useProgThread = False  # it would poll all the time
+        config.useListenThread = False
+        config.syncMode = nixl.NIXL_THREAD_SYNC_STRICT
+        with _translated("it cannot be used here"):
+            self._agent = nixl.nixlAgent(secrets.token_hex(16), config)
+            self._backends = [self._agent.createBackend("UCX", {"engine_config": _UCX})]
+            self.address: bytes = self._agent.getLocalPartialMD(
+                nixl.nixlRegDList(nixl.DRAM_SEG, 0), True, self._backends
+            )
+        _agents.add(self._agent)
+        self._peer = ""
+        self._peer_address = b""
+        self._registrations = 0  # so far
+        self._registered: dict[bytes, Any] = {}
+        self._known: set[bytes] = set()  # keys of the peer
+        self._writes: dict[int, Any] = {}  # the registration of the source of each
+
+    def connect(self, address: bytes) -> None:
+        """Set the peer, as `Engine.connect` does."""
+        with _translated("the address of the peer is unusable"):
+            self._peer = self._agent.loadRemoteMD(address).decode()
+        self._peer_address = address
+
+    def register(self, memory: memoryview) -> bytes:
+        """Let the peer write to memory, as `Engine.register` does."""
+        with _translated("memory cannot be registered"):
+            registration, number = self._register(memory)
+            metadata: bytes = self._agent.getLocalPartialMD(registration, False, self._backends)
+        key = _KEY.pack(_address_of(memory), len(memory), number) + metadata
+        self._registered[key] = registration
+        return key
+
+    def unregister(self, key: bytes) -> None:
+        """End a registration, as `Engine.unregister` does."""
+        with _translated("memory cannot be unregistered"):
+            self._agent.deregisterMem(self._registered.pop(key), self._backends)
+
+    def write(self, source: memoryview, key: bytes, start: int) -> Hashable:
+        """Begin to write to memory of the peer, as `Engine.write` does."""
+        if len(key) < _KEY.size:
+            raise EngineError("the key of the peer is too short")
+        address, nbytes, number = _KEY.unpack_from(key)
+        if start + len(source) > nbytes:
+            raise EngineError(f"{len(source)} bytes at {start} exceed memory of {nbytes}")
+        nixl, agent = self._nixl, self._agent
+        with _translated("a write did not begin"):
+            self._learn(key)
+            registration, own_number = self._register(source)
+            try:
+                there = nixl.nixlXferDList(nixl.DRAM_SEG, 0)
+                there.addDesc((address + start, len(source), number))
+                here = nixl.nixlXferDList(nixl.DRAM_SEG, 0)
+                here.addDesc((_address_of(source), len(source), own_number))
+                request: int = agent.createXferReq(
+                    nixl.NIXL_WRITE, here, there, self._peer, "", self._backends
+                )
+                try:
+                    agent.postXferReq(request)
+                except _errors:
+                    agent.releaseXferReq(request)
+                    raise
+            except BaseException:
+                agent.deregisterMem(registration, self._backends)
+                raise
+        self._writes[request] = registration
+        return request
+
+    def poll(self) -> list[tuple[Hashable, str]]:
+        """Make progress, as `Engine.poll` does."""
+        agent = self._agent
+        agent.getNotifs({}, self._backends)  # this makes progress; there are no notifications
+        ended: list[tuple[Hashable, str]] = []
+        for request, registration in list(self._writes.items()):
+            reason = ""
+            try:
+                if agent.getXferStatus(request) == self._nixl.NIXL_IN_PROG:
+                    continue
+            except _errors as error:
+                reason = str(error)
+            del self._writes[request]
+            with _translated("a write did not end"):
+                agent.releaseXferReq(request)
+                agent.deregisterMem(registration, self._backends)
+            ended.append((request, reason))
+        return ended
+
+    def close(self) -> None:
+        """Stop all writes, as `Engine.close` does; blocks the interpreter for some milliseconds."""
+        _agents.discard(self._agent)
+        self._agent = None
+
+    def _register(self, memory: memoryview) -> tuple[Any, int]:
+        self._registrations += 1
+        registration = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, 0)
+        registration.addDesc((_address_of(memory), len(memory), self._registrations, ""))
+        self._agent.registerMem(registration, self._backends)
+        return registration, self._registrations
+
+    def _learn(self, key: bytes) -> None:
+        """Load the metadata of a key, and forget all others if there are many."""
+        if key in self._known:
+            return
+        if len(self._known) >= _MOST_KEYS and not self._writes:
+            self._agent.invalidateRemoteMD(self._peer)
+            self._known.clear()
+            self.connect(self._peer_address)
+        if self._agent.loadRemoteMD(key[_KEY.size :]).decode() != self._peer:
+            raise EngineError("the peer sent the key of another process")
+        self._known.add(key)
+
+
+def load() -> Any:
+    """Load the compiled part of NIXL, once.
+
+    Raises:
+        EngineError: it is not installed, or cannot be loaded.
+    """
+    global _library, _errors
+    with _loading:
+        if _library is None:
+            _library = _loaded()
+            _errors += tuple(
+                each
+                for each in vars(_library).values()
+                if isinstance(each, type) and issubclass(each, Exception)
+            )
+    return _library
+
+
+def _loaded() -> ModuleType:
+    for package in _PACKAGES:
+        name = f"{package}._bindings"
+        if name in sys.modules:
+            return sys.modules[name]
+        found = find_spec(package)
+        if found is None or not found.origin:
+            continue
+        for path in Path(found.origin).parent.glob("_bindings.*.so"):
+            # Under its own name: nobody can load it a second time.
+            spec = spec_from_loader(name, ExtensionFileLoader(name, str(path)))
+            if spec is None or spec.loader is None:
+                raise AssertionError("a loader was given")
+            try:
+                with _environment(_WHILE_LOADING):
+                    module = module_from_spec(spec)
+                    spec.loader.exec_module(module)
+                    config = module.nixlAgentConfig()
+                    module.nixlAgent(secrets.token_hex(16), config).getPluginParams("UCX")  # loads UCX
+            except Exception as error:
+                raise EngineError(f"NIXL cannot be loaded: {error}") from error
+            sys.modules[name] = module
+            return module
+    raise EngineError("NIXL is not installed: pip install 'aiotensor[nixl]'")
+
+
+@contextmanager
+def _environment(defaults: dict[str, str]) -> Iterator[None]:
+    """Set environment variables that are not set, for a moment: children do not inherit them."""
+    added = [name for name in defaults if name not in os.environ]
+    os.environ.update({name: defaults[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    try:
+        yield
+    except _errors as error:
+        raise EngineError(f"{what}: {error}") from error
+
+
+def _address_of(memory: memoryview) -> int:
+    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def _keep_in_child() -> None:
+    """Keep the agents of the parent: destroying one would end its connections there."""
+    for agent in _agents:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
+
+
+os.register_at_fork(after_in_child=_keep_in_child)

@@ -1,0 +1,220 @@
+"""The engine that the user has chosen, and an engine that runs in a thread."""
+
+import asyncio
+import time
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import TypeAlias, TypeVar, get_args
+
+from aiotensor.engines import Engine, EngineError, engine_maker
+from aiotensor.runtime.logs import logger_of
+from aiotensor.runtime.worker import Worker
+from aiotensor.types import EngineName
+
+__all__ = ["EngineChoice", "RunningEngine", "choose_engine"]
+
+logger = logger_of("transports")
+
+R = TypeVar("R")
+
+# Called at the end of a write, with an error or "", and with whether it had begun.
+_WriteEnd: TypeAlias = Callable[[str, bool], object]
+
+# How long one call polls, after which other calls get their turn, and the time between two polls.
+_TURN_S = 0.002
+_PAUSE_S = 50e-6
+
+
+def choose_engine(name: EngineName | None, endpoint: str) -> "EngineChoice | None":
+    """Return the choice of an engine, and load it; None for no engine.
+
+    Raises:
+        ValueError: there is no such engine.
+    """
+    if name is None:
+        return None
+    if name not in get_args(EngineName):
+        raise ValueError(f"engine is None or one of {get_args(EngineName)}, got {name!r}")
+    return EngineChoice(name, endpoint)
+
+
+class EngineChoice:
+    """The engine that the user has chosen for an endpoint.
+
+    Args:
+        name: of the engine.
+        endpoint: for the log.
+
+    Attributes:
+        make: makes the engine; None if that is impossible here.
+        reason: why it is impossible.
+    """
+
+    def __init__(self, name: str, endpoint: str) -> None:
+        self.name = name
+        self.make: Callable[[], Engine] | None = None
+        self.reason = ""
+        self._endpoint = endpoint
+        self._reported: set[str] = set()
+        try:
+            self.make = engine_maker(name)
+        except EngineError as error:
+            self.reason = str(error)
+
+    def report(self, reason: str) -> None:
+        """Log that connections do without the engine, once for each reason."""
+        if reason not in self._reported:
+            self._reported.add(reason)
+            logger.warning(
+                "ZeroMQ carries all tensors at %s, and not %s: %s",
+                self._endpoint,
+                self.name,
+                reason,
+                extra={
+                    "event": "engine_unavailable",
+                    "endpoint": self._endpoint,
+                    "engine": self.name,
+                    "reason": reason,
+                },
+            )
+
+
+class RunningEngine:
+    """Call an engine in a thread, and poll it while it is needed; belongs to the running loop.
+
+    Args:
+        failed: called if polling fails.
+    """
+
+    def __init__(self, failed: Callable[[str], object]) -> None:
+        self._failed = failed
+        self._worker = Worker("aiotensor-engine")
+        self._engine: Engine | None = None  # used in the thread, like the next one
+        self._ends: dict[Hashable, _WriteEnd] = {}
+        self._needs = 0  # writes of either side that are under way
+        self._is_polling = self._is_closed = False
+
+    async def open(self, make: Callable[[], Engine]) -> bytes:
+        """Make the engine, and return its address; errors are those of `make`.
+
+        Cancellation leaves the engine to `close`.
+        """
+
+        def open_() -> bytes:
+            self._engine = make()
+            return self._engine.address
+
+        return await self._worker.submit(open_)
+
+    async def connect(self, address: bytes) -> None:
+        """Set the peer, as `Engine.connect` does."""
+        await self._call(lambda engine: engine.connect(address))
+
+    def register(self, memory: memoryview) -> "asyncio.Future[bytes]":
+        """Let the peer write to memory, as `Engine.register` does."""
+        return self._call(lambda engine: engine.register(memory))
+
+    def unregister(self, key: bytes) -> None:
+        """End a registration."""
+        self._call(lambda engine: engine.unregister(key)).add_done_callback(self._unregistered)
+
+    def write(self, source: memoryview, key: bytes, start: int, ended: _WriteEnd) -> None:
+        """Write to memory of the peer, as `Engine.write` does.
+
+        Args:
+            source: the bytes.
+            key: of the memory.
+            start: the position in the memory.
+            ended: called at the end, but not after `close`: with an error or "", and with whether the write
+                had begun.
+        """
+
+        def write(engine: Engine) -> None:
+            self._ends[engine.write(source, key, start)] = ended
+
+        self.begin_polling()
+        self._call(write).add_done_callback(partial(self._write_begun, ended))
+
+    def begin_polling(self) -> None:
+        """Poll until the same number of calls of `end_polling`."""
+        self._needs += 1
+        self._poll()
+
+    def end_polling(self) -> None:
+        """End what one call of `begin_polling` has begun."""
+        self._needs -= 1
+
+    def close(self, closed: Callable[[], object]) -> None:
+        """Stop all writes, and call a function then."""
+        self._is_closed = True
+
+        def close() -> None:
+            engine, self._engine = self._engine, None
+            self._ends.clear()
+            if engine is not None:
+                engine.close()
+
+        def has_closed(work: "asyncio.Future[None]") -> None:
+            try:
+                work.result()
+            finally:
+                closed()
+
+        try:
+            closing = self._worker.submit(close)
+        except OSError:
+            closed()  # no thread was ever started, so there is no engine
+        else:
+            closing.add_done_callback(has_closed)
+        self._worker.close()
+
+    def _call(self, call: Callable[[Engine], R]) -> "asyncio.Future[R]":
+        return self._worker.submit(partial(self._call_in_thread, call))
+
+    def _call_in_thread(self, call: Callable[[Engine], R]) -> R:
+        if self._engine is None:
+            raise EngineError("it is closed")
+        return call(self._engine)
+
+    def _write_begun(self, ended: _WriteEnd, work: "asyncio.Future[None]") -> None:
+        try:
+            work.result()
+        except EngineError as error:
+            self.end_polling()
+            if not self._is_closed:
+                ended(str(error), False)
+
+    def _unregistered(self, work: "asyncio.Future[None]") -> None:
+        try:
+            work.result()
+        except EngineError as error:
+            if not self._is_closed:
+                self._failed(str(error))
+
+    def _poll(self) -> None:
+        if self._needs and not self._is_polling and not self._is_closed:
+            self._is_polling = True
+            self._call(self._poll_in_thread).add_done_callback(self._polled)
+
+    def _poll_in_thread(self, engine: Engine) -> list[tuple[_WriteEnd, str]]:
+        stop = time.monotonic() + _TURN_S
+        while True:
+            ended = engine.poll()
+            if ended or time.monotonic() > stop:
+                return [(self._ends.pop(write), reason) for write, reason in ended]
+            time.sleep(_PAUSE_S)
+
+    def _polled(self, work: "asyncio.Future[list[tuple[_WriteEnd, str]]]") -> None:
+        self._is_polling = False
+        try:
+            ends = work.result()
+        except EngineError as error:
+            if not self._is_closed:
+                self._failed(str(error))
+            return
+        if self._is_closed:
+            return
+        for ended, reason in ends:
+            self.end_polling()
+            ended(reason, True)
+        self._poll()
