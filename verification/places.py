@@ -8,18 +8,21 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aiotensor import TensorQueue
 from aiotensor.transports.endpoints import Endpoint
+from aiotensor.transports.tcp import direct
 
-__all__ = ["LINKS", "LOCAL", "Link", "Place", "endpoint", "free_port"]
+__all__ = ["CONFORMING", "LINKS", "LOCAL", "Link", "Place", "arguments_of", "endpoint", "free_port"]
 
 # Below the ports that the kernel gives to outgoing connections. Each worker of a test run has its own: a port
 # is taken some time after it was found to be free.
 _FIRST_PORT, _PORTS = 20000, 1000
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 10
 _next_port = itertools.count(secrets.randbelow(_PORTS))
+
+_ENGINE_HOST = "127.0.0.2"  # tells these endpoints from others
 
 
 class Place(NamedTuple):
@@ -42,11 +45,13 @@ class Link(NamedTuple):
         place: makes an endpoint, and removes it with the files that a killed receiver left.
         comes_back: whether a sender that lost its receiver connects to the next one at the same endpoint.
         is_local: whether both sides share memory. Then connecting to a receiver that listens takes no time.
+        has_engine: whether an engine moves the tensors.
     """
 
     place: Callable[[], AbstractContextManager[Place]]
     comes_back: bool
     is_local: bool = True
+    has_engine: bool = False
 
 
 @contextmanager
@@ -72,6 +77,22 @@ def _at_a_port() -> Iterator[Place]:
     yield Place(f"tcp://127.0.0.1:{free_port()}", list)
 
 
+@contextmanager
+def _with_an_engine() -> Iterator[Place]:
+    yield Place(f"tcp://{_ENGINE_HOST}:{free_port()}", list)
+
+
+def arguments_of(endpoint: Endpoint) -> dict[str, Any]:
+    """Return the arguments of senders, receivers, publishers and subscribers at an endpoint of a link.
+
+    With an engine, it moves all tensors that are copied, also short ones, in this process from now on.
+    """
+    if not str(endpoint).startswith(f"tcp://{_ENGINE_HOST}:"):
+        return {}
+    direct._LEAST_BYTES = 1
+    return {"engine": "nixl"}
+
+
 def free_port() -> int:
     """Return a free port that no outgoing connection gets."""
     while True:
@@ -89,6 +110,9 @@ LINKS = {
     "tcp": Link(_at_a_port, comes_back=True, is_local=False),
     "unix": Link(_at_an_address, comes_back=True),
 }
+
+# Where everything that the library promises is tested.
+CONFORMING = {**LINKS, "nixl": Link(_with_an_engine, comes_back=True, is_local=False, has_engine=True)}
 
 LOCAL = [name for name, link in LINKS.items() if link.is_local]
 

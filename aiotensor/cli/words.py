@@ -1,6 +1,6 @@
 """Numbers and texts as the subcommands write them."""
 
-__all__ = ["brief", "counted", "in_words", "of_limit", "printable", "short"]
+__all__ = ["brief", "by_engine", "counted", "in_words", "of_limit", "printable", "short"]
 
 _LEAST_WITHOUT_POINT = 99.95  # rounds to 100.0
 
@@ -27,6 +27,11 @@ def brief(amount: float) -> str:
 def counted(count: int, noun: str) -> str:
     """Write a number of things."""
     return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def by_engine(connections: int) -> list[str]:
+    """Count the connections that use an engine, if any does."""
+    return [f"{connections} by NIXL"] if connections else []
 
 
 def of_limit(value: object, limit: object | None, of: str = " of ") -> str:

@@ -7,7 +7,7 @@ moves bytes into memory of the peer. Both ends of a connection have the same int
 belongs to the event loop's thread.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from aiotensor.errors import AioTensorError, ProtocolError
@@ -27,6 +27,7 @@ __all__ = [
     "Listener",
     "Mover",
     "Transport",
+    "engine_connections",
 ]
 
 # The most bytes that the accepting side queues for a peer that does not read. A stopped sender has only its
@@ -138,6 +139,11 @@ class Mover(Protocol):
 
     def free(self, segment: int, block: int) -> None:
         """Notify the peer that a block is used no more; has no effect if no byte of it was moved."""
+
+
+def engine_connections(movers: "Iterable[Mover | None]") -> int:
+    """Count the connections that move large blocks with an engine."""
+    return sum(mover is not None and bool(mover.engine) for mover in movers)
 
 
 class Transport(Protocol):

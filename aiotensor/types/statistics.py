@@ -20,6 +20,9 @@ __all__ = [
 ]
 
 
+_EngineConnections = Annotated[Number, gauge("Connections whose large tensors an engine such as NIXL moves.")]
+
+
 class SenderStatistics(msgspec.Struct, frozen=True):
     """The current usage of one sender, and its totals since it was opened.
 
@@ -73,6 +76,7 @@ class SenderStatistics(msgspec.Struct, frozen=True):
             largest=True,
         ),
     ]
+    engine_connections: _EngineConnections
     messages_sent: Annotated[Number, counter("Messages announced in full to the receiver.")]
     messages_discarded: Annotated[Number, counter("Messages discarded by either side.")]
     tensors_sent: Annotated[Number, counter("Tensors announced to the receiver.")]
@@ -107,6 +111,7 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
             "that newer ones replaced."
         ),
     ]
+    engine_connections: _EngineConnections
     waiting: Annotated[Number, gauge("Calls and iterations that wait for a tensor.", metric="waiting_calls")]
     unclaimed_tensors: Annotated[Number, gauge("Tensors that have arrived and have not been taken.")]
     unclaimed_bytes: Annotated[Number, gauge("Bytes of the tensors that have not been taken.")]
@@ -237,6 +242,7 @@ class PublisherStatistics(msgspec.Struct, frozen=True):
         Seconds,
         gauge("Time that the longest current wait has lasted.", metric="longest_wait_seconds", largest=True),
     ]
+    engine_connections: _EngineConnections
     history: Annotated[Number, gauge("Publications that are kept for later subscribers.")]
     arena_bytes: Annotated[Number, gauge("Limit of shared memory in use.", metric="memory_limit_bytes")]
     bytes_in_use: Annotated[
@@ -308,6 +314,7 @@ class SubscriberStatistics(msgspec.Struct, frozen=True):
     """
 
     publishers: Annotated[Number, gauge("Whether a publisher is connected.")]
+    engine_connections: _EngineConnections
     waiting: Annotated[
         Number, gauge("Calls and iterations that wait for a publication.", metric="waiting_calls")
     ]
@@ -367,6 +374,7 @@ class PipeStatistics(msgspec.Struct, frozen=True):
         Number,
         gauge("Allocated shared memory, in use or kept for the next tensor.", metric="memory_warm_bytes"),
     ]
+    engine_connections: _EngineConnections
     waiting_receives: Annotated[Number, gauge("Calls that wait for a message.")]
     unclaimed: Annotated[
         Number,

@@ -298,7 +298,7 @@ HOLDERS = (
     Holder(8, "taken, its tensors still in use", 42 << 20, 3.12),
 )
 RECEIVER = ReceiverStatistics(
-    *(3, 64, 1, 2, 0, 1100, 3 << 30, 3 << 30, 64 << 30, 13, 1024, 7, 300 << 20, 1, 1, 1, 1, 0, 0, {})
+    *(3, 64, 1, 2, 0, 0, 1100, 3 << 30, 3 << 30, 64 << 30, 13, 1024, 7, 300 << 20, 1, 1, 1, 1, 0, 0, {})
 )
 
 
@@ -307,7 +307,7 @@ def _of_sender(
 ) -> SenderInspection:
     statistics = SenderStatistics(
         *(8, 8 if waiting else 2, 8, waiting, longest_wait_s, holders),
-        *(1 << 30, 700 << 20, 700 << 20, 700 << 20, 300 << 20, sent, 0, sent, sent << 20, 0),
+        *(1 << 30, 700 << 20, 700 << 20, 700 << 20, 300 << 20, 0, sent, 0, sent, sent << 20, 0),
         *(NO_WAITS, NO_WAITS, 0, 0, {}),
     )
     return SenderInspection(sender * 32, 4194303, 8, 1 << 30, 999, 999 << 20, 3, 100 << 20, statistics, at)
@@ -395,7 +395,7 @@ def test_senders_are_left_out_only_where_there_is_no_room(height: int, shown: in
 
 
 def test_a_receiver_without_senders_or_limits_says_so() -> None:
-    statistics = ReceiverStatistics(0, None, 0, 0, 0, 0, 0, 0, None, 0, None, 0, 0, 0, 0, 0, 0, 0, 0, {})
+    statistics = ReceiverStatistics(0, None, 0, 0, 0, 0, 0, 0, 0, None, 0, None, 0, 0, 0, 0, 0, 0, 0, 0, {})
     now = Inspection("d" * 32, 7, statistics, ())
 
     assert _drawn(now, width=80)[1:] == [

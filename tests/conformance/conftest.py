@@ -8,7 +8,7 @@ import pytest
 from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import PairMaker, pairs_over
 from verification import loops
-from verification.places import LINKS
+from verification.places import CONFORMING
 
 
 @pytest.fixture(params=loops.MODES, autouse=True)
@@ -24,7 +24,7 @@ async def mode(request: pytest.FixtureRequest, nothing_left_behind: None) -> Asy
     assert not complaints, "\n".join(complaints)
 
 
-@pytest.fixture(params=LINKS)
+@pytest.fixture(params=CONFORMING)
 def pairs(request: pytest.FixtureRequest) -> Iterator[PairMaker]:
     """Make pairs over each kind of endpoint."""
     with pairs_over(request.param) as pairs:

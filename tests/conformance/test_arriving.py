@@ -12,13 +12,12 @@ from aiotensor import (
     AlreadyTakenError,
     DiscardedError,
     TensorHandle,
-    TensorReceiver,
-    TensorSender,
     TooLargeError,
     UnsupportedTensorError,
 )
 from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import PairMaker
+from verification.parties import receiver_at, sender_at
 from verification.patterns import BIG, pattern
 from verification.processes import peers, watch
 from verification.waiting import settled, until
@@ -189,7 +188,10 @@ async def _settled(state: peers.State) -> None:
 
 @pytest.mark.parametrize("mode", ["plain"], indirect=True)  # processes that are spawned take long to start
 async def test_senders_in_several_processes_feed_one_receiver_in_any_order(endpoint: Endpoint) -> None:
-    async with peers.peers(endpoint, 3, "spawn") as children, TensorReceiver(endpoint) as receiver:
+    async with (
+        peers.peers(endpoint, 3, "spawn") as children,
+        receiver_at(endpoint) as receiver,
+    ):
         for child in children:
             await child.call(peers.open_sender, 64)
         sending = [
@@ -208,7 +210,10 @@ async def test_senders_in_several_processes_feed_one_receiver_in_any_order(endpo
 
 
 async def test_a_receiver_in_a_child_takes_from_senders_in_parent_and_child(endpoint: Endpoint) -> None:
-    async with peers.peers(endpoint, 2) as [engine, api], TensorSender(endpoint) as sender:
+    async with (
+        peers.peers(endpoint, 2) as [engine, api],
+        sender_at(endpoint) as sender,
+    ):
         await engine.call(peers.open_receiver)
         await api.call(peers.open_sender)
         async with sender.message() as message:

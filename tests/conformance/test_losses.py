@@ -14,13 +14,12 @@ from aiotensor import (
     DiscardedError,
     PeerLostError,
     TensorHandle,
-    TensorReceiver,
-    TensorSender,
     WouldBlockError,
 )
 from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import PairMaker
 from tests.pairs import beyond
+from verification.parties import receiver_at, sender_at
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 from verification.processes.peers import Peer
@@ -46,7 +45,7 @@ async def test_a_killed_sender_ends_every_wait_for_its_tensors_within_a_second(p
         assert torch.equal(taken, pattern(1, BIG))
         assert receiver.statistics().senders_lost == 1
         assert receiver.statistics().senders == 0
-        async with TensorSender(pairs.endpoint) as other:
+        async with sender_at(pairs.endpoint) as other:
             assert torch.equal(await receiver.receive(await other.send(pattern(5, 9))), pattern(5, 9))
 
 
@@ -150,7 +149,7 @@ async def test_a_view_stays_valid_when_its_sender_was_killed_and_its_receiver_cl
     endpoint: Endpoint,
 ) -> None:
     async with peers.peers(endpoint, 2) as children:
-        async with TensorReceiver(endpoint) as receiver:
+        async with receiver_at(endpoint) as receiver:
             views = []
             for seed, child in enumerate(children):
                 await child.call(peers.open_sender)
@@ -167,7 +166,10 @@ async def test_a_view_stays_valid_when_its_sender_was_killed_and_its_receiver_cl
 
 
 async def test_one_killed_sender_harms_no_other(endpoint: Endpoint) -> None:
-    async with peers.peers(endpoint, 3) as children, TensorReceiver(endpoint) as receiver:
+    async with (
+        peers.peers(endpoint, 3) as children,
+        receiver_at(endpoint) as receiver,
+    ):
         names = [await child.call(peers.open_sender) for child in children]
         victim, *others = children
         victim.start(_send_many, 10_000)
@@ -191,7 +193,7 @@ async def _send_many(state: peers.State, count: int) -> int:
 
 
 async def test_kill_at_any_moment_leaves_no_waiter_and_no_memory(endpoint: Endpoint) -> None:
-    async with TensorReceiver(endpoint) as receiver:
+    async with receiver_at(endpoint) as receiver:
         for moment in range(6):
             async with peers.peers(endpoint, 1) as [child]:
                 await child.call(peers.open_sender)

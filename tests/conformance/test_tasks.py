@@ -12,6 +12,7 @@ import torch
 from aiotensor import PeerLostError, TensorHandle, TensorQueue, TensorReceiver, TensorSender, UsageError
 from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import PairMaker
+from verification.parties import receiver_at, sender_at
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 from verification.waiting import settled, until
@@ -77,7 +78,10 @@ async def test_a_receive_cancelled_at_any_turn_of_the_loop_loses_nothing(
 
 
 async def test_both_ends_are_opened_in_one_task_and_closed_in_another(endpoint: Endpoint) -> None:
-    receiver, sender = TensorReceiver(endpoint), TensorSender(endpoint)
+    receiver, sender = (
+        receiver_at(endpoint),
+        sender_at(endpoint),
+    )
     await asyncio.create_task(receiver.__aenter__())
     await asyncio.create_task(sender.__aenter__())
     handle = await asyncio.create_task(sender.send(pattern(0, BIG)))
@@ -89,7 +93,10 @@ async def test_both_ends_are_opened_in_one_task_and_closed_in_another(endpoint: 
 
 
 async def test_an_object_of_another_thread_or_loop_says_so_at_once(endpoint: Endpoint) -> None:
-    async with TensorReceiver(endpoint) as receiver, TensorSender(endpoint) as sender:
+    async with (
+        receiver_at(endpoint) as receiver,
+        sender_at(endpoint) as sender,
+    ):
         handle = await sender.send(pattern(0, 3))
         for use in (
             lambda: sender.send_nowait(torch.ones(3)),
@@ -105,7 +112,10 @@ async def test_an_object_of_another_thread_or_loop_says_so_at_once(endpoint: End
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 async def test_a_forked_child_is_told_at_once_and_does_not_hide_a_death(endpoint: Endpoint) -> None:
-    async with TensorReceiver(endpoint) as receiver, TensorSender(endpoint) as sender:
+    async with (
+        receiver_at(endpoint) as receiver,
+        sender_at(endpoint) as sender,
+    ):
         handle = await sender.send(pattern(1, BIG))
         read, write = os.pipe()
         child = os.fork()

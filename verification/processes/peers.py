@@ -17,6 +17,7 @@ import torch
 from aiotensor import TensorHandle, TensorReceiver, TensorSender
 from aiotensor.transports.endpoints import Endpoint
 from verification import loops
+from verification.parties import receiver_at, sender_at
 from verification.patterns import pattern
 from verification.processes import watch
 from verification.waiting import until
@@ -246,14 +247,14 @@ async def _answer(
 
 
 async def open_sender(state: State, max_concurrent_videos: int = 8, arena_bytes: int = 1 << 30) -> str:
-    sender = TensorSender(state.endpoint, max_concurrent_videos, arena_bytes)
+    sender = sender_at(state.endpoint, max_concurrent_videos, arena_bytes)
     await sender.__aenter__()
     state.senders.append(sender)
     return sender.id
 
 
 async def open_receiver(state: State) -> None:
-    receiver = TensorReceiver(state.endpoint)
+    receiver = receiver_at(state.endpoint)
     await receiver.__aenter__()
     state.receivers.append(receiver)
 

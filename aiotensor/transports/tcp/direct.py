@@ -27,12 +27,15 @@ from aiotensor.protocol.direct import (
     Written,
 )
 from aiotensor.protocol.moves import Move
-from aiotensor.protocol.network import Area
+from aiotensor.protocol.network import STEP_BYTES, Area
 from aiotensor.protocol.pages import Range
 from aiotensor.transports.base import Landing
 from aiotensor.transports.tcp.engine import EngineChoice, RunningEngine
 
 __all__ = ["DirectMoves"]
+
+# Shorter moves are steps: they end at once, but a write waits for memory of the peer first.
+_LEAST_BYTES = STEP_BYTES + 1
 
 _TEST_BYTES = 16
 _TEST_S = (
@@ -133,7 +136,7 @@ class DirectMoves:
 
     def begin(self, move: Move[memoryview]) -> bool:
         """Move bytes to the peer if there is an engine for them, and return whether there is."""
-        if not self.engine or move.is_copied or len(self._writes) >= MAX_WRITES:
+        if not self.engine or move.length < _LEAST_BYTES or len(self._writes) >= MAX_WRITES:
             return False
         number = self._next_write
         self._next_write += 1
