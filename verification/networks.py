@@ -33,6 +33,8 @@ _ADDRESSES = (("10.77.0.1", "10.77.0.3"), ("10.77.0.2",))
 _SILENT_DNS = "10.77.0.53"
 _NOWHERE = "02:00:00:00:00:99"  # no device has it: packets to it are lost
 
+_GROUPS = "/sys/fs/cgroup"
+
 _FORBIDDEN = ("Operation not permitted", "Permission denied")
 
 
@@ -77,6 +79,7 @@ class Host:
             os.close(descriptor)
         _check(libc.unshare(_CLONE_NEWNS))
         _check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
+        _show_devices(libc)
         for name in os.listdir(self.etc):
             source, place = os.fsencode(f"{self.etc}/{name}"), os.fsencode(f"/etc/{name}")
             _check(libc.mount(source, place, None, _MS_BIND, None))
@@ -175,6 +178,18 @@ def two_hosts() -> Iterator[Hosts]:
             command = f"test ! -e {linear} || echo 0 > {linear}"
             _ip("netns", "exec", host.namespace, "sh", "-c", command)
         yield Hosts(a, b)
+
+
+def _show_devices(libc: ctypes.CDLL) -> None:
+    """Show the devices of this host in ``/sys``, where UCX looks for them, and the same control groups."""
+    groups = os.open(_GROUPS, os.O_PATH)
+    try:
+        _check(libc.mount(b"none", b"/sys", b"sysfs", 0, None))
+        _check(
+            libc.mount(f"/proc/self/fd/{groups}".encode(), _GROUPS.encode(), None, _MS_BIND | _MS_REC, None)
+        )
+    finally:
+        os.close(groups)
 
 
 def _add_namespace(name: str) -> None:

@@ -6,7 +6,7 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -14,7 +14,18 @@ from aiotensor import TensorQueue
 from aiotensor.transports.endpoints import Endpoint
 from aiotensor.transports.tcp import direct
 
-__all__ = ["CONFORMING", "LINKS", "LOCAL", "Link", "Place", "arguments_of", "endpoint", "free_port"]
+__all__ = [
+    "CONFORMING",
+    "LINKS",
+    "LOCAL",
+    "WITH_ENGINE",
+    "Link",
+    "Place",
+    "arguments_of",
+    "endpoint",
+    "free_port",
+    "use_engine_for_all",
+]
 
 # Below the ports that the kernel gives to outgoing connections. Each worker of a test run has its own: a port
 # is taken some time after it was found to be free.
@@ -22,6 +33,7 @@ _FIRST_PORT, _PORTS = 20000, 1000
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 10
 _next_port = itertools.count(secrets.randbelow(_PORTS))
 
+WITH_ENGINE = {"engine": "nixl"}  # arguments
 _ENGINE_HOST = "127.0.0.2"  # tells these endpoints from others
 
 
@@ -82,15 +94,17 @@ def _with_an_engine() -> Iterator[Place]:
     yield Place(f"tcp://{_ENGINE_HOST}:{free_port()}", list)
 
 
-def arguments_of(endpoint: Endpoint) -> dict[str, Any]:
-    """Return the arguments of senders, receivers, publishers and subscribers at an endpoint of a link.
-
-    With an engine, it moves all tensors that are copied, also short ones, in this process from now on.
-    """
+def arguments_of(endpoint: Endpoint) -> Mapping[str, Any]:
+    """Return the arguments of senders, receivers, publishers and subscribers at an endpoint of a link."""
     if not str(endpoint).startswith(f"tcp://{_ENGINE_HOST}:"):
         return {}
+    use_engine_for_all()
+    return WITH_ENGINE
+
+
+def use_engine_for_all() -> None:
+    """Let engines of this process move all tensors that are copied, also short ones."""
     direct._LEAST_BYTES = 1
-    return {"engine": "nixl"}
 
 
 def free_port() -> int:

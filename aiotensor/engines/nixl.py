@@ -15,6 +15,7 @@ These properties of NIXL 1.5 determine the code:
 
 import ctypes
 import os
+import resource
 import secrets
 import struct
 import sys
@@ -51,6 +52,9 @@ _WHILE_LOADING = {
 # slow, and keep-alive messages, since a dead host is noticed after two hours otherwise.
 _UCX = "TLS=^sm,TCP_TX_SEG_SIZE=256k,TCP_RX_SEG_SIZE=256k,TCP_KEEPIDLE=5s,TCP_KEEPINTVL=2s,TCP_KEEPCNT=3"
 
+# An agent and its connection need 17 to 25 descriptors. UCX aborts the process if it gets none.
+_LEAST_DESCRIPTORS = 64
+
 _KEY = struct.Struct("<QQQ")  # address, bytes and number of a registration; its metadata follow
 _MOST_KEYS = 4096  # metadata of the peer that are kept
 
@@ -69,6 +73,7 @@ class NixlEngine:
 
     def __init__(self) -> None:
         nixl = self._nixl = load()
+        _check_descriptors()
         config = nixl.nixlAgentConfig()
         config.useProgThread = False  # it would poll all the time
         config.useListenThread = False
@@ -179,6 +184,15 @@ class NixlEngine:
         if self._agent.loadRemoteMD(key[_KEY.size :]).decode() != self._peer:
             raise EngineError("the peer sent the key of another process")
         self._known.add(key)
+
+
+def _check_descriptors() -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    left = limit - len(os.listdir("/proc/self/fd"))
+    if left < _LEAST_DESCRIPTORS:
+        raise EngineError(
+            f"NIXL needs {_LEAST_DESCRIPTORS} file descriptors, and {left} are left (ulimit -n)"
+        )
 
 
 def load() -> Any:

@@ -205,6 +205,8 @@ class LandingSegment:
     def _check_reserving(self) -> None:
         """Report the blocks that have memory now, or will have none."""
         for one in list(self._reserving):
+            if self._is_closed:
+                return  # a failure has ended the connection
             start, nbytes = one.start, one.block.nbytes
             if self._blocks.get(start) is not one.block:
                 outcome: tuple[memoryview | None, str] = None, ""

@@ -84,8 +84,8 @@ class Landing(Protocol):
         Args:
             block: the offset of the block in the segment.
             nbytes: the size of the block.
-            reserved: called once, perhaps during this call: with the memory, or with None and the reason why
-                there is none; "" if the block was freed since.
+            reserved: called once, perhaps during this call, unless the connection ends before: with the
+                memory, or with None and the reason why there is none; "" if the block was freed since.
 
         Raises:
             ProtocolError: as for `store`.

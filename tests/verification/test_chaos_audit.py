@@ -105,6 +105,13 @@ def test_a_long_silence_between_hosts_explains_a_loss(fault: Fault) -> None:
     assert _problems(SENT, [LOST], fault, family="remote server")  # the sender was not notified
 
 
+def test_a_sender_that_is_closed_during_a_partition_may_lose_messages_uncounted() -> None:
+    faults = _fault(FaultKind.CLOSE), _fault(FaultKind.PARTITION, None, 800.0)
+
+    assert not _problems(SENT, [LOST], *faults, family="remote server")
+    assert _problems(SENT, [LOST], *faults[:1], family="remote server")
+
+
 def test_a_paused_process_explains_a_loss_between_hosts() -> None:
     assert not _problems(UNSENT, [], family="remote server", paused_s=1.1)
     assert _problems(UNSENT, [], family="remote server", paused_s=0.6)

@@ -179,7 +179,7 @@ class _Audit:
             return self._may_lose_receiver(account)
         # A sender that was closed before the loss of its receiver has not counted it.
         was_closed = self.plan.has(account.slot, (FaultKind.CLOSE,))
-        return was_closed and self.plan.has(None, RESOURCES)
+        return was_closed and (self.plan.has(None, RESOURCES) or self.plan.has_partition)
 
     def _may_raise(self, message: _Message, error: str) -> bool:
         """Return whether the plan explains an error of a send."""

@@ -27,6 +27,13 @@ __all__ = ["Play", "Segments", "Times", "all_of", "timed"]
 T = TypeVar("T")
 
 _TOLD_WITHIN_S = 1.0
+_OF_ENGINES = (
+    "socket",
+    "pipe",
+    "anon_inode:[eventpoll]",
+    "/sys/",
+    "/proc/",
+)  # come and go with their connections
 _RESOURCES = (FaultKind.NO_SPACE, FaultKind.FILE_SIZE, FaultKind.NO_ADDRESSES, FaultKind.NO_DESCRIPTORS)
 
 
@@ -384,6 +391,8 @@ async def _wrong_with_process(member: Member, segments: Segments) -> list[str]:
     ends = time.monotonic() + WATCHDOG_S
     while True:  # unmapping runs in a thread, and the end of a connection may be noticed late
         mapped, descriptors = watch.memfds(member.pid), watch.targets(member.pid)
+        if member.has_engine:
+            descriptors = [name for name in descriptors if not name.startswith(_OF_ENGINES)]
         own = [name for name in descriptors if "memfd:aiotensor " not in name]
         if member.own_descriptors is None:
             member.own_descriptors = own
