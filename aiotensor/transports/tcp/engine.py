@@ -212,9 +212,9 @@ class RunningEngine:
             if not self._is_closed:
                 self._failed(str(error))
             return
-        if self._is_closed:
-            return
         for ended, reason in ends:
+            if self._is_closed:
+                return  # perhaps because of the error of the one before
             self.end_polling()
             ended(reason, True)
         self._poll()
