@@ -30,6 +30,8 @@ _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 
 _DEVICE = "veth0"  # in each namespace, which has no other devices but its loopback
 _ADDRESSES = (("10.77.0.1", "10.77.0.3"), ("10.77.0.2",))
+_NETWORK = "10.77.0.0/24"
+_LOST_TABLE = "77"
 _SILENT_DNS = "10.77.0.53"
 _NOWHERE = "02:00:00:00:00:99"  # no device has it: packets to it are lost
 
@@ -65,6 +67,11 @@ class Host:
     def device(self) -> str:
         """The name of its end of the cable."""
         return _DEVICE
+
+    def bytes_arrived(self) -> int:
+        """Return how many bytes have arrived through the cable."""
+        [link] = json.loads(_ip_in(self, "-json", "-statistics", "link", "show", _DEVICE))
+        return int(link["stats64"]["rx"]["bytes"])
 
     def enter(self) -> None:
         """Move the calling process to this host, with its network and its files of ``/etc``.
@@ -122,6 +129,16 @@ class Hosts:
         shape = ("tbf", "rate", f"{mbit_s}mbit", "burst", "256kb", "latency", "20ms")
         for host in (self.a, self.b):
             _run("tc", "-n", host.namespace, "qdisc", "add", "dev", _DEVICE, "root", *shape)
+
+    def block_other_ports(self, port: int) -> None:
+        """Lose the packets of all TCP connections but those to one port, as behind a firewall."""
+        for host in (self.a, self.b):
+            for preference, direction in enumerate(("dport", "sport"), 1):
+                through = ("pref", str(preference), "ipproto", "tcp", direction, str(port), "lookup", "main")
+                _ip_in(host, "rule", "add", *through)
+            _ip_in(host, "rule", "add", "pref", "3", "ipproto", "tcp", "lookup", _LOST_TABLE)
+            route = (_NETWORK, "via", _SILENT_DNS, "dev", _DEVICE, "table", _LOST_TABLE)
+            _ip_in(host, "route", "add", *route)
 
     def lose_some(self, percent: int) -> None:
         """Lose some of the packets at random, in both directions.

@@ -33,7 +33,7 @@ class Engine(Protocol):
     def register(self, memory: memoryview) -> bytes:
         """Let the peer write to memory, and return the key that it needs.
 
-        The memory has to exist until `unregister` or `close`.
+        The engine refers to the memory until `unregister` or `close`.
 
         Raises:
             EngineError: the memory cannot be registered.
@@ -49,7 +49,8 @@ class Engine(Protocol):
     def write(self, source: memoryview, key: bytes, start: int) -> Hashable:
         """Begin to write to memory of the peer; return an object that `poll` returns at the end.
 
-        A write cannot be cancelled: the source has to exist until its end, or until `close`.
+        A write cannot be cancelled: the engine reads the source, and refers to it, until the end of the
+        write, or until `close`.
 
         Args:
             source: the bytes.

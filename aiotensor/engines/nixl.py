@@ -88,9 +88,9 @@ class NixlEngine:
         self._peer = ""
         self._peer_address = b""
         self._registrations = 0  # so far
-        self._registered: dict[bytes, Any] = {}
+        self._registered: dict[bytes, tuple[Any, memoryview]] = {}
         self._known: set[bytes] = set()  # keys of the peer
-        self._writes: dict[int, Any] = {}  # the registration of the source of each
+        self._writes: dict[int, tuple[Any, memoryview]] = {}  # the source of each, with its registration
 
     def connect(self, address: bytes) -> None:
         """Set the peer, as `Engine.connect` does."""
@@ -104,13 +104,15 @@ class NixlEngine:
             registration, number = self._register(memory)
             metadata: bytes = self._agent.getLocalPartialMD(registration, False, self._backends)
         key = _KEY.pack(_address_of(memory), len(memory), number) + metadata
-        self._registered[key] = registration
+        self._registered[key] = registration, memory
         return key
 
     def unregister(self, key: bytes) -> None:
         """End a registration, as `Engine.unregister` does."""
         with _translated("memory cannot be unregistered"):
-            self._agent.deregisterMem(self._registered.pop(key), self._backends)
+            registration, _ = self._registered[key]
+            self._agent.deregisterMem(registration, self._backends)
+            del self._registered[key]
 
     def write(self, source: memoryview, key: bytes, start: int) -> Hashable:
         """Begin to write to memory of the peer, as `Engine.write` does."""
@@ -139,7 +141,7 @@ class NixlEngine:
             except BaseException:
                 agent.deregisterMem(registration, self._backends)
                 raise
-        self._writes[request] = registration
+        self._writes[request] = registration, source
         return request
 
     def poll(self) -> list[tuple[Hashable, str]]:
@@ -147,14 +149,14 @@ class NixlEngine:
         agent = self._agent
         agent.getNotifs({}, self._backends)  # this makes progress; there are no notifications
         ended: list[tuple[Hashable, str]] = []
-        for request, registration in list(self._writes.items()):
+        for request in list(self._writes):
             reason = ""
             try:
                 if agent.getXferStatus(request) == self._nixl.NIXL_IN_PROG:
                     continue
             except _errors as error:
                 reason = str(error)
-            del self._writes[request]
+            registration, _ = self._writes.pop(request)
             with _translated("a write did not end"):
                 agent.releaseXferReq(request)
                 agent.deregisterMem(registration, self._backends)
@@ -165,6 +167,8 @@ class NixlEngine:
         """Stop all writes, as `Engine.close` does; blocks the interpreter for some milliseconds."""
         _agents.discard(self._agent)
         self._agent = None
+        self._registered.clear()
+        self._writes.clear()
 
     def _register(self, memory: memoryview) -> tuple[Any, int]:
         self._registrations += 1

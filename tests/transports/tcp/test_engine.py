@@ -1,0 +1,231 @@
+"""Tensors that NIXL moves between two processes of this machine, and those for which it cannot be used."""
+
+import asyncio
+import gc
+import logging
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from aiotensor import TensorReceiver, TensorSender
+from aiotensor.broadcast import Publisher, Subscriber
+from aiotensor.engines import EngineError
+from verification.patterns import pattern
+from verification.places import free_port
+from verification.processes import peers
+from verification.processes.peers import State
+from verification.waiting import settled, until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+LARGE = 1 << 20  # elements of int64
+NIXL: dict[str, Any] = {"engine": "nixl"}
+
+
+@pytest.fixture
+def address() -> str:
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the logged lines about engines."""
+    return [one.getMessage() for one in caplog.records if vars(one).get("event") == "engine_unavailable"]
+
+
+async def test_large_tensors_move_with_the_engine_that_both_sides_have_chosen(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with TensorReceiver(address, **NIXL) as receiver, TensorSender(address, **NIXL) as sender:
+        await until(lambda: sender.statistics().engine_connections == 1)
+        await until(lambda: receiver.statistics().engine_connections == 1)
+        for seed, count in enumerate((LARGE, 1, 5 * LARGE, LARGE, 100, 3 * LARGE)):
+            handle = await sender.send(pattern(seed, count))
+            assert torch.equal(await receiver.receive(handle), pattern(seed, count))
+        allocated = await sender.allocate((LARGE,), torch.int64)
+        allocated.copy_(pattern(7, LARGE))
+        for part in (allocated, allocated[LARGE // 2 :], allocated):
+            assert torch.equal(await receiver.receive(await sender.send(part)), part)
+        del allocated, part
+        await settled(sender)
+    assert not lines(caplog)
+
+
+async def test_publications_move_with_the_engine(address: str) -> None:
+    async with (
+        Publisher(address, **NIXL) as publisher,
+        Subscriber(address, torch.Tensor, **NIXL) as first,
+        Subscriber(address, torch.Tensor, **NIXL) as second,
+        Subscriber(address, torch.Tensor) as third,
+    ):
+        await until(lambda: publisher.statistics().engine_connections == 2)
+        await until(lambda: publisher.statistics().subscribers == 3)
+        for seed in range(3):
+            await publisher.publish(pattern(seed, LARGE))
+            for subscriber in (first, second, third):
+                assert torch.equal((await subscriber.receive()).message, pattern(seed, LARGE))
+        assert [one.statistics().engine_connections for one in (first, second, third)] == [1, 1, 0]
+
+
+async def test_many_tensors_at_once_arrive_complete(address: str) -> None:
+    async with TensorReceiver(address, **NIXL) as receiver, TensorSender(address, 200, **NIXL) as sender:
+        await until(lambda: sender.statistics().engine_connections == 1)
+        counts = [LARGE // 4 + seed for seed in range(100)]
+
+        async def exchange(seed: int) -> bool:
+            handle = await sender.send(pattern(seed, counts[seed]))
+            return torch.equal(await receiver.receive(handle), pattern(seed, counts[seed]))
+
+        assert all(await asyncio.gather(*map(exchange, range(len(counts)))))
+        await settled(sender)
+
+
+@pytest.mark.parametrize("chooser", ["sender", "receiver"])
+async def test_zeromq_carries_all_tensors_if_only_one_side_has_chosen_an_engine(
+    chooser: str, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    at_receiver, at_sender = (NIXL, {}) if chooser == "receiver" else ({}, NIXL)
+    sender = TensorSender(address, **at_sender)
+    for attempt in range(2):  # the sender connects twice, and logs it once
+        async with TensorReceiver(address, **at_receiver) as receiver:
+            if attempt == 0:
+                await sender.__aenter__()
+            await sender.ready()
+            await until(lambda: bool(lines(caplog)))
+            handle = await sender.send(pattern(0, LARGE))
+            assert torch.equal(await receiver.receive(handle), pattern(0, LARGE))
+            assert sender.statistics().engine_connections == 0
+            assert receiver.statistics().engine_connections == 0
+        if chooser == "receiver":
+            break
+    await sender.aclose()
+    assert lines(caplog) == [
+        f"ZeroMQ carries all tensors at {address}, and not nixl: no engine was chosen at the other side"
+    ]
+
+
+async def open_without_nixl(state: State) -> None:
+    """Open a receiver where NIXL is not installed."""
+    blocked: dict[str, Any] = dict.fromkeys(("nixl_cu12", "nixl_cu13"))
+    sys.modules.update(blocked)
+    state.others["lines"] = lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("aiotensor.transports").addHandler(handler)
+    state.receivers.append(await TensorReceiver(state.endpoint, engine="nixl").__aenter__())
+
+
+async def lines_of(state: State) -> list[str]:
+    lines: list[str] = state.others["lines"]
+    return lines
+
+
+async def test_zeromq_carries_all_tensors_if_nixl_is_not_installed_at_one_side(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with peers.peers(address, 1) as [engine]:
+        await engine.call(open_without_nixl)
+        async with TensorSender(address, **NIXL) as sender:
+            await until(lambda: bool(lines(caplog)))
+            handle = await sender.send(pattern(0, LARGE))
+            assert await engine.call(peers.receive_pattern, handle, 0)
+            assert sender.statistics().engine_connections == 0
+        reason = "NIXL is not installed: pip install 'aiotensor[nixl]'"
+        text = f"ZeroMQ carries all tensors at {address}, and not nixl: {reason}"
+        assert await engine.call(lines_of) == [text] == lines(caplog)
+
+
+async def test_zeromq_carries_all_tensors_if_the_engine_fails_its_test(
+    address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> object:
+        raise EngineError("no device")
+
+    async with TensorReceiver(address, **NIXL) as receiver, TensorSender(address, **NIXL) as sender:
+        monkeypatch.setattr("aiotensor.engines.nixl.NixlEngine.write", broken)
+        await until(lambda: bool(lines(caplog)))
+        handle = await sender.send(pattern(0, LARGE))
+        assert torch.equal(await receiver.receive(handle), pattern(0, LARGE))
+    assert "not nixl: no device" in lines(caplog)[0]
+
+
+async def test_a_write_that_cannot_begin_is_replaced_by_steps(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> object:
+        raise EngineError("this memory cannot be registered")
+
+    async with TensorReceiver(address, **NIXL) as receiver, TensorSender(address, **NIXL) as sender:
+        await until(lambda: sender.statistics().engine_connections == 1)
+        monkeypatch.setattr("aiotensor.engines.nixl.NixlEngine.write", broken)
+        for seed in range(3):
+            handle = await sender.send(pattern(seed, LARGE))
+            assert torch.equal(await receiver.receive(handle), pattern(seed, LARGE))
+        assert sender.statistics().engine_connections == 1
+
+
+async def test_memory_that_cannot_be_registered_is_filled_by_steps(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> bytes:
+        raise EngineError("this memory cannot be registered")
+
+    async with TensorReceiver(address, **NIXL) as receiver, TensorSender(address, **NIXL) as sender:
+        await until(lambda: sender.statistics().engine_connections == 1)
+        monkeypatch.setattr("aiotensor.engines.nixl.NixlEngine.register", broken)
+        for seed in range(3):
+            handle = await sender.send(pattern(seed, LARGE))
+            assert torch.equal(await receiver.receive(handle), pattern(seed, LARGE))
+        await settled(sender)
+
+
+async def test_closing_during_a_transfer_leaves_nothing_behind(address: str) -> None:
+    source = torch.ones(100 << 20, dtype=torch.uint8)
+    for _ in range(3):
+        async with TensorReceiver(address, **NIXL), TensorSender(address, **NIXL) as sender:
+            await until(lambda: sender.statistics().engine_connections == 1)
+            sending = asyncio.create_task(sender.send(source))
+            await until(lambda: sender.statistics().bytes_in_use > 0)
+        await asyncio.wait([sending])
+        sending.exception()
+
+
+async def test_a_forked_child_does_not_end_a_connection_with_an_engine(address: str) -> None:
+    async with peers.peers(address, 1) as [api], TensorReceiver(address, **NIXL) as receiver:
+        await api.call(open_sender)
+        await until(lambda: receiver.statistics().engine_connections == 1)
+        assert await api.call(fork_and_wait) == 0
+        handle = await api.call(send, 0)
+        assert torch.equal(await receiver.receive(handle), pattern(0, LARGE))
+        assert receiver.statistics().engine_connections == 1
+
+
+async def open_sender(state: State) -> None:
+    state.senders.append(await TensorSender(state.endpoint, engine="nixl").__aenter__())
+
+
+async def send(state: State, seed: int) -> Any:
+    return await state.sender.send(pattern(seed, LARGE))
+
+
+async def fork_and_wait(state: State) -> int:
+    """Fork a child that frees what it can, and return its status."""
+    child = os.fork()
+    if child == 0:
+        state.senders.clear()
+        gc.collect()
+        os._exit(0)
+    _, status = await asyncio.to_thread(os.waitpid, child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_an_unknown_engine_is_rejected() -> None:
+    with pytest.raises(ValueError, match=r"engine is None or one of \('nixl',\), got 'rdma'"):
+        TensorSender("tcp://127.0.0.1:5555", engine="rdma")  # type: ignore[arg-type]
+
+
+def test_an_engine_is_rejected_on_one_machine() -> None:
+    with pytest.raises(ValueError, match="tcp://"):
+        TensorReceiver("unix:///nowhere/s", engine="nixl")
