@@ -142,6 +142,9 @@ def test_it_needs_nothing_of_the_library(tmp_path: Path) -> None:
     rooms = {name for name in names.read_text().split() if name.startswith("aiotensor.")}
     assert "aiotensor.cli.doctor.memory" in rooms
     assert {name for name in rooms if not name.startswith("aiotensor.cli.doctor")} == {
+        "aiotensor.engines",
+        "aiotensor.engines.base",
+        "aiotensor.engines.nixl",
         "aiotensor.runtime",
         "aiotensor.runtime.cgroups",
         "aiotensor.cli",

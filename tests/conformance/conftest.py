@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,22 @@ from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import PairMaker, pairs_over
 from verification import loops
 from verification.places import CONFORMING
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run the tests with an engine in one mode of the loop, and only the first of them in every mode."""
+    left_out = [
+        item
+        for item in items
+        if isinstance(item, pytest.Function)
+        and item.path.parent == Path(__file__).parent
+        and item.path.name != "test_arriving.py"
+        and hasattr(item, "callspec")
+        and "nixl" in item.callspec.params.values()
+        and item.callspec.params.get("mode", "plain") != "plain"
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
 
 
 @pytest.fixture(params=loops.MODES, autouse=True)

@@ -114,6 +114,7 @@ def _examine(
         "CUDA": software.cuda(),
         "start method": software.start_method(multiprocessing.get_all_start_methods()),
         "uvloop": software.event_loop(),
+        "NIXL": software.nixl(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
         "/dev/shm": memory.dev_shm(),  # noqa: S108 - a name
         "huge pages": memory.huge_pages(),
     }
