@@ -40,6 +40,7 @@ NO_LIMITS = [
     "world_size",
     "host",
     "encrypt",
+    "engine",
     "type",
     "slow",
     "endpoint",

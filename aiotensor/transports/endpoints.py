@@ -52,8 +52,8 @@ def route_to(endpoint: Endpoint, given: TcpArguments = _CONNECTS) -> Route:
         return _over_tcp(endpoint, given)
     if given.is_given:
         raise ValueError(
-            "keys and peer_timeout_s are for tcp:// addresses: at other endpoints the kernel identifies the "
-            "user of the peer, and reports its end"
+            "keys, peer_timeout_s and engine are for tcp:// addresses: at other endpoints the kernel "
+            "identifies the user of the peer, and reports its end"
         )
     if isinstance(endpoint, TensorQueue):
         return Route("queue", partial(QueueConnector, endpoint), partial(listen_on, endpoint))

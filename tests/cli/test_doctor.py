@@ -75,6 +75,7 @@ def test_this_machine_has_all_that_is_needed() -> None:
         "CUDA",
         "start method",
         "uvloop",
+        "NIXL",
         "/dev/shm",
         "huge pages",
     ]
