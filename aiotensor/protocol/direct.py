@@ -1,8 +1,10 @@
 """Messages between two engines, which write into the memory of the other process; see `aiotensor.engines`.
 
-    one side                                   the other side
-      | Offer(engine, address, key of a test)    |   either side, if the user chose an engine there
-      | Proved(test)                             |   its test write has ended
+    connecting side                            listening side
+      | Chosen(engine)                           |   at once, if the user has chosen an engine
+      | ---------------------------------------> |
+      | Offer(address, key of a test)            |   from both sides, if the user has chosen it there, too
+      | Proved(test)                             |   the test write of that side has ended
       | <-------------------------------------> |   both have proved: blocks may be written
       | Refused(reason)                          |   instead of any of these: no engine is used
       | <-------------------------------------> |
@@ -30,6 +32,7 @@ from aiotensor.types import Number
 
 __all__ = [
     "MAX_WRITES",
+    "Chosen",
     "DirectMessage",
     "Offer",
     "Proved",
@@ -51,27 +54,32 @@ _Text = Annotated[str, msgspec.Meta(max_length=1024)]
 _Test = Annotated[bytes, msgspec.Meta(min_length=_TEST_BYTES, max_length=_TEST_BYTES)]
 
 
-class Offer(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """How to reach the engine of this side, and the key of its memory for the test write."""
+class Chosen(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """The engine that the user has chosen."""
 
     engine: _Name
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """How to reach the engine of this side, and the key of its memory for the test write."""
+
     address: _Bytes
     key: _Bytes
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """This side uses no engine."""
 
     reason: _Text
 
 
-class Proved(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class Proved(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """The bytes that the test of this side has written."""
 
     test: _Test
 
 
-class Reserve(msgspec.Struct, frozen=True, array_like=True, tag=3):
+class Reserve(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Request memory for a block."""
 
     write: Number
@@ -80,20 +88,20 @@ class Reserve(msgspec.Struct, frozen=True, array_like=True, tag=3):
     nbytes: Number
 
 
-class Reserved(msgspec.Struct, frozen=True, array_like=True, tag=4):
+class Reserved(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """A block has memory; the key is empty if no engine can write there."""
 
     write: Number
     key: _Bytes
 
 
-class Written(msgspec.Struct, frozen=True, array_like=True, tag=5):
+class Written(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """A write has ended, and no byte of it is under way."""
 
     write: Number
 
 
-DirectMessage: TypeAlias = Offer | Refused | Proved | Reserve | Reserved | Written
+DirectMessage: TypeAlias = Chosen | Offer | Refused | Proved | Reserve | Reserved | Written
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[DirectMessage] = msgspec.msgpack.Decoder(DirectMessage)

@@ -221,6 +221,7 @@ class _Attempt:
             self._socket.read_now,
             MAX_RECORD_BYTES,
             engine=self._owner.engine,
+            connects=True,
         )
         return self.transport
 

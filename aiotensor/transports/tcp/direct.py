@@ -14,10 +14,11 @@ from functools import partial
 
 import msgspec
 
-from aiotensor.engines import EngineError
+from aiotensor.engines import Engine, EngineError
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.direct import (
     MAX_WRITES,
+    Chosen,
     DirectMessage,
     Offer,
     Proved,
@@ -88,6 +89,7 @@ class DirectMoves:
         self._failed = failed
         self._running: RunningEngine | None = None
         self._negotiating: asyncio.Task[None] | None = None
+        self._is_known = False  # whether the other side has chosen an engine
         self._test = bytearray(_TEST_BYTES)  # the peer writes to it
         loop = asyncio.get_running_loop()
         self._offered: asyncio.Future[Offer] = loop.create_future()
@@ -99,17 +101,17 @@ class DirectMoves:
         self._expected: dict[int, _Expected] = {}
         self._registrations: dict[Area, _Registration] = {}
 
-    def start(self) -> None:
-        """Begin to negotiate, if the user has chosen an engine."""
-        if self._choice is None:
-            return
-        if self._choice.make is None:
-            self._refuse(self._choice.reason)
-            return
-        self._running = RunningEngine(self._engine_failed)
-        self._negotiating = asyncio.get_running_loop().create_task(
-            self._negotiate(self._choice, self._running), name="aiotensor-engine"
-        )
+    def connected(self) -> None:
+        """Begin to negotiate at the connecting side, if the user has chosen an engine."""
+        if self._choice is not None:
+            self._is_known = True
+            self._send(Chosen(self._choice.name))
+            self._start(self._choice)
+
+    def expect_blocks(self) -> None:
+        """Log once that the other side has chosen no engine, as soon as blocks may move."""
+        if self._choice is not None and not self._is_known:
+            self._choice.report(_NOT_CHOSEN)
 
     def stop(self) -> None:
         """Close the engine. Its moves end in steps, once it does not read their bytes any more."""
@@ -136,6 +138,7 @@ class DirectMoves:
 
     def begin(self, move: Move[memoryview]) -> bool:
         """Move bytes to the peer if there is an engine for them, and return whether there is."""
+        self.expect_blocks()
         if not self.engine or move.length < _LEAST_BYTES or len(self._writes) >= MAX_WRITES:
             return False
         number = self._next_write
@@ -266,13 +269,12 @@ class DirectMoves:
                 self._has_key(message)
             case Written():
                 self._written(message.write)
+            case Chosen():
+                self._chosen(message.engine)
             case Offer():
-                if self._running is None:
-                    if self._choice is None:
-                        self._send(Refused(_NOT_CHOSEN))
-                elif self._offered.done():
-                    raise ProtocolError("it offered an engine twice")
-                else:
+                if self._running is not None:
+                    if self._offered.done():
+                        raise ProtocolError("it offered an engine twice")
                     self._offered.set_result(message)
             case Proved():
                 if self._running is not None:
@@ -282,16 +284,32 @@ class DirectMoves:
             case Refused():
                 self._refused(message.reason)
 
-    async def _negotiate(self, choice: EngineChoice, running: RunningEngine) -> None:
+    def _chosen(self, engine: str) -> None:
+        if self._is_known:
+            raise ProtocolError("it chose an engine twice")
+        self._is_known = True
+        if self._choice is None:
+            self._send(Refused(_NOT_CHOSEN))
+        elif engine != self._choice.name:
+            self._refuse(f"one side chose {engine}, and the other one {self._choice.name}")
+        else:
+            self._start(self._choice)
+
+    def _start(self, choice: EngineChoice) -> None:
         if choice.make is None:
-            raise AssertionError("an engine that cannot be made is refused")
+            self._refuse(choice.reason)
+            return
+        self._running = RunningEngine(self._engine_failed)
+        self._negotiating = asyncio.get_running_loop().create_task(
+            self._negotiate(choice.name, choice.make, self._running), name="aiotensor-engine"
+        )
+
+    async def _negotiate(self, engine: str, make: Callable[[], Engine], running: RunningEngine) -> None:
         try:
-            address = await running.open(choice.make)
+            address = await running.open(make)
             key = await running.register(memoryview(self._test))
-            self._send(Offer(choice.name, address, key))
+            self._send(Offer(address, key))
             offer = await self._offered
-            if offer.engine != choice.name:
-                raise EngineError(f"the other side chose {offer.engine}")
             running.begin_polling()
             async with asyncio.timeout(_TEST_S):
                 await running.connect(offer.address)
@@ -302,7 +320,7 @@ class DirectMoves:
         except (EngineError, OSError) as error:
             self._refuse(str(error))
         else:
-            self.engine = choice.name
+            self.engine = engine
 
     async def _prove(self, running: RunningEngine, key: bytes) -> None:
         """Write to the memory of the peer, and wait until the peer has written here."""
@@ -327,6 +345,7 @@ class DirectMoves:
 
     def _refused(self, reason: str) -> None:
         """Do without an engine, because the peer does."""
+        self._is_known = True
         if self._running is not None:
             self._do_without(reason)
 

@@ -66,6 +66,7 @@ class TcpTransport:
         max_record_bytes: the longest valid record that is read.
         max_queued_bytes: the most bytes of queued records, for a writer that never waits; None for no limit.
         engine: the choice of the user; None for no engine.
+        connects: whether this is the connecting side.
     """
 
     peer_pid = None  # the peer may be on another machine
@@ -78,6 +79,8 @@ class TcpTransport:
         max_record_bytes: int,
         max_queued_bytes: int | None = None,
         engine: EngineChoice | None = None,
+        *,
+        connects: bool = False,
     ) -> None:
         keep_buffers()
         self.is_writable = True
@@ -93,6 +96,7 @@ class TcpTransport:
         self._received = ReceivedBytes()
         self._records_received = 0
         self._landings: dict[int, Landing] = {}
+        self._connects = connects
         self._direct = DirectMoves(
             engine, self._send_direct, self._move_by_steps, self._landings, self._failed
         )
@@ -118,8 +122,8 @@ class TcpTransport:
     def start(self, handler: Handler) -> None:
         """Begin to read, or pass further records to another handler, as `Transport.start` does."""
         if not self.is_closed:
-            if self._handler is None:
-                self._direct.start()
+            if self._handler is None and self._connects:
+                self._direct.connected()
             self._handler = handler
 
     def watch_peer(self, stated_pid: int, ended: Callable[[], object]) -> ProcessEnd:
@@ -204,6 +208,7 @@ class TcpTransport:
             self._landings.pop(segment, None)
             self._direct.returned(segment, [(0, MAX_NUMBER)])
         elif not self.is_closed:
+            self._direct.expect_blocks()
             self._landings[segment] = landing
             landing.watch(partial(self._direct.returned, segment))
 

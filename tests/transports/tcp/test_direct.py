@@ -16,6 +16,7 @@ from aiotensor.engines import Engine, engine_maker
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.direct import (
     MAX_WRITES,
+    Chosen,
     DirectMessage,
     Offer,
     Proved,
@@ -70,10 +71,11 @@ class RawPeer:
 
     async def prove(self) -> None:
         """Negotiate like a sender, until both sides use their engines."""
+        await self.send(Chosen("nixl"))
         offer = await self.receive()
         assert isinstance(offer, Offer)
         engine = self.engine = engine_maker("nixl")()
-        await self.send(Offer("nixl", engine.address, engine.register(memoryview(self.test))))
+        await self.send(Offer(engine.address, engine.register(memoryview(self.test))))
         engine.connect(offer.address)
         await self._write(b"0123456789abcdef", offer.key)
         await self.send(Proved(b"0123456789abcdef"))
@@ -120,7 +122,8 @@ async def parties(**options: Any) -> AsyncIterator[tuple[RawPeer, TensorSender, 
 
 VIOLATIONS: dict[str, tuple[list[DirectMessage | bytes], str]] = {
     "a message that cannot be read": ([bytes([DIRECT]) + b"\xc1"], "cannot be read"),
-    "a second offer": ([Offer("nixl", b"", b"")], "offered an engine twice"),
+    "a second offer": ([Offer(b"", b"")], "offered an engine twice"),
+    "a second choice": ([Chosen("nixl")], "chose an engine twice"),
     "a second proof": ([Proved(bytes(16))], "proved its engine twice"),
     "memory that nobody requested": ([Reserved(0, b"key")], "that nobody requested"),
     "a block without a segment": ([Reserve(0, 0, 0, 100)], "segment 0, which it never attached"),
@@ -174,10 +177,11 @@ async def test_memory_is_registered_once_for_all_writes_to_a_block() -> None:
 
 async def test_a_wrong_proof_is_refused() -> None:
     async with parties(engine="nixl") as (raw, _, receiver):
+        await raw.send(Chosen("nixl"))
         offer = await raw.receive()
         assert isinstance(offer, Offer)
         raw.engine = engine_maker("nixl")()
-        await raw.send(Offer("nixl", raw.engine.address, raw.engine.register(memoryview(raw.test))))
+        await raw.send(Offer(raw.engine.address, raw.engine.register(memoryview(raw.test))))
         raw.engine.connect(offer.address)
         await raw.send(Proved(b"it was not sent."))
         assert isinstance(await raw.receive(), Proved)
@@ -185,34 +189,41 @@ async def test_a_wrong_proof_is_refused() -> None:
         assert receiver.statistics().engine_connections == 0
 
 
-@pytest.mark.parametrize(
-    ("offer", "reason"),
-    [
-        (Offer("other", b"", b""), "the other side chose other"),
-        (Offer("nixl", b"nonsense", b"nonsense"), "the address of the peer is unusable: NIXL_ERR_MISMATCH"),
-    ],
-)
-async def test_an_unusable_offer_is_refused(offer: Offer, reason: str) -> None:
+async def test_an_unusable_offer_is_refused() -> None:
     async with parties(engine="nixl") as (raw, _, _):
+        await raw.send(Chosen("nixl"))
         assert isinstance(await raw.receive(), Offer)
-        await raw.send(offer)
-        assert await raw.receive() == Refused(reason)
+        await raw.send(Offer(b"nonsense", b"nonsense"))
+        assert await raw.receive() == Refused("the address of the peer is unusable: NIXL_ERR_MISMATCH")
         await raw.send(ATTACH)
         await raw.send(Reserve(0, 0, 0, 100))
         assert await raw.receive() == Reserved(0, b"")
 
 
+async def test_another_engine_is_refused() -> None:
+    async with parties(engine="nixl") as (raw, _, _):
+        await raw.send(Chosen("other"))
+        assert await raw.receive() == Refused("one side chose other, and the other one nixl")
+
+
 async def test_without_an_engine_offers_are_refused_and_memory_has_no_key() -> None:
     async with parties() as (raw, _, _):
-        await raw.send(Offer("nixl", b"", b""))
+        await raw.send(Chosen("nixl"))
         assert await raw.receive() == Refused("no engine was chosen at the other side")
-        for message in (Proved(bytes(16)), Refused("no device"), Written(5), Reserve(7, 0, 0, 100)):
+        for message in (
+            Offer(b"", b""),
+            Proved(bytes(16)),
+            Refused("no device"),
+            Written(5),
+            Reserve(7, 0, 0, 100),
+        ):
             await raw.send(message)
         assert await raw.receive() == Reserved(7, b"")
 
 
 MESSAGES = st.one_of(
-    st.builds(Offer, st.text(min_size=1, max_size=64), st.binary(max_size=500), st.binary(max_size=500)),
+    st.builds(Chosen, st.text(min_size=1, max_size=64)),
+    st.builds(Offer, st.binary(max_size=500), st.binary(max_size=500)),
     st.builds(Refused, st.text(max_size=100)),
     st.builds(Proved, st.binary(min_size=16, max_size=16)),
     st.builds(Reserve, *[st.integers(0, 2**63 - 1)] * 4),
@@ -238,10 +249,10 @@ def test_arbitrary_bytes_are_a_message_or_an_error(data: bytes) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Offer("n" * 65, b"", b""),
-        Offer("", b"", b""),
-        Offer("nixl", bytes((64 << 10) + 1), b""),
-        Offer("nixl", b"", bytes((64 << 10) + 1)),
+        Chosen("n" * 65),
+        Chosen(""),
+        Offer(bytes((64 << 10) + 1), b""),
+        Offer(b"", bytes((64 << 10) + 1)),
         Refused("x" * 1025),
         Proved(bytes(15)),
         Proved(bytes(17)),

@@ -13,10 +13,12 @@ import torch
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.engines import EngineError
+from aiotensor.inspection import Inspection, inspect
 from verification.patterns import pattern
 from verification.places import free_port
 from verification.processes import peers
 from verification.processes.peers import State
+from verification.promptly import allowed_s
 from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -93,9 +95,9 @@ async def test_zeromq_carries_all_tensors_if_only_one_side_has_chosen_an_engine(
             if attempt == 0:
                 await sender.__aenter__()
             await sender.ready()
-            await until(lambda: bool(lines(caplog)))
             handle = await sender.send(pattern(0, LARGE))
             assert torch.equal(await receiver.receive(handle), pattern(0, LARGE))
+            await until(lambda: bool(lines(caplog)))
             assert sender.statistics().engine_connections == 0
             assert receiver.statistics().engine_connections == 0
         if chooser == "receiver":
@@ -219,6 +221,18 @@ async def fork_and_wait(state: State) -> int:
         os._exit(0)
     _, status = await asyncio.to_thread(os.waitpid, child, 0)
     return os.waitstatus_to_exitcode(status)
+
+
+async def test_an_inspector_needs_no_engine(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with TensorReceiver(address, **NIXL), TensorSender(address, **NIXL) as sender:
+        await until(lambda: sender.statistics().engine_connections == 1)
+        found = await inspect(address, patience_s=allowed_s(5.0))
+        assert isinstance(found, Inspection)
+        assert found.statistics.engine_connections == 1
+        [inspected] = found.senders
+        assert inspected.statistics is not None
+        assert inspected.statistics.engine_connections == 1
+    assert not lines(caplog)
 
 
 def test_an_unknown_engine_is_rejected() -> None:
