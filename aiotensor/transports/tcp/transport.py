@@ -299,7 +299,8 @@ class TcpTransport:
             else:
                 self._data_record = record
         elif kind == DIRECT:
-            self._direct.receive(read_direct(message))
+            if not self._is_finishing:  # the handler does not read the records that attach segments
+                self._direct.receive(read_direct(message))
         elif kind == ACK:
             self._acknowledged(message)
         elif kind == FREE:

@@ -153,33 +153,21 @@ async def test_zeromq_carries_all_tensors_if_the_engine_fails_its_test(
     assert "not nixl: no device" in lines(caplog)[0]
 
 
-async def test_a_write_that_cannot_begin_is_replaced_by_steps(
-    address: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", ["write", "register"])
+async def test_a_tensor_whose_memory_cannot_be_registered_moves_in_steps(
+    method: str, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> object:
         raise EngineError("this memory cannot be registered")
 
     async with TensorReceiver(address, **NIXL) as receiver, TensorSender(address, **NIXL) as sender:
         await until(lambda: sender.statistics().engine_connections == 1)
-        monkeypatch.setattr("aiotensor.engines.nixl.NixlEngine.write", broken)
+        await until(lambda: receiver.statistics().engine_connections == 1)
+        monkeypatch.setattr(f"aiotensor.engines.nixl.NixlEngine.{method}", broken)
         for seed in range(3):
             handle = await sender.send(pattern(seed, LARGE))
             assert torch.equal(await receiver.receive(handle), pattern(seed, LARGE))
         assert sender.statistics().engine_connections == 1
-
-
-async def test_memory_that_cannot_be_registered_is_filled_by_steps(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: object) -> bytes:
-        raise EngineError("this memory cannot be registered")
-
-    async with TensorReceiver(address, **NIXL) as receiver, TensorSender(address, **NIXL) as sender:
-        await until(lambda: sender.statistics().engine_connections == 1)
-        monkeypatch.setattr("aiotensor.engines.nixl.NixlEngine.register", broken)
-        for seed in range(3):
-            handle = await sender.send(pattern(seed, LARGE))
-            assert torch.equal(await receiver.receive(handle), pattern(seed, LARGE))
         await settled(sender)
 
 
