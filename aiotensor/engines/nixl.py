@@ -20,6 +20,7 @@ import secrets
 import struct
 import sys
 import threading
+import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ExtensionFileLoader
@@ -59,9 +60,10 @@ _KEY = struct.Struct("<QQQ")  # address, bytes and number of a registration; its
 _MOST_KEYS = 4096  # metadata of the peer that are kept
 
 _loading = threading.Lock()
+_making = threading.Lock()  # others may not take the descriptors that were counted
 _library: ModuleType | None = None
 _errors: tuple[type[BaseException], ...] = (RuntimeError,)
-_agents: set[Any] = set()
+_agents: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 class NixlEngine:
@@ -73,19 +75,19 @@ class NixlEngine:
 
     def __init__(self) -> None:
         nixl = self._nixl = load()
-        _check_descriptors()
         config = nixl.nixlAgentConfig()
         config.useProgThread = False  # it would poll all the time
         config.useListenThread = False
         config.syncMode = nixl.NIXL_THREAD_SYNC_STRICT
-        with _translated("it cannot be used here"):
+        with _translated("it cannot be used here"), _making:
+            _check_descriptors()
             self._agent = nixl.nixlAgent(secrets.token_hex(16), config)
             self._backends = [self._agent.createBackend("UCX", {"engine_config": _UCX})]
             self.address: bytes = self._agent.getLocalPartialMD(
                 nixl.nixlRegDList(nixl.DRAM_SEG, 0), True, self._backends
             )
         _agents.add(self._agent)
-        self._peer = ""
+        self._peer = b""
         self._peer_address = b""
         self._registrations = 0  # so far
         self._registered: dict[bytes, tuple[Any, memoryview]] = {}
@@ -94,15 +96,20 @@ class NixlEngine:
 
     def connect(self, address: bytes) -> None:
         """Set the peer, as `Engine.connect` does."""
+        _check_descriptors()
         with _translated("the address of the peer is unusable"):
-            self._peer = self._agent.loadRemoteMD(address).decode()
+            self._peer = self._agent.loadRemoteMD(address)
         self._peer_address = address
 
     def register(self, memory: memoryview) -> bytes:
         """Let the peer write to memory, as `Engine.register` does."""
         with _translated("memory cannot be registered"):
             registration, number = self._register(memory)
-            metadata: bytes = self._agent.getLocalPartialMD(registration, False, self._backends)
+            try:
+                metadata: bytes = self._agent.getLocalPartialMD(registration, False, self._backends)
+            except BaseException:
+                self._agent.deregisterMem(registration, self._backends)
+                raise
         key = _KEY.pack(_address_of(memory), len(memory), number) + metadata
         self._registered[key] = registration, memory
         return key
@@ -121,7 +128,7 @@ class NixlEngine:
         address, nbytes, number = _KEY.unpack_from(key)
         if start + len(source) > nbytes:
             raise EngineError(f"{len(source)} bytes at {start} exceed memory of {nbytes}")
-        nixl, agent = self._nixl, self._agent
+        nixl = self._nixl
         with _translated("a write did not begin"):
             self._learn(key)
             registration, own_number = self._register(source)
@@ -130,36 +137,39 @@ class NixlEngine:
                 there.addDesc((address + start, len(source), number))
                 here = nixl.nixlXferDList(nixl.DRAM_SEG, 0)
                 here.addDesc((_address_of(source), len(source), own_number))
-                request: int = agent.createXferReq(
+                request: int = self._agent.createXferReq(
                     nixl.NIXL_WRITE, here, there, self._peer, "", self._backends
                 )
                 try:
-                    agent.postXferReq(request)
-                except _errors:
-                    agent.releaseXferReq(request)
+                    self._agent.postXferReq(request)
+                except BaseException:
+                    self._agent.releaseXferReq(request)
                     raise
             except BaseException:
-                agent.deregisterMem(registration, self._backends)
+                self._agent.deregisterMem(registration, self._backends)
                 raise
         self._writes[request] = registration, source
         return request
 
     def poll(self) -> list[tuple[Hashable, str]]:
         """Make progress, as `Engine.poll` does."""
-        agent = self._agent
-        agent.getNotifs({}, self._backends)  # this makes progress; there are no notifications
+        with _translated("making progress failed"):
+            self._agent.getNotifs({}, self._backends)  # there are no notifications
         ended: list[tuple[Hashable, str]] = []
         for request in list(self._writes):
             reason = ""
             try:
-                if agent.getXferStatus(request) == self._nixl.NIXL_IN_PROG:
+                status = self._agent.getXferStatus(request)
+                if status == self._nixl.NIXL_IN_PROG:
                     continue
+                if status != self._nixl.NIXL_SUCCESS:
+                    reason = f"it ended with {status}"
             except _errors as error:
-                reason = str(error)
+                reason = str(error) or type(error).__name__
             registration, _ = self._writes.pop(request)
             with _translated("a write did not end"):
-                agent.releaseXferReq(request)
-                agent.deregisterMem(registration, self._backends)
+                self._agent.releaseXferReq(request)
+                self._agent.deregisterMem(registration, self._backends)
             ended.append((request, reason))
         return ended
 
@@ -185,7 +195,7 @@ class NixlEngine:
             self._agent.invalidateRemoteMD(self._peer)
             self._known.clear()
             self.connect(self._peer_address)
-        if self._agent.loadRemoteMD(key[_KEY.size :]).decode() != self._peer:
+        if self._agent.loadRemoteMD(key[_KEY.size :]) != self._peer:
             raise EngineError("the peer sent the key of another process")
         self._known.add(key)
 
@@ -270,6 +280,8 @@ def _address_of(memory: memoryview) -> int:
 
 def _keep_in_child() -> None:
     """Keep the agents of the parent: destroying one would end its connections there."""
+    global _loading, _making
+    _loading, _making = threading.Lock(), threading.Lock()  # another thread may hold these at the fork
     for agent in _agents:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
 

@@ -102,10 +102,7 @@ class LandingSegment:
         """Provide the memory of a block, as `Landing.reserve` does."""
         if self._is_closed:
             return  # the peer is gone
-        known = self._known(block, nbytes)
-        while known.requested < block + nbytes:
-            self._request(block, known, known.requested)
-        self._reserving.append(_Reserving(block, known, reserved))
+        self._reserving.append(_Reserving(block, self._known(block, nbytes), reserved))
         self._check_reserving()
 
     def watch(self, returned: Callable[[Sequence[Range]], None]) -> None:
@@ -212,12 +209,23 @@ class LandingSegment:
                 outcome: tuple[memoryview | None, str] = None, ""
             elif self._failure:
                 outcome = None, self._failure
-            elif self._segment.warm.has(start, nbytes):
+            elif self._is_ready(start, one.block):
                 outcome = self._segment.memory[start : start + nbytes], ""
             else:
                 continue
             self._reserving.remove(one)
             one.reserved(*outcome)
+
+    def _is_ready(self, block: int, known: _Block) -> bool:
+        """Return whether a block has memory; otherwise request its next piece, after the one before."""
+        warm, stop = self._segment.warm, block + known.nbytes
+        if warm.has(block, known.nbytes):
+            known.requested = stop
+        while known.requested < stop:
+            if known.requested > block and not warm.has(block, known.requested - block):
+                return False  # the piece before is being filled
+            self._request(block, known, known.requested)
+        return warm.has(block, known.nbytes)
 
     def _trim(self) -> None:
         """Return memory that has been idle for long to the system, and check again later if more is idle."""

@@ -1,6 +1,6 @@
 """Blocks that an engine writes into the memory of the peer, with the messages of `aiotensor.protocol.direct`.
 
-    unused --both sides have an engine--> testing --both tests succeed--> used
+    unused --both sides have chosen it--> testing --both tests succeed--> used
        |                                     |                             |
        '-------------------------------------'--------> refused <----------'
 
@@ -9,6 +9,7 @@ While no engine is used, blocks move in steps.
 
 import asyncio
 import secrets
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -38,7 +39,8 @@ __all__ = ["DirectMoves"]
 # Shorter moves are steps: they end at once, but a write waits for memory of the peer first.
 _LEAST_BYTES = STEP_BYTES + 1
 
-_TEST_BYTES = 16
+_TEST_BYTES = 64 << 10  # of a few packets, which take another way than a single one
+_SEED_BYTES = 16  # which are repeated
 _TEST_S = (
     5.0  # an engine that cannot reach the peer, perhaps because of a firewall, does not always report it
 )
@@ -51,12 +53,6 @@ class _Registration(msgspec.Struct, eq=False):
 
     nbytes: int
     key: "asyncio.Future[bytes]"
-
-
-class _Expected(msgspec.Struct, eq=False):
-    """A write of the peer: its memory, which is not unmapped until its end, once the peer may write."""
-
-    memory: memoryview | None = None
 
 
 class DirectMoves:
@@ -89,7 +85,9 @@ class DirectMoves:
         self._failed = failed
         self._running: RunningEngine | None = None
         self._negotiating: asyncio.Task[None] | None = None
-        self._is_known = False  # whether the other side has chosen an engine
+        self._has_negotiated = False  # whether either side has mentioned an engine
+        self._is_admitted = self._is_stopped = False
+        self._wanted = ""  # the engine that the peer has chosen before it was admitted
         self._test = bytearray(_TEST_BYTES)  # the peer writes to it
         loop = asyncio.get_running_loop()
         self._offered: asyncio.Future[Offer] = loop.create_future()
@@ -98,25 +96,42 @@ class DirectMoves:
         self._numbers: dict[Move[memoryview], int] = {}  # of these
         self._begun: set[int] = set()
         self._next_write = 0
-        self._expected: dict[int, _Expected] = {}
-        self._registrations: dict[Area, _Registration] = {}
+        self._expected: dict[int, memoryview | None] = {}  # writes of the peer, to memory that stays mapped
+        self._registrations: dict[int, dict[int, _Registration]] = {}  # by segment and block
+        self._after_stop: list[Callable[[], object]] | None = None  # while the engine is being closed
 
     def connected(self) -> None:
         """Begin to negotiate at the connecting side, if the user has chosen an engine."""
+        self._is_admitted = True
         if self._choice is not None:
-            self._is_known = True
-            self._send(Chosen(self._choice.name))
+            self._has_negotiated = True
+            if self._choice.make is not None:
+                self._send(Chosen(self._choice.name))
             self._start(self._choice)
 
-    def expect_blocks(self) -> None:
-        """Log once that the other side has chosen no engine, as soon as blocks may move."""
-        if self._choice is not None and not self._is_known:
+    def admitted(self) -> None:
+        """Begin to negotiate at the listening side, if both users have chosen an engine."""
+        self._is_admitted = True
+        if self._wanted:
+            self._answer(self._wanted)
+
+    def report_if_not_chosen(self) -> None:
+        """Log that the other side has chosen no engine, because blocks will move."""
+        if self._choice is not None and not self._has_negotiated:
             self._choice.report(_NOT_CHOSEN)
+
+    def when_stopped(self, stopped: Callable[[], object]) -> None:
+        """Call a function as soon as no engine accesses memory any more, perhaps during this call."""
+        if self._after_stop is None:
+            stopped()
+        else:
+            self._after_stop.append(stopped)
 
     def stop(self) -> None:
         """Close the engine. Its moves end in steps, once it does not read their bytes any more."""
         self.engine = ""
-        if self._negotiating is not None and self._negotiating is not asyncio.current_task():
+        self._is_stopped = True
+        if self._negotiating is not None:
             self._negotiating.cancel()
         moves, memory = list(self._writes.values()), list(self._expected.values())
         for table in (self._writes, self._numbers, self._expected, self._registrations):
@@ -124,10 +139,14 @@ class DirectMoves:
         self._begun.clear()
         running, self._running = self._running, None
         if running is not None:
+            self._after_stop = []
             running.close(partial(self._closed, moves, memory))
 
-    def _closed(self, moves: list[Move[memoryview]], memory: list["_Expected"]) -> None:
+    def _closed(self, moves: list[Move[memoryview]], memory: list[memoryview | None]) -> None:
         memory.clear()  # until now, the peer may have written to it
+        waiting, self._after_stop = self._after_stop or [], None
+        for stopped in waiting:
+            stopped()
         for move in moves:
             if move.is_cancelled:
                 move.ended(False)
@@ -138,7 +157,7 @@ class DirectMoves:
 
     def begin(self, move: Move[memoryview]) -> bool:
         """Move bytes to the peer if there is an engine for them, and return whether there is."""
-        self.expect_blocks()
+        self.report_if_not_chosen()
         if not self.engine or move.length < _LEAST_BYTES or len(self._writes) >= MAX_WRITES:
             return False
         number = self._next_write
@@ -179,7 +198,8 @@ class DirectMoves:
         move = self._forget(number)
         self._send(Written(number))
         if reason and not has_begun and not move.is_cancelled:
-            self._by_steps(move)  # for example, its memory cannot be registered
+            self._report_tensor(reason)
+            self._by_steps(move)
             return
         if reason and has_begun:
             self._engine_failed(reason)
@@ -195,64 +215,73 @@ class DirectMoves:
 
     def returned(self, segment: int, ranges: Sequence[Range]) -> None:
         """End the registrations of memory that is returned to the system."""
-        for start, length in ranges:
-            self._unregister(segment, start, start + length)
+        if segment in self._registrations:
+            self._unregister(segment, [(start, start + length) for start, length in ranges])
 
     def _reserve(self, message: Reserve) -> None:
         number, segment, block, nbytes = message.write, message.segment, message.block, message.nbytes
+        landing = self._landings.get(segment)
+        if landing is None:
+            raise ProtocolError(f"it reserved memory in segment {segment}, which it never attached")
         if self._running is None or not self._proved.done():
+            landing.reserve(block, nbytes, lambda *_: None)  # for the steps that follow
             self._send(Reserved(number, b""))
             return
         if number in self._expected or len(self._expected) >= MAX_WRITES:
             raise ProtocolError("it reserved memory twice, or too often")
-        landing = self._landings.get(segment)
-        if landing is None:
-            raise ProtocolError(f"it reserved memory in segment {segment}, which it never attached")
-        self._expected[number] = _Expected()
+        self._expected[number] = None
         landing.reserve(block, nbytes, partial(self._has_memory, number, Area(segment, block)))
 
     def _has_memory(self, number: int, area: Area, memory: memoryview | None, failure: str) -> None:
-        expected = self._expected.get(number)
         if failure:
             self._failed(failure)
-        if self._running is None or expected is None or memory is None:
+        if self._running is None or number not in self._expected or memory is None:
             return  # the peer has withdrawn it, or is gone
-        registration = self._registrations.get(area)
+        of_segment = self._registrations.setdefault(area.segment, {})
+        registration = of_segment.get(area.block)
         if registration is None or registration.nbytes != len(memory):
-            self._unregister(area.segment, area.block, area.block + len(memory))
-            registration = _Registration(len(memory), self._running.register(memory))
-            self._registrations[area] = registration
-        expected.memory = memory
+            self._unregister(area.segment, [(area.block, area.block + len(memory))])
+            registration = of_segment[area.block] = _Registration(len(memory), self._running.register(memory))
+        self._expected[number] = memory
         self._running.begin_polling()
         registration.key.add_done_callback(partial(self._registered, number, area))
 
     def _registered(self, number: int, area: Area, registering: "asyncio.Future[bytes]") -> None:
-        key = b""
-        try:
-            key = registering.result()
-        except EngineError:
-            registration = self._registrations.get(area)
-            if registration is not None and registration.key is registering:
-                del self._registrations[area]
+        error = registering.exception()
+        if error is not None:
+            self._report_tensor(str(error))
+            of_segment = self._registrations.get(area.segment, {})
+            if area.block in of_segment and of_segment[area.block].key is registering:
+                del of_segment[area.block]
         if number in self._expected:
-            if not key:
+            if error is not None:
                 self._written(number)
-            self._send(Reserved(number, key))
+            self._send(Reserved(number, b"" if error is not None else registering.result()))
 
     def _written(self, number: int) -> None:
-        expected = self._expected.pop(number, None)
-        if expected is not None and expected.memory is not None and self._running is not None:
+        memory = self._expected.pop(number, None)
+        if memory is not None and self._running is not None:
             self._running.end_polling()
 
-    def _unregister(self, segment: int, start: int, stop: int) -> None:
-        for area, registration in list(self._registrations.items()):
-            if area.segment == segment and area.block < stop and start < area.block + registration.nbytes:
-                del self._registrations[area]
-                registration.key.add_done_callback(self._drop)
+    def _unregister(self, segment: int, ranges: list[tuple[int, int]]) -> None:
+        """End the registrations that overlap ranges from a first byte up to another."""
+        merged = _merged(ranges)
+        stops = [stop for _, stop in merged]
+        of_segment, keys = self._registrations[segment], []
+        for block, registration in list(of_segment.items()):
+            index = bisect_right(stops, block)
+            if index < len(merged) and merged[index][0] < block + registration.nbytes:
+                del of_segment[block]
+                if registration.key.done():
+                    keys.append(registration.key)
+                else:
+                    registration.key.add_done_callback(lambda key: self._drop([key]))
+        self._drop(keys)
 
-    def _drop(self, registering: "asyncio.Future[bytes]") -> None:
-        if self._running is not None and registering.exception() is None:
-            self._running.unregister(registering.result())
+    def _drop(self, registered: "list[asyncio.Future[bytes]]") -> None:
+        keys = [one.result() for one in registered if one.exception() is None]
+        if keys and self._running is not None:
+            self._running.unregister(keys)
 
     # Negotiation
 
@@ -285,9 +314,15 @@ class DirectMoves:
                 self._refused(message.reason)
 
     def _chosen(self, engine: str) -> None:
-        if self._is_known:
+        if self._has_negotiated:
             raise ProtocolError("it chose an engine twice")
-        self._is_known = True
+        self._has_negotiated = True
+        if self._is_admitted:
+            self._answer(engine)
+        else:
+            self._wanted = engine
+
+    def _answer(self, engine: str) -> None:
         if self._choice is None:
             self._send(Refused(_NOT_CHOSEN))
         elif engine != self._choice.name:
@@ -298,6 +333,8 @@ class DirectMoves:
     def _start(self, choice: EngineChoice) -> None:
         if choice.make is None:
             self._refuse(choice.reason)
+            return
+        if self._is_stopped:
             return
         self._running = RunningEngine(self._engine_failed)
         self._negotiating = asyncio.get_running_loop().create_task(
@@ -324,7 +361,8 @@ class DirectMoves:
 
     async def _prove(self, running: RunningEngine, key: bytes) -> None:
         """Write to the memory of the peer, and wait until the peer has written here."""
-        test = secrets.token_bytes(_TEST_BYTES)
+        seed = secrets.token_bytes(_SEED_BYTES)
+        test = seed * (_TEST_BYTES // _SEED_BYTES)
         written: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         def ended(reason: str, has_begun: bool) -> None:
@@ -334,8 +372,8 @@ class DirectMoves:
         running.write(memoryview(test), key, 0, ended)
         if reason := await written:
             raise EngineError(reason)
-        self._send(Proved(test))
-        if await self._proved != bytes(self._test):
+        self._send(Proved(seed))
+        if await self._proved * (_TEST_BYTES // _SEED_BYTES) != self._test:
             raise EngineError("the test of the other side did not arrive")
 
     def _refuse(self, reason: str) -> None:
@@ -345,9 +383,8 @@ class DirectMoves:
 
     def _refused(self, reason: str) -> None:
         """Do without an engine, because the peer does."""
-        self._is_known = True
-        if self._running is not None:
-            self._do_without(reason)
+        self._has_negotiated = True
+        self._do_without(reason)
 
     def _do_without(self, reason: str) -> None:
         if self._choice is not None:
@@ -355,5 +392,24 @@ class DirectMoves:
         self.stop()
 
     def _engine_failed(self, reason: str) -> None:
-        if self._choice is not None:
+        if self._choice is None:
+            raise AssertionError("an engine was chosen")
+        if self.engine:
             self._failed(f"{self._choice.name} failed: {reason}")
+        else:
+            self._refuse(reason)
+
+    def _report_tensor(self, reason: str) -> None:
+        if self._choice is not None:
+            self._choice.report(reason, "some large tensors")
+
+
+def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges in order, without gaps of no bytes and without overlaps."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((start, stop))
+    return merged

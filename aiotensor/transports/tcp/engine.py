@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import TypeAlias, TypeVar, get_args
 
@@ -19,6 +19,8 @@ R = TypeVar("R")
 
 # Called at the end of a write, with an error or "", and with whether it had begun.
 _WriteEnd: TypeAlias = Callable[[str, bool], object]
+
+_MOST_REASONS = 16
 
 # How long one call polls, after which other calls get their turn, and the time between two polls.
 _TURN_S = 0.002
@@ -61,12 +63,18 @@ class EngineChoice:
         except EngineError as error:
             self.reason = str(error)
 
-    def report(self, reason: str) -> None:
-        """Log that connections do without the engine, once for each reason."""
-        if reason not in self._reported:
+    def report(self, reason: str, what: str = "all tensors of a connection") -> None:
+        """Log that ZeroMQ carries tensors instead of the engine, once for each of the first reasons.
+
+        Args:
+            reason: perhaps from a peer.
+            what: the tensors.
+        """
+        if reason not in self._reported and len(self._reported) < _MOST_REASONS:
             self._reported.add(reason)
             logger.warning(
-                "ZeroMQ carries all tensors at %s, and not %s: %s",
+                "ZeroMQ carries %s at %s, and not %s: %s",
+                what,
                 self._endpoint,
                 self.name,
                 reason,
@@ -101,10 +109,10 @@ class RunningEngine:
         """
 
         def open_() -> bytes:
-            self._engine = make()
-            return self._engine.address
+            engine = self._engine = make()
+            return engine.address
 
-        return await self._worker.submit(open_)
+        return await self._worker.submit(partial(_translated, open_))
 
     async def connect(self, address: bytes) -> None:
         """Set the peer, as `Engine.connect` does."""
@@ -114,9 +122,14 @@ class RunningEngine:
         """Let the peer write to memory, as `Engine.register` does."""
         return self._call(lambda engine: engine.register(memory))
 
-    def unregister(self, key: bytes) -> None:
-        """End a registration."""
-        self._call(lambda engine: engine.unregister(key)).add_done_callback(self._unregistered)
+    def unregister(self, keys: Sequence[bytes]) -> None:
+        """End registrations."""
+
+        def unregister(engine: Engine) -> None:
+            for key in keys:
+                engine.unregister(key)
+
+        self._call(unregister).add_done_callback(self._unregistered)
 
     def write(self, source: memoryview, key: bytes, start: int, ended: _WriteEnd) -> None:
         """Write to memory of the peer, as `Engine.write` does.
@@ -155,15 +168,13 @@ class RunningEngine:
                 engine.close()
 
         def has_closed(work: "asyncio.Future[None]") -> None:
-            try:
-                work.result()
-            finally:
-                closed()
+            closed()
+            work.result()
 
         try:
             closing = self._worker.submit(close)
         except OSError:
-            closed()  # no thread was ever started, so there is no engine
+            closed()  # no thread was ever started, so there is no engine; or the process ends
         else:
             closing.add_done_callback(has_closed)
         self._worker.close()
@@ -174,22 +185,21 @@ class RunningEngine:
     def _call_in_thread(self, call: Callable[[Engine], R]) -> R:
         if self._engine is None:
             raise EngineError("it is closed")
-        return call(self._engine)
+        return _translated(partial(call, self._engine))
+
+    # Errors are not raised again here: the frames of the engine in their tracebacks would keep it.
 
     def _write_begun(self, ended: _WriteEnd, work: "asyncio.Future[None]") -> None:
-        try:
-            work.result()
-        except EngineError as error:
+        error = work.exception()
+        if error is not None:
             self.end_polling()
             if not self._is_closed:
                 ended(str(error), False)
 
     def _unregistered(self, work: "asyncio.Future[None]") -> None:
-        try:
-            work.result()
-        except EngineError as error:
-            if not self._is_closed:
-                self._failed(str(error))
+        error = work.exception()
+        if error is not None and not self._is_closed:
+            self._failed(str(error))
 
     def _poll(self) -> None:
         if self._needs and not self._is_polling and not self._is_closed:
@@ -206,15 +216,25 @@ class RunningEngine:
 
     def _polled(self, work: "asyncio.Future[list[tuple[_WriteEnd, str]]]") -> None:
         self._is_polling = False
-        try:
-            ends = work.result()
-        except EngineError as error:
+        error = work.exception()
+        if error is not None:
             if not self._is_closed:
                 self._failed(str(error))
             return
-        for ended, reason in ends:
+        for ended, reason in work.result():
             if self._is_closed:
                 return  # perhaps because of the error of the one before
             self.end_polling()
             ended(reason, True)
         self._poll()
+
+
+def _translated(call: Callable[[], R]) -> R:
+    """Call an engine, and raise each error as an `EngineError` without the frames of the engine."""
+    try:
+        return call()
+    except EngineError as error:
+        text = str(error)
+    except Exception as error:  # noqa: BLE001 - of a library; the connection reports it
+        text = f"{type(error).__name__}: {error}"
+    raise EngineError(text)

@@ -122,13 +122,15 @@ class TcpTransport:
     def start(self, handler: Handler) -> None:
         """Begin to read, or pass further records to another handler, as `Transport.start` does."""
         if not self.is_closed:
-            if self._handler is None and self._connects:
+            before, self._handler = self._handler, handler
+            if before is not None:
+                self._direct.admitted()  # the next handler is that of a peer with a role
+            elif self._connects:
                 self._direct.connected()
-            self._handler = handler
 
     def watch_peer(self, stated_pid: int, ended: Callable[[], object]) -> ProcessEnd:
-        """Call a function soon: the peer cannot use memory of this process."""
-        return ProcessEnd(stated_pid, ended, _ended_process)
+        """Call a function soon: the peer cannot use memory of this process once its engine is closed."""
+        return ProcessEnd(stated_pid, partial(self._direct.when_stopped, ended), _ended_process)
 
     def peer_has_closed(self) -> bool:
         """Return whether the peer has closed, as `Transport.peer_has_closed` does."""
@@ -208,7 +210,7 @@ class TcpTransport:
             self._landings.pop(segment, None)
             self._direct.returned(segment, [(0, MAX_NUMBER)])
         elif not self.is_closed:
-            self._direct.expect_blocks()
+            self._direct.report_if_not_chosen()
             self._landings[segment] = landing
             landing.watch(partial(self._direct.returned, segment))
 
@@ -222,6 +224,7 @@ class TcpTransport:
 
     def cancel(self, move: Move[memoryview]) -> None:
         """Send no more bytes of a move, as `Mover.cancel` does."""
+        move.is_cancelled = True  # also if it waits for the end of an engine
         if not self._direct.cancel(move):
             self._moves.cancel(move)
 
@@ -306,7 +309,7 @@ class TcpTransport:
         elif kind == FREE:
             area = read_area(message)
             landing = self._landings.get(area.segment)
-            if landing is not None:
+            if landing is not None and not self._is_finishing:  # then it may not know the block
                 landing.free(area.block)
         elif kind == BATCH:
             for part in read_batch(message):

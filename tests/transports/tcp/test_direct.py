@@ -28,7 +28,7 @@ from aiotensor.protocol.direct import (
     read_direct,
 )
 from aiotensor.protocol.frames import Attach, encode
-from aiotensor.protocol.network import BATCH, BYE, DIRECT, OPENING, RECORD, read_batch
+from aiotensor.protocol.network import BATCH, BYE, DIRECT, OPENING, RECORD, Area, encode_area, read_batch
 from tests.frames import hello
 from verification.patterns import BIG, pattern
 from verification.places import free_port
@@ -36,6 +36,7 @@ from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
+TEST_BYTES = 64 << 10
 ARENA = 8 << 20
 SEGMENT = 4 * ARENA
 ATTACH = bytes([RECORD]) + encode(Attach(0, "arena", SEGMENT))
@@ -45,7 +46,7 @@ class RawPeer:
     """A sender that sends arbitrary messages, with an engine of its own."""
 
     def __init__(self, socket: zmq.asyncio.Socket) -> None:
-        self.test = bytearray(16)
+        self.test = bytearray(TEST_BYTES)
         self.engine: Engine | None = None
         self._socket = socket
         self._parts: list[bytes] = []
@@ -77,9 +78,10 @@ class RawPeer:
         engine = self.engine = engine_maker("nixl")()
         await self.send(Offer(engine.address, engine.register(memoryview(self.test))))
         engine.connect(offer.address)
-        await self._write(b"0123456789abcdef", offer.key)
+        await self._write(b"0123456789abcdef" * (TEST_BYTES // 16), offer.key)
         await self.send(Proved(b"0123456789abcdef"))
-        assert await self.receive() == Proved(bytes(self.test))
+        assert await self.receive() == Proved(bytes(self.test[:16]))
+        assert self.test[:16] * (TEST_BYTES // 16) == self.test
 
     async def _write(self, data: bytes, key: bytes) -> None:
         assert self.engine is not None
@@ -210,15 +212,14 @@ async def test_without_an_engine_offers_are_refused_and_memory_has_no_key() -> N
     async with parties() as (raw, _, _):
         await raw.send(Chosen("nixl"))
         assert await raw.receive() == Refused("no engine was chosen at the other side")
-        for message in (
-            Offer(b"", b""),
-            Proved(bytes(16)),
-            Refused("no device"),
-            Written(5),
-            Reserve(7, 0, 0, 100),
-        ):
-            await raw.send(message)
+        for ignored in (Offer(b"", b""), Proved(bytes(16)), Refused("no device"), Written(5)):
+            await raw.send(ignored)
+        await raw.send(ATTACH)
+        await raw.send(Reserve(7, 0, 0, 100))
         assert await raw.receive() == Reserved(7, b"")
+        await raw.send(encode_area(Area(0, 0)))  # it has the memory, for steps
+        await raw.send(Reserve(8, 0, 0, 200))
+        assert await raw.receive() == Reserved(8, b"")
 
 
 MESSAGES = st.one_of(

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import os
+import struct
 import sys
 from typing import Any
 
@@ -14,6 +15,7 @@ from aiotensor import TensorReceiver, TensorSender
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.engines import EngineError
 from aiotensor.inspection import Inspection, inspect
+from verification.descriptors import our_descriptors
 from verification.patterns import pattern
 from verification.places import free_port
 from verification.processes import peers
@@ -103,8 +105,9 @@ async def test_zeromq_carries_all_tensors_if_only_one_side_has_chosen_an_engine(
         if chooser == "receiver":
             break
     await sender.aclose()
+    reason = "no engine was chosen at the other side"
     assert lines(caplog) == [
-        f"ZeroMQ carries all tensors at {address}, and not nixl: no engine was chosen at the other side"
+        f"ZeroMQ carries all tensors of a connection at {address}, and not nixl: {reason}"
     ]
 
 
@@ -135,7 +138,7 @@ async def test_zeromq_carries_all_tensors_if_nixl_is_not_installed_at_one_side(
             assert await engine.call(peers.receive_pattern, handle, 0)
             assert sender.statistics().engine_connections == 0
         reason = "NIXL is not installed: pip install 'aiotensor[nixl]'"
-        text = f"ZeroMQ carries all tensors at {address}, and not nixl: {reason}"
+        text = f"ZeroMQ carries all tensors of a connection at {address}, and not nixl: {reason}"
         assert await engine.call(lines_of) == [text] == lines(caplog)
 
 
@@ -155,7 +158,7 @@ async def test_zeromq_carries_all_tensors_if_the_engine_fails_its_test(
 
 @pytest.mark.parametrize("method", ["write", "register"])
 async def test_a_tensor_whose_memory_cannot_be_registered_moves_in_steps(
-    method: str, address: str, monkeypatch: pytest.MonkeyPatch
+    method: str, address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> object:
         raise EngineError("this memory cannot be registered")
@@ -169,6 +172,20 @@ async def test_a_tensor_whose_memory_cannot_be_registered_moves_in_steps(
             assert torch.equal(await receiver.receive(handle), pattern(seed, LARGE))
         assert sender.statistics().engine_connections == 1
         await settled(sender)
+    [line] = lines(caplog)
+    assert line.startswith(f"ZeroMQ carries some large tensors at {address}, and not nixl: this memory")
+
+
+async def test_a_failed_write_does_not_keep_its_engine(
+    address: str, no_collections: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = our_descriptors()
+    async with TensorReceiver(address, **NIXL) as receiver, TensorSender(address, **NIXL) as sender:
+        await until(lambda: sender.statistics().engine_connections == 1)
+        monkeypatch.setattr("aiotensor.engines.nixl._KEY", struct.Struct("<QQQQQQ"))  # no key is valid
+        handle = await sender.send(pattern(0, LARGE))
+        assert torch.equal(await receiver.receive(handle), pattern(0, LARGE))
+    await until(lambda: our_descriptors() == before)
 
 
 async def test_closing_during_a_transfer_leaves_nothing_behind(address: str) -> None:
