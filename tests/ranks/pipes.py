@@ -13,6 +13,7 @@ from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
 from aiotensor import PeerLostError
 from aiotensor.ranks import RankPipe, entries
+from verification import loops
 from verification.patterns import pattern
 from verification.processes.peers import Peer, State
 
@@ -25,6 +26,7 @@ __all__ = [
     "echo",
     "ends",
     "forget",
+    "in_every_mode",
     "open_pipe",
     "opened",
     "receive",
@@ -52,6 +54,10 @@ ROUTES = {
     "tcp": Route(is_local=False, options=_LOOPBACK),
     "encrypted": Route(is_local=False, options={**_LOOPBACK, "encrypt": True}),
 }
+
+
+# Run a test, or all tests of a module, in each mode of the loop.
+in_every_mode = pytest.mark.parametrize("mode", loops.MODES, indirect=True)
 
 
 class Routes:

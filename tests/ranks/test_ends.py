@@ -10,11 +10,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from aiotensor import ClosedError, PeerLostError, UsageError
 from aiotensor.ranks import RankPipe
-from tests.ranks.pipes import Routes, ends, opened
+from tests.ranks.pipes import Routes, ends, in_every_mode, opened
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
-pytestmark = pytest.mark.usefixtures("route")
+pytestmark = [pytest.mark.usefixtures("route"), in_every_mode]
 
 _SOME = 5_000
 

@@ -10,7 +10,7 @@ import torch
 from aiotensor import ClosedError, PeerLostError, TooLargeError, UnsupportedTensorError, WouldBlockError
 from aiotensor.protocol.ranks import LEAST_MESSAGE_BYTES
 from aiotensor.ranks import RankPipe, outgoing
-from tests.ranks.pipes import ends
+from tests.ranks.pipes import ends, in_every_mode
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
@@ -27,6 +27,7 @@ async def _idle(*pipes: RankPipe) -> None:
     assert all(pipe.statistics().in_flight == 0 for pipe in pipes)
 
 
+@in_every_mode
 @pytest.mark.parametrize("count", [0, 10, _SOME, BIG])
 async def test_bytes_in_flight_never_exceed_the_limit(count: int) -> None:
     cost = max(count * 8, LEAST_MESSAGE_BYTES)
@@ -47,6 +48,7 @@ async def test_bytes_in_flight_never_exceed_the_limit(count: int) -> None:
         await _idle(low)
 
 
+@in_every_mode
 async def test_a_received_tensor_counts_until_it_is_freed() -> None:
     async with ends(max_bytes=2 * _BIG_BYTES) as (low, high):
         await low.send(pattern(0, 2 * BIG))
@@ -60,6 +62,7 @@ async def test_a_received_tensor_counts_until_it_is_freed() -> None:
         await waiting
 
 
+@in_every_mode
 async def test_a_received_copy_frees_the_bytes_at_once() -> None:
     async with ends(max_bytes=_BIG_BYTES) as (low, high):
         copies = []
@@ -72,6 +75,7 @@ async def test_a_received_copy_frees_the_bytes_at_once() -> None:
         await until(lambda: high.statistics().leases == 0)
 
 
+@in_every_mode
 async def test_waiting_calls_are_served_in_their_order() -> None:
     async with ends(max_bytes=2 * _BIG_BYTES) as (low, high):
         await low.send(pattern(0, BIG))
@@ -95,6 +99,7 @@ async def test_a_message_that_never_fits_is_refused_at_once() -> None:
             await low.send(pattern(0, BIG + 1))
 
 
+@in_every_mode
 async def test_a_wait_for_bytes_ends_after_max_wait_s() -> None:
     async with ends(max_bytes=_BIG_BYTES, max_wait_s=0.5) as (low, high):  # which limits opening, too
         await low.send(pattern(0, BIG))
@@ -107,6 +112,7 @@ async def test_a_wait_for_bytes_ends_after_max_wait_s() -> None:
         assert await high.receive() is None
 
 
+@in_every_mode
 async def test_nothing_stalls_after_a_thousand_sends_that_failed() -> None:
     async with ends(max_bytes=_BIG_BYTES) as (low, high):
         await low.send(pattern(0, BIG))
@@ -174,6 +180,7 @@ async def test_a_long_wait_is_logged_once(
         await waiting
 
 
+@in_every_mode
 async def test_drain_waits_for_earlier_messages_only() -> None:
     async with ends(max_bytes=4 * _BIG_BYTES) as (low, high):
         await low.drain()

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from aiotensor import TooLargeError, UnsupportedTensorError
 from aiotensor.tensors.dtypes import DTYPES
 from aiotensor.transports.base import MAX_DATA_BYTES
-from tests.ranks.pipes import Route, ends
+from tests.ranks.pipes import Route, ends, in_every_mode
 from tests.test_values import VIEWS, random_bits, same_bits
 from verification.patterns import BIG, pattern
 
@@ -26,6 +26,7 @@ _FEW, _SOME, _MANY = 100, 5_000, MAX_DATA_BYTES // 8 + 1
 _COUNTS = [0, 1, _FEW, _SOME, BIG, MAX_DATA_BYTES // 8, _MANY]
 
 
+@in_every_mode
 @pytest.mark.parametrize("count", _COUNTS)
 async def test_a_tensor_arrives_in_both_directions(count: int) -> None:
     async with ends() as (low, high):
@@ -36,6 +37,7 @@ async def test_a_tensor_arrives_in_both_directions(count: int) -> None:
             assert torch.equal(received, pattern(count, count))
 
 
+@in_every_mode
 async def test_none_is_a_message() -> None:
     async with ends() as (low, high):
         for message in (None, torch.ones(2), None, None):
@@ -95,6 +97,7 @@ async def test_concurrent_sends_arrive_in_the_order_of_the_calls(counts: list[in
         await asyncio.gather(*sending)
 
 
+@in_every_mode
 async def test_a_small_message_waits_for_a_larger_one_before_it() -> None:
     async with ends() as (low, high):
         sending = asyncio.ensure_future(low.send(pattern(0, 4 * BIG)))
@@ -108,6 +111,7 @@ async def test_a_small_message_waits_for_a_larger_one_before_it() -> None:
         await sending
 
 
+@in_every_mode
 @pytest.mark.parametrize("count", [_FEW, _SOME, BIG, _MANY])
 async def test_the_source_may_change_as_soon_as_send_has_returned(count: int) -> None:
     async with ends() as (low, high):
@@ -124,6 +128,7 @@ async def test_the_source_may_change_as_soon_as_send_has_returned(count: int) ->
                 assert torch.equal(received, pattern(expected, count))
 
 
+@in_every_mode
 async def test_the_source_of_a_message_behind_a_larger_one_may_change_at_once() -> None:
     async with ends() as (low, high):
         sending = asyncio.ensure_future(low.send(pattern(0, 10 * BIG)))
@@ -155,6 +160,7 @@ async def test_a_received_tensor_outlives_the_pipe_and_its_neighbours() -> None:
         assert torch.equal(tensor, pattern(seed, BIG))
 
 
+@in_every_mode
 async def test_a_tensor_that_cannot_be_sent_is_refused_before_anything_is_taken() -> None:
     async with ends(max_bytes=1 << 20) as (low, high):
         for wrong in (torch.ones(3).to_sparse(), torch.empty(3, device="meta")):

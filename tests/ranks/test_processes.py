@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aiotensor import PeerLostError, WouldBlockError
-from tests.ranks.pipes import Routes, echo, forget, open_pipe, receive, send, with_child
+from tests.ranks.pipes import Routes, echo, forget, in_every_mode, open_pipe, receive, send, with_child
 from verification.patterns import BIG, pattern
 from verification.processes import watch
 from verification.processes.peers import Peer
@@ -32,6 +32,7 @@ def moments() -> random.Random:
     return random.Random(seed)
 
 
+@in_every_mode
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_messages_pass_between_two_processes(folder: Path, rank: int) -> None:
     counts = [10, None, _SOME, BIG, 4 * BIG, 0]
@@ -85,6 +86,7 @@ async def _receive_for_ever(receive: object) -> None:
         await receive()
 
 
+@in_every_mode
 async def test_messages_that_had_arrived_survive_the_death_of_their_sender(folder: Path) -> None:
     async with with_child(folder) as (pipe, child):
         await child.call(send, 0, [10, None, _SOME, BIG])
