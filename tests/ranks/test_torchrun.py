@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.ranks.program import Findings
+from tests.ranks.program import TIMEOUT_S, Findings
 from verification.networks import Host, Hosts
 from verification.places import free_port
 
@@ -85,14 +85,36 @@ def test_a_rank_that_never_opens_its_end_hangs_no_other(folder: Path) -> None:
     assert [one.not_opened for one in found] == [[1], []], output
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_every_rank_exchanges_messages_with_every_other_on_two_hosts(
-    size: int, hosts: Hosts, folder: Path
-) -> None:
+def test_a_stopped_rank_on_this_host_delays_messages_and_loses_none(folder: Path) -> None:
+    found, output = _run("stopped", 2, folder)
+    assert [one.messages for one in found] == [_MESSAGES, _MESSAGES], output
+    assert found[0].notes == ["waits"]
+
+
+def test_a_pipe_works_after_a_thousand_sends_that_failed(folder: Path) -> None:
+    found, output = _run("failing", 2, folder)
+    assert [one.messages for one in found] == [_MESSAGES, _MESSAGES], output
+    assert found[0].failed == {
+        "UnsupportedTensorError": 250,
+        "WouldBlockError": 500,
+    }  # and 250 were cancelled
+    assert found[0].notes == ["only the first message counts", "all bytes were returned"]
+    assert found[1].notes == ["all bytes were returned"]
+
+
+def test_pipes_work_after_the_group_was_destroyed_while_messages_travelled(folder: Path) -> None:
+    found, output = _run("destroyed", 2, folder)
+    assert [one.messages for one in found] == [1 + 2 * _MESSAGES] * 2, output
+    for one in found:
+        [note] = one.notes
+        assert note.startswith("a group is a torch.distributed.ProcessGroup"), note
+
+
+def _run_on_two_hosts(scenario: str, size: int, hosts: Hosts, folder: Path) -> tuple[list[Findings], str]:
     address = ("--master-addr", hosts.a.address, "--master-port", str(free_port()))
     nodes = [
         _start(
-            "everything",
+            scenario,
             folder,
             *("--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", str(size // 2)),
             *address,
@@ -100,5 +122,21 @@ def test_every_rank_exchanges_messages_with_every_other_on_two_hosts(
         )
         for number, host in enumerate((hosts.a, hosts.b))
     ]
-    found, output = _finish(nodes, folder)
+    return _finish(nodes, folder)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_every_rank_exchanges_messages_with_every_other_on_two_hosts(
+    size: int, hosts: Hosts, folder: Path
+) -> None:
+    found, output = _run_on_two_hosts("everything", size, hosts, folder)
     _check_everything(found, size, output)
+
+
+def test_a_stopped_rank_on_another_host_is_lost_after_the_timeout(hosts: Hosts, folder: Path) -> None:
+    found, output = _run_on_two_hosts("silent", 2, hosts, folder)
+    assert [one.messages for one in found] == [_MESSAGES, _MESSAGES], output
+    assert found[0].lost_after_s is not None
+    assert found[0].lost_after_s < TIMEOUT_S + 1
+    assert found[0].notes == ["lost"] * 3
+    assert found[1].notes == ["lost"]
