@@ -38,8 +38,9 @@ class RankPipe(LoopObject):
     this pipe carries the tensors. On one machine they travel through shared memory, and otherwise over TCP.
     A pipe that has lost the other rank is not connected again; open another one.
 
-    A received tensor is a view of shared memory; a small tensor has its own memory. It stays valid as long as
-    it or a view of it exists, and counts towards `max_bytes` of the other rank until then.
+    A received tensor is a view of shared memory. It stays valid as long as it or a view of it exists, and
+    counts towards `max_bytes` of the other rank until then. A small tensor has its own memory, and so has one
+    of at most a MiB from another machine; these count until they are received.
 
     Args:
         group: a process group, a `DeviceMesh` of one dimension, or a store of torch.distributed.
