@@ -88,7 +88,6 @@ class DirectMoves:
         self._has_negotiated = False  # whether either side has mentioned an engine
         self._is_admitted = self._is_stopped = False
         self._wanted = ""  # the engine that the peer has chosen before it was admitted
-        self._test = bytearray(_TEST_BYTES)  # the peer writes to it
         loop = asyncio.get_running_loop()
         self._offered: asyncio.Future[Offer] = loop.create_future()
         self._proved: asyncio.Future[bytes] = loop.create_future()
@@ -344,13 +343,14 @@ class DirectMoves:
     async def _negotiate(self, engine: str, make: Callable[[], Engine], running: RunningEngine) -> None:
         try:
             address = await running.open(make)
-            key = await running.register(memoryview(self._test))
+            test = bytearray(_TEST_BYTES)  # the peer writes to it
+            key = await running.register(memoryview(test))
             self._send(Offer(address, key))
             offer = await self._offered
             running.begin_polling()
             async with asyncio.timeout(_TEST_S):
                 await running.connect(offer.address)
-                await self._prove(running, offer.key)
+                await self._prove(running, offer.key, test)
             running.end_polling()
         except TimeoutError:
             self._refuse("its test took too long: does a firewall let it through?")
@@ -359,21 +359,21 @@ class DirectMoves:
         else:
             self.engine = engine
 
-    async def _prove(self, running: RunningEngine, key: bytes) -> None:
-        """Write to the memory of the peer, and wait until the peer has written here."""
+    async def _prove(self, running: RunningEngine, key: bytes, test: bytearray) -> None:
+        """Write to the memory of the peer, and wait until the peer has written to that of the test."""
         seed = secrets.token_bytes(_SEED_BYTES)
-        test = seed * (_TEST_BYTES // _SEED_BYTES)
+        source = seed * (_TEST_BYTES // _SEED_BYTES)
         written: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         def ended(reason: str, has_begun: bool) -> None:
             if not written.done():
                 written.set_result(reason)
 
-        running.write(memoryview(test), key, 0, ended)
+        running.write(memoryview(source), key, 0, ended)
         if reason := await written:
             raise EngineError(reason)
         self._send(Proved(seed))
-        if await self._proved * (_TEST_BYTES // _SEED_BYTES) != self._test:
+        if await self._proved * (_TEST_BYTES // _SEED_BYTES) != test:
             raise EngineError("the test of the other side did not arrive")
 
     def _refuse(self, reason: str) -> None:
