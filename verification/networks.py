@@ -198,7 +198,7 @@ def two_hosts() -> Iterator[Hosts]:
 
 
 def _show_devices(libc: ctypes.CDLL) -> None:
-    """Show the devices of this host in ``/sys``, where UCX looks for them, and the same control groups."""
+    """Mount ``/sys`` with the devices of this host, which UCX lists, and with the same control groups."""
     groups = os.open(_GROUPS, os.O_PATH)
     try:
         _check(libc.mount(b"none", b"/sys", b"sysfs", 0, None))

@@ -15,20 +15,20 @@ T = TypeVar("T")
 def sender_at(
     endpoint: Endpoint, max_concurrent_videos: int = 8, arena_bytes: int = 1 << 30, **kwargs: Any
 ) -> TensorSender:
-    """Make a sender for an endpoint of a link."""
+    """Return a sender for an endpoint of a link."""
     return TensorSender(endpoint, max_concurrent_videos, arena_bytes, **kwargs, **arguments_of(endpoint))
 
 
 def receiver_at(endpoint: Endpoint, **kwargs: Any) -> TensorReceiver:
-    """Make a receiver for an endpoint of a link."""
+    """Return a receiver for an endpoint of a link."""
     return TensorReceiver(endpoint, **kwargs, **arguments_of(endpoint))
 
 
 def publisher_at(endpoint: Endpoint, **kwargs: Any) -> Publisher:
-    """Make a publisher for an endpoint of a link."""
+    """Return a publisher for an endpoint of a link."""
     return Publisher(endpoint, **kwargs, **arguments_of(endpoint))
 
 
 def subscriber_at(endpoint: Endpoint, type_: type[T], **kwargs: Any) -> Subscriber[T]:
-    """Make a subscriber for an endpoint of a link."""
+    """Return a subscriber for an endpoint of a link."""
     return Subscriber(endpoint, type_, **kwargs, **arguments_of(endpoint))

@@ -125,7 +125,7 @@ LINKS = {
     "unix": Link(_at_an_address, comes_back=True),
 }
 
-# Where everything that the library promises is tested.
+# The links of the conformance tests.
 CONFORMING = {**LINKS, "nixl": Link(_with_an_engine, comes_back=True, is_local=False, has_engine=True)}
 
 LOCAL = [name for name, link in LINKS.items() if link.is_local]

@@ -31,7 +31,7 @@ class Engine(Protocol):
         """
 
     def register(self, memory: memoryview) -> bytes:
-        """Let the peer write to memory, and return the key that it needs.
+        """Allow the peer to write to memory, and return the key for it.
 
         The engine refers to the memory until `unregister` or `close`.
 
@@ -61,10 +61,13 @@ class Engine(Protocol):
             EngineError: the write did not begin.
         """
 
-    def poll(self) -> list[tuple[Hashable, str]]:
-        """Make progress, and return the writes that have ended, each with an error or "".
+    def poll(self, timeout_s: float) -> list[tuple[Hashable, str]]:
+        """Make progress until writes have ended, and return them, each with an error or "".
 
         The peer has all bytes of a write without an error.
+
+        Args:
+            timeout_s: the seconds after which this returns an empty list.
         """
 
     def close(self) -> None:

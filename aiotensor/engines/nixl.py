@@ -20,6 +20,7 @@ import secrets
 import struct
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -55,6 +56,10 @@ _UCX = "TLS=^sm,TCP_TX_SEG_SIZE=256k,TCP_RX_SEG_SIZE=256k,TCP_KEEPIDLE=5s,TCP_KE
 
 # An agent and its connection need 17 to 25 descriptors. UCX aborts the process if it gets none.
 _LEAST_DESCRIPTORS = 64
+
+# NIXL has no call that waits for work, and does not expose the descriptor of UCX that would become readable.
+# So a thread repeats the call while a write is under way. The pause leaves the processor to other threads.
+_PAUSE_S = 50e-6
 
 _KEY = struct.Struct("<QQQ")  # address, bytes and number of a registration; its metadata follow
 _MOST_KEYS = 4096  # metadata of the peer that are kept
@@ -102,7 +107,7 @@ class NixlEngine:
         self._peer_address = address
 
     def register(self, memory: memoryview) -> bytes:
-        """Let the peer write to memory, as `Engine.register` does."""
+        """Allow the peer to write to memory, as `Engine.register` does."""
         with _translated("memory cannot be registered"):
             registration, number = self._register(memory)
             try:
@@ -151,8 +156,14 @@ class NixlEngine:
         self._writes[request] = registration, source
         return request
 
-    def poll(self) -> list[tuple[Hashable, str]]:
-        """Make progress, as `Engine.poll` does."""
+    def poll(self, timeout_s: float) -> list[tuple[Hashable, str]]:
+        """Make progress until writes have ended, as `Engine.poll` does."""
+        end = time.monotonic() + timeout_s
+        while not (ended := self._poll_once()) and time.monotonic() < end:
+            time.sleep(_PAUSE_S)
+        return ended
+
+    def _poll_once(self) -> list[tuple[Hashable, str]]:
         with _translated("making progress failed"):
             self._agent.getNotifs({}, self._backends)  # there are no notifications
         ended: list[tuple[Hashable, str]] = []
@@ -236,7 +247,7 @@ def _loaded() -> ModuleType:
         if found is None or not found.origin:
             continue
         for path in Path(found.origin).parent.glob("_bindings.*.so"):
-            # Under its own name: nobody can load it a second time.
+            # Under its own name, because its types can be registered only once.
             spec = spec_from_loader(name, ExtensionFileLoader(name, str(path)))
             if spec is None or spec.loader is None:
                 raise AssertionError("a loader was given")

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 CurveKey: TypeAlias = str | bytes  # as zmq.curve_keypair() makes them
 
-EngineName: TypeAlias = Literal["nixl"]  # what can move large tensors between machines, apart from ZeroMQ
+EngineName: TypeAlias = Literal["nixl"]  # the engines that move large tensors between machines
 
 # The ranges of numbers and times that are accepted from another process.
 MAX_NUMBER = 2**63 - 1

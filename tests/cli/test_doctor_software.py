@@ -198,6 +198,6 @@ def test_nixl_is_missed_only_where_there_is_an_rdma_device(
 def test_a_write_that_fails_is_a_note(
     ended: list[tuple[int, str]], with_rdma: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aiotensor.engines.nixl.NixlEngine.poll", lambda engine: ended)
+    monkeypatch.setattr("aiotensor.engines.nixl.NixlEngine.poll", lambda *_: ended)
     monkeypatch.setattr("aiotensor.cli.doctor.software._TRIAL_S", 0.1)
     assert nixl(0, with_rdma).found.startswith("not usable: a write ")

@@ -84,7 +84,7 @@ async def everything(found: Findings) -> None:
 
 
 async def _exchange(pipe: RankPipe) -> int:
-    """Send messages in both directions, and count those that arrive with the right values."""
+    """Send messages in both directions, and count the ones with the right values at the other end."""
 
     async def send() -> None:
         for seed, count in enumerate(_COUNTS):
@@ -201,7 +201,7 @@ async def _stopped_peer(
 
 
 async def failing(found: Findings) -> None:
-    """Let a thousand sends fail in every way while the other rank does not receive, and go on."""
+    """Fail a thousand sends while the other rank does not receive, and use the pipe afterwards."""
     dist.barrier()  # `max_wait_s` limits opening, too
     full = 4 * BIG
     limit = _SHORT_WAIT_S if found.rank == 0 else _WAIT_S
@@ -273,7 +273,7 @@ async def destroyed(found: Findings) -> None:
 
 
 def _pipe(**options: Any) -> RankPipe:
-    """Make a pipe to the other rank of two."""
+    """Return a new pipe to the other rank of two."""
     world = dist.group.WORLD
     assert world is not None
     return RankPipe(world, 1 - dist.get_rank(), **{"max_wait_s": _WAIT_S, "max_bytes": 64 << 20, **options})
@@ -291,7 +291,7 @@ _SCENARIOS: dict[str, Callable[[Findings], Coroutine[Any, Any, None]]] = {
 
 
 def main(scenario: str, folder: str) -> None:
-    """Run one rank, and write what it has found."""
+    """Run one rank, and write its findings."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = Findings(dist.get_rank())

@@ -71,7 +71,7 @@ def _ask_no_name_server(host: Host) -> None:
 
 @asynccontextmanager
 async def _ends(hosts: Hosts, store_at: int, **options: Any) -> AsyncIterator[tuple[Peer, Peer]]:
-    """Open both ends, each on a host of its own; the store is on one of them."""
+    """Open one end on each host, with the store on one of the hosts."""
     places, port = (hosts.a, hosts.b), free_port()
     for host in places:
         _ask_no_name_server(host)

@@ -35,7 +35,7 @@ def _start(scenario: str, folder: Path, *arguments: str, host: Host | None = Non
 
 
 def _finish(processes: Sequence["subprocess.Popen[str]"], folder: Path) -> tuple[list[Findings], str]:
-    """Return what the ranks have found, and what they printed."""
+    """Return the findings and the output of the ranks."""
     try:
         output = "".join(process.communicate(timeout=_LIMIT_S)[0] for process in processes)
     finally:

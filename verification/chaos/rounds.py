@@ -33,7 +33,7 @@ _OF_ENGINES = (
     "anon_inode:[eventpoll]",
     "/sys/",
     "/proc/",
-)  # come and go with their connections
+)  # opened and closed with their connections
 _RESOURCES = (FaultKind.NO_SPACE, FaultKind.FILE_SIZE, FaultKind.NO_ADDRESSES, FaultKind.NO_DESCRIPTORS)
 
 

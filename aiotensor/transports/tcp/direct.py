@@ -39,8 +39,9 @@ __all__ = ["DirectMoves"]
 # Shorter moves are steps: they end at once, but a write waits for memory of the peer first.
 _LEAST_BYTES = STEP_BYTES + 1
 
-_TEST_BYTES = 64 << 10  # of a few packets, which take another way than a single one
-_SEED_BYTES = 16  # which are repeated
+# The engines handle one packet in another way than several. The bytes of the test repeat a random seed.
+_TEST_BYTES = 64 << 10
+_SEED_BYTES = 16
 _TEST_S = (
     5.0  # an engine that cannot reach the peer, perhaps because of a firewall, does not always report it
 )

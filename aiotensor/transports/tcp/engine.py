@@ -1,7 +1,6 @@
 """The engine that the user has chosen, and an engine that runs in a thread."""
 
 import asyncio
-import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import TypeAlias, TypeVar, get_args
@@ -22,9 +21,7 @@ _WriteEnd: TypeAlias = Callable[[str, bool], object]
 
 _MOST_REASONS = 16
 
-# How long one call polls, after which other calls get their turn, and the time between two polls.
-_TURN_S = 0.002
-_PAUSE_S = 50e-6
+_TURN_S = 0.002  # of one call that polls, after which other calls get their turn
 
 
 def choose_engine(name: EngineName | None, endpoint: str) -> "EngineChoice | None":
@@ -103,7 +100,7 @@ class RunningEngine:
         self._is_polling = self._is_closed = False
 
     async def open(self, make: Callable[[], Engine]) -> bytes:
-        """Make the engine, and return its address; errors are those of `make`.
+        """Open the engine, and return its address. Errors are those of `make`.
 
         Cancellation leaves the engine to `close`.
         """
@@ -119,7 +116,7 @@ class RunningEngine:
         await self._call(lambda engine: engine.connect(address))
 
     def register(self, memory: memoryview) -> "asyncio.Future[bytes]":
-        """Let the peer write to memory, as `Engine.register` does."""
+        """Allow the peer to write to memory, as `Engine.register` does."""
         return self._call(lambda engine: engine.register(memory))
 
     def unregister(self, keys: Sequence[bytes]) -> None:
@@ -207,12 +204,7 @@ class RunningEngine:
             self._call(self._poll_in_thread).add_done_callback(self._polled)
 
     def _poll_in_thread(self, engine: Engine) -> list[tuple[_WriteEnd, str]]:
-        stop = time.monotonic() + _TURN_S
-        while True:
-            ended = engine.poll()
-            if ended or time.monotonic() > stop:
-                return [(self._ends.pop(write), reason) for write, reason in ended]
-            time.sleep(_PAUSE_S)
+        return [(self._ends.pop(write), reason) for write, reason in engine.poll(_TURN_S)]
 
     def _polled(self, work: "asyncio.Future[list[tuple[_WriteEnd, str]]]") -> None:
         self._is_polling = False

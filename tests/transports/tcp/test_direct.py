@@ -43,7 +43,7 @@ ATTACH = bytes([RECORD]) + encode(Attach(0, "arena", SEGMENT))
 
 
 class RawPeer:
-    """A sender that sends arbitrary messages, with an engine of its own."""
+    """A sender with a separate engine, which sends arbitrary messages."""
 
     def __init__(self, socket: zmq.asyncio.Socket) -> None:
         self.test = bytearray(TEST_BYTES)
@@ -60,7 +60,7 @@ class RawPeer:
             if not self._parts:
                 while not await self._socket.poll(1):
                     if self.engine is not None:
-                        self.engine.poll()  # the receiver writes its test
+                        self.engine.poll(0.0)  # the receiver writes its test
                 message = await self._socket.recv()
                 batch = memoryview(message)
                 self._parts = [bytes(one) for one in read_batch(batch)] if message[0] == BATCH else [message]
@@ -86,7 +86,7 @@ class RawPeer:
     async def _write(self, data: bytes, key: bytes) -> None:
         assert self.engine is not None
         write = self.engine.write(memoryview(data), key, 0)
-        while (write, "") not in self.engine.poll():
+        while (write, "") not in self.engine.poll(0.0):
             await asyncio.sleep(0)
 
     async def write(self, data: bytes, key: bytes) -> None:

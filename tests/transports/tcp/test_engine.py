@@ -218,7 +218,7 @@ async def send(state: State, seed: int) -> Any:
 
 
 async def fork_and_wait(state: State) -> int:
-    """Fork a child that frees what it can, and return its status."""
+    """Fork a child that frees its sender, and return its status."""
     child = os.fork()
     if child == 0:
         state.senders.clear()
