@@ -11,37 +11,21 @@ finishes closes it only after the peer has read everything.
 
 import asyncio
 import errno
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Self
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.direct import DirectMessage, encode_direct, read_direct
-from aiotensor.protocol.moves import Move, ReceivedBytes
-from aiotensor.protocol.network import (
-    ACK,
-    BATCH,
-    BYE,
-    DATA,
-    DIRECT,
-    FREE,
-    RECORD,
-    STEP,
-    Area,
-    Step,
-    read_ack,
-    read_area,
-    read_batch,
-    read_data,
-    read_step,
-)
+from aiotensor.protocol.direct import DirectMessage, encode_direct
+from aiotensor.protocol.moves import Move
+from aiotensor.protocol.network import BYE, Ack, Area
 from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.transports.base import Handler, Landing
 from aiotensor.transports.tcp.batches import BatchWriter
 from aiotensor.transports.tcp.buffers import keep_buffers
 from aiotensor.transports.tcp.direct import DirectMoves
 from aiotensor.transports.tcp.engine import EngineChoice
+from aiotensor.transports.tcp.incoming import IncomingMessages
 from aiotensor.transports.tcp.outgoing import OutgoingRecords, SteppedMoves
 from aiotensor.types import MAX_NUMBER
 
@@ -88,25 +72,17 @@ class TcpTransport:
         self._writer = BatchWriter(send, self._writing_failed)
         self._shut = shut
         self._read = read
-        self._max_record_bytes = max_record_bytes
         self._loop = asyncio.get_running_loop()
         self._handler: Handler | None = None
         self._records = OutgoingRecords(self._writer, max_queued_bytes)
         self._moves = SteppedMoves(self._writer, self._may_move)
-        self._received = ReceivedBytes()
-        self._records_received = 0
-        self._landings: dict[int, Landing] = {}
+        self._incoming = IncomingMessages(self, max_record_bytes)
         self._connects = connects
         self._direct = DirectMoves(
-            engine, self._send_direct, self._move_by_steps, self._landings, self._failed
+            engine, self._send_direct, self._move_by_steps, self._incoming.landings, self.failed
         )
-        self._step: Step | None = None  # whose bytes are the next message
-        self._data_record: memoryview | None = None  # whose data is the next message
         self._data_received: Callable[[memoryview, memoryview], None] | None = None
-        self._is_held = False  # until there is memory for a step
-        self._held: deque[memoryview] = deque()  # the messages since
-        self._end_reason: str | None = None  # of the end that follows these
-        self._has_said_bye = self._is_finishing = False
+        self.is_finishing = self._has_said_bye = False
         self._alarm: asyncio.TimerHandle | None = None
 
     @property
@@ -138,22 +114,22 @@ class TcpTransport:
 
     def read_now(self) -> None:
         """Read a record immediately, if there is one, with the messages before it."""
-        before = self._records_received
+        before = self._incoming.records
         for _ in range(_MESSAGES_AT_ONCE):
-            if self._records_received != before or not self._read():
+            if self._incoming.records != before or not self._read():
                 break
 
     # Records
 
     def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send or queue a record, as `Transport.write` does."""
-        if not (self.is_closed or self._is_finishing):
+        if not (self.is_closed or self.is_finishing):
             self._records.write(data)
             self.is_writable = not self._records.are_queued
 
     def write_with_data(self, record: bytes, data: memoryview) -> None:
         """Send or queue a record with the bytes of a tensor, as `Mover.write_with_data` does."""
-        if not (self.is_closed or self._is_finishing):
+        if not (self.is_closed or self.is_finishing):
             self._records.write(record, data)
             self.is_writable = not self._records.are_queued
 
@@ -167,9 +143,9 @@ class TcpTransport:
 
     def finish(self) -> None:
         """Write no more records, and wait until the peer has read all, as `Transport.finish` does."""
-        if self.is_closed or self._is_finishing:
+        if self.is_closed or self.is_finishing:
             return
-        self._is_finishing, self.is_writable = True, False
+        self.is_finishing, self.is_writable = True, False
         if not self._records.are_queued:
             self._say_last_bye()
 
@@ -207,11 +183,11 @@ class TcpTransport:
     def land(self, segment: int, landing: Landing | None) -> None:
         """Store the bytes that arrive for a segment in a landing, as `Mover.land` does."""
         if landing is None:
-            self._landings.pop(segment, None)
+            self._incoming.landings.pop(segment, None)
             self._direct.returned(segment, [(0, MAX_NUMBER)])
         elif not self.is_closed:
             self._direct.report_if_not_chosen()
-            self._landings[segment] = landing
+            self._incoming.landings[segment] = landing
             landing.watch(partial(self._direct.returned, segment))
 
     def move(self, move: Move[memoryview]) -> None:
@@ -246,134 +222,46 @@ class TcpTransport:
     def _may_move(self) -> bool:
         return not (self._has_said_bye or self._records.are_queued)
 
-    def _writing_failed(self, error: OSError) -> None:
-        self._end(f"writing failed: {error}")
-
-    def _failed(self, reason: str) -> None:
-        self._end(reason, reason)
-
-    # Messages of the peer
+    # Messages of the peer; see `MessageEvents`
 
     def receive(self, message: memoryview) -> None:
-        """Handle a message of the peer, or keep it while a step before it waits for memory."""
-        if self._is_held:
-            self._held.append(message)
-        elif not self.is_closed:
-            try:
-                self._handle(message)
-            except ProtocolError as error:
-                self._violated(error)
+        """Handle a message of the peer, as `IncomingMessages.receive` does."""
+        self._incoming.receive(message)
 
     def connection_ended(self, reason: str) -> None:
         """Handle the end of the connection, after the messages that arrived before."""
         self._writer.close()
-        if self._is_held:
-            self._end_reason = reason
-        else:
-            self._end(reason)
+        self._incoming.end(reason)
 
-    def _handle(self, message: memoryview) -> None:
-        if self._step is not None:
-            step, self._step = self._step, None
-            if len(message) != step.length:
-                raise ProtocolError(f"it sent {len(message)} bytes after a step of {step.length}")
-            self._store(step, message)
-            return
-        if self._data_record is not None:
-            record, self._data_record = self._data_record, None
-            self._record_with_data(record, message)
-            return
-        kind = message[0] if message else -1
-        if kind == RECORD:
-            self._record_arrived(len(message) - 1)
-            if self._handler is not None:
-                self._handler.record_received(message[1:], [])
-        elif kind == STEP:
-            step, data = read_step(message)
-            if data:
-                self._store(step, data)
-            else:
-                self._step = step
-        elif kind == DATA:
-            record, data = read_data(message)
-            self._record_arrived(len(record))
-            if data:
-                self._record_with_data(record, data)
-            else:
-                self._data_record = record
-        elif kind == DIRECT:
-            if not self._is_finishing:  # the handler does not read the records that attach segments
-                self._direct.receive(read_direct(message))
-        elif kind == ACK:
-            self._acknowledged(message)
-        elif kind == FREE:
-            area = read_area(message)
-            landing = self._landings.get(area.segment)
-            if landing is not None and not self._is_finishing:  # then it may not know the block
-                landing.free(area.block)
-        elif kind == BATCH:
-            for part in read_batch(message):
-                self.receive(part)
-        elif kind == BYE:
-            self._bye_received(message)
-        else:
-            raise ProtocolError(f"it sent a message of kind {kind}, which is unknown here")
+    def record_received(self, record: memoryview) -> None:
+        """Pass a record to the handler."""
+        if self._handler is not None:
+            self._handler.record_received(record, [])
 
-    def _record_arrived(self, nbytes: int) -> None:
-        """Count a record."""
-        if nbytes > self._max_record_bytes:
-            raise ProtocolError(f"it sent a record of more than {self._max_record_bytes} bytes")
-        self._records_received += 1
-        if self._received.record(nbytes):
-            self._writer.attempt(self._writer.write, self._received.ack())
-
-    def _record_with_data(self, record: memoryview, data: memoryview) -> None:
+    def data_received(self, record: memoryview, data: memoryview) -> None:
+        """Pass a record with the bytes of a tensor to the function for it."""
         if self._data_received is None:
             raise ProtocolError("it sent the bytes of a tensor with a record")
         if self._handler is not None:
             self._data_received(record, data)
 
-    def _store(self, step: Step, data: memoryview) -> None:
-        landing = self._landings.get(step.area.segment)
-        if landing is None:
-            if self._is_finishing:
-                return  # the handler did not read the record that attaches it
-            raise ProtocolError(f"it moved bytes to segment {step.area.segment}, which it never attached")
+    def direct_received(self, message: DirectMessage) -> None:
+        """Handle a message between engines."""
+        self._direct.receive(message)
 
-        def resume(failure: str) -> None:
-            self._is_held = False
-            if failure:
-                self._failed(failure)
-            elif not self.is_closed:
-                held, self._held = self._held, deque()
-                try:
-                    self._store(step, data)
-                except ProtocolError as error:
-                    self._violated(error)
-                self._continue(held)
+    def acknowledge(self, message: bytes) -> None:
+        """Send an acknowledgement."""
+        self._writer.attempt(self._writer.write, message)
 
-        if landing.store(step.area.block, step.nbytes, step.start, data, resume):
-            if self._received.step(step):
-                self._writer.attempt(self._writer.write, self._received.ack())
-        else:
-            self._is_held = True
-
-    def _continue(self, held: deque[memoryview]) -> None:
-        """Handle the messages that waited for memory."""
-        while held and not self.is_closed:
-            self.receive(held.popleft())
-        if self._end_reason is not None and not self._is_held:
-            self._end(self._end_reason)
-
-    def _acknowledged(self, message: memoryview) -> None:
-        ack = read_ack(message)
+    def acknowledged(self, ack: Ack) -> None:
+        """Send records and steps for which there is credit now."""
         self._moves.acknowledged(ack.steps)
         try:
             are_sent = self._records.acknowledged(ack.records)
         except OSError as error:
             self._writing_failed(error)
             return
-        if are_sent and self._is_finishing:
+        if are_sent and self.is_finishing:
             self._say_last_bye()
         elif are_sent and not self.is_closed:
             self.is_writable = True
@@ -381,17 +269,30 @@ class TcpTransport:
                 self._handler.resume_writing()
         self._moves.send()
 
-    def _bye_received(self, message: memoryview) -> None:
-        if self._is_finishing:
+    def bye_received(self, reason: memoryview) -> None:
+        """Handle the last message of the peer."""
+        if self.is_finishing:
             self._finished()
             return
-        reason = bytes(message[1 : 1 + _MAX_REASON_BYTES]).decode(errors="replace")
-        self._end(f"it closed the connection: {reason}" if reason else "it closed the connection")
+        text = bytes(reason[:_MAX_REASON_BYTES]).decode(errors="replace")
+        self.ended(f"it closed the connection: {text}" if text else "it closed the connection")
 
     # The end
 
-    def _violated(self, error: ProtocolError) -> None:
+    def violated(self, error: ProtocolError) -> None:
+        """End the connection, because the peer broke the rules."""
         self._end(error, f"this side broke the protocol: {error}")
+
+    def failed(self, reason: str) -> None:
+        """End the connection, because this side cannot continue it."""
+        self._end(reason, reason)
+
+    def ended(self, reason: str) -> None:
+        """Handle the end of the connection."""
+        self._end(reason)
+
+    def _writing_failed(self, error: OSError) -> None:
+        self._end(f"writing failed: {error}")
 
     def _end(self, reason: str | ProtocolError, farewell: str = "") -> None:
         """End the connection, and notify the handler.
@@ -402,7 +303,7 @@ class TcpTransport:
         """
         if self.is_closed:
             return
-        handler, was_finishing = self._handler, self._is_finishing
+        handler, was_finishing = self._handler, self.is_finishing
         self._say_bye(farewell)
         self._stop()
         try:
@@ -422,8 +323,7 @@ class TcpTransport:
             self._alarm.cancel()
         self._writer.close()
         self._records.clear()
-        self._held.clear()
-        self._landings.clear()
+        self._incoming.clear()
         self._moves.clear()
         self._direct.stop()
 
