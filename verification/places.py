@@ -104,7 +104,7 @@ def arguments_of(endpoint: Endpoint) -> Mapping[str, Any]:
 
 def use_engine_for_all() -> None:
     """Let engines of this process move all tensors that are copied, also short ones."""
-    direct._LEAST_BYTES = 1
+    direct.LEAST_BYTES = 1
 
 
 def free_port() -> int:

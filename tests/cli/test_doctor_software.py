@@ -199,5 +199,4 @@ def test_a_write_that_fails_is_a_note(
     ended: list[tuple[int, str]], with_rdma: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aiotensor.engines.nixl.NixlEngine.poll", lambda *_: ended)
-    monkeypatch.setattr("aiotensor.cli.doctor.software._TRIAL_S", 0.1)
-    assert nixl(0, with_rdma).found.startswith("not usable: a write ")
+    assert nixl(0, with_rdma, trial_s=0.1).found.startswith("not usable: a write ")

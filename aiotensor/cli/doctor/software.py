@@ -19,7 +19,6 @@ __all__ = ["cuda", "event_loop", "nixl", "release_of", "start_method", "torch_bu
 _OLDEST_TORCH = (2, 6)
 _OLDEST_UVLOOP = (0, 21)
 _TRIAL_BYTES = 1 << 20
-_TRIAL_S = 5.0
 
 
 def release_of(version: str) -> tuple[int, int]:
@@ -95,17 +94,18 @@ def cuda(root: Path = Path("/")) -> Finding:
     return Finding(Status.OK, found)
 
 
-def nixl(locked_bytes: int, root: Path = Path("/")) -> Finding:
+def nixl(locked_bytes: int, root: Path = Path("/"), trial_s: float = 5.0) -> Finding:
     """Write from one engine of NIXL to another, and look for RDMA devices.
 
     Args:
         locked_bytes: the limit of locked memory, to which RDMA devices register it.
         root: of the file system.
+        trial_s: the longest time in seconds that the write may take.
     """
     devices = sorted(path.name for path in root.glob("sys/class/infiniband/*"))
     what = f"RDMA devices: {', '.join(devices)}" if devices else "this machine has no RDMA device"
     try:
-        _try_nixl()
+        _try_nixl(trial_s)
     except EngineError as error:
         if not devices:
             return Finding(Status.OK, f"not usable, and not needed: {what}; {error}")
@@ -116,7 +116,7 @@ def nixl(locked_bytes: int, root: Path = Path("/")) -> Finding:
     return Finding(Status.OK, f"works; {what}")
 
 
-def _try_nixl() -> None:
+def _try_nixl(trial_s: float) -> None:
     make = engine_maker("nixl")
     with ExitStack() as closing:
         engines = []
@@ -128,7 +128,7 @@ def _try_nixl() -> None:
         reader.connect(writer.address)
         memory = bytearray(_TRIAL_BYTES)
         writer.write(memoryview(b"x" * _TRIAL_BYTES), reader.register(memoryview(memory)), 0)
-        end = time.monotonic() + _TRIAL_S
+        end = time.monotonic() + trial_s
         while not (ended := writer.poll(0.0)):
             reader.poll(0.0)
             if time.monotonic() > end:

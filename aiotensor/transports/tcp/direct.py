@@ -34,10 +34,10 @@ from aiotensor.protocol.pages import Range
 from aiotensor.transports.base import Landing
 from aiotensor.transports.tcp.engine import EngineChoice, RunningEngine
 
-__all__ = ["DirectMoves"]
+__all__ = ["LEAST_BYTES", "DirectMoves"]
 
 # Shorter moves are steps: they end at once, but a write waits for memory of the peer first.
-_LEAST_BYTES = STEP_BYTES + 1
+LEAST_BYTES = STEP_BYTES + 1
 
 # The engines handle one packet in another way than several. The bytes of the test repeat a random seed.
 _TEST_BYTES = 64 << 10
@@ -158,7 +158,7 @@ class DirectMoves:
     def begin(self, move: Move[memoryview]) -> bool:
         """Move bytes to the peer if there is an engine for them, and return whether there is."""
         self.report_if_not_chosen()
-        if not self.engine or move.length < _LEAST_BYTES or len(self._writes) >= MAX_WRITES:
+        if not self.engine or move.length < LEAST_BYTES or len(self._writes) >= MAX_WRITES:
             return False
         number = self._next_write
         self._next_write += 1

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import logging
 import os
-import struct
 import sys
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.engines import EngineError
+from aiotensor.engines.nixl import NixlEngine
 from aiotensor.inspection import Inspection, inspect
 from verification.descriptors import our_descriptors
 from verification.patterns import pattern
@@ -182,7 +182,9 @@ async def test_a_failed_write_does_not_keep_its_engine(
     before = our_descriptors()
     async with TensorReceiver(address, **NIXL) as receiver, TensorSender(address, **NIXL) as sender:
         await until(lambda: sender.statistics().engine_connections == 1)
-        monkeypatch.setattr("aiotensor.engines.nixl._KEY", struct.Struct("<QQQQQQ"))  # no key is valid
+        await until(lambda: receiver.statistics().engine_connections == 1)
+        register = NixlEngine.register
+        monkeypatch.setattr(NixlEngine, "register", lambda *of: register(*of)[:-1])  # no key is valid
         handle = await sender.send(pattern(0, LARGE))
         assert torch.equal(await receiver.receive(handle), pattern(0, LARGE))
     await until(lambda: our_descriptors() == before)
