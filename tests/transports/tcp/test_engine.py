@@ -5,12 +5,13 @@ import gc
 import logging
 import os
 import sys
+import time
 from typing import Any
 
 import pytest
 import torch
 
-from aiotensor import TensorReceiver, TensorSender
+from aiotensor import TensorReceiver, TensorSender, blocking
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.engines import EngineError
 from aiotensor.engines.nixl import NixlEngine
@@ -228,6 +229,17 @@ async def fork_and_wait(state: State) -> int:
         os._exit(0)
     _, status = await asyncio.to_thread(os.waitpid, child, 0)
     return os.waitstatus_to_exitcode(status)
+
+
+def test_threads_choose_an_engine_like_tasks(address: str) -> None:
+    with (
+        blocking.TensorReceiver(address, engine="nixl") as receiver,
+        blocking.TensorSender(address, engine="nixl") as sender,
+    ):
+        while not sender.statistics().engine_connections:
+            time.sleep(0.001)
+        handle = sender.send(pattern(0, LARGE))
+        assert torch.equal(receiver.receive(handle), pattern(0, LARGE))
 
 
 async def test_an_inspector_needs_no_engine(address: str, caplog: pytest.LogCaptureFixture) -> None:
